@@ -1,0 +1,36 @@
+"""Recipes: YAML -> strict pydantic models. Importable without torch."""
+
+from opd.config.data import DomainConfig, RolloutConfig, TeacherConfig
+from opd.config.distill import DistillConfig, FullVocabularyKL, SampledTokenK1, SampledTokenK2, TopKKL
+from opd.config.recipe import (
+    BaselinesConfig,
+    EvaluationConfig,
+    ModelConfig,
+    Recipe,
+    RuntimeConfig,
+    WarmupConfig,
+)
+from opd.config.rl import PolicyLossConfig, ReferenceKLConfig, SpecialistConfig
+from opd.config.train import BatchConfig, OptimConfig
+
+__all__ = [
+    "BaselinesConfig",
+    "BatchConfig",
+    "DistillConfig",
+    "DomainConfig",
+    "EvaluationConfig",
+    "FullVocabularyKL",
+    "ModelConfig",
+    "OptimConfig",
+    "PolicyLossConfig",
+    "Recipe",
+    "ReferenceKLConfig",
+    "RolloutConfig",
+    "RuntimeConfig",
+    "SampledTokenK1",
+    "SampledTokenK2",
+    "SpecialistConfig",
+    "TeacherConfig",
+    "TopKKL",
+    "WarmupConfig",
+]

@@ -1,0 +1,50 @@
+"""Domains: where prompts come from, how answers are scored, which teacher they go to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from opd.config.base import Config
+
+
+class DomainConfig(Config):
+    """One domain."""
+
+    source: str
+    """`procedural:NAME` (built in), `reasoning-gym:NAME` (extra), or a `.jsonl` / `.parquet` file with the
+    columns `prompt` (text or messages) and `label`."""
+    params: dict[str, Any] = {}
+    """Arguments of a procedural or reasoning-gym source."""
+    reward: str | None = None
+    """Dotted path of a reward function, `package.module:function`; `None` takes the source's own checker."""
+    teacher: str | dict[str, float] | None = None
+    """Name of a teacher, or weights over several; `None` is the specialist trained on this domain."""
+    held_out: float = Field(default=0.1, gt=0, lt=1)
+    """Share of a file's prompts kept for evaluation, chosen by a hash of the prompt."""
+    prompts: int = Field(default=20_000, gt=0)
+    """How many training prompts a procedural source generates."""
+
+
+class TeacherConfig(Config):
+    """A teacher that already exists; specialists trained by the run need no entry."""
+
+    path: str
+    """A Hugging Face folder."""
+
+
+class RolloutConfig(Config):
+    """How the student writes."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; student and teacher are scored at it too."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    max_new_tokens: int = Field(default=16, gt=0)
+    max_running: int = Field(default=512, gt=0)
+    """Requests decoded together; more wait in the queue."""
+    max_sequence: int = Field(default=4096, gt=1)
+    """Prompt plus response tokens a request may take."""
+    reward_timeout: float = Field(default=60.0, gt=0)
+    """Seconds a reward function may take for one batch."""

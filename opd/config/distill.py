@@ -1,0 +1,79 @@
+"""The merge: which divergence from which teachers, estimated how, normalised how."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from opd.config.base import Config
+from opd.config.rl import PolicyLossConfig
+from opd.config.train import BatchConfig, OptimConfig
+
+
+class FullVocabularyKL(Config):
+    """The exact divergence over the whole vocabulary at every position: no action-sampling variance."""
+
+    type: Literal["full"] = "full"
+    kind: Literal["reverse", "forward", "jsd"] = "reverse"
+    """`reverse`: KL(student || teacher); `forward`: KL(teacher || student); `jsd`: generalised
+    Jensen-Shannon with `beta`."""
+    beta: float = Field(default=0.5, gt=0, lt=1)
+    """Weight of the teacher in the mixture `beta * t + (1 - beta) * p`; used by `jsd` only."""
+
+
+class SampledTokenK1(Config):
+    """`adv - lambda * (log p_student - log p_teacher)` on the sampled tokens: unbiased, noisy."""
+
+    type: Literal["k1"] = "k1"
+    coef: float = Field(default=1.0, gt=0)
+    """lambda."""
+    baseline: Literal["none", "batch_mean"] = "batch_mean"
+    """Subtract the teacher's mean log-ratio of the batch: same expectation (up to O(1/N)), less variance."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """0 credits each token with its own log-ratio; above 0 with the discounted sum of those that follow."""
+    loss: PolicyLossConfig = PolicyLossConfig()
+
+
+class SampledTokenK2(Config):
+    """`(log p_student - log p_teacher)^2 / 2` as a loss on the sampled tokens: the reverse KL's gradient."""
+
+    type: Literal["k2"] = "k2"
+
+
+class TopKKL(Config):
+    """Reverse KL on a top-k support of the teacher."""
+
+    type: Literal["topk"] = "topk"
+    k: int = Field(default=64, gt=0)
+    form: Literal["tail", "hybrid", "truncated"] = "tail"
+    """`tail`: everything outside the support is one bucket (a lower bound on the KL); `hybrid`: exact on the
+    support plus a score-function term for sampled tokens outside it (unbiased on-policy); `truncated`:
+    support only (biased: it leaks mass out of the support; for comparison)."""
+
+
+DistillLossConfig = Annotated[
+    FullVocabularyKL | SampledTokenK1 | SampledTokenK2 | TopKKL, Field(discriminator="type")
+]
+
+
+class DistillConfig(Config):
+    """Multi-teacher on-policy distillation of the student."""
+
+    steps: int = Field(default=120, gt=0)
+    prompts_per_domain: int = Field(default=64, gt=0)
+    """Prompts of each domain in every step."""
+    samples_per_prompt: int = Field(default=1, gt=0)
+    loss: DistillLossConfig = FullVocabularyKL()
+    mixture: Literal["one_hot", "geometric", "arithmetic"] = "one_hot"
+    """For domains with several teachers. `one_hot`: each prompt is routed to one teacher, drawn with the
+    teachers' weights; `geometric`: `sum_i w_i KL(p || t_i)`, whose floor `-log Z` is logged; `arithmetic`:
+    `KL(p || sum_i w_i t_i)`."""
+    normalise: Literal["teacher", "token"] = "teacher"
+    """`teacher`: every teacher's tokens are averaged first, so that short answers keep their share of the
+    gradient; `token`: every token weighs the same."""
+    rl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the reward's policy gradient beside the distillation; 0 is pure distillation."""
+    optim: OptimConfig = OptimConfig(lr=1e-3, schedule="cosine", final_lr_fraction=0.0, warmup_steps=5)
+    batch: BatchConfig = BatchConfig()
+    checkpoint_every: int = Field(default=20, gt=0)

@@ -1,0 +1,144 @@
+"""The recipe: one YAML file (or several, merged) that describes a whole run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from opd.config.base import Config
+from opd.config.data import DomainConfig, RolloutConfig, TeacherConfig
+from opd.config.distill import DistillConfig
+from opd.config.rl import SpecialistConfig
+from opd.config.train import BatchConfig, OptimConfig
+
+
+class ModelConfig(Config):
+    """The student: a Hugging Face causal LM from a folder, or a new one from a configuration."""
+
+    path: str | None = None
+    """A Hugging Face folder. Exactly one of `path` and `config` is given."""
+    config: dict[str, Any] | None = None
+    """`model_type` and the arguments of that Hugging Face configuration; the vocabulary size is filled in."""
+    tokenizer: str | None = None
+    """A Hugging Face folder; `None` takes the model's own, or with `config` a character tokenizer over the
+    domains' alphabets."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+    """`auto` takes CUDA where there is one."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give exactly one of model.path (a Hugging Face folder) and model.config")
+        return self
+
+
+class WarmupConfig(Config):
+    """Supervised warm-up of the base on demonstrations of mixed quality (for models made from scratch)."""
+
+    steps: int = Field(default=480, gt=0)
+    batch_size: int = Field(default=192, gt=0)
+    """Demonstrations per step, spread evenly over the domains."""
+    right: float = Field(default=0.30, ge=0, le=1)
+    """Share of demonstrations that are right."""
+    wrong_rule: float = Field(default=0.45, ge=0, le=1)
+    """Share that follows one consistent wrong rule; the rest is corrupted at random."""
+    optim: OptimConfig = OptimConfig(lr=3e-3, schedule="cosine", final_lr_fraction=0.0, warmup_steps=20)
+    batch: BatchConfig = BatchConfig()
+    checkpoint_every: int = Field(default=100, gt=0)
+    min_accuracy: float = Field(default=0.0, ge=0, le=1)
+    """Stop with an error if the base samples fewer right answers than this in any domain."""
+
+
+BaselineName = Literal["average", "task_arithmetic", "ties", "dare", "mixed_grpo", "off_policy"]
+
+
+class BaselinesConfig(Config):
+    """Other ways to merge, measured beside the merge at its number of student tokens."""
+
+    methods: list[BaselineName] = [
+        "average",
+        "task_arithmetic",
+        "ties",
+        "dare",
+        "mixed_grpo",
+        "off_policy",
+    ]
+    scales: list[float] = [0.4, 0.6, 0.8, 1.0]
+    """Scaling coefficients tried for task arithmetic, TIES and DARE, chosen on *training* prompts."""
+    density: float = Field(default=0.5, gt=0, le=1)
+    """Share of each task vector that TIES keeps and DARE does not drop."""
+    tuning_prompts: int = Field(default=100, gt=0)
+    """Training prompts per domain used to choose a coefficient."""
+    mixed_grpo_all_tokens: bool = False
+    """Also train mixed-domain GRPO for the tokens of all specialists plus the merge."""
+
+
+class EvaluationConfig(Config):
+    """Held-out accuracy, greedy and sampled at the rollout temperature."""
+
+    prompts_per_domain: int = Field(default=500, gt=0)
+    samples_per_prompt: int = Field(default=1, gt=0)
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations inside the merge (0: only at the end), on `curve_prompts` prompts."""
+    curve_prompts: int = Field(default=100, gt=0)
+
+
+class RuntimeConfig(Config):
+    """The machine."""
+
+    threads: int = Field(default=1, gt=0)
+    """CPU threads per stage. Results are bit-identical only at the same number."""
+    workers: int = Field(default=1, gt=0)
+    """Stages that may run side by side."""
+    tensorboard: bool = False
+    """Write TensorBoard event files beside the JSON lines."""
+    keep_checkpoints: int = Field(default=2, gt=0)
+
+
+class Recipe(Config):
+    """Everything a run needs."""
+
+    name: str
+    seed: int = Field(default=0, ge=0)
+    run_dir: str | None = None
+    """Run folder; `None` is `runs/NAME`."""
+    model: ModelConfig
+    domains: dict[str, DomainConfig] = Field(min_length=1)
+    teachers: dict[str, TeacherConfig] = {}
+    base: WarmupConfig | None = None
+    rollout: RolloutConfig = RolloutConfig()
+    specialist: SpecialistConfig = SpecialistConfig()
+    distill: DistillConfig = DistillConfig()
+    baselines: BaselinesConfig = BaselinesConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    def teacher_weights(self, domain: str) -> dict[str, float]:
+        """Teachers of `domain` and their weights, which sum to 1."""
+        teacher = self.domains[domain].teacher or domain
+        weights = {teacher: 1.0} if isinstance(teacher, str) else dict(teacher)
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items()}
+
+    def specialist_domains(self) -> list[str]:
+        """Domains whose specialist this run trains: those some domain names as teacher without a path."""
+        named = {name for domain in self.domains for name in self.teacher_weights(domain)}
+        return [domain for domain in self.domains if domain in named and domain not in self.teachers]
+
+    @model_validator(mode="after")
+    def _teachers_exist(self) -> Recipe:
+        for domain, config in self.domains.items():
+            if isinstance(config.teacher, dict) and (
+                not config.teacher or min(config.teacher.values()) <= 0
+            ):
+                raise ValueError(f"domains.{domain}.teacher: give at least one teacher, with positive weights")
+            for name in self.teacher_weights(domain):
+                if name not in self.teachers and name not in self.domains:
+                    raise ValueError(
+                        f"domains.{domain}.teacher names {name!r}, which is neither under `teachers` nor a domain"
+                        f" of this recipe; add teachers.{name}.path"
+                    )
+        return self

@@ -1,0 +1,98 @@
+"""The specialist's GRPO run: advantages, policy loss, reference KL, filter."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from opd.config.base import Config
+from opd.config.train import BatchConfig, OptimConfig
+
+
+class GRPOAdvantage(Config):
+    """Reward minus the group's mean, divided by the group's standard deviation (DeepSeekMath, 4.1)."""
+
+    type: Literal["grpo"] = "grpo"
+    eps: float = Field(default=1e-4, gt=0)
+
+
+class DrGRPOAdvantage(Config):
+    """Reward minus the group's mean, not divided by anything (Liu et al. 2025, "Dr. GRPO")."""
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+
+
+class RLOOAdvantage(Config):
+    """Reward minus the mean of the *other* responses (Ahmadian et al. 2024)."""
+
+    type: Literal["rloo"] = "rloo"
+
+
+class CustomAdvantage(Config):
+    """An `AdvantageEstimator` of your own, by dotted path."""
+
+    type: Literal["custom"] = "custom"
+    path: str
+
+
+AdvantageConfig = Annotated[
+    GRPOAdvantage | DrGRPOAdvantage | RLOOAdvantage | CustomAdvantage, Field(discriminator="type")
+]
+
+
+class PolicyLossConfig(Config):
+    """Clipped importance-weighted policy gradient (PPO), with asymmetric bounds (DAPO) and dual clip."""
+
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The ratio is clipped at `1 - clip_low`."""
+    clip_high: float = Field(default=0.28, ge=0)
+    """The ratio is clipped at `1 + clip_high`."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bound on the loss of tokens with a negative advantage: the ratio counts at most this much."""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """`token`: every token of the step weighs the same; `sequence`: every response; `constant`: sums divided
+    by `max_new_tokens` times the number of responses (Dr. GRPO)."""
+
+
+class ReferenceKLConfig(Config):
+    """Penalty for leaving the frozen starting policy. Off when `coef` is 0."""
+
+    coef: float = Field(default=0.0, ge=0)
+    estimator: Literal["k1", "k2", "k3"] = "k2"
+    """k1 and placement `advantage`, or k2 and placement `loss`: the reverse KL's gradient. k3 and placement
+    `loss`: the forward KL's gradient. Every other pair has a wrong or zero gradient and is refused."""
+    placement: Literal["advantage", "loss"] = "loss"
+
+    @model_validator(mode="after")
+    def _refuse_wrong_gradients(self) -> ReferenceKLConfig:
+        if (self.estimator == "k1") != (self.placement == "advantage"):
+            raise ValueError(
+                f"estimator {self.estimator} with placement {self.placement} has a zero or wrong gradient; "
+                "use k1 with placement advantage, or k2 or k3 with placement loss"
+            )
+        return self
+
+
+class SpecialistConfig(Config):
+    """One GRPO run; the same settings serve every domain and the mixed-domain baseline."""
+
+    steps: int = Field(default=120, gt=0)
+    """Rollout steps."""
+    prompts_per_step: int = Field(default=64, gt=0)
+    group_size: int = Field(default=8, gt=1)
+    """Responses per prompt (G)."""
+    minibatches: int = Field(default=4, gt=0)
+    """Optimiser steps per rollout step; with 1 the ratio is always 1 and the clip never acts."""
+    advantage: AdvantageConfig = GRPOAdvantage()
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    reference_kl: ReferenceKLConfig = ReferenceKLConfig()
+    entropy_coef: float = 0.0
+    filter_zero_variance: bool = True
+    """Drop groups whose rewards are all equal: they carry no policy gradient."""
+    optim: OptimConfig = OptimConfig(lr=3e-4, schedule="linear", final_lr_fraction=0.1)
+    batch: BatchConfig = BatchConfig()
+    checkpoint_every: int = Field(default=20, gt=0)
+    """Steps between checkpoints; a killed run repeats at most this many."""
+    max_steps_without_signal: int = Field(default=10, gt=0)
+    """Stop with an error after this many steps in a row in which every group was filtered."""

@@ -1,0 +1,109 @@
+"""The seams of the system: what an engine, a teacher, a trainer and an estimator must do. No torch at import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from opd.types import DecodeStep, RolloutBatch, RolloutRequest, Sample, SampleGroup, TeacherTargets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from opd.kernels.head import Head
+
+
+class RolloutEngine(Protocol):
+    """Writes responses with the student's current weights.
+
+    Weight sync is always `pause -> flush -> update_weights -> verify -> resume`; the version only grows.
+    """
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that sample the next token."""
+        ...
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+        """Yield every decode step as it happens until all `requests` have ended."""
+        ...
+
+    def pause(self) -> None:
+        """Stop sampling between two decode steps; requests in flight stay where they are."""
+        ...
+
+    def flush(self) -> None:
+        """Drop every cached key and value, so that nothing computed with old weights is used again."""
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Copy `weights` in place and return the digest of what the engine now holds.
+
+        Raises `RolloutError` if the engine is not paused or `version` does not grow.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Continue sampling."""
+        ...
+
+
+class Teacher(Protocol):
+    """A frozen model that says what it would have written at each position of a student's response."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def digest(self) -> str:
+        """Identity of its weights; part of every cache key."""
+        ...
+
+    def score(self, samples: Sequence[Sample]) -> TeacherTargets:
+        """Targets for the response tokens of `samples`, concatenated in order: `[N, ...]`."""
+        ...
+
+    def load_head(self) -> Head:
+        """Bring the head into memory. The schedule keeps at most one resident."""
+        ...
+
+
+class AdvantageEstimator(Protocol):
+    """Turns the rewards of one group into per-token advantages; never runs a model."""
+
+    def __call__(self, group: SampleGroup) -> list[np.ndarray]:
+        """One `[R]` float32 array per sample of `group`, in its order."""
+        ...
+
+
+class TrainBackend(Protocol):
+    """Owns the student's weights and optimiser state."""
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """`[R]` float32 log-probabilities of each response under the current weights (recompute contract)."""
+        ...
+
+    def forward_backward(self, batch: RolloutBatch) -> dict[str, float]:
+        """Accumulate the gradient of one optimiser step; returns its metrics."""
+        ...
+
+    def step(self, lr: float) -> dict[str, float]:
+        """Clip, update, zero the gradients."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the student, for weight sync."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write everything `load` needs to continue bit for bit."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def export_hf(self, folder: Path, card: dict[str, Any]) -> None:
+        """Write a Hugging Face folder: sharded safetensors, tokenizer, model card."""
+        ...

@@ -1,0 +1,251 @@
+"""The nouns of a training step, from prompt to gradient. Importable without torch.
+
+Shapes: `C` prompt tokens, `R` response tokens, `T` packed tokens of a micro-batch, `N` packed response
+tokens of a micro-batch, `K` a top-k support, `D` hidden size, `V` vocabulary, `B` sequences.
+
+Row convention: hidden row `i` predicts token `i + 1`, so a response of `R` tokens after a prompt of `C` is
+predicted by the rows `C-1 ... C+R-2` of its sequence. A response of length 0 has no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Int32 = np.ndarray
+Float32 = np.ndarray
+
+
+class Status(StrEnum):
+    """How a rollout ended. Only `COMPLETED` and `TRUNCATED` samples are trained on."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+def _no_ints() -> Int32:
+    return np.zeros(0, dtype=np.int32)
+
+
+def _no_floats() -> Float32:
+    return np.zeros(0, dtype=np.float32)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One rollout: a prompt, the response the student wrote to it, and what is known about each token."""
+
+    uid: str
+    """Unique in the run; keys the sampling noise, the log and the caches."""
+    group_uid: str
+    """The group (one prompt, `G` responses) it belongs to: identity travels here, never in a position."""
+    domain: str
+    """Selects reward function and teacher."""
+    prompt_ids: Int32
+    """[C] int32. Never counted in a loss."""
+    label: Any = None
+    """What the reward function compares with; JSON-able."""
+    teacher: str | None = None
+    """Name of the teacher that scores it; `None` outside distillation."""
+    response_ids: Int32 = field(default_factory=_no_ints)
+    """[R] int32."""
+    rollout_logprobs: Float32 = field(default_factory=_no_floats)
+    """[R] float32, nats: the engine's (behaviour policy's) log-probabilities at the sampling temperature.
+
+    Never used as the policy's log-probabilities in a loss; see `TokenTerms.old_logprobs`."""
+    policy_versions: Int32 = field(default_factory=_no_ints)
+    """[R] int32: version of the weights that sampled each token."""
+    loss_mask: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    """[R] bool: True where the student wrote the token; False for environment tokens."""
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    status: Status = Status.PENDING
+    failure: str | None = None
+    """Why, when `status` is `FAILED` or `ABORTED`."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def token_ids(self) -> Int32:
+        """[C + R] int32."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
+    @property
+    def trainable_tokens(self) -> int:
+        """How many tokens the loss counts."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(slots=True)
+class SampleGroup:
+    """The `G` responses to one prompt; the unit a group-relative advantage is estimated on."""
+
+    uid: str
+    domain: str
+    samples: list[Sample]
+
+    @property
+    def rewards(self) -> Float32:
+        """[G] float64. Raises if a sample has not been scored."""
+        return np.array([s.reward for s in self.samples], dtype=np.float64)
+
+
+@dataclass(slots=True)
+class TokenTerms:
+    """What the loss knows about each response token of one sample. All `[R]` float32.
+
+    The weights are separate streams, each already divided by its own normaliser over the *whole* optimiser
+    step (all micro-batches, all ranks), so `loss = sum(weight * per_token_loss)` needs no further division.
+    """
+
+    advantages: Float32
+    old_logprobs: Float32
+    """Log-probabilities under the weights at the start of the step, recomputed by the trainer."""
+    policy_weight: Float32
+    """Weight of the policy-gradient stream."""
+    kl_weight: Float32
+    """Weight of the distillation stream (KL between student and teacher)."""
+    ce_weight: Float32
+    """Weight of the cross-entropy stream (supervised tokens)."""
+    ref_logprobs: Float32 | None = None
+    """Log-probabilities under the frozen reference policy, if a reference KL is asked for."""
+
+    @classmethod
+    def zeros(cls, length: int) -> TokenTerms:
+        """All streams off for a response of `length` tokens."""
+        return cls(*(np.zeros(length, dtype=np.float32) for _ in range(5)))
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """The samples of one optimiser step with their per-token terms; same length, same order."""
+
+    samples: list[Sample]
+    terms: list[TokenTerms]
+
+    def __post_init__(self) -> None:
+        for sample, terms in zip(self.samples, self.terms, strict=True):
+            if len(terms.advantages) != len(sample.response_ids):
+                raise ValueError(
+                    f"sample {sample.uid}: {len(terms.advantages)} terms for {len(sample.response_ids)} tokens"
+                )
+
+    def __iter__(self) -> Iterator[tuple[Sample, TokenTerms]]:
+        return zip(self.samples, self.terms, strict=True)
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Several whole samples packed end to end without padding.
+
+    Example: prompts of 2 and 1 tokens with responses of 1 and 2 give `cu_seqlens = [0, 3, 6]`,
+    `rows = [1, 3, 4]`, `targets = input_ids[[2, 4, 5]]`.
+    """
+
+    input_ids: Tensor
+    """[T] int64."""
+    position_ids: Tensor
+    """[T] int64, restarting at 0 in every sequence."""
+    cu_seqlens: Tensor
+    """[B + 1] int32: sequence `b` is `input_ids[cu_seqlens[b]:cu_seqlens[b + 1]]`."""
+    rows: Tensor
+    """[N] int64: the packed positions whose hidden state predicts a response token."""
+    targets: Tensor
+    """[N] int64: the response tokens."""
+    advantages: Tensor
+    """[N] float32."""
+    old_logprobs: Tensor
+    """[N] float32."""
+    policy_weight: Tensor
+    """[N] float32."""
+    kl_weight: Tensor
+    """[N] float32."""
+    ce_weight: Tensor
+    """[N] float32."""
+    ref_logprobs: Tensor | None
+    """[N] float32 or None."""
+    samples: list[Sample]
+    """The `B` samples, in packing order."""
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """A teacher's log-probability of each response token."""
+
+    logprobs: Tensor
+    """[N] float32, nats, at the sampling temperature."""
+
+
+@dataclass(slots=True)
+class TopKLogprobs:
+    """A teacher's `K` most likely tokens at each response position; the rest is its tail mass."""
+
+    ids: Tensor
+    """[N, K] int64."""
+    logprobs: Tensor
+    """[N, K] float32, nats, at the sampling temperature."""
+
+
+@dataclass(slots=True)
+class HiddenStates:
+    """A teacher's last hidden states (after the final norm); with its head they give the full vocabulary."""
+
+    rows: Tensor
+    """[N, D]."""
+
+
+TeacherTargets = TokenLogprobs | TopKLogprobs | HiddenStates
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a response is sampled. `temperature = 0` is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    max_new_tokens: int = 16
+    stop_ids: tuple[int, ...] = ()
+    """A token that ends the response; it is kept as the response's last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One response to generate."""
+
+    uid: str
+    """Keys the sampling noise together with `seed`: the same (seed, uid, position) draws the same noise."""
+    prompt_ids: Int32
+    """[C] int32, C >= 1."""
+    sampling: SamplingParams
+    seed: int = 0
+    prefix_ids: Int32 = field(default_factory=_no_ints)
+    """[P] int32: response tokens emitted before an interruption. They are prefilled, not sampled again; they
+    count towards `max_new_tokens`, and the next token has response position `P`."""
+
+
+@dataclass(slots=True)
+class DecodeStep:
+    """The tokens one decode step emitted, one per running request: the unit of a group commit."""
+
+    uids: list[str]
+    """[B] the requests, in no particular order."""
+    positions: Int32
+    """[B] int32: position within the response."""
+    token_ids: Int32
+    """[B] int32."""
+    logprobs: Float32
+    """[B] float32, nats, at the sampling temperature, before any top-p or top-k cut."""
+    policy_version: int
+    finished: dict[str, Status]
+    """The requests this step ended, and how (`COMPLETED` on a stop id, `TRUNCATED` on length)."""
