@@ -1,0 +1,152 @@
+"""Distillation as a stream of the loss: the student against its teachers, on `kl_weight`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from opd.config.distill import DistillConfig, FullVocabularyKL, TopKKL
+from opd.kernels.head import Head
+from opd.kernels.ops import linear_kl, linear_logprobs, linear_mixture_kl, linear_topk
+from opd.losses.sampled import sampled_k2
+from opd.losses.surrogate import with_gradient
+from opd.losses.topk import SampledTokens, outside_support, topk_reverse_kl
+from opd.train.student_rows import MetricSums, StudentRows
+from opd.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherView:
+    """One teacher as a micro-batch sees it."""
+
+    name: str
+    weight: float
+    """Its share in the mixture; 1 where a sample has one teacher."""
+    hidden: Tensor
+    """[N, Dt]: last hidden states at the micro-batch's rows."""
+    head: Head
+
+
+class TeacherViews(Protocol):
+    """Hands out the teachers of a micro-batch; the schedule in `opd.teachers` is one."""
+
+    def __call__(self, micro: MicroBatch) -> list[TeacherView]: ...
+
+
+class DistillTerm:
+    """Shared shell: finds the teachers, weighs the tokens, keeps the KL's metrics per teacher."""
+
+    def __init__(self, teachers: TeacherViews, mixture: str) -> None:
+        self.teachers = teachers
+        self.mixture = mixture
+
+    def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
+        views = self.teachers(micro)
+        if len(views) == 1 or self.mixture == "geometric":
+            per_view = [self.divergence(micro, student, view) for view in views]
+            per_token = torch.stack([v.weight * kl for v, kl in zip(views, per_view, strict=True)]).sum(0)
+        else:
+            per_token = self.mixture_divergence(micro, student, views)
+        counted = micro.kl_weight != 0
+        total = torch.where(counted, per_token.detach(), 0.0).sum()
+        route = micro.samples[0].teacher
+        sums.add("kl/mean", total, counted.sum())
+        sums.add(f"kl/{route}", total, counted.sum())
+        return (micro.kl_weight * per_token).sum()
+
+    def divergence(self, micro: MicroBatch, student: StudentRows, view: TeacherView) -> Tensor:
+        """[N]: per-token loss against one teacher."""
+        raise NotImplementedError
+
+    def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: list[TeacherView]) -> Tensor:
+        """[N]: per-token loss against the arithmetic mixture of `views`."""
+        raise TypeError(f"{type(self).__name__} cannot score an arithmetic mixture of teachers")
+
+
+class FullVocabularyTerm(DistillTerm):
+    """The exact divergence over the vocabulary at every position."""
+
+    def __init__(self, teachers: TeacherViews, mixture: str, config: FullVocabularyKL) -> None:
+        super().__init__(teachers, mixture)
+        self.config = config
+
+    def divergence(self, micro: MicroBatch, student: StudentRows, view: TeacherView) -> Tensor:
+        return linear_kl(
+            student.hidden,
+            student.head,
+            view.hidden,
+            view.head,
+            kind=self.config.kind,
+            beta=self.config.beta,
+            temperature=student.temperature,
+            weight=micro.kl_weight * view.weight,
+            chunk=student.chunk,
+        )
+
+    def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: list[TeacherView]) -> Tensor:
+        return linear_mixture_kl(
+            student.hidden,
+            student.head,
+            [view.hidden for view in views],
+            [view.head for view in views],
+            [view.weight for view in views],
+            temperature=student.temperature,
+            weight=micro.kl_weight,
+            chunk=student.chunk,
+        )
+
+
+class K2Term(DistillTerm):
+    """`(log p_s - log p_t)^2 / 2` on the sampled tokens."""
+
+    def divergence(self, micro: MicroBatch, student: StudentRows, view: TeacherView) -> Tensor:
+        teacher = teacher_logprobs(view, micro.targets, student)
+        # The square is no estimate of the KL: keep its gradient, report k1 as the value.
+        return with_gradient(student.logprobs - teacher, sampled_k2(student.logprobs, teacher))
+
+
+class TopKTerm(DistillTerm):
+    """Reverse KL on the teacher's top-k support."""
+
+    def __init__(self, teachers: TeacherViews, mixture: str, config: TopKKL) -> None:
+        super().__init__(teachers, mixture)
+        self.config = config
+
+    def divergence(self, micro: MicroBatch, student: StudentRows, view: TeacherView) -> Tensor:
+        k = min(self.config.k, student.head.vocabulary)
+        ids, logprobs, _ = linear_topk(
+            view.hidden, view.head, k, temperature=student.temperature, chunk=student.chunk
+        )
+        on_support = linear_logprobs(
+            student.hidden, student.head, ids, temperature=student.temperature, chunk=student.chunk
+        )
+        sampled = None
+        if self.config.form == "hybrid":
+            sampled = SampledTokens(
+                student_logprobs=student.logprobs,
+                teacher_logprobs=teacher_logprobs(view, micro.targets, student),
+                outside=outside_support(micro.targets, ids),
+            )
+        return topk_reverse_kl(on_support, logprobs, form=self.config.form, sampled=sampled)
+
+
+def teacher_logprobs(view: TeacherView, ids: Tensor, student: StudentRows) -> Tensor:
+    """[N] float32: the teacher's log-probabilities of `ids [N]` at the student's temperature; no gradient."""
+    with torch.no_grad():
+        return linear_logprobs(
+            view.hidden, view.head, ids, temperature=student.temperature, chunk=student.chunk
+        )
+
+
+def build_distill_term(config: DistillConfig, teachers: TeacherViews) -> DistillTerm | None:
+    """The loss stream `config` asks for; None for k1, which lives in the advantages."""
+    if isinstance(config.loss, FullVocabularyKL):
+        return FullVocabularyTerm(teachers, config.mixture, config.loss)
+    if isinstance(config.loss, TopKKL):
+        return TopKTerm(teachers, config.mixture, config.loss)
+    if config.loss.type == "k2":
+        return K2Term(teachers, config.mixture)
+    return None

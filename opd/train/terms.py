@@ -1,0 +1,74 @@
+"""The streams of the loss. Each term reads its own weights, so terms add up without knowing of each other."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from opd.config.rl import PolicyLossConfig, ReferenceKLConfig
+from opd.losses.kl_estimators import reference_penalty
+from opd.losses.policy import clipped_policy_loss
+from opd.train.student_rows import MetricSums, StudentRows, masked_mean
+from opd.types import MicroBatch
+
+
+class LossTerm(Protocol):
+    """One stream of the loss."""
+
+    def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
+        """The scalar to add to the loss; the weights in `micro` already hold the normaliser."""
+        ...
+
+
+class PolicyTerm:
+    """Clipped policy gradient on `policy_weight`, with an optional entropy bonus."""
+
+    def __init__(self, config: PolicyLossConfig, entropy_coef: float = 0.0) -> None:
+        self.config = config
+        self.entropy_coef = entropy_coef
+
+    def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
+        weight = micro.policy_weight
+        counted = weight != 0
+        per_token, stats = clipped_policy_loss(
+            student.logprobs, micro.old_logprobs, micro.advantages, self.config, mask=counted
+        )
+        for name, value in stats.metrics().items():
+            if name == "policy/ratio_max":
+                sums.peak(name, value)
+            elif name != "policy/ratio_min":
+                sums.add(name, value * stats.tokens, stats.tokens)
+        masked_mean(student.entropy, weight, sums, "entropy")
+        loss = (weight * per_token).sum()
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * (weight * student.entropy).sum()
+        return loss
+
+
+class ReferenceTerm:
+    """Reference KL as a loss (k2 or k3) on `policy_weight`; see `ReferenceKLConfig` for the gradients."""
+
+    def __init__(self, config: ReferenceKLConfig) -> None:
+        self.config = config
+
+    def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
+        if micro.ref_logprobs is None:
+            raise ValueError("the reference KL needs reference log-probabilities in every sample's terms")
+        penalty = reference_penalty(student.logprobs, micro.ref_logprobs, self.config.estimator)
+        masked_mean(penalty, micro.policy_weight, sums, "reference_kl")
+        return self.config.coef * (micro.policy_weight * penalty).sum()
+
+
+class CrossEntropyTerm:
+    """Negative log-likelihood of the response tokens on `ce_weight`."""
+
+    def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
+        masked_mean(-student.logprobs, micro.ce_weight, sums, "loss/ce")
+        return -(micro.ce_weight * student.logprobs).sum()
+
+
+def finite(loss: Tensor) -> bool:
+    """Whether a loss may be differentiated."""
+    return bool(torch.isfinite(loss))

@@ -1,0 +1,73 @@
+"""What can be read off scored samples without the student: sampled-token log-probs, a mixture's floor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from opd.kernels.ops import geometric_floor, linear_logprobs
+from opd.teachers.schedule import TeacherSchedule
+from opd.train.distill_terms import TeacherView
+from opd.types import Sample
+
+CHUNK = 4096
+"""Rows whose logits exist at the same time."""
+
+
+@torch.no_grad()
+def sampled_logprobs(
+    schedule: TeacherSchedule, samples: Sequence[Sample], mixture: str, temperature: float
+) -> list[np.ndarray]:
+    """`[R]` float32 log-probability of each response under its teacher, in the order of `samples`.
+
+    Several teachers are pooled: weighted mean of log-probabilities (`geometric`, up to its normaliser), or
+    log of the weighted mean of probabilities (`arithmetic`).
+    """
+    found = {s.uid: np.zeros(0, dtype=np.float32) for s in samples}
+    for group, views in _by_route(schedule, samples):
+        ids = torch.from_numpy(np.concatenate([s.response_ids for s in group]).astype(np.int64))
+        per_view = torch.stack(
+            [
+                linear_logprobs(
+                    v.hidden, v.head, ids.to(v.hidden.device), temperature=temperature, chunk=CHUNK
+                )
+                for v in views
+            ]
+        )
+        weights = per_view.new_tensor([v.weight for v in views])[:, None]
+        if mixture == "arithmetic":
+            pooled = torch.logsumexp(per_view + weights.log(), dim=0)
+        else:
+            pooled = (weights * per_view).sum(0)
+        ends = np.cumsum([len(s.response_ids) for s in group])[:-1]
+        parts = np.split(pooled.float().cpu().numpy(), ends)
+        found.update({s.uid: part for s, part in zip(group, parts, strict=True)})
+    return [found[s.uid] for s in samples]
+
+
+@torch.no_grad()
+def mean_floor(schedule: TeacherSchedule, samples: Sequence[Sample], temperature: float) -> float | None:
+    """Mean over tokens of `-log Z`, the least a geometric mixture's loss can be; None without mixtures."""
+    total, tokens = 0.0, 0
+    for _, views in _by_route(schedule, samples):
+        if len(views) > 1:
+            floor = geometric_floor(
+                [v.hidden for v in views],
+                [v.head for v in views],
+                [v.weight for v in views],
+                temperature=temperature,
+                chunk=CHUNK,
+            )
+            total, tokens = total + float(floor.sum()), tokens + len(floor)
+    return total / tokens if tokens else None
+
+
+def _by_route(
+    schedule: TeacherSchedule, samples: Sequence[Sample]
+) -> Iterator[tuple[list[Sample], list[TeacherView]]]:
+    routes = dict.fromkeys(s.teacher for s in samples if len(s.response_ids))
+    for route in routes:
+        group = [s for s in samples if s.teacher == route and len(s.response_ids)]
+        yield group, schedule.views(group)

@@ -1,0 +1,70 @@
+"""A teacher in this process: a Hugging Face model, one packed prefill, last hidden states out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from opd.kernels.head import Head
+from opd.models.causal_lm import CausalLM
+from opd.train.packing import pack_tokens, split_by_tokens
+from opd.types import HiddenStates, Sample
+
+
+class TorchTeacher:
+    """A frozen Hugging Face folder.
+
+    Args:
+        name: How recipes and metrics call it.
+        path: Its folder; read when the first samples arrive.
+        dtype: Of its weights and hidden states.
+        device: Where it runs.
+        max_tokens: Packed tokens per forward pass.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        max_tokens: int = 4096,
+    ) -> None:
+        self.name = name
+        self.path = Path(path)
+        self._dtype = dtype
+        self._device = device
+        self._max_tokens = max_tokens
+
+    @cached_property
+    def model(self) -> CausalLM:
+        """The loaded model. Raises `CheckpointError` for a missing or damaged folder."""
+        model = CausalLM.from_pretrained(self.path, dtype=self._dtype, device=self._device)
+        model.module.requires_grad_(False)
+        return model
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the weights."""
+        return self.model.digest()
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample]) -> HiddenStates:
+        """Last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order."""
+        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+        parts = []
+        for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._max_tokens):
+            packed = pack_tokens(samples[start:stop])
+            input_ids, position_ids, cu_seqlens, rows = (t.to(self.model.device) for t in packed)
+            parts.append(self.model.hidden(input_ids, position_ids, cu_seqlens)[rows])
+        if not parts:
+            return HiddenStates(torch.zeros(0, self.model.config.hidden_size))
+        return HiddenStates(torch.cat(parts))
+
+    def load_head(self) -> Head:
+        """The head; its weights were frozen when the model was loaded."""
+        return self.model.head()

@@ -1,0 +1,110 @@
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from opd.errors import CheckpointError, TeacherError
+from opd.models.checkpoint import save_checkpoint
+from opd.teachers.routing import Router
+from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.signals import mean_floor, sampled_logprobs
+from opd.teachers.torch_teacher import TorchTeacher
+from opd.types import HiddenStates
+
+T = 0.7
+WEIGHTS = {"a": 0.25, "b": 0.75}
+
+
+@pytest.fixture
+def teachers(tmp_path):
+    made = {}
+    for i, name in enumerate(WEIGHTS):
+        save_checkpoint(tiny.model(seed=10 + i), tiny.tokenizer(), tmp_path / name, {})
+        made[name] = TorchTeacher(name, tmp_path / name, max_tokens=9)
+    return made
+
+
+def logprobs(teacher, sample):
+    """[R, V] float32, one sample at a time."""
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+    hidden = teacher.model.hidden(ids, torch.arange(len(ids)), [0, len(ids)])
+    rows = (hidden @ teacher.model.module.lm_head.weight.T / T).log_softmax(-1)
+    return rows[len(sample.prompt_ids) - 1 : -1].detach()
+
+
+@pytest.mark.parametrize("mixture", ["one_hot", "geometric", "arithmetic"])
+def test_sampled_logprobs_pool_the_teachers_of_a_mixture(teachers, mixture):
+    samples = tiny.samples([(3, 4), (2, 0), (5, 6), (4, 3)])
+    schedule = TeacherSchedule(teachers, Router({"a": WEIGHTS}, mixture))
+    schedule.assign(samples)
+    schedule.score(samples)
+    found = sampled_logprobs(schedule, samples, mixture, T)
+    for sample, ours in zip(samples, found, strict=True):
+        ids = torch.from_numpy(sample.response_ids.astype(np.int64))[:, None]
+        each = {name: logprobs(teacher, sample).gather(1, ids)[:, 0] for name, teacher in teachers.items()}
+        expected = {
+            "one_hot": each.get(sample.teacher),
+            "geometric": 0.25 * each["a"] + 0.75 * each["b"],
+            "arithmetic": (0.25 * each["a"].exp() + 0.75 * each["b"].exp()).log(),
+        }[mixture]
+        np.testing.assert_allclose(ours, expected.numpy(), atol=1e-5)
+
+
+def test_the_floor_of_a_geometric_mixture(teachers):
+    samples = tiny.samples([(3, 4), (5, 6)])
+    schedule = TeacherSchedule(teachers, Router({"a": WEIGHTS}, "geometric"))
+    schedule.assign(samples)
+    schedule.score(samples)
+    logs = [[logprobs(teacher, s) for s in samples] for teacher in teachers.values()]
+    pooled = torch.cat([0.25 * a + 0.75 * b for a, b in zip(*logs, strict=True)])
+    expected = -pooled.logsumexp(-1).mean().item()
+    assert mean_floor(schedule, samples, T) == pytest.approx(expected, abs=1e-5)
+    assert expected > 0
+
+
+def test_without_mixtures_there_is_no_floor(teachers):
+    samples = tiny.samples([(3, 4)])
+    schedule = TeacherSchedule(teachers, Router({"a": {"b": 1.0}}, "geometric"))
+    schedule.assign(samples)
+    schedule.score(samples)
+    assert mean_floor(schedule, samples, T) is None
+
+
+def test_a_sample_that_was_not_scored_is_named(teachers):
+    samples = tiny.samples([(3, 4)])
+    schedule = TeacherSchedule(teachers, Router({"a": {"a": 1.0}}, "one_hot"))
+    schedule.assign(samples)
+    with pytest.raises(TeacherError, match="s0 was not scored by teacher a"):
+        schedule.views(samples)
+
+
+class Broken:
+    """A teacher that answers with the wrong rows."""
+
+    name = "a"
+    digest = "0"
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def score(self, samples):
+        return HiddenStates(self.rows)
+
+    def load_head(self):
+        raise AssertionError("a broken teacher's head is never needed")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"), [(torch.zeros(3, 8), "4 response tokens"), (torch.full((4, 8), torch.nan), "finite")]
+)
+def test_unusable_rows_stop_before_they_reach_a_loss(rows, message):
+    samples = tiny.samples([(3, 4)])
+    schedule = TeacherSchedule({"a": Broken(rows)}, Router({"a": {"a": 1.0}}, "one_hot"))
+    schedule.assign(samples)
+    with pytest.raises(TeacherError, match=message):
+        schedule.score(samples)
+
+
+def test_a_missing_teacher_folder_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere"):
+        TorchTeacher("t", tmp_path / "nowhere").score(tiny.samples([(2, 2)]))

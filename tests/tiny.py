@@ -1,0 +1,55 @@
+"""Tiny real models and samples that several test folders use."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from opd.models.causal_lm import CausalLM
+from opd.models.tokenizers import character_tokenizer
+from opd.types import Sample, Status
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def tokenizer():
+    """Digits, "=" and two tags."""
+    return character_tokenizer("0123456789=", ["<a>", "<b>"])
+
+
+def model(seed: int = 0, **changes) -> CausalLM:
+    """A random two-layer Llama."""
+    return CausalLM.from_config(LLAMA | changes, tokenizer=tokenizer(), seed=seed)
+
+
+def samples(
+    lengths: list[tuple[int, int]], *, teachers: list[str] | None = None, seed: int = 0
+) -> list[Sample]:
+    """Random samples of the given (prompt, response) lengths."""
+    rng = np.random.default_rng(seed)
+    size = len(tokenizer())
+    made = []
+    for i, (prompt, response) in enumerate(lengths):
+        made.append(
+            Sample(
+                uid=f"s{i}",
+                group_uid=f"g{i}",
+                domain=teachers[i] if teachers else "a",
+                prompt_ids=rng.integers(0, size, prompt).astype(np.int32),
+                response_ids=rng.integers(0, size, response).astype(np.int32),
+                rollout_logprobs=np.zeros(response, dtype=np.float32),
+                policy_versions=np.zeros(response, dtype=np.int32),
+                loss_mask=np.ones(response, dtype=bool),
+                teacher=teachers[i] if teachers else None,
+                status=Status.COMPLETED,
+            )
+        )
+    return made

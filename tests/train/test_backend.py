@@ -1,0 +1,188 @@
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from opd.config import BatchConfig, DistillConfig, OptimConfig, PolicyLossConfig
+from opd.config.distill import FullVocabularyKL, SampledTokenK2, TopKKL
+from opd.errors import CheckpointError, TrainingError
+from opd.teachers.routing import Router
+from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.torch_teacher import TorchTeacher
+from opd.train.distill_terms import build_distill_term
+from opd.train.terms import CrossEntropyTerm, PolicyTerm
+from opd.train.torch_backend import TorchBackend
+from opd.types import RolloutBatch, TokenTerms
+
+LENGTHS = [(3, 4), (5, 1), (2, 7), (4, 0), (6, 3), (1, 5)]
+TEACHERS = ["a", "b", "a", "b", "b", "a"]
+
+
+@pytest.fixture
+def batch():
+    samples = tiny.samples(LENGTHS, teachers=TEACHERS)
+    rng = np.random.default_rng(1)
+    total = sum(len(s.response_ids) for s in samples)
+    terms = []
+    for sample in samples:
+        n = len(sample.response_ids)
+        term = TokenTerms.zeros(n)
+        term.advantages = rng.normal(size=n).astype(np.float32)
+        term.old_logprobs = rng.normal(-2.5, 0.3, size=n).astype(np.float32)
+        term.policy_weight = term.kl_weight = term.ce_weight = np.full(n, 1 / total, dtype=np.float32)
+        terms.append(term)
+    return RolloutBatch(samples, terms)
+
+
+@pytest.fixture
+def schedule(tmp_path):
+    from opd.models.checkpoint import save_checkpoint
+
+    teachers = {}
+    for i, name in enumerate(("a", "b")):
+        save_checkpoint(tiny.model(seed=10 + i), tiny.tokenizer(), tmp_path / name, {})
+        teachers[name] = TorchTeacher(name, tmp_path / name)
+    return TeacherSchedule(teachers, Router({"a": {"a": 1.0}, "b": {"b": 1.0}}, "one_hot"))
+
+
+def backend(terms, max_tokens=1000, seed=0):
+    return TorchBackend(tiny.model(seed), OptimConfig(), BatchConfig(max_tokens=max_tokens), 0.7, terms)
+
+
+def gradient(back, batch):
+    back.forward_backward(batch)
+    return torch.cat([p.grad.flatten() for p in back.model.module.parameters()])
+
+
+def distill(schedule, loss):
+    return [build_distill_term(DistillConfig(loss=loss), schedule)]
+
+
+LOSSES = [
+    FullVocabularyKL(),
+    FullVocabularyKL(kind="forward"),
+    FullVocabularyKL(kind="jsd", beta=0.3),
+    SampledTokenK2(),
+    TopKKL(k=3, form="tail"),
+    TopKKL(k=3, form="hybrid"),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: str(loss.model_dump()))
+def test_order_and_packing_never_change_the_step(schedule, batch, loss):
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+    one = gradient(backend(distill(schedule, loss), max_tokens=8), batch)
+    sorted_batch = schedule.sort(batch)
+    assert [s.teacher for s in sorted_batch.samples] == ["a", "a", "a", "b", "b", "b"]
+    other = gradient(backend(distill(schedule, loss)), sorted_batch)
+    assert one.norm() > 0
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_sorted_batches_load_each_head_once_and_hold_one(schedule, batch):
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+    backend(distill(schedule, FullVocabularyKL()), max_tokens=8).forward_backward(schedule.sort(batch))
+    counters = schedule.take_counters()
+    assert counters["head_loads"] == 2
+    assert counters["resident_heads_peak"] == 1
+    assert counters["teacher_tokens"] == 20
+    backend(distill(schedule, FullVocabularyKL()), max_tokens=8).forward_backward(batch)
+    assert schedule.take_counters()["head_loads"] > 2, "unsorted samples must cost more loads"
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: str(loss.model_dump()))
+def test_student_equal_to_teacher_gives_no_gradient(schedule, batch, loss):
+    for sample in batch.samples:
+        sample.domain = "a"
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+    back = backend(distill(schedule, loss), seed=10)
+    metrics = back.forward_backward(batch)
+    norm = torch.cat([p.grad.flatten() for p in back.model.module.parameters()]).norm()
+    assert abs(metrics["kl/mean"]) < 1e-5
+    assert norm < 1e-5
+
+
+def test_the_full_vocabulary_stream_equals_autograd_on_plain_logits(schedule, batch):
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+    ours = gradient(backend(distill(schedule, FullVocabularyKL())), batch)
+    back = backend([])
+    loss = torch.zeros(())
+    for sample, terms in batch:
+        n, ids = len(sample.response_ids), torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+        if not n:
+            continue
+        first = len(sample.prompt_ids) - 1
+        plain = {}
+        for name, model in (("s", back.model), ("t", schedule._teachers[sample.teacher].model)):
+            hidden = model.hidden(ids[0], torch.arange(ids.shape[1]), [0, ids.shape[1]])
+            logits = hidden @ model.module.lm_head.weight.T / 0.7
+            plain[name] = logits[first : first + n].log_softmax(-1)
+        kl = (plain["s"].exp() * (plain["s"] - plain["t"])).sum(-1)
+        loss = loss + (torch.from_numpy(terms.kl_weight) * kl).sum()
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in back.model.module.parameters()])
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_policy_and_cross_entropy_do_not_depend_on_micro_batches(batch):
+    terms = [PolicyTerm(PolicyLossConfig(), entropy_coef=0.01), CrossEntropyTerm()]
+    whole, parts = backend(terms), backend(terms, max_tokens=7)
+    torch.testing.assert_close(gradient(whole, batch), gradient(parts, batch), rtol=1e-4, atol=1e-6)
+
+
+def test_recomputed_logprobs_equal_one_by_one_forwards(batch):
+    back = backend([])
+    found = back.logprobs(batch.samples)
+    for sample, logprobs in zip(batch.samples, found, strict=True):
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        hidden = back.model.hidden(ids, torch.arange(len(ids)), [0, len(ids)])
+        logits = hidden @ back.model.module.lm_head.weight.T / 0.7
+        rows = logits.log_softmax(-1)[len(sample.prompt_ids) - 1 : -1]
+        expected = rows.gather(1, ids[len(sample.prompt_ids) :, None])[:, 0]
+        np.testing.assert_allclose(logprobs, expected.detach().numpy(), atol=1e-5)
+
+
+def test_shares_of_tokens_and_gradient_sum_to_one(schedule, batch):
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+    metrics = backend(distill(schedule, FullVocabularyKL())).forward_backward(schedule.sort(batch))
+    assert metrics["token_share/a"] == pytest.approx(16 / 20)
+    for kind in ("token_share", "grad_share"):
+        assert metrics[f"{kind}/a"] + metrics[f"{kind}/b"] == pytest.approx(1)
+
+
+def test_state_continues_bit_for_bit(batch):
+    terms = [CrossEntropyTerm()]
+
+    def steps(back, n):
+        for _ in range(n):
+            back.forward_backward(batch)
+            back.step(1e-2)
+        return back
+
+    straight = steps(backend(terms), 4)
+    first = steps(backend(terms), 2)
+    resumed = backend(terms, seed=5)
+    resumed.load_state(first.state())
+    steps(resumed, 2)
+    assert resumed.digest() == straight.digest()
+
+
+def test_state_of_another_model_is_refused(batch):
+    state = backend([CrossEntropyTerm()]).state()
+    state["optimizer"]["model.nowhere.weight/step"] = torch.zeros(())
+    with pytest.raises(CheckpointError, match="nowhere"):
+        backend([]).load_state(state)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(batch):
+    back = backend([CrossEntropyTerm()])
+    before = back.digest()
+    batch.terms[0].ce_weight[:] = np.nan
+    with pytest.raises(TrainingError, match="s0"):
+        back.forward_backward(batch)
+    assert back.digest() == before

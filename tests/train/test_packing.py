@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opd.train.packing import micro_batches, pack_tokens, split_by_tokens
+from opd.types import RolloutBatch, TokenTerms
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=12)
+
+
+def batch_of(samples):
+    terms = []
+    for sample in samples:
+        term = TokenTerms.zeros(len(sample.response_ids))
+        term.advantages = np.arange(len(sample.response_ids), dtype=np.float32)
+        terms.append(term)
+    return RolloutBatch(samples, terms)
+
+
+def test_worked_example_of_the_docstring():
+    input_ids, position_ids, cu_seqlens, rows = pack_tokens(tiny.samples([(2, 1), (1, 2)]))
+    assert cu_seqlens.tolist() == [0, 3, 6]
+    assert rows.tolist() == [1, 3, 4]
+    assert position_ids.tolist() == [0, 1, 2, 0, 1, 2]
+    assert len(input_ids) == 6
+
+
+@given(LENGTHS)
+def test_rows_predict_exactly_the_response_tokens(lengths):
+    samples = tiny.samples(lengths)
+    input_ids, position_ids, cu_seqlens, rows = pack_tokens(samples)
+    expected = np.concatenate([s.response_ids for s in samples])
+    np.testing.assert_array_equal(input_ids[rows + 1].numpy(), expected)
+    for sample, start in zip(samples, cu_seqlens.tolist(), strict=False):
+        mine = rows[(rows >= start) & (rows < start + len(sample.token_ids))]
+        first = start + len(sample.prompt_ids) - 1
+        assert mine.tolist() == list(range(first, first + len(sample.response_ids)))
+    assert int(position_ids[cu_seqlens[:-1].long()].sum()) == 0
+
+
+@given(LENGTHS, st.integers(1, 40))
+def test_every_token_is_packed_once_whatever_the_budget(lengths, budget):
+    samples = tiny.samples(lengths)
+    micros = list(micro_batches(batch_of(samples), budget, torch.device("cpu")))
+    packed = [s.uid for micro in micros for s in micro.samples]
+    assert packed == [s.uid for s in samples if len(s.response_ids)]
+    for micro in micros:
+        assert len(micro.samples) == 1 or len(micro.input_ids) <= budget
+        assert len(micro.advantages) == len(micro.targets) == len(micro.rows)
+    targets = [t for micro in micros for t in micro.targets.tolist()]
+    assert targets == np.concatenate([s.response_ids for s in samples]).tolist()
+
+
+def test_a_micro_batch_ends_where_the_teacher_changes():
+    assert split_by_tokens([3, 3, 3, 3], ["a", "a", "b", "b"], 100) == [(0, 2), (2, 4)]
+    assert split_by_tokens([3, 3, 9, 3], [None] * 4, 6) == [(0, 2), (2, 3), (3, 4)]
+    assert split_by_tokens([], [], 5) == []
+
+
+def test_terms_of_another_length_are_refused():
+    with pytest.raises(ValueError, match="s0"):
+        RolloutBatch(tiny.samples([(2, 3)]), [TokenTerms.zeros(2)])
