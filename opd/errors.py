@@ -1,4 +1,4 @@
-"""The errors a user can meet: few, picklable, each one sentence that says what is wrong, where, and how to mend it.
+"""The errors a user can meet: few, each one sentence that says what is wrong, where, and how to mend it.
 
 Every class also inherits the built-in type a caller would expect to catch. The command line prints the
 sentence and exits with status 2; anything that is not an `OpdError` is a bug and keeps its traceback.

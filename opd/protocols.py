@@ -1,4 +1,4 @@
-"""The seams of the system: what an engine, a teacher, a trainer and an estimator must do. No torch at import."""
+"""The seams of the system: what an engine, a teacher, a trainer and an estimator must do."""
 
 from __future__ import annotations
 

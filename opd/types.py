@@ -95,7 +95,7 @@ class SampleGroup:
 
     @property
     def rewards(self) -> Float32:
-        """[G] float64. Raises if a sample has not been scored."""
+        """[G] float64; NaN for a sample that has not been scored."""
         return np.array([s.reward for s in self.samples], dtype=np.float64)
 
 
@@ -136,7 +136,8 @@ class RolloutBatch:
         for sample, terms in zip(self.samples, self.terms, strict=True):
             if len(terms.advantages) != len(sample.response_ids):
                 raise ValueError(
-                    f"sample {sample.uid}: {len(terms.advantages)} terms for {len(sample.response_ids)} tokens"
+                    f"sample {sample.uid}: {len(terms.advantages)} terms for"
+                    f" {len(sample.response_ids)} tokens"
                 )
 
     def __iter__(self) -> Iterator[tuple[Sample, TokenTerms]]:

@@ -23,6 +23,7 @@ class TorchTeacher:
         dtype: Of its weights and hidden states.
         device: Where it runs.
         max_tokens: Packed tokens per forward pass.
+        vocabulary: Size of the student's tokenizer; both heads are cut to it, however they are padded.
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class TorchTeacher:
         dtype: str = "float32",
         device: str = "cpu",
         max_tokens: int = 4096,
+        vocabulary: int | None = None,
     ) -> None:
         self.name = name
         self.path = Path(path)
         self._dtype = dtype
         self._device = device
         self._max_tokens = max_tokens
+        self._vocabulary = vocabulary
 
     @cached_property
     def model(self) -> CausalLM:
@@ -67,4 +70,4 @@ class TorchTeacher:
 
     def load_head(self) -> Head:
         """The head; its weights were frozen when the model was loaded."""
-        return self.model.head()
+        return self.model.head(self._vocabulary)

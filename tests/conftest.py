@@ -10,5 +10,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+# The first call of a kernel warms caches, and shared machines pause: a deadline would test the machine.
+settings.register_profile("opd", deadline=None, derandomize=True)
+settings.load_profile("opd")

@@ -21,6 +21,8 @@ class DomainConfig(Config):
     """Dotted path of a reward function, `package.module:function`; `None` takes the source's own checker."""
     teacher: str | dict[str, float] | None = None
     """Name of a teacher, or weights over several; `None` is the specialist trained on this domain."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the merge's loss, relative to the other domains."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
     """Share of a file's prompts kept for evaluation, chosen by a hash of the prompt."""
     prompts: int = Field(default=20_000, gt=0)

@@ -131,14 +131,12 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _teachers_exist(self) -> Recipe:
         for domain, config in self.domains.items():
-            if isinstance(config.teacher, dict) and (
-                not config.teacher or min(config.teacher.values()) <= 0
-            ):
-                raise ValueError(f"domains.{domain}.teacher: give at least one teacher, with positive weights")
+            if isinstance(config.teacher, dict) and (not config.teacher or min(config.teacher.values()) <= 0):
+                raise ValueError(f"domains.{domain}.teacher: give teachers with positive weights")
             for name in self.teacher_weights(domain):
                 if name not in self.teachers and name not in self.domains:
                     raise ValueError(
-                        f"domains.{domain}.teacher names {name!r}, which is neither under `teachers` nor a domain"
-                        f" of this recipe; add teachers.{name}.path"
+                        f"domains.{domain}.teacher names {name!r}, which is neither under `teachers` nor a"
+                        f" domain of this recipe; add teachers.{name}.path"
                     )
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ class EncodedPrompt:
     token_ids: np.ndarray
     """[C] int32."""
     label: Any
-    text: str
-    """What a reward function sees as the prompt."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """What a reward function sees beside prompt, response and label."""
 
 
 def collect(
@@ -48,7 +48,7 @@ def collect(
                     domain=prompt.domain,
                     prompt_ids=prompt.token_ids,
                     label=prompt.label,
-                    metadata={"prompt": prompt.text},
+                    metadata=dict(prompt.metadata),
                 )
                 for index in range(group_size)
             ],

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.train.packing import micro_batches, pack_tokens, split_by_tokens

@@ -1,0 +1,76 @@
+"""Signal-to-noise of each estimator's gradient, on the same prompts at the same weights.
+
+For every estimator the gradient of one merge step is taken on `--draws` independent rollouts of the same prompts.
+Noise is the trace of the gradient's covariance, signal the squared norm of the mean (less the noise left in it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from study import DOMAINS, HERE, VARIANTS
+
+from opd.config.load import load_recipe
+from opd.pipelines.context import StageContext
+from opd.pipelines.distill import DistillRun
+from opd.pipelines.run_folder import RunFolder
+
+
+def gradients(study: Path, start: Path, name: str | None, draws: int) -> torch.Tensor:
+    """[draws, P] float32: gradients of the same prompts under fresh sampling noise."""
+    teachers = {domain: {"path": str(study / "seed-0" / "specialists" / domain)} for domain in DOMAINS}
+    files = [HERE / "recipe.yaml"] + ([HERE / "variants" / f"{name}.yaml"] if name else [])
+    settings = ["--base", "null", "--model.config", "null", "--model.path", str(start)]
+    recipe = load_recipe(files, [*settings, "--teachers", json.dumps(teachers)])
+    rows = []
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        RunFolder.create(Path(scratch) / "run", recipe) as folder,
+    ):
+        context = StageContext.open(recipe, folder, "merge", lambda *_: None, lambda _: None)
+        run = DistillRun.open(context, start)
+        parameters = [p for p in run.student.model.module.parameters() if p.requires_grad]
+        for draw in range(draws):
+            prompts = [replace(prompt, uid=f"{draw}/{prompt.uid}") for prompt in run.prompts(0)]
+            groups = run.student.rollout(prompts, 1)
+            run.score(groups)
+            run.accumulate(groups)
+            rows.append(torch.cat([p.grad.flatten() for p in parameters]))
+            run.student.model.module.zero_grad()
+    return torch.stack(rows)
+
+
+def signal_to_noise(rows: torch.Tensor) -> dict[str, float]:
+    """Unbiased estimates of |mean gradient|^2 and of the covariance's trace, and their ratio."""
+    draws, mean = len(rows), rows.mean(0)
+    noise = float((rows - mean).square().sum() / (draws - 1))
+    signal = max(float(mean.square().sum()) - noise / draws, 0.0)
+    return {"signal": signal, "noise": noise, "snr": signal / noise}
+
+
+def main() -> None:
+    """Measure at the base and at the merged student of seed 0."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--study", type=Path, default=Path("runs/merge-study"))
+    parser.add_argument("--draws", type=int, default=32)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    whole = options.study / "seed-0"
+    found = {
+        point: {
+            name or "full-reverse": signal_to_noise(gradients(options.study, start, name, options.draws))
+            for name in (None, *VARIANTS)
+        }
+        for point, start in (("base", whole / "base"), ("merged", whole / "merged"))
+    }
+    options.json.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

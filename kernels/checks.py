@@ -1,0 +1,141 @@
+"""What every operation asks of its inputs: one sentence that says what is wrong, where, and how to mend
+it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from opd.kernels.head import FLOATS, Head
+
+KINDS = ("reverse", "forward", "jsd")
+
+
+def check_hidden(name: str, hidden: Tensor, head: Head) -> None:
+    """`hidden` must be floating point `[N, D]` with the width and on the device of `head`."""
+    if hidden.dtype not in FLOATS:
+        raise TypeError(f"{name} hidden states are {hidden.dtype}; give one of {', '.join(map(str, FLOATS))}")
+    if hidden.ndim != 2 or hidden.shape[1] != head.hidden_size:
+        raise ValueError(
+            f"{name} hidden states have shape {list(hidden.shape)}; this head takes "
+            f"[tokens, {head.hidden_size}]"
+        )
+    if hidden.device != head.weight.device:
+        raise ValueError(
+            f"{name} hidden states are on {hidden.device} and the head on {head.weight.device}; "
+            "move one of them"
+        )
+
+
+def check_same_tokens(student: Tensor, teacher: Tensor) -> None:
+    """Row `i` of both must be the same token."""
+    if student.shape[0] != teacher.shape[0]:
+        raise ValueError(
+            f"the student has {student.shape[0]} tokens and the teacher {teacher.shape[0]}; row i of both "
+            "must be the same token"
+        )
+
+
+def check_vocabularies(student: int, teacher: int) -> None:
+    """Both sides must have the same number of logits."""
+    if student != teacher:
+        raise ValueError(
+            f"the student's vocabulary has {student} tokens and the teacher's {teacher}; set vocab_size of "
+            "both heads to the size of the tokenizer they share"
+        )
+
+
+def check_divergence(kind: str, beta: float) -> None:
+    """A known kind, and for `jsd` a mixture weight strictly between 0 and 1."""
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+    if kind == "jsd" and not 0 < beta < 1:
+        raise ValueError(
+            f"beta is {beta}; it must lie strictly between 0 and 1 (use forward or reverse at the ends)"
+        )
+
+
+def check_scalars(temperature: float, chunk: int = 1) -> None:
+    """A positive, finite temperature and at least one row per chunk."""
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(
+            f"temperature is {temperature}; it must be positive (greedy sampling is scored at 1)"
+        )
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be at least 1 token")
+
+
+def check_token_weight(weight: Tensor | None, tokens: int) -> None:
+    """One finite floating-point weight per token."""
+    if weight is None:
+        return
+    if weight.dtype not in FLOATS:
+        raise TypeError(f"weight is {weight.dtype}; give one floating-point number per token")
+    if weight.shape != (tokens,):
+        raise ValueError(f"weight has shape {list(weight.shape)}; {tokens} tokens ask for [{tokens}]")
+    if not bool(torch.isfinite(weight).all()):
+        bad = int((~torch.isfinite(weight)).nonzero()[0])
+        raise FloatingPointError(
+            f"weight[{bad}] is {float(weight[bad])}; every token's weight must be finite"
+        )
+
+
+def check_ids(ids: Tensor, tokens: int, vocabulary: int) -> None:
+    """Integer ids `[N]` or `[N, K]`, all inside the vocabulary."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"ids are {ids.dtype}; give int64 or int32 token ids")
+    if ids.ndim not in (1, 2) or ids.shape[0] != tokens:
+        raise ValueError(
+            f"ids have shape {list(ids.shape)}; {tokens} tokens ask for [{tokens}] or [{tokens}, K]"
+        )
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
+        bad = ((ids < 0) | (ids >= vocabulary)).nonzero()[0].tolist()
+        raise ValueError(f"ids{bad} is {int(ids[tuple(bad)])}; the vocabulary has ids 0 to {vocabulary - 1}")
+
+
+def check_mixture(hiddens: Sequence[Tensor], heads: Sequence[Head], weights: Sequence[float]) -> None:
+    """As many hidden states as heads as weights, over the same tokens; positive weights that sum to 1."""
+    if not heads or not len(hiddens) == len(heads) == len(weights):
+        raise ValueError(
+            f"a mixture got {len(hiddens)} teachers' hidden states, {len(heads)} heads and {len(weights)} "
+            "weights; give one of each per teacher"
+        )
+    for i, (hidden, head) in enumerate(zip(hiddens, heads, strict=True)):
+        check_hidden(f"teacher {i}", hidden, head)
+        check_same_tokens(hiddens[0], hidden)
+        check_vocabularies(heads[0].vocabulary, head.vocabulary)
+    if not all(weight > 0 for weight in weights) or abs(sum(weights) - 1) > 1e-5:
+        raise ValueError(f"the teachers' weights are {list(weights)}; they must be positive and sum to 1")
+
+
+def check_finite_hidden(name: str, hidden: Tensor, counted: Tensor | None = None) -> None:
+    """Raise `FloatingPointError` naming the first token whose hidden state is not finite.
+
+    `counted` `[N]` bool: rows outside it are never read, so they may hold anything.
+    """
+    # One reduction and one comparison in the usual case; the rows are searched only after it fails.
+    if bool(torch.isfinite(hidden.sum(dtype=torch.float32))):
+        return
+    bad = ~torch.isfinite(hidden).all(dim=1)
+    if counted is not None:
+        bad &= counted
+    if bool(bad.any()):
+        raise FloatingPointError(
+            f"the {name} hidden state of token {int(bad.nonzero()[0])} holds NaN or infinity; look at the "
+            "model's weights and at overflow in its dtype"
+        )
+
+
+def check_finite_result(name: str, values: Tensor) -> None:
+    """Raise `FloatingPointError` naming the first token whose result is not finite."""
+    finite = torch.isfinite(values)
+    if not bool(finite.all()):
+        token = int((~finite).nonzero()[0, 0])
+        raise FloatingPointError(
+            f"the {name} of token {token} is not finite though its hidden states are: a head's weight or "
+            "bias, or a logit, is NaN or infinite (mask logits with a large finite negative number, never "
+            "with -inf)"
+        )

@@ -1,0 +1,241 @@
+"""Token-chunked operations for any device: exact results without ever holding `[T, V]`.
+
+A chunk of tokens has its logits in memory, nothing more. The divergences compute their gradient in the
+forward, while those logits are there; log-probabilities recompute them in the backward. README.md has the
+derivations. Same names and arguments as `opd.kernels.reference`; call both through `opd.kernels.ops`, which
+checks inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opd.kernels.chunked_logprobs import (
+    geometric_floor,
+    linear_logprobs,
+    linear_logprobs_entropy,
+    linear_topk,
+    selective_log_softmax,
+)
+from opd.kernels.head import Head, statistics_dtype
+from opd.kernels.projection import Gradients, Rows, blocks_with_slope, chunks, write_logits
+from opd.kernels.rows import divergence_, log_softmax_, row_blocks
+
+__all__ = [
+    "geometric_floor",
+    "linear_kl",
+    "linear_logprobs",
+    "linear_logprobs_entropy",
+    "linear_mixture_kl",
+    "linear_topk",
+    "logits_kl",
+    "selective_log_softmax",
+]
+
+# How far, relative to each token's own, the upstream gradient may stray from a multiple of the declared
+# weight.
+PROPORTIONAL = 1e-6
+
+
+@dataclass(frozen=True)
+class _Divergence:
+    """What is compared with the student, and how."""
+
+    teacher: Callable[[Rows, Tensor], None]
+    """Writes the teacher's tempered logits of a chunk of tokens into the `[C, V]` it is given."""
+    kind: str
+    beta: float
+    temperature: float
+    chunk: int
+    dtype: torch.dtype
+
+
+def _run(
+    hidden: Tensor, head: Head, token_weight: Tensor, spec: _Divergence, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor, Gradients]:
+    """Per-token divergence `[T]` and the gradient of `sum(token_weight * divergence)`, chunk by chunk."""
+    values = torch.zeros(hidden.shape[0], dtype=spec.dtype, device=hidden.device)
+    gradients = Gradients(hidden, head, needs, spec.dtype)
+    shape = (min(spec.chunk, hidden.shape[0]), head.vocabulary)
+    student_buffer = torch.empty(shape, dtype=spec.dtype, device=hidden.device)
+    teacher_buffer = torch.empty_like(student_buffer)
+    for rows in chunks(hidden.shape[0], spec.chunk, token_weight != 0):
+        part = hidden[rows]
+        student, teacher = student_buffer[: len(part)], teacher_buffer[: len(part)]
+        write_logits(part, head, spec.temperature, student)
+        spec.teacher(rows, teacher)
+        coef = token_weight[rows] * (head.scale / spec.temperature) if any(needs) else None
+        chunk_values = torch.empty(len(part), dtype=spec.dtype, device=hidden.device)
+        for block, logits, _slope in blocks_with_slope(student, head, spec.temperature, any(needs)):
+            block_coef = None if coef is None else coef[block]
+            chunk_values[block] = divergence_(logits, teacher[block], spec.kind, spec.beta, block_coef)
+        values[rows] = chunk_values
+        if any(needs):
+            gradients.add(rows, part, student)
+    return values, gradients
+
+
+class _LinearDivergence(torch.autograd.Function):
+    """Gradient in the forward for the declared token weights; the backward scales it where that is exact.
+
+    It is exact if the upstream gradient is a multiple of the declared weights, or if only the hidden states
+    need a gradient (each row scales by itself). Otherwise the chunks are run once more for the true one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_weight: Tensor,
+        head: Head,
+        spec: _Divergence,
+    ) -> Tensor:
+        needs = tuple(ctx.needs_input_grad[:3])
+        values, gradients = _run(hidden, head, token_weight, spec, needs)
+        if any(needs):
+            ctx.save_for_backward(hidden, weight, bias, token_weight)
+            ctx.head, ctx.spec, ctx.needs, ctx.gradients = head, spec, needs, gradients
+        return values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, token_weight = ctx.saved_tensors
+        # Given away, so that autograd can keep the buffers instead of copying them; a second backward
+        # through a retained graph finds none and recomputes.
+        gradients, ctx.gradients = ctx.gradients, None
+        upstream = torch.where(token_weight != 0, upstream, 0)
+        if gradients is None or not _rescale(gradients, upstream, token_weight):
+            # Released first: the recomputation needs the same memory again.
+            gradients = None
+            head = replace(ctx.head, weight=weight, bias=bias)
+            _, gradients = _run(hidden, head, upstream, ctx.spec, ctx.needs)
+        return (*gradients.as_inputs(hidden, ctx.head), None, None, None)
+
+
+def _rescale(gradients: Gradients, upstream: Tensor, token_weight: Tensor) -> bool:
+    """Turn the gradient for `token_weight` `[T]` into the one for `upstream` `[T]`; False if scaling
+    cannot."""
+    if len(upstream) == 0:
+        return True
+    ratio = torch.where(token_weight != 0, upstream / token_weight, 0)
+    if gradients.weight is None and gradients.bias is None:
+        if gradients.hidden is not None:
+            gradients.hidden.mul_(ratio.unsqueeze(1))
+        return bool(torch.isfinite(ratio).all())
+    common = ratio[token_weight.abs().argmax()]
+    expected = common * token_weight
+    if not bool(((upstream - expected).abs() <= PROPORTIONAL * expected.abs()).all()):
+        return False
+    if float(common) != 1.0:
+        for gradient in (gradients.hidden, gradients.weight, gradients.bias):
+            if gradient is not None:
+                gradient.mul_(common)
+    return True
+
+
+def _apply(hidden: Tensor, head: Head, weight: Tensor | None, spec: _Divergence) -> Tensor:
+    if weight is None:
+        weight = torch.ones(hidden.shape[0], device=hidden.device)
+    declared = weight.detach().to(spec.dtype)
+    return _LinearDivergence.apply(hidden, head.weight, head.bias, declared, head, spec)
+
+
+def linear_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    *,
+    kind: str,
+    beta: float,
+    temperature: float,
+    weight: Tensor | None,
+    chunk: int,
+) -> Tensor:
+    """See `opd.kernels.ops.linear_kl`."""
+    teacher_hidden = teacher_hidden.detach()
+
+    def teacher(rows: Rows, out: Tensor) -> None:
+        write_logits(teacher_hidden[rows], teacher_head, temperature, out)
+
+    dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
+    spec = _Divergence(teacher, kind, beta, temperature, chunk, dtype)
+    return _apply(student_hidden, student_head, weight, spec)
+
+
+def linear_mixture_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hiddens: Sequence[Tensor],
+    teacher_heads: Sequence[Head],
+    weights: Sequence[float],
+    *,
+    temperature: float,
+    weight: Tensor | None,
+    chunk: int,
+) -> Tensor:
+    """See `opd.kernels.ops.linear_mixture_kl`: a reverse KL whose teacher logits are `log sum_i w_i
+    t_i`."""
+    hiddens = [hidden.detach() for hidden in teacher_hiddens]
+
+    def teacher(rows: Rows, out: Tensor) -> None:
+        one = torch.empty_like(out) if len(hiddens) > 1 else out
+        for i, (hidden, head, share) in enumerate(zip(hiddens, teacher_heads, weights, strict=True)):
+            write_logits(hidden[rows], head, temperature, one if i else out)
+            for block in row_blocks(out):
+                logprobs = log_softmax_((one if i else out)[block]).add_(math.log(share))
+                if i:
+                    torch.logaddexp(out[block], logprobs, out=out[block])
+
+    tensors = [student_hidden, student_head.weight, *hiddens, *(head.weight for head in teacher_heads)]
+    spec = _Divergence(teacher, "reverse", 0.5, temperature, chunk, statistics_dtype(*tensors))
+    return _apply(student_hidden, student_head, weight, spec)
+
+
+class _LogitsDivergence(torch.autograd.Function):
+    """Rows are independent, so scaling the stored gradient row by row is exact for every upstream
+    gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, kind: str, beta: float, temperature: float
+    ) -> Tensor:
+        dtype = statistics_dtype(student, teacher)
+        tokens, vocabulary = student.shape
+        values = torch.empty(tokens, dtype=dtype, device=student.device)
+        wanted = ctx.needs_input_grad[0]
+        gradient = torch.empty(
+            student.shape if wanted else (0, vocabulary), dtype=dtype, device=student.device
+        )
+        for block in row_blocks(student):
+            z_s = student[block].to(dtype, copy=True).div_(temperature)
+            z_t = teacher[block].to(dtype, copy=True).div_(temperature)
+            coef = torch.full_like(z_s[:, 0], 1 / temperature) if wanted else None
+            values[block] = divergence_(z_s, z_t, kind, beta, coef)
+            if wanted:
+                gradient[block] = z_s
+        ctx.save_for_backward(gradient)
+        ctx.dtype = student.dtype
+        return values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * upstream.unsqueeze(1)).to(ctx.dtype), None, None, None, None
+
+
+def logits_kl(
+    student_logits: Tensor, teacher_logits: Tensor, *, kind: str, beta: float, temperature: float
+) -> Tensor:
+    """See `opd.kernels.ops.logits_kl`."""
+    return _LogitsDivergence.apply(student_logits, teacher_logits.detach(), kind, beta, temperature)

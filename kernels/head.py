@@ -1,0 +1,92 @@
+"""The head of a causal language model: everything after the last hidden state (the final norm included)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def statistics_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any of `tensors` is, else float32: what logits and their statistics are computed in."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """Hidden states to logits, over the first `vocab_size` rows of `weight`.
+
+    `logits = scale * (h W^T + b)`, and `softcap * tanh(logits / softcap)` where there is a softcap (Gemma
+    2). `scale` holds whatever a family multiplies its logits by (Cohere) or the inverse of what it divides
+    them by (Granite). The tensors are kept as they are, so gradients flow to a model's own parameters.
+
+    Raises `TypeError` for tensors that are not floating point and `ValueError` for shapes and numbers that
+    do not fit together.
+    """
+
+    weight: Tensor
+    """[V, D]; may be padded beyond the tokenizer's vocabulary."""
+    bias: Tensor | None = None
+    """[V]."""
+    scale: float = 1.0
+    softcap: float | None = None
+    vocab_size: int | None = None
+    """Rows that stand for tokens; the rest is padding and takes no probability. `None`: all."""
+
+    def __post_init__(self) -> None:
+        if self.weight.dtype not in FLOATS:
+            raise TypeError(
+                f"the head's weight is {self.weight.dtype}; give one of {', '.join(map(str, FLOATS))}"
+            )
+        if self.weight.ndim != 2 or 0 in self.weight.shape:
+            raise ValueError(f"the head's weight has shape {list(self.weight.shape)}; it must be [V, D]")
+        rows = self.weight.shape[0]
+        if self.bias is not None and self.bias.dtype not in FLOATS:
+            raise TypeError(
+                f"the head's bias is {self.bias.dtype}; give one of {', '.join(map(str, FLOATS))}"
+            )
+        if self.bias is not None and self.bias.shape != (rows,):
+            raise ValueError(
+                f"the head's bias has shape {list(self.bias.shape)}; its weight asks for [{rows}]"
+            )
+        if not math.isfinite(self.scale):
+            raise ValueError(f"the head's scale is {self.scale}; it must be finite")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise ValueError(
+                f"the head's softcap is {self.softcap}; it must be positive, or None for no softcap"
+            )
+        if self.vocab_size is not None and not 1 <= self.vocab_size <= rows:
+            raise ValueError(f"the head's vocab_size is {self.vocab_size}; its weight has {rows} rows")
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits `V`: `vocab_size`, or all rows of the weight."""
+        return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Width `D` of the hidden states it takes."""
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes its tensors hold, padding rows included."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[N, D]` -> `[N, V]` float32 (float64 if hidden states or weight are). Plain and
+        differentiable."""
+        dtype = statistics_dtype(hidden, self.weight)
+        rows = slice(0, self.vocabulary)
+        logits = hidden.to(dtype) @ self.weight[rows].to(dtype).t()
+        if self.bias is not None:
+            logits = logits + self.bias[rows].to(dtype)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits

@@ -1,0 +1,258 @@
+"""The one public face of the kernels: exact full-vocabulary divergences and log-probabilities from hidden
+states.
+
+Inputs may be float32, bfloat16, float16 or float64; logits, statistics and results are float32 (float64 if
+any input is). All values are in nats, all logits are divided by `temperature`. The implementation is chosen
+by the environment variable `OPD_KERNELS`: `chunked`, `reference`, or `auto` (the default: the fastest one
+there is). This module checks inputs and never computes anything itself.
+
+Every operation raises `TypeError` for a wrong dtype, `ValueError` for shapes, vocabularies or options that
+do not fit together, and `FloatingPointError` naming the token where a hidden state or a result is not
+finite. Empty input (no tokens) works. No operation has a second derivative.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Literal
+
+from torch import Tensor
+
+from opd.kernels import checks, chunked, reference
+from opd.kernels.head import FLOATS, Head
+
+__all__ = [
+    "Head",
+    "Kind",
+    "geometric_floor",
+    "implementation",
+    "linear_kl",
+    "linear_logprobs",
+    "linear_logprobs_entropy",
+    "linear_mixture_kl",
+    "linear_topk",
+    "logits_kl",
+    "selective_log_softmax",
+]
+
+Kind = Literal["reverse", "forward", "jsd"]
+
+_IMPLEMENTATIONS = {"auto": chunked, "chunked": chunked, "reference": reference}
+
+
+def implementation() -> ModuleType:
+    """The module `OPD_KERNELS` names. Asking for one that is not there is a `ValueError`, never a
+    fallback."""
+    name = os.environ.get("OPD_KERNELS", "auto")
+    if name not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"OPD_KERNELS is {name!r}; set it to one of {', '.join(_IMPLEMENTATIONS)}, or unset it"
+        )
+    return _IMPLEMENTATIONS[name]
+
+
+def linear_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    *,
+    kind: Kind = "reverse",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    weight: Tensor | None = None,
+    chunk: int = 1024,
+) -> Tensor:
+    """Per-token divergence `[T]` over the whole vocabulary between student `p` and teacher `t`.
+
+    `kind`: `reverse` is KL(p || t) (MiniLLM, Gu et al. 2024), `forward` is KL(t || p), `jsd` is the
+    generalised Jensen-Shannon divergence `beta KL(t || m) + (1 - beta) KL(p || m)` with `m = beta t + (1 -
+    beta) p` (GKD, Agarwal et al. 2024, section 2). Differentiable in `student_hidden` `[T, Ds]` and the
+    student head's weight and bias; `teacher_hidden` `[T, Dt]` and `teacher_head` get no gradient. Both
+    heads need the same vocabulary.
+
+    `weight` `[T]` declares the gradient the caller will send in: `loss = (weight * kl).sum()`. Tokens of
+    weight 0 are skipped: their value and gradient are 0 whatever arrives. The gradient is computed together
+    with the values and is free in the backward if what arrives is a multiple of `weight` (of ones if
+    `None`); anything else is still right, at the price of a second computation. The result is not
+    multiplied by `weight`.
+
+    At most `chunk` tokens have their logits in memory, two buffers `[chunk, V]`: `[T, V]` is never held.
+    """
+    checks.check_hidden("student", student_hidden, student_head)
+    checks.check_hidden("teacher", teacher_hidden, teacher_head)
+    checks.check_same_tokens(student_hidden, teacher_hidden)
+    checks.check_vocabularies(student_head.vocabulary, teacher_head.vocabulary)
+    checks.check_divergence(kind, beta)
+    checks.check_scalars(temperature, chunk)
+    checks.check_token_weight(weight, len(student_hidden))
+    counted = None if weight is None else weight != 0
+    checks.check_finite_hidden("student", student_hidden.detach(), counted)
+    checks.check_finite_hidden("teacher", teacher_hidden.detach(), counted)
+    values = implementation().linear_kl(
+        student_hidden,
+        student_head,
+        teacher_hidden,
+        teacher_head,
+        kind=kind,
+        beta=beta,
+        temperature=temperature,
+        weight=None if weight is None else weight.detach(),
+        chunk=chunk,
+    )
+    checks.check_finite_result("divergence", values.detach())
+    return values
+
+
+def linear_mixture_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hiddens: Sequence[Tensor],
+    teacher_heads: Sequence[Head],
+    weights: Sequence[float],
+    *,
+    temperature: float = 1.0,
+    weight: Tensor | None = None,
+    chunk: int = 1024,
+) -> Tensor:
+    """KL(p || sum_i w_i t_i) `[T]`: reverse KL to the arithmetic mixture of several teachers.
+
+    `weights` are the `w_i`, positive and summing to 1; `weight` `[T]` is the per-token one of `linear_kl`,
+    with the same gradient contract. Three buffers `[chunk, V]`.
+    """
+    checks.check_hidden("student", student_hidden, student_head)
+    checks.check_mixture(teacher_hiddens, teacher_heads, weights)
+    checks.check_same_tokens(student_hidden, teacher_hiddens[0])
+    checks.check_vocabularies(student_head.vocabulary, teacher_heads[0].vocabulary)
+    checks.check_scalars(temperature, chunk)
+    checks.check_token_weight(weight, len(student_hidden))
+    counted = None if weight is None else weight != 0
+    checks.check_finite_hidden("student", student_hidden.detach(), counted)
+    for i, hidden in enumerate(teacher_hiddens):
+        checks.check_finite_hidden(f"teacher {i}", hidden.detach(), counted)
+    values = implementation().linear_mixture_kl(
+        student_hidden,
+        student_head,
+        teacher_hiddens,
+        teacher_heads,
+        weights,
+        temperature=temperature,
+        weight=None if weight is None else weight.detach(),
+        chunk=chunk,
+    )
+    checks.check_finite_result("divergence", values.detach())
+    return values
+
+
+def geometric_floor(
+    teacher_hiddens: Sequence[Tensor],
+    teacher_heads: Sequence[Head],
+    weights: Sequence[float],
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> Tensor:
+    """`-log Z = -log sum_v prod_i t_i(v)^w_i` `[T]`: the least value of `sum_i w_i KL(p || t_i)` over all
+    `p`.
+
+    It is 0 only where the teachers agree. No gradient.
+    """
+    checks.check_mixture(teacher_hiddens, teacher_heads, weights)
+    checks.check_scalars(temperature, chunk)
+    for i, hidden in enumerate(teacher_hiddens):
+        checks.check_finite_hidden(f"teacher {i}", hidden.detach())
+    values = implementation().geometric_floor(
+        teacher_hiddens, teacher_heads, weights, temperature=temperature, chunk=chunk
+    )
+    checks.check_finite_result("geometric floor", values)
+    return values
+
+
+def logits_kl(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    kind: Kind = "reverse",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Per-token divergence `[T]` between given logits `[T, V]`, differentiable in the student's; see
+    `linear_kl`."""
+    for name, logits in (("student", student_logits), ("teacher", teacher_logits)):
+        _check_logits(name, logits)
+    checks.check_same_tokens(student_logits, teacher_logits)
+    checks.check_vocabularies(student_logits.shape[1], teacher_logits.shape[1])
+    checks.check_divergence(kind, beta)
+    checks.check_scalars(temperature)
+    values = implementation().logits_kl(
+        student_logits, teacher_logits, kind=kind, beta=beta, temperature=temperature
+    )
+    checks.check_finite_result("divergence", values.detach())
+    return values
+
+
+def linear_logprobs(
+    hidden: Tensor, head: Head, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
+) -> Tensor:
+    """Log-probabilities of `ids` (`[N]` or `[N, K]`, and so is the result) given `hidden` `[N, D]`.
+
+    Differentiable in the hidden states and the head; the backward recomputes the logits chunk by chunk, and
+    only for tokens that receive a gradient. One buffer `[chunk, V]`.
+    """
+    _check_token_inputs(hidden, head, ids, temperature, chunk)
+    values = implementation().linear_logprobs(hidden, head, ids, temperature=temperature, chunk=chunk)
+    checks.check_finite_result("log-probability", values.detach())
+    return values
+
+
+def linear_logprobs_entropy(
+    hidden: Tensor, head: Head, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """`linear_logprobs` and the entropy `[N]` of each row's distribution, both differentiable."""
+    _check_token_inputs(hidden, head, ids, temperature, chunk)
+    values, entropy = implementation().linear_logprobs_entropy(
+        hidden, head, ids, temperature=temperature, chunk=chunk
+    )
+    checks.check_finite_result("log-probability", values.detach())
+    return values, entropy
+
+
+def linear_topk(
+    hidden: Tensor, head: Head, k: int, *, temperature: float = 1.0, chunk: int = 1024
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The `k` most likely tokens: ids `[N, k]` int64 and log-probabilities `[N, k]`, most likely first, and
+    the probability `[N]` of all others. No gradient."""
+    checks.check_hidden("given", hidden, head)
+    checks.check_scalars(temperature, chunk)
+    checks.check_finite_hidden("given", hidden.detach())
+    if not 1 <= k <= head.vocabulary:
+        raise ValueError(f"k is {k}; it must lie between 1 and the vocabulary's size, {head.vocabulary}")
+    ids, logprobs, tail = implementation().linear_topk(hidden, head, k, temperature=temperature, chunk=chunk)
+    checks.check_finite_result("log-probability", logprobs)
+    return ids, logprobs, tail
+
+
+def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities of `ids` (`[N]` or `[N, K]`, and so is the result) under `logits` `[N, V]`;
+    differentiable."""
+    _check_logits("given", logits)
+    checks.check_ids(ids, logits.shape[0], logits.shape[1])
+    values = implementation().selective_log_softmax(logits, ids)
+    checks.check_finite_result("log-probability", values.detach())
+    return values
+
+
+def _check_token_inputs(hidden: Tensor, head: Head, ids: Tensor, temperature: float, chunk: int) -> None:
+    checks.check_hidden("given", hidden, head)
+    checks.check_ids(ids, len(hidden), head.vocabulary)
+    checks.check_scalars(temperature, chunk)
+    checks.check_finite_hidden("given", hidden.detach())
+
+
+def _check_logits(name: str, logits: Tensor) -> None:
+    if logits.dtype not in FLOATS:
+        raise TypeError(f"the {name} logits are {logits.dtype}; give one of {', '.join(map(str, FLOATS))}")
+    if logits.ndim != 2 or logits.shape[1] == 0:
+        raise ValueError(f"the {name} logits have shape {list(logits.shape)}; they must be [tokens, V]")

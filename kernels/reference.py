@@ -1,0 +1,156 @@
+"""The operations written plainly with `[T, V]` tensors and autograd: what the fast ones are compared with.
+
+Computes in float32, or in float64 if any input is. Same names and arguments as `opd.kernels.chunked`;
+`chunk` is accepted and ignored. Call through `opd.kernels.ops`, which checks inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from opd.kernels.head import Head, statistics_dtype
+
+
+def linear_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    *,
+    kind: str,
+    beta: float,
+    temperature: float,
+    weight: Tensor | None,
+    chunk: int,
+) -> Tensor:
+    """See `opd.kernels.ops.linear_kl`."""
+    dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
+    rows = _counted_rows(student_hidden, weight)
+    student = _logprobs(student_hidden[rows], student_head, temperature, dtype)
+    with torch.no_grad():
+        teacher = _logprobs(teacher_hidden[rows], teacher_head, temperature, dtype)
+    return _scatter(_divergence(student, teacher, kind, beta), rows, len(student_hidden))
+
+
+def linear_mixture_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hiddens: Sequence[Tensor],
+    teacher_heads: Sequence[Head],
+    weights: Sequence[float],
+    *,
+    temperature: float,
+    weight: Tensor | None,
+    chunk: int,
+) -> Tensor:
+    """See `opd.kernels.ops.linear_mixture_kl`."""
+    tensors = [
+        student_hidden,
+        student_head.weight,
+        *teacher_hiddens,
+        *(head.weight for head in teacher_heads),
+    ]
+    dtype = statistics_dtype(*tensors)
+    rows = _counted_rows(student_hidden, weight)
+    student = _logprobs(student_hidden[rows], student_head, temperature, dtype)
+    with torch.no_grad():
+        parts = [
+            _logprobs(hidden[rows], head, temperature, dtype) + math.log(share)
+            for hidden, head, share in zip(teacher_hiddens, teacher_heads, weights, strict=True)
+        ]
+        mixture = torch.stack(parts).logsumexp(dim=0)
+    return _scatter(_divergence(student, mixture, "reverse", 0.5), rows, len(student_hidden))
+
+
+def logits_kl(
+    student_logits: Tensor, teacher_logits: Tensor, *, kind: str, beta: float, temperature: float
+) -> Tensor:
+    """See `opd.kernels.ops.logits_kl`."""
+    dtype = statistics_dtype(student_logits, teacher_logits)
+    student = (student_logits.to(dtype) / temperature).log_softmax(dim=1)
+    teacher = (teacher_logits.detach().to(dtype) / temperature).log_softmax(dim=1)
+    return _divergence(student, teacher, kind, beta)
+
+
+def linear_logprobs(hidden: Tensor, head: Head, ids: Tensor, *, temperature: float, chunk: int) -> Tensor:
+    """See `opd.kernels.ops.linear_logprobs`."""
+    logprobs = _logprobs(hidden, head, temperature, statistics_dtype(hidden, head.weight))
+    return _gather(logprobs, ids)
+
+
+def linear_logprobs_entropy(
+    hidden: Tensor, head: Head, ids: Tensor, *, temperature: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """See `opd.kernels.ops.linear_logprobs_entropy`."""
+    logprobs = _logprobs(hidden, head, temperature, statistics_dtype(hidden, head.weight))
+    return _gather(logprobs, ids), -(logprobs.exp() * logprobs).sum(dim=1)
+
+
+@torch.no_grad()
+def linear_topk(
+    hidden: Tensor, head: Head, k: int, *, temperature: float, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `opd.kernels.ops.linear_topk`."""
+    logprobs = _logprobs(hidden, head, temperature, statistics_dtype(hidden, head.weight))
+    top, ids = logprobs.topk(k, dim=1)
+    return ids, top, logprobs.exp().scatter(1, ids, 0).sum(dim=1)
+
+
+@torch.no_grad()
+def geometric_floor(
+    teacher_hiddens: Sequence[Tensor],
+    teacher_heads: Sequence[Head],
+    weights: Sequence[float],
+    *,
+    temperature: float,
+    chunk: int,
+) -> Tensor:
+    """See `opd.kernels.ops.geometric_floor`."""
+    dtype = statistics_dtype(*teacher_hiddens, *(head.weight for head in teacher_heads))
+    parts = [
+        share * _logprobs(hidden, head, temperature, dtype)
+        for hidden, head, share in zip(teacher_hiddens, teacher_heads, weights, strict=True)
+    ]
+    return -torch.stack(parts).sum(dim=0).logsumexp(dim=1)
+
+
+def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
+    """See `opd.kernels.ops.selective_log_softmax`."""
+    return _gather(logits.to(statistics_dtype(logits)).log_softmax(dim=1), ids)
+
+
+def _logprobs(hidden: Tensor, head: Head, temperature: float, dtype: torch.dtype) -> Tensor:
+    return (head.logits(hidden.to(dtype)) / temperature).log_softmax(dim=1)
+
+
+def _divergence(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:
+    """Between log-probabilities `[T, V]`; `[T]`."""
+    if kind == "reverse":
+        return (student.exp() * (student - teacher)).sum(dim=1)
+    if kind == "forward":
+        return (teacher.exp() * (teacher - student)).sum(dim=1)
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log(1 - beta))
+    from_teacher = (teacher.exp() * (teacher - mixture)).sum(dim=1)
+    from_student = (student.exp() * (student - mixture)).sum(dim=1)
+    return beta * from_teacher + (1 - beta) * from_student
+
+
+def _gather(logprobs: Tensor, ids: Tensor) -> Tensor:
+    matrix = ids.long().unsqueeze(1) if ids.ndim == 1 else ids.long()
+    return logprobs.gather(1, matrix).reshape(ids.shape)
+
+
+def _counted_rows(hidden: Tensor, weight: Tensor | None) -> Tensor:
+    """Indices of the tokens whose weight is not zero."""
+    if weight is None:
+        return torch.arange(len(hidden), device=hidden.device)
+    return weight.nonzero().squeeze(1)
+
+
+def _scatter(values: Tensor, rows: Tensor, tokens: int) -> Tensor:
+    """`values` at `rows`, zero elsewhere; `[tokens]`."""
+    return values.new_zeros(tokens).index_put((rows,), values)

@@ -1,0 +1,1 @@
+"""From rewards and log-probabilities to per-token advantages and loss weights; weight merging."""

@@ -1,0 +1,1 @@
+"""Where prompts come from: procedural tasks, files, optional libraries. Importable without torch."""

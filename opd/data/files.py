@@ -1,0 +1,136 @@
+"""Domains from .jsonl and .parquet files: columns `prompt`, `label`, and `domain` if several share a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from opd.config.data import DomainConfig
+from opd.data.hashing import fraction
+from opd.data.prompts import Domain, Prompt
+from opd.errors import DataError, MissingExtraError
+
+Row = tuple[str, dict[str, Any]]
+"""Where it stands, for error messages (`FILE:LINE`), and its columns."""
+
+
+def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Domain:
+    """The file's prompts, of which a share of `config.held_out`, chosen by a hash of the prompt, is held out.
+
+    If rows have a `domain` column, those of `params.domain` (default: the domain's name) are taken. Columns
+    other than `prompt`, `label` and `domain` become the prompts' metadata. Raises `DataError` for a bad row,
+    naming file and line, and if nothing is left to train or to evaluate on.
+    """
+    path = Path(config.source)
+    wanted = _wanted_domain(name, config)
+    found: set[str] = set()
+    train: list[Prompt] = []
+    held_out: list[Prompt] = []
+    for where, row in _rows(path):
+        of = row.get("domain")
+        if of is not None:
+            found.add(str(of))
+            if of != wanted:
+                continue
+        prompt = _prompt(where, row, name)
+        (held_out if fraction(prompt.key) < config.held_out else train).append(prompt)
+    _refuse_empty(name, config, found, train, held_out)
+    held_out.sort(key=lambda prompt: prompt.key)  # a prefix is then a sample of the whole file
+    return Domain(name, train, held_out[:held_out_prompts])
+
+
+def _wanted_domain(name: str, config: DomainConfig) -> str:
+    unknown = sorted(config.params.keys() - {"domain"})
+    if unknown:
+        raise DataError(f"domains.{name}.params: unknown parameter {unknown[0]!r}; files take `domain` only.")
+    return config.params.get("domain", name)
+
+
+def _refuse_empty(
+    name: str, config: DomainConfig, found: set[str], train: list[Prompt], held_out: list[Prompt]
+) -> None:
+    if not train and not held_out:
+        if found:
+            raise DataError(
+                f"{config.source} has no rows of domain {config.params.get('domain', name)!r}, only of "
+                f"{', '.join(sorted(found))}; set domains.{name}.params.domain to one of these."
+            )
+        raise DataError(f"{config.source} is empty; domain {name} needs at least two prompts.")
+    if not train or not held_out:
+        pile = "training" if held_out else "held-out"
+        raise DataError(
+            f"{config.source}: no {pile} prompts are left of {len(train) + len(held_out)} in domain {name}; "
+            f"add rows or change domains.{name}.held_out from {config.held_out:g}."
+        )
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    if not path.is_file():
+        raise DataError(f"{path} does not exist or is no file; check the path of the source.")
+    try:
+        yield from _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+    except OSError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # bad JSON or bad UTF-8
+                raise DataError(f"{where}: not a line of JSON ({error}); mend or remove it.") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{where}: a {type(row).__name__} where an object with `prompt` is needed.")
+            yield where, row
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError(f"reading {path}", "parquet") from error
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", row
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is no readable parquet file ({' '.join(str(error).split())}).") from error
+
+
+def _prompt(where: str, row: dict[str, Any], domain: str) -> Prompt:
+    content = row.get("prompt")
+    if content is None:
+        columns = ", ".join(row) or "none"
+        raise DataError(f"{where}: there is no `prompt` (columns: {columns}); every row needs one.")
+    if isinstance(content, list):
+        _check_messages(where, content)
+    elif not isinstance(content, str) or not content:
+        raise DataError(
+            f"{where}: `prompt` is {content!r}; give a text that is not empty, or a list of messages."
+        )
+    metadata = {key: value for key, value in row.items() if key not in ("prompt", "label", "domain")}
+    return Prompt.of(content, row.get("label"), domain, metadata)
+
+
+def _check_messages(where: str, messages: list[Any]) -> None:
+    if not messages:
+        raise DataError(f"{where}: `prompt` is an empty list; give at least one message.")
+    for message in messages:
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or "content" not in message
+        ):
+            raise DataError(f"{where}: the message {message!r} is not an object with `role` and `content`.")

@@ -1,0 +1,66 @@
+"""A prompt, and a domain: prompts with a way to tell right answers from wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from opd.data.hashing import content_key
+
+Checker = Callable[[str, Any], float]
+"""`checker(completion, label) -> reward`; the completion comes without its end-of-sequence token."""
+
+Demonstrator = Callable[[str, np.random.Generator, float, float], str]
+"""`demonstrate(prompt_text, rng, right, wrong_rule) -> completion`, without an end-of-sequence token: right
+with probability `right`, by the domain's one wrong rule with `wrong_rule`, else corrupted at random."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the student answers. Exactly one of `text` and `messages` is given."""
+
+    text: str | None
+    messages: list[dict[str, Any]] | None
+    """Chat messages, `[{"role": "user", "content": "..."}]`, for the tokenizer's chat template."""
+    label: Any
+    """What the reward function compares with; JSON-able."""
+    domain: str
+    key: str
+    """Hash of the text or messages alone: equal prompts have equal keys in every domain, file and run."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Other columns of its source; `messages` too, if it has them."""
+
+    @classmethod
+    def of(
+        cls,
+        content: str | list[dict[str, Any]],
+        label: Any,
+        domain: str,
+        metadata: dict[str, Any] | None = None,
+    ) -> Prompt:
+        """A prompt of text or of messages, with its key."""
+        extra = dict(metadata or {})
+        if isinstance(content, str):
+            return cls(content, None, label, domain, content_key(content), extra)
+        return cls(None, content, label, domain, content_key(content), extra | {"messages": content})
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """One domain of a recipe, loaded."""
+
+    name: str
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    """For evaluation only; shares no prompt with `train`, whatever the seed."""
+    checker: Checker | None = None
+    """`None` if answers can only be scored by a reward function of the recipe."""
+    demonstrations: Demonstrator | None = None
+    """Answers of mixed quality to warm a new model up on, if the domain can write them."""
+    alphabet: str = ""
+    """Characters of its prompts and answers, for a character tokenizer; empty for text domains."""
+    tags: list[str] = field(default_factory=list)
+    """Character sequences that are one token each."""

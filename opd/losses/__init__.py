@@ -1,0 +1,1 @@
+"""Per-token losses on `[N]` tensors; each name says whose gradient it has."""

@@ -1,0 +1,71 @@
+"""Hugging Face configurations: read from a folder, or built from a recipe's dictionary with strict keys."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from opd.errors import CheckpointError, ModelError
+
+# Read by transformers though not every configuration declares them.
+_UNDECLARED_KEYS = ("rope_theta", "rope_scaling", "head_dim")
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The configuration in `folder/config.json`.
+
+    Raises `CheckpointError` if it is missing or not JSON, `ModelError` if its `model_type` is unknown.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; give a folder written by Hugging Face's save_pretrained.")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read as JSON; copy the folder again ({error}).") from error
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise ModelError(f"{path} is not a configuration this transformers release knows: {error}") from error
+
+
+def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """A configuration from `model_type` and its arguments; vocabulary and special ids are the tokenizer's.
+
+    Raises `ModelError` for an unknown `model_type` or argument (with the nearest known one), a value of the
+    wrong type, or a `vocab_size` smaller than the tokenizer's.
+    """
+    options = dict(config)
+    model_type = options.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f"model.config.model_type is {model_type!r}, which transformers does not know"
+            f"{_nearest(str(model_type), list(CONFIG_MAPPING.keys()))}."
+        )
+    known = AutoConfig.for_model(model_type)
+    for key in options:
+        if not hasattr(known, key) and key not in _UNDECLARED_KEYS:
+            raise ModelError(
+                f"model.config.{key} is not an argument of {type(known).__name__}"
+                f"{_nearest(key, list(known.to_dict()))}."
+            )
+    tokens = len(tokenizer)
+    if options.setdefault("vocab_size", tokens) < tokens:
+        raise ModelError(
+            f"model.config.vocab_size is {options['vocab_size']}, fewer than the tokenizer's {tokens} tokens;"
+            " leave it out."
+        )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        options[name] = getattr(tokenizer, name)
+    try:
+        return AutoConfig.for_model(model_type, **options)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"model.config cannot be used for model_type {model_type!r}: {reason}") from error
+
+
+def _nearest(word: str, words: list[str]) -> str:
+    found = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""

@@ -1,0 +1,80 @@
+"""Is a Hugging Face folder whole? Checked before anything is loaded, so that the error can name the file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from opd.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CHECKSUMS = "checksums.json"
+"""`{file name: sha256}`, written by `save_checkpoint`; folders from elsewhere need not have it."""
+
+
+def check_folder(folder: Path) -> None:
+    """Raise `CheckpointError` naming the first file that is missing, truncated, corrupt or a pickle."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; download the model first and give its path.")
+    checksums = read_checksums(folder)
+    for name in weight_files(folder):
+        check_shard(folder / name, checksums.get(name))
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the safetensors shards of `folder`, in order."""
+    if (folder / INDEX).is_file():
+        index = _read_json(folder / INDEX)
+        names = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(names, dict) or not names:
+            raise CheckpointError(f"{folder / INDEX} has no weight_map; copy the file again from its source.")
+        return sorted(set(names.values()))
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder / pickles[0]} is a pickle, which is never read; convert the model to safetensors."
+        )
+    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}; copy the model's weights there.")
+
+
+def check_shard(path: Path, expected: str | None) -> None:
+    """Raise `CheckpointError` if the shard at `path` is missing, cut short, or not of sha256 `expected`."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; copy it again from the model's source.")
+    try:
+        with safe_open(path, framework="pt") as shard:
+            shard.keys()
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is truncated or corrupt ({error}); copy it again.") from error
+    if expected is not None and file_digest(path) != expected:
+        raise CheckpointError(f"{path} does not have the sha256 that {CHECKSUMS} gives; copy it again.")
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """The folder's `checksums.json`, or nothing where there is none."""
+    path = folder / CHECKSUMS
+    if not path.is_file():
+        return {}
+    checksums = _read_json(path)
+    if not isinstance(checksums, dict):
+        raise CheckpointError(f"{path} is not a JSON object; copy the file again from its source.")
+    return checksums
+
+
+def file_digest(path: Path) -> str:
+    """sha256 (hex) of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy it again.") from error

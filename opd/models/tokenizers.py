@@ -1,0 +1,115 @@
+"""Tokenizers: a character tokenizer made from scratch, loading, and saying how two of them differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from opd.errors import ModelError
+
+PAD, EOS = "<pad>", "<eos>"
+
+
+def character_tokenizer(alphabet: str, tags: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token a character of `alphabet`, one a tag such as "<sort>", plus `<pad>` (id 0) and `<eos>` (1).
+
+    Ids follow: tags in their order, then the alphabet's distinct characters in theirs. Text with any other
+    character is refused when it is encoded, never silently dropped. Raises `ModelError` for an empty
+    alphabet, a tag given twice, or a tag of less than two characters.
+    """
+    if not alphabet:
+        raise ModelError("a character tokenizer needs at least one character in its alphabet.")
+    reserved = [PAD, EOS, *tags]
+    if len(set(reserved)) < len(reserved) or any(len(tag) < 2 for tag in tags):
+        raise ModelError(
+            f"tags must be distinct, of at least two characters, and not {PAD} or {EOS}: {', '.join(tags)}."
+        )
+    words = [*reserved, *dict.fromkeys(alphabet)]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
+    longest_first = sorted(tags, key=len, reverse=True)
+    pieces = "|".join([*(_escape(tag) for tag in longest_first), r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+def _escape(text: str) -> str:
+    # The tokenizer's regular expressions are Oniguruma's: escape ASCII punctuation and nothing else.
+    return re.sub(r"([^\w\s])", r"\\\1", text, flags=re.ASCII) if text.isascii() else text
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder. Raises `ModelError` if there is none or it cannot be read."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder; give one that holds a tokenizer.")
+    try:
+        tokenizer = _loader(folder).from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the Rust tokenizer raises plain Exception
+        raise ModelError(f"{folder} has no readable tokenizer: {' '.join(str(error).split())}") from error
+    return tokenizer
+
+
+def _loader(folder: Path) -> type:
+    # For some model types (Qwen2) AutoTokenizer ignores a folder's own `tokenizer_class` and rebuilds that
+    # family's byte-level pre-tokenizer around whatever vocabulary it finds; a generic class stays generic.
+    path = folder / "tokenizer_config.json"
+    declared = json.loads(path.read_text("utf-8")).get("tokenizer_class") if path.is_file() else None
+    generic = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return PreTrainedTokenizerFast if generic and (folder / "tokenizer.json").is_file() else AutoTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What must agree between two models before the logits of one can teach the other."""
+
+    vocab_size: int
+    vocab_digest: str
+    """sha256 over every (id, token) pair."""
+    special_ids: tuple[tuple[str, int | None], ...]
+    """(bos, eos, pad, unk) with their ids."""
+    chat_template_digest: str | None
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
+    """Identity of a tokenizer's vocabulary, special ids and chat template."""
+    pairs = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    template = getattr(tokenizer, "chat_template", None)
+    return Fingerprint(
+        vocab_size=len(pairs),
+        vocab_digest=_digest(pairs),
+        special_ids=tuple(
+            (name, getattr(tokenizer, f"{name}_token_id")) for name in ("bos", "eos", "pad", "unk")
+        ),
+        chat_template_digest=None if template is None else _digest(template),
+    )
+
+
+def differences(a: Fingerprint, b: Fingerprint) -> list[str]:
+    """How `b` differs from `a`, one plain sentence each; empty if they are interchangeable."""
+    found = []
+    if a.vocab_size != b.vocab_size:
+        found.append(f"the vocabularies have {a.vocab_size} and {b.vocab_size} tokens")
+    elif a.vocab_digest != b.vocab_digest:
+        found.append(
+            f"the vocabularies have {a.vocab_size} tokens each but not the same ones at the same ids"
+        )
+    for (name, left), (_, right) in zip(a.special_ids, b.special_ids, strict=True):
+        if left != right:
+            found.append(f"the {name} token has id {left} in one and {right} in the other")
+    if a.chat_template_digest != b.chat_template_digest:
+        found.append("the chat templates are different")
+    return found
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, ensure_ascii=False).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""What a run says about itself: metrics in files, progress in the terminal."""

@@ -1,0 +1,102 @@
+"""Progress of the running stages: bars in a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+
+from rich import progress as rich_progress
+from rich.console import Console
+from rich.text import Text
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Progress:
+    """One bar per running stage, with its headline numbers; finished stages become lines above the bars.
+
+    Without a terminal, at most one line every few seconds and stage. May be called from several threads.
+    """
+
+    def __init__(
+        self, console: Console | None = None, seconds_between_lines: float = _SECONDS_BETWEEN_LINES
+    ) -> None:
+        """Writes to `console`, by default the standard error stream, so that output can be piped."""
+        self._console = console or Console(stderr=True)
+        self._interval = seconds_between_lines
+        self._lock = threading.Lock()
+        self._began: dict[str, float] = {}
+        self._last_line: dict[str, float] = {}
+        self._bars = _bars(self._console) if self._console.is_terminal else None
+        self._tasks: dict[str, rich_progress.TaskID] = {}
+
+    def __enter__(self) -> Progress:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def update(self, stage: str, done: int, total: int, headline: str = "") -> None:
+        """`done` of `total` units of `stage` are done; `headline` holds its numbers, such as `reward 0.83`."""
+        with self._lock:
+            now = time.monotonic()
+            began = self._began.setdefault(stage, now)
+            if self._bars is not None:
+                if stage not in self._tasks:
+                    self._tasks[stage] = self._bars.add_task(stage, total=total, headline="")
+                self._bars.update(self._tasks[stage], completed=done, total=total, headline=headline)
+            elif stage not in self._last_line or now - self._last_line[stage] >= self._interval:
+                self._last_line[stage] = now
+                left = _remaining(now - began, done, total)
+                self._line(f"{stage:<24} {done:>5}/{total:<5} {left} {headline}")
+
+    def finish(self, stage: str, headline: str = "") -> None:
+        """`stage` is done: its bar gives way to one line with the time it took."""
+        with self._lock:
+            began = self._began.pop(stage, None)
+            self._last_line.pop(stage, None)
+            if self._bars is not None and stage in self._tasks:
+                self._bars.remove_task(self._tasks.pop(stage))
+            took = "" if began is None else _clock(time.monotonic() - began)
+            self._line(f"{stage:<24} done {took:>8}  {headline}")
+
+    def note(self, text: str) -> None:
+        """One line for the person who watches."""
+        with self._lock:
+            self._line(text)
+
+    def _line(self, text: str) -> None:
+        # Not as markup: a headline may hold brackets. Not wrapped: one event is one line in a log.
+        self._console.print(Text(text.rstrip()), soft_wrap=True, highlight=False)
+
+
+def _bars(console: Console) -> rich_progress.Progress:
+    return rich_progress.Progress(
+        rich_progress.TextColumn("{task.description}", markup=False),
+        rich_progress.BarColumn(bar_width=24),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TimeRemainingColumn(),
+        rich_progress.TextColumn("{task.fields[headline]}", markup=False),
+        console=console,
+        transient=True,
+    )
+
+
+def _remaining(elapsed: float, done: int, total: int) -> str:
+    """Time left at the speed so far, as `eta 1:05`."""
+    if done <= 0 or elapsed <= 0 or done >= total:
+        return " " * 11
+    return f"eta {_clock(elapsed * (total - done) / done):>7}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

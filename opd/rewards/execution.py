@@ -1,0 +1,131 @@
+"""Calls one reward function on one domain's samples, in a thread, under a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from opd.errors import RewardError
+from opd.rewards.functions import RewardFunction, RewardSample
+
+_CANCEL_SECONDS = 0.5
+"""How long a cancelled asynchronous function may take to clean up."""
+
+
+class Job:
+    """One call of a function on samples of one domain.
+
+    A thread cannot be stopped: a synchronous function that never returns keeps its (daemon) thread, which
+    ends with the process. An asynchronous one is cancelled.
+    """
+
+    def __init__(self, function: RewardFunction, samples: Sequence[RewardSample], timeout: float) -> None:
+        self.function = function
+        self.samples = samples
+        self._timeout = timeout
+        self._thread = threading.Thread(target=self._run, name=f"reward {function.name}", daemon=True)
+        self._deadline = 0.0
+        self._returned: list[Any] = []
+        self._failure: BaseException | None = None
+        self._expired = False
+        self._running = [sample.uid for sample in samples]
+        """Samples being scored right now, for the sentence of an error."""
+
+    def start(self) -> None:
+        """Begin; the time limit counts from here."""
+        grace = _CANCEL_SECONDS if self.function.is_async else 0.0
+        self._deadline = time.monotonic() + self._timeout + grace
+        self._thread.start()
+
+    def result(self) -> list[Any]:
+        """What the function returned for each sample, unchecked. Raises `RewardError`."""
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        if self._thread.is_alive() or self._expired:
+            raise RewardError(
+                f"{self._what()} took longer than {self._timeout:g} s; make it faster or raise "
+                "rollout.reward_timeout."
+            )
+        if self._failure is not None:
+            raise self._failure
+        return self._returned
+
+    def _what(self) -> str:
+        uids = list(self._running)
+        more = f" and {len(uids) - 1} more" if len(uids) > 1 else ""
+        domain = self.samples[0].domain
+        return f"reward function {self.function.name} (domain {domain}, sample {uids[0]}{more})"
+
+    def _raised(self, error: BaseException) -> RewardError:
+        return RewardError(f"{self._what()} raised {type(error).__name__}: {error}")
+
+    def _run(self) -> None:
+        try:
+            if self.function.is_async:
+                self._returned = asyncio.run(asyncio.wait_for(self._call_async(), self._timeout))
+            else:
+                self._returned = self._call()
+        except RewardError as error:
+            self._failure = error
+        except TimeoutError:  # of wait_for: the function's own errors arrive as RewardError
+            self._expired = True
+        except BaseException as error:  # handed to the thread that asked
+            self._failure = self._raised(error)
+
+    def _call(self) -> list[Any]:
+        if self.function.style == "batch":
+            arguments = self.function.batch_arguments(self.samples)
+            return self._whole(self._guarded(lambda: self.function.call(**arguments)))
+        returned = []
+        for sample in self.samples:
+            self._running = [sample.uid]
+            returned.append(self._guarded(lambda sample=sample: self.function.call(sample)))
+        return returned
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            raise self._raised(error) from error
+
+    async def _call_async(self) -> list[Any]:
+        if self.function.style == "batch":
+            return self._whole(await self._batch())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                pending = [tasks.create_task(self._one(sample)) for sample in self.samples]
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group.exceptions[0].__cause__
+        return [task.result() for task in pending]
+
+    async def _batch(self) -> Any:
+        arguments = self.function.batch_arguments(self.samples)
+        try:
+            return await self.function.call(**arguments)
+        except Exception as error:
+            raise self._raised(error) from error
+
+    async def _one(self, sample: RewardSample) -> Any:
+        try:
+            value = await self.function.call(sample)
+        except Exception as error:
+            self._running = [sample.uid]
+            raise self._raised(error) from error
+        if sample.uid in self._running:
+            self._running.remove(sample.uid)
+        return value
+
+    def _whole(self, returned: Any) -> list[Any]:
+        """A batch function's result, if it is a sequence of the right length."""
+        if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__len__"):
+            raise RewardError(
+                f"{self._what()} returned a {type(returned).__name__}; return a list of one number each."
+            )
+        if len(returned) != len(self.samples):
+            raise RewardError(
+                f"{self._what()} returned {len(returned)} rewards for {len(self.samples)} completions; "
+                "return one for each."
+            )
+        return list(returned)

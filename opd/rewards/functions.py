@@ -1,0 +1,124 @@
+"""The forms a reward function may have, brought to one.
+
+1. `def reward(sample) -> float | dict` or `async def`, with `sample` a `RewardSample`.
+2. TRL's form, `def reward(prompts, completions, **columns) -> list[float]` or `async def`, recognised by a
+   parameter named `completions`. The columns are `label`, `domain` and the samples' metadata, as lists.
+3. A domain's own checker, `checker(completion, label) -> float`.
+
+A dict is a reward in parts: its `reward` entry is the reward if there is one, else the sum of all entries.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from opd.data.imports import import_attribute
+from opd.data.prompts import Checker
+from opd.errors import RewardError
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSample:
+    """What a reward function sees of a sample."""
+
+    uid: str
+    text: str
+    """The response, without the token that ended it."""
+    prompt: str
+    label: Any
+    domain: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A reward function of any form, with what is needed to call it."""
+
+    name: str
+    call: Callable[..., Any]
+    style: Literal["sample", "batch"]
+    """One sample at a time, or all of a domain's samples at once."""
+    is_async: bool
+
+    def batch_arguments(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
+        """Keyword arguments for a `batch` function: those of its parameters, or all columns for `**columns`.
+
+        Samples whose metadata holds `messages` are given the way TRL gives conversations. Raises
+        `RewardError` naming a parameter that no column fills.
+        """
+        columns = _columns(samples)
+        parameters = inspect.signature(self.call).parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            accepted = set(columns)
+        else:
+            accepted = {parameter.name for parameter in parameters}
+        for parameter in parameters:
+            needed = parameter.default is parameter.empty and parameter.kind not in (
+                parameter.VAR_KEYWORD,
+                parameter.VAR_POSITIONAL,
+            )
+            if needed and parameter.name not in columns:
+                raise RewardError(
+                    f"reward function {self.name} needs the column {parameter.name!r}, which domain "
+                    f"{samples[0].domain} does not have (it has {', '.join(sorted(columns))})."
+                )
+        return {name: values for name, values in columns.items() if name in accepted}
+
+
+def _columns(samples: Sequence[RewardSample]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for sample in samples for name in sample.metadata)
+    columns: dict[str, list[Any]] = {name: [s.metadata.get(name) for s in samples] for name in names}
+    chat = bool(samples) and all("messages" in sample.metadata for sample in samples)
+    columns["prompts"] = [s.metadata["messages"] if chat else s.prompt for s in samples]
+    columns["completions"] = [[{"role": "assistant", "content": s.text}] if chat else s.text for s in samples]
+    columns["label"] = [sample.label for sample in samples]
+    columns["domain"] = [sample.domain for sample in samples]
+    return columns
+
+
+def load_reward(dotted: str) -> RewardFunction:
+    """The reward function at `package.module:function`.
+
+    Raises `RewardError` if it cannot be imported, is not callable, or has none of the accepted forms.
+    """
+    return wrap_reward(import_attribute(dotted, "reward", RewardError), dotted)
+
+
+def wrap_reward(call: Any, name: str) -> RewardFunction:
+    """A function (or callable object) of form 1 or 2. Raises `RewardError` if it has neither form."""
+    if inspect.isclass(call) or not callable(call):
+        raise RewardError(f"reward {name} is a {type(call).__name__}, not a function; name a function.")
+    try:
+        parameters = list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"reward {name} has no readable signature; wrap it in a plain function.") from error
+    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
+        getattr(call, "__call__", None)  # noqa: B004 - asked whether it is async, not whether it exists
+    )
+    if any(parameter.name == "completions" for parameter in parameters):
+        return RewardFunction(name, call, "batch", is_async)
+    required = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    positional = any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if not positional or len(required) > 1:
+        shown = ", ".join(parameter.name for parameter in parameters)
+        raise RewardError(
+            f"reward {name}({shown}) has none of the accepted forms: reward(sample), or "
+            "reward(prompts, completions, **columns)."
+        )
+    return RewardFunction(name, call, "sample", is_async)
+
+
+def checker_reward(checker: Checker, name: str) -> RewardFunction:
+    """A domain's own checker as a reward function."""
+
+    def reward(sample: RewardSample) -> float:
+        return checker(sample.text, sample.label)
+
+    return RewardFunction(name, reward, "sample", is_async=False)

@@ -1,0 +1,88 @@
+"""Scores samples: each domain's reward function, under a time limit, with its results checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from opd.data.prompts import Checker
+from opd.errors import RewardError
+from opd.rewards.execution import Job
+from opd.rewards.functions import RewardFunction, RewardSample, checker_reward
+from opd.rewards.values import reward_value
+from opd.types import Sample, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RewardRunner:
+    """Holds one reward function per domain."""
+
+    def __init__(
+        self,
+        functions: Mapping[str, RewardFunction | Checker],
+        tokenizer: PreTrainedTokenizerBase,
+        timeout: float = 60.0,
+    ) -> None:
+        """`functions` by domain: loaded reward functions, or domains' own checkers. `timeout` is in seconds,
+        for one domain's samples of one call of `score`.
+        """
+        self._functions = {
+            domain: f if isinstance(f, RewardFunction) else checker_reward(f, f"checker of domain {domain}")
+            for domain, f in functions.items()
+        }
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._timeout = timeout
+
+    def score(self, samples: Sequence[Sample]) -> None:
+        """Set `reward` and `reward_parts` of every sample that did not fail or get aborted.
+
+        Asynchronous functions of all domains run concurrently, synchronous ones one after another. Raises
+        `RewardError` naming function, domain and sample if a function raises, takes too long, or returns
+        anything but finite numbers, one for each sample; no sample is changed then.
+        """
+        by_domain: dict[str, list[Sample]] = {}
+        for sample in samples:
+            if sample.status not in (Status.FAILED, Status.ABORTED):
+                by_domain.setdefault(sample.domain, []).append(sample)
+        jobs = [(scored, self._job(domain, scored)) for domain, scored in by_domain.items()]
+        for _, job in jobs:
+            if job.function.is_async:
+                job.start()
+        outcomes = []
+        for scored, job in jobs:
+            if not job.function.is_async:
+                job.start()
+            returned = job.result()
+            values = zip(job.samples, returned, strict=True)
+            outcomes += zip(scored, [reward_value(job.function, s, v) for s, v in values], strict=True)
+        for sample, (reward, parts) in outcomes:
+            sample.reward = reward
+            sample.reward_parts = parts
+
+    def _job(self, domain: str, samples: Sequence[Sample]) -> Job:
+        if domain not in self._functions:
+            raise RewardError(f"domain {domain} has no reward function; set domains.{domain}.reward.")
+        prompts = {sample.prompt_ids.tobytes(): sample.prompt_ids for sample in samples}
+        texts = {key: self._decode(ids.tolist()) for key, ids in prompts.items()}  # a group shares one prompt
+        views = [
+            RewardSample(s.uid, self.text(s), texts[s.prompt_ids.tobytes()], s.label, domain, s.metadata)
+            for s in samples
+        ]
+        return Job(self._functions[domain], views, self._timeout)
+
+    def text(self, sample: Sample) -> str:
+        """The response as text. The special token that ended it is left out; any other special token stays,
+        so that a stray one cannot turn a wrong answer into a right one.
+        """
+        ids = sample.response_ids.tolist()
+        if sample.status is Status.COMPLETED and ids and ids[-1] in self._special:
+            ids.pop()
+        return self._decode(ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text

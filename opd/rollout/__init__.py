@@ -1,0 +1,1 @@
+"""The student writes: an embedded, continuously batched sampling engine."""

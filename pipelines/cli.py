@@ -1,0 +1,195 @@
+"""The console command `opd`. Heavy modules are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NoReturn
+
+from opd.config import Recipe
+from opd.config.load import dump_recipe, load_recipe
+from opd.errors import ConfigError, OpdError, RunFolderError
+
+ERROR, INTERRUPTED = 2, 130
+_SWITCHES = {"--help", "--version", "--resume", "--dry-run"}
+_WITH_VALUE = {"--out", "--domain"}
+_STAGES = {
+    "run": "the whole pipeline: base, specialists, merge, baselines, evaluation, report",
+    "specialist": "train the specialist of one domain (--domain), or of every domain",
+    "distill": "merge the specialists into one student by on-policy distillation",
+    "evaluate": "measure every model of a run on held-out prompts",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (0, 2 for a user's error, 130 for Ctrl-C)."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except OpdError as error:
+        _complain(error)
+        return ERROR
+    except KeyboardInterrupt:
+        print("opd: interrupted; continue with --resume", file=sys.stderr)
+        return INTERRUPTED
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every command and option, without the overrides."""
+    parser = _Parser("opd", description="Train specialists and merge them by on-policy distillation.")
+    parser.add_argument("--version", action="version", version=f"opd {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in _STAGES.items():
+        command = _command(commands, name, summary)
+        command.add_argument("--resume", action="store_true", help="continue the run in the folder")
+        command.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
+        command.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/NAME)")
+        if name == "specialist":
+            command.add_argument("--domain", action="append", metavar="D", help="may be given several times")
+    _command(commands, "doctor", "check a recipe, its models, data and machine before a run")
+    report = commands.add_parser("report", help="write report.html of a run", allow_abbrev=False)
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog="Any field of the recipe is an option: --distill.lr 3e-5, --seed 1.",
+        allow_abbrev=False,
+    )
+    command.add_argument("recipe", nargs="+", type=Path, metavar="RECIPE", help="YAML; later files win")
+    return command
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate the command's own words from recipe overrides (`--a.b VALUE`, `--a.b=VALUE`).
+
+    Raises `ConfigError` for a misspelt option of the command, which would swallow the word after it.
+    """
+    own: list[str] = []
+    overrides: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name = word.partition("=")[0]
+        if not word.startswith("--") or name in _SWITCHES:
+            own.append(word)
+            continue
+        target = own if name in _WITH_VALUE else overrides
+        _refuse_misspelt(name)
+        target.append(word)
+        if "=" not in word:
+            target.extend(value for value in [next(words, None)] if value is not None)
+    return own, overrides
+
+
+def _refuse_misspelt(name: str) -> None:
+    options = _SWITCHES | _WITH_VALUE
+    if name in options or "." in name or name.removeprefix("--") in Recipe.model_fields:
+        return
+    close = difflib.get_close_matches(name, sorted(options), n=1, cutoff=0.8)
+    if close:
+        raise ConfigError(f"unknown option {name}; did you mean {close[0]}?")
+
+
+def _dispatch(argv: list[str]) -> int:
+    own, overrides = split_overrides(argv)
+    options = build_parser().parse_args(own)
+    if options.command == "report":
+        return _report(options.run_dir, overrides)
+    recipe = load_recipe(options.recipe, overrides)
+    if options.command == "doctor":
+        from opd.pipelines.doctor import diagnose
+
+        return diagnose(recipe)
+    if options.dry_run:
+        print(dump_recipe(recipe), end="")
+        return 0
+    return _run(recipe, options)
+
+
+def _report(run_dir: Path, overrides: Sequence[str]) -> int:
+    if overrides:
+        raise ConfigError(f"opd report takes a run folder and no settings; remove {overrides[0]}")
+    if not run_dir.is_dir():
+        raise RunFolderError(f"there is no run folder {run_dir}; check the path")
+    from opd.pipelines.report import write_report
+
+    print(write_report(run_dir))
+    return 0
+
+
+def _run(recipe: Recipe, options: argparse.Namespace) -> int:
+    stages = _stages(recipe, options)
+    from opd.pipelines.run_folder import RunFolder, default_path, refuse_existing
+
+    path = options.out or default_path(recipe)
+    if not options.resume:
+        refuse_existing(path)
+    if not _preflight(recipe, path):
+        return ERROR
+    opening = RunFolder.resume if options.resume else RunFolder.create
+    with opening(path, recipe) as folder:
+        from opd.pipelines.run import run_pipeline, run_stage
+
+        if options.command == "run":
+            run_pipeline(recipe, folder)
+        for stage in stages:
+            run_stage(recipe, folder, stage)
+    return 0
+
+
+def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
+    """Names of the stages a single-stage command runs."""
+    if options.command != "specialist":
+        return {"run": [], "distill": ["merge"], "evaluate": ["evaluate"]}[options.command]
+    trained = recipe.specialist_domains()
+    domains = options.domain or trained
+    for domain in domains:
+        if domain not in trained:
+            raise ConfigError(
+                f"--domain {domain}: this recipe trains no such specialist; it trains {', '.join(trained)}"
+            )
+    if not domains:
+        raise ConfigError("this recipe trains no specialist: every teacher is given under `teachers`")
+    return [f"specialist-{domain}" for domain in domains]
+
+
+def _preflight(recipe: Recipe, path: Path) -> bool:
+    """The doctor's cheap checks; prints what they found and says whether the run can start."""
+    from opd.pipelines.doctor import examine
+
+    findings = examine(recipe, run_dir=path, thorough=False)
+    for finding in findings:
+        if finding.level != "ok":
+            print(f"opd: {finding.level}: {_one_line(f'{finding.title}: {finding.detail}')}", file=sys.stderr)
+    return not any(finding.level == "error" for finding in findings)
+
+
+def _complain(error: OpdError) -> None:
+    print(f"opd: error: {_one_line(str(error))}", file=sys.stderr)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _version() -> str:
+    try:
+        return version("opd")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What a running stage is given: its recipe, its place in the run folder, and where to report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from opd.monitor.metrics import MetricsWriter
+
+from opd.config import Recipe
+from opd.pipelines.run_folder import RunFolder
+from opd.storage.checkpoints import CheckpointStore
+
+
+@dataclass(slots=True)
+class StageContext:
+    """One stage of one run."""
+
+    recipe: Recipe
+    folder: RunFolder
+    stage: str
+    """Name of the stage; prefixes the uid of every sample it generates."""
+    metrics: MetricsWriter
+    checkpoints: CheckpointStore
+    progress: Callable[[int, int, str], None]
+    """`progress(done, total, headline)`."""
+    note: Callable[[str], None]
+    """One line for the person who watches."""
+
+    @classmethod
+    def open(
+        cls,
+        recipe: Recipe,
+        folder: RunFolder,
+        stage: str,
+        progress: Callable[[int, int, str], None],
+        note: Callable[[str], None],
+    ) -> StageContext:
+        """Open the stage's own folder under `stages/`."""
+        place = folder.stage(stage)
+        return cls(
+            recipe,
+            folder,
+            stage,
+            MetricsWriter(place, tensorboard=recipe.runtime.tensorboard),
+            CheckpointStore(place / "checkpoints", keep=recipe.runtime.keep_checkpoints, on_warning=note),
+            progress,
+            note,
+        )
+
+    def model_path(self, name: str) -> Path:
+        """Folder of a model: `base`, `merged`, `specialist:DOMAIN`, a teacher or a baseline by name.
+
+        A base that is given and not warmed up stays where it is; it is not copied.
+        """
+        recipe = self.recipe
+        if name == "base" and recipe.model.path is not None and recipe.base is None:
+            return Path(recipe.model.path)
+        if name in ("base", "merged"):
+            return self.folder.base if name == "base" else self.folder.merged
+        if name.startswith("specialist:"):
+            return self.folder.specialist(name.removeprefix("specialist:"))
+        return self.folder.baseline(name)
+
+    def teacher_path(self, name: str) -> Path:
+        """Folder of a teacher: one of the recipe's own, or the specialist of that domain."""
+        if name in self.recipe.teachers:
+            return Path(self.recipe.teachers[name].path)
+        return self.model_path(f"specialist:{name}")

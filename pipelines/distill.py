@@ -1,0 +1,234 @@
+"""The merge: the student writes, each sample is scored by the teacher of its domain, the student follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opd.algorithms.advantages import GroupNormalised
+from opd.algorithms.normalise import per_teacher_weights, token_weights
+from opd.algorithms.opd_term import opd_advantages
+from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
+from opd.models.tokenizers import load_tokenizer
+from opd.pipelines.context import StageContext
+from opd.pipelines.domains import DomainSet
+from opd.pipelines.evaluate import domain_accuracy
+from opd.pipelines.loop import Extent, Step, StepResult, run_loop
+from opd.pipelines.rollout_metrics import generated_tokens, mismatch_metrics, rollout_metrics
+from opd.pipelines.student import Student, device_of
+from opd.rollout.collect import EncodedPrompt
+from opd.teachers.routing import Router
+from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.signals import mean_floor, sampled_logprobs
+from opd.teachers.torch_teacher import TorchTeacher
+from opd.train.distill_terms import build_distill_term
+from opd.train.schedule import learning_rate
+from opd.train.terms import LossTerm, PolicyTerm
+from opd.types import RolloutBatch, Sample, SampleGroup, TokenTerms
+
+
+def distill(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
+    """Merge the recipe's teachers into the model in `start`, write it to `out`, return the result numbers."""
+    run = DistillRun.open(context, start)
+    config = run.config
+    extent = Extent(steps=config.steps)
+    result = run_loop(
+        context, run.student.backend, extent, config.checkpoint_every, run.step, run.student.start
+    )
+    card = {
+        "base": str(start),
+        "method": "multi-teacher on-policy distillation",
+        "teachers": run.teachers,
+        "settings": config.model_dump(mode="json"),
+        "results": {"student tokens": result["student_tokens"]},
+    }
+    return result | {"digest": run.student.export(out, card)}
+
+
+@dataclass(slots=True)
+class DistillRun:
+    """One merge with everything a step needs."""
+
+    context: StageContext
+    student: Student
+    data: DomainSet
+    schedule: TeacherSchedule
+    config: DistillConfig
+    teachers: list[str]
+
+    @classmethod
+    def open(cls, context: StageContext, start: Path) -> DistillRun:
+        """Load student, data and teachers."""
+        recipe = context.recipe
+        config = recipe.distill
+        router = Router.from_recipe(recipe)
+        teachers = {
+            name: TorchTeacher(
+                name,
+                context.teacher_path(name),
+                dtype=recipe.model.dtype,
+                device=device_of(recipe),
+                max_tokens=config.batch.max_tokens,
+                vocabulary=len(load_tokenizer(start)),
+            )
+            for name in router.teachers
+        }
+        schedule = TeacherSchedule(teachers, router)
+        student = Student.open(recipe, start, config.optim, config.batch, loss_terms(config, schedule))
+        data = DomainSet.open(recipe, student.tokenizer)
+        return cls(context, student, data, schedule, config, router.teachers)
+
+    def step(self, step: Step) -> StepResult:
+        """Rollout, reward, teacher scores, update, sync."""
+        with step.timer("rollout"):
+            groups = self.student.rollout(self.prompts(step.index), self.config.samples_per_prompt)
+        with step.timer("score"):
+            self.score(groups)
+        metrics = rollout_metrics(groups)
+        with step.timer("train"):
+            metrics |= self.accumulate(groups)
+            lr = learning_rate(self.config.optim, step.index, step.progress)
+            metrics |= self.student.backend.step(lr)
+        with step.timer("sync"):
+            self.student.sync(step.index + 1)
+        metrics |= self._counters(step) | self._curve(step)
+        kl = metrics.get("kl/mean", 0.0)
+        headline = f"KL {kl:.4f}  reward {metrics['reward/mean']:.3f}"
+        return StepResult(metrics, generated_tokens(groups), headline)
+
+    def prompts(self, step: int) -> list[EncodedPrompt]:
+        """The prompts of step `step`, domain by domain."""
+        count = self.config.prompts_per_domain
+        stage = self.context.stage
+        return [
+            prompt
+            for domain in self.context.recipe.domains
+            for prompt in self.data.take(domain, step * count, count, stage)
+        ]
+
+    def score(self, groups: Sequence[SampleGroup]) -> None:
+        """Reward every sample and let its teacher read it."""
+        samples = [s for group in groups for s in group.samples]
+        self.data.rewards.score(samples)
+        self.schedule.assign(samples)
+        self.schedule.score(samples)
+
+    def accumulate(self, groups: Sequence[SampleGroup]) -> dict[str, float]:
+        """The gradient of one optimiser step on scored groups, left in the parameters; returns metrics."""
+        samples = [s for group in groups for s in group.samples]
+        backend = self.student.backend
+        metrics: dict[str, float] = {}
+        if needs_policy_stream(self.config):
+            old = backend.logprobs(samples)
+            metrics |= mismatch_metrics(samples, old)
+            advantages, more = self._advantages(groups, samples, old)
+            metrics |= more
+        else:
+            old = advantages = [np.zeros(len(s.response_ids), dtype=np.float32) for s in samples]
+        batch = self.schedule.sort(self._batch(samples, old, advantages))
+        metrics |= backend.forward_backward(batch) | self._floor(samples)
+        self.schedule.release()
+        return metrics
+
+    def _advantages(
+        self, groups: Sequence[SampleGroup], samples: list[Sample], old: list[np.ndarray]
+    ) -> tuple[list[np.ndarray], dict[str, float]]:
+        """The reward's advantages times `rl_coef`, with the k1 term added after their normalisation."""
+        config, temperature = self.config, self.student.backend.temperature
+        estimate = GroupNormalised()
+        advantages = [config.rl_coef * a for group in groups for a in estimate(group)]
+        if not isinstance(config.loss, SampledTokenK1):
+            return advantages, {}
+        teacher = sampled_logprobs(self.schedule, samples, config.mixture, temperature)
+        ratios = np.concatenate([p - t for p, t in zip(old, teacher, strict=True)])
+        advantages = opd_advantages(
+            advantages,
+            old,
+            teacher,
+            [s.loss_mask for s in samples],
+            coef=config.loss.coef,
+            baseline=config.loss.baseline,
+            discount=config.loss.discount,
+            teachers=[s.teacher for s in samples],
+        )
+        return advantages, {"kl/mean": float(ratios.mean())} if len(ratios) else {}
+
+    def _batch(
+        self, samples: list[Sample], old: list[np.ndarray], advantages: list[np.ndarray]
+    ) -> RolloutBatch:
+        masks = [s.loss_mask for s in samples]
+        if self.config.normalise == "teacher":
+            weights = per_teacher_weights(masks, [s.teacher for s in samples], self._shares(samples))
+        else:
+            weights = token_weights(masks)
+        terms = []
+        for sample, old_logprobs, advantage, weight in zip(samples, old, advantages, weights, strict=True):
+            term = TokenTerms.zeros(len(sample.response_ids))
+            term.kl_weight = term.policy_weight = weight
+            term.old_logprobs, term.advantages = old_logprobs, advantage
+            terms.append(term)
+        return RolloutBatch(samples, terms)
+
+    def _shares(self, samples: list[Sample]) -> dict[str, float]:
+        """Each route's share of the loss: its domains' weights, shared out by the samples they sent it."""
+        recipe = self.context.recipe
+        counts: dict[str, int] = {}
+        for sample in samples:
+            counts[sample.domain] = counts.get(sample.domain, 0) + 1
+        shares: dict[str, float] = {}
+        for sample in samples:
+            share = recipe.domains[sample.domain].weight / counts[sample.domain]
+            shares[sample.teacher or ""] = shares.get(sample.teacher or "", 0.0) + share
+        return shares
+
+    def _floor(self, samples: list[Sample]) -> dict[str, float]:
+        if self.config.mixture != "geometric":
+            return {}
+        floor = mean_floor(self.schedule, samples, self.student.backend.temperature)
+        return {} if floor is None else {"kl/floor": floor}
+
+    def _counters(self, step: Step) -> dict[str, float]:
+        """The schedule's counters of this step; their totals survive a resume."""
+        counters = self.schedule.take_counters()
+        totals = step.counters
+        for name in ("head_loads", "teacher_tokens"):
+            totals[name] = totals.get(name, 0.0) + counters[name]
+        peak = "resident_heads_peak"
+        totals[peak] = max(totals.get(peak, 0.0), counters[peak])
+        return counters
+
+    def _curve(self, step: Step) -> dict[str, float]:
+        evaluation = self.context.recipe.evaluation
+        if not evaluation.every or (step.index + 1) % evaluation.every:
+            return {}
+        with step.timer("evaluate"):
+            return {
+                f"accuracy/{domain}": domain_accuracy(
+                    self.student.engine,
+                    self.data,
+                    domain,
+                    evaluation.curve_prompts,
+                    self.student.sampling,
+                    seed=self.student.seed,
+                ).accuracy
+                for domain in self.context.recipe.domains
+            }
+
+
+def needs_policy_stream(config: DistillConfig) -> bool:
+    """Whether sampled tokens carry a policy gradient: k1 lives there, and so does a reward."""
+    return config.rl_coef > 0 or isinstance(config.loss, SampledTokenK1)
+
+
+def loss_terms(config: DistillConfig, schedule: TeacherSchedule) -> list[LossTerm]:
+    """The streams of the merge's loss."""
+    terms: list[LossTerm] = []
+    if needs_policy_stream(config):
+        k1 = config.loss if isinstance(config.loss, SampledTokenK1) else None
+        terms.append(PolicyTerm(k1.loss if k1 else PolicyLossConfig()))
+    stream = build_distill_term(config, schedule)
+    return [*terms, stream] if stream else terms

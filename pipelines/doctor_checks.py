@@ -1,0 +1,103 @@
+"""What the doctor can tell from the recipe, the data and the file system, without loading a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from opd.config import Recipe
+from opd.errors import OpdError
+
+if TYPE_CHECKING:
+    from opd.data.prompts import Domain
+
+_PEEK = 64
+"""Prompts a procedural source makes for a check: enough to see their form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing the doctor looked at."""
+
+    level: Literal["ok", "warning", "error"]
+    title: str
+    detail: str
+
+
+def attempt(title: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+    """What `check` finds; an `OpdError` it raises is a finding of level `error`."""
+    try:
+        return check()
+    except OpdError as error:
+        return [Finding("error", title, str(error))]
+
+
+def check_sampling(recipe: Recipe) -> list[Finding]:
+    """Cut distributions, for which no importance weight makes up."""
+    rollout, cuts = recipe.rollout, []
+    if rollout.top_p < 1:
+        cuts.append(f"rollout.top_p = {rollout.top_p}")
+    if rollout.top_k:
+        cuts.append(f"rollout.top_k = {rollout.top_k}")
+    if cuts:
+        detail = f"{' and '.join(cuts)}: tokens outside the cut are never seen, which biases every estimator"
+        return [Finding("warning", "sampling", f"{detail}; use top_p 1 and top_k 0")]
+    return [Finding("ok", "sampling", f"whole vocabulary at temperature {rollout.temperature:g}")]
+
+
+def check_run_dir(path: Path) -> list[Finding]:
+    """Whether the run folder can be made and written."""
+    parent = existing_parent(path)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        return [Finding("error", "run folder", f"{parent} cannot be written; choose another with --out")]
+    return [Finding("ok", "run folder", str(path))]
+
+
+def existing_parent(path: Path) -> Path:
+    """`path` or the nearest folder above it that exists."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
+    """Loads a small part of every domain into `domains` and its reward function."""
+    findings: list[Finding] = []
+    for name in recipe.domains:
+        findings += attempt(f"domain {name}", lambda name=name: _check_domain(recipe, name, domains))
+    return findings
+
+
+def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list[Finding]:
+    from opd.data.load import load_domain
+    from opd.rewards.functions import load_reward
+
+    config = recipe.domains[name]
+    # Short of the run's own settings in size alone, and no smaller than the recipe asks for.
+    small = config.model_copy(update={"prompts": min(config.prompts, _PEEK)})
+    domain = load_domain(name, small, seed=recipe.seed, held_out_prompts=min(8, _held_out(recipe)))
+    domains[name] = domain
+    if config.reward is not None:
+        load_reward(config.reward)
+    elif domain.checker is None:
+        detail = f"{config.source} has no checker of its own; give domains.{name}.reward a dotted path"
+        return [Finding("error", f"domain {name}", detail)]
+    if recipe.base is not None and domain.demonstrations is None:
+        detail = (
+            f"{config.source} has no demonstrations for the warm-up of `base`; give model.path and no `base`"
+        )
+        return [Finding("error", f"domain {name}", detail)]
+    scored = config.reward or "the source's own checker"
+    return [Finding("ok", f"domain {name}", f"{config.source}, scored by {scored}")]
+
+
+def _held_out(recipe: Recipe) -> int:
+    return recipe.evaluation.prompts_per_domain
+
+
+def given_teachers(recipe: Recipe) -> Mapping[str, Path]:
+    """Folders of the teachers that some domain uses and this run does not train."""
+    used = dict.fromkeys(name for domain in recipe.domains for name in recipe.teacher_weights(domain))
+    return {name: Path(recipe.teachers[name].path) for name in used if name in recipe.teachers}

@@ -1,0 +1,83 @@
+"""The recipe's domains, ready to use: encoded prompts in a reproducible order, held-out prompts, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from opd.config import Recipe
+from opd.data.cursor import PromptCursor
+from opd.data.load import encode_prompt, load_domain
+from opd.data.prompts import Domain, Prompt
+from opd.errors import DataError
+from opd.rewards.functions import load_reward
+from opd.rewards.runner import RewardRunner
+from opd.rollout.collect import EncodedPrompt
+
+
+def load_domains(recipe: Recipe) -> dict[str, Domain]:
+    """Every domain of `recipe`. Raises `DataError` for a source that cannot be read or is empty."""
+    held_out = recipe.evaluation.prompts_per_domain
+    return {
+        name: load_domain(name, config, seed=recipe.seed, held_out_prompts=held_out)
+        for name, config in recipe.domains.items()
+    }
+
+
+@dataclass(slots=True)
+class DomainSet:
+    """Domains with a tokenizer."""
+
+    domains: dict[str, Domain]
+    rewards: RewardRunner
+    tokenizer: PreTrainedTokenizerBase
+    _cursors: dict[str, PromptCursor]
+    _encode: Callable[[Prompt], EncodedPrompt]
+
+    @classmethod
+    def open(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> DomainSet:
+        """Load the sources and the reward functions."""
+        domains = load_domains(recipe)
+        functions = {}
+        for name, config in recipe.domains.items():
+            function = load_reward(config.reward) if config.reward else domains[name].checker
+            if function is None:
+                raise DataError(f"domain {name} has no checker of its own; set domains.{name}.reward.")
+            functions[name] = function
+        rewards = RewardRunner(functions, tokenizer, timeout=recipe.rollout.reward_timeout)
+        cursors = {name: PromptCursor(d.train, recipe.seed, name) for name, d in domains.items()}
+
+        def encode(prompt: Prompt) -> EncodedPrompt:
+            ids = encode_prompt(prompt, tokenizer)
+            shown = {"prompt": prompt.text} if prompt.text is not None else {}
+            return EncodedPrompt(prompt.key, prompt.domain, ids, prompt.label, prompt.metadata | shown)
+
+        return cls(domains, rewards, tokenizer, cursors, encode)
+
+    def take(self, domain: str, start: int, count: int, stage: str) -> list[EncodedPrompt]:
+        """Training prompts number `start ... start + count - 1` of the domain's endless sequence.
+
+        Their uids are unique in the run: stage, domain and number.
+        """
+        prompts = self._cursors[domain].take(start, count)
+        return [
+            replace(self._encode(prompt), uid=f"{stage}/{domain}/{start + i}")
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def mixed(self, names: Sequence[str], start: int, count: int, stage: str) -> list[EncodedPrompt]:
+        """`count` prompts spread evenly over `names`, from number `start` of the mixed sequence."""
+        taken: list[EncodedPrompt] = []
+        for i, name in enumerate(names):
+            # Prompt number n of the mixed sequence is number n // len(names) of domain n % len(names).
+            first = -(-(start - i) // len(names))
+            last = -(-(start + count - i) // len(names))
+            taken.extend(self.take(name, max(first, 0), max(last, 0) - max(first, 0), stage))
+        return taken
+
+    def held_out(self, domain: str, count: int, purpose: str) -> list[EncodedPrompt]:
+        """The first `count` held-out prompts (all of them, if there are fewer)."""
+        prompts = self.domains[domain].held_out[:count]
+        return [replace(self._encode(p), uid=f"{purpose}/{domain}/{i}") for i, p in enumerate(prompts)]

@@ -1,0 +1,101 @@
+"""Accuracy of a model on held-out prompts, greedy and sampled."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from opd.config import Recipe
+from opd.pipelines.domains import DomainSet
+from opd.pipelines.statistics import Count, wilson
+from opd.pipelines.student import sampling_params
+from opd.protocols import RolloutEngine
+from opd.rollout.collect import EncodedPrompt, collect
+from opd.types import SamplingParams
+
+CORRECT_ABOVE = 0.5
+"""A response counts as right if its reward is above this: checkers answer 0 or 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Right answers among so many."""
+
+    correct: int
+    total: int
+    accuracy: float
+    low: float
+    """Lower end of the Wilson interval."""
+    high: float
+    mean_length: float
+    """Response tokens."""
+
+
+def domain_accuracy(
+    engine: RolloutEngine,
+    data: DomainSet,
+    domain: str,
+    prompts: int,
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    samples: int = 1,
+    confidence: float = 0.95,
+) -> Accuracy:
+    """Accuracy on the first `prompts` held-out prompts of `domain`, `samples` responses each.
+
+    The noise depends on (seed, prompt, sample) alone, so that two models meet the same draws.
+    """
+    held_out = data.held_out(domain, prompts, "evaluate")
+    return prompt_accuracy(
+        engine, data, held_out, sampling, seed=seed, samples=samples, confidence=confidence
+    )
+
+
+def prompt_accuracy(
+    engine: RolloutEngine,
+    data: DomainSet,
+    prompts: list[EncodedPrompt],
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    samples: int = 1,
+    confidence: float = 0.95,
+) -> Accuracy:
+    """Accuracy on given prompts."""
+    groups = collect(engine, prompts, samples, sampling, seed)
+    responses = [sample for group in groups for sample in group.samples]
+    data.rewards.score(responses)
+    correct = sum((s.reward or 0.0) > CORRECT_ABOVE for s in responses)
+    interval = wilson(Count(correct, len(responses)), confidence)
+    length = float(np.mean([len(s.response_ids) for s in responses]))
+    return Accuracy(correct, len(responses), correct / len(responses), interval.low, interval.high, length)
+
+
+def evaluate_model(engine: RolloutEngine, data: DomainSet, recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
+    """Sampled and greedy accuracy on every domain, as the results file holds them."""
+    config = recipe.evaluation
+    domains: dict[str, Any] = {}
+    for domain in recipe.domains:
+        row: dict[str, Any] = {}
+        for name, greedy, samples in (("sampled", False, config.samples_per_prompt), ("greedy", True, 1)):
+            found = asdict(
+                domain_accuracy(
+                    engine,
+                    data,
+                    domain,
+                    config.prompts_per_domain,
+                    sampling_params(recipe, tokenizer, greedy),
+                    seed=recipe.seed,
+                    samples=samples,
+                    confidence=config.confidence,
+                )
+            )
+            length = found.pop("mean_length")
+            row[name] = found
+            if name == "sampled":
+                row["mean_length"] = length
+        domains[domain] = row
+    return domains

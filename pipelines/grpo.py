@@ -1,0 +1,156 @@
+"""GRPO: a specialist on one domain, or the mixed-domain baseline on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opd.algorithms.advantages import build_advantage
+from opd.algorithms.filters import drop_zero_variance
+from opd.algorithms.normalise import policy_weights
+from opd.algorithms.reference_kl import reference_kl_advantages
+from opd.config import SpecialistConfig
+from opd.errors import TrainingError
+from opd.models.causal_lm import CausalLM
+from opd.pipelines.context import StageContext
+from opd.pipelines.domains import DomainSet
+from opd.pipelines.loop import Extent, Step, StepResult, run_loop
+from opd.pipelines.rollout_metrics import generated_tokens, mismatch_metrics, rollout_metrics
+from opd.pipelines.student import Student, load_model
+from opd.train.schedule import learning_rate
+from opd.train.terms import LossTerm, PolicyTerm, ReferenceTerm
+from opd.train.torch_backend import response_logprobs
+from opd.types import RolloutBatch, Sample, SampleGroup, TokenTerms
+
+
+def train_grpo(
+    context: StageContext, start: Path, domains: Sequence[str], out: Path, extent: Extent
+) -> dict[str, Any]:
+    """Train the model in `start` on the rewards of `domains`, write it to `out`, return the result numbers.
+
+    Raises `TrainingError` if no step has signal for `max_steps_without_signal` steps in a row.
+    """
+    run = GRPORun.open(context, start, domains)
+    result = run_loop(
+        context, run.student.backend, extent, run.config.checkpoint_every, run.step, run.student.start
+    )
+    card = {
+        "base": str(start),
+        "method": "GRPO",
+        "domains": list(domains),
+        "settings": run.config.model_dump(mode="json"),
+        "results": {"student tokens": result["student_tokens"]},
+    }
+    return result | {"digest": run.student.export(out, card)}
+
+
+@dataclass(slots=True)
+class GRPORun:
+    """One GRPO training with everything a step needs."""
+
+    student: Student
+    data: DomainSet
+    domains: list[str]
+    config: SpecialistConfig
+    stage: str
+    max_new_tokens: int
+    reference: CausalLM | None
+
+    @classmethod
+    def open(cls, context: StageContext, start: Path, domains: Sequence[str]) -> GRPORun:
+        """Load student, data and, if the recipe asks for a reference KL, the frozen reference."""
+        recipe = context.recipe
+        config = recipe.specialist
+        terms: list[LossTerm] = [PolicyTerm(config.policy_loss, config.entropy_coef)]
+        reference = None
+        if config.reference_kl.coef:
+            reference = load_model(recipe, start)
+            if config.reference_kl.placement == "loss":
+                terms.append(ReferenceTerm(config.reference_kl))
+        student = Student.open(recipe, start, config.optim, config.batch, terms)
+        data = DomainSet.open(recipe, student.tokenizer)
+        return cls(
+            student, data, list(domains), config, context.stage, recipe.rollout.max_new_tokens, reference
+        )
+
+    def step(self, step: Step) -> StepResult:
+        """Rollout, reward, filter, recompute, estimate, update, sync."""
+        count = self.config.prompts_per_step
+        with step.timer("rollout"):
+            prompts = self.data.mixed(self.domains, step.index * count, count, self.stage)
+            groups = self.student.rollout(prompts, self.config.group_size)
+        with step.timer("score"):
+            self.data.rewards.score([s for group in groups for s in group.samples])
+        metrics = rollout_metrics(groups)
+        kept = drop_zero_variance(groups)[0] if self.config.filter_zero_variance else groups
+        self._watch_signal(step, bool(kept))
+        if kept:
+            with step.timer("train"):
+                metrics |= self._update(kept, learning_rate(self.config.optim, step.index, step.progress))
+            with step.timer("sync"):
+                self.student.sync(step.index + 1)
+        headline = f"reward {metrics['reward/mean']:.3f}"
+        return StepResult(metrics, generated_tokens(groups), headline)
+
+    def _watch_signal(self, step: Step, signal: bool) -> None:
+        silent = 0.0 if signal else step.counters.get("steps_without_signal", 0.0) + 1
+        step.counters["steps_without_signal"] = silent
+        if silent >= self.config.max_steps_without_signal:
+            raise TrainingError(
+                f"{self.stage}: every group of the last {silent:.0f} steps had equal rewards, so there is"
+                " nothing to learn from; check the reward function, raise group_size or take a better base."
+            )
+
+    def _update(self, groups: Sequence[SampleGroup], lr: float) -> dict[str, float]:
+        estimate = build_advantage(self.config.advantage)
+        samples = [s for group in groups for s in group.samples]
+        old = self.student.backend.logprobs(samples)
+        advantages = [a for group in groups for a in estimate(group)]
+        references = self._references(samples)
+        if references and self.config.reference_kl.placement == "advantage":
+            masks = [s.loss_mask for s in samples]
+            coef = self.config.reference_kl.coef
+            advantages = reference_kl_advantages(advantages, old, references, masks, coef=coef)
+        rows = list(zip(samples, old, advantages, references or [None] * len(samples), strict=True))
+        totals: dict[str, float] = {}
+        parts = _split(rows, self.config.minibatches)
+        for part in parts:
+            batch = self._batch(part)
+            update = self.student.backend.forward_backward(batch) | self.student.backend.step(lr)
+            for name, value in update.items():
+                totals[name] = totals.get(name, 0.0) + value / len(parts)
+        return totals | mismatch_metrics(samples, old)
+
+    def _references(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
+        if self.reference is None:
+            return None
+        backend = self.student.backend
+        return response_logprobs(self.reference, samples, backend.temperature, self.config.batch)
+
+    def _batch(
+        self, rows: Sequence[tuple[Sample, np.ndarray, np.ndarray, np.ndarray | None]]
+    ) -> RolloutBatch:
+        weights = policy_weights(
+            [sample.loss_mask for sample, *_ in rows],
+            self.config.policy_loss.aggregation,
+            self.max_new_tokens,
+        )
+        terms = []
+        for (sample, old, advantage, reference), weight in zip(rows, weights, strict=True):
+            term = TokenTerms.zeros(len(sample.response_ids))
+            term.old_logprobs, term.advantages, term.policy_weight = old, advantage, weight
+            term.ref_logprobs = reference
+            terms.append(term)
+        return RolloutBatch([sample for sample, *_ in rows], terms)
+
+
+def _split(rows: list[Any], parts: int) -> list[list[Any]]:
+    """`rows` in at most `parts` consecutive pieces of nearly equal size, none empty."""
+    parts = min(parts, len(rows))
+    bounds = [round(i * len(rows) / parts) for i in range(parts + 1)]
+    return [rows[a:b] for a, b in pairwise(bounds)]

@@ -1,0 +1,138 @@
+"""The shell of every trained stage: resume, metrics, checkpoints, progress. It knows nothing of losses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from opd.pipelines.context import StageContext
+from opd.train.torch_backend import TorchBackend
+
+
+@dataclass(slots=True)
+class LoopState:
+    """What a checkpoint knows beside tensors."""
+
+    step: int = 0
+    student_tokens: int = 0
+    """Response tokens the student generated and was trained on or filtered by."""
+    seconds: float = 0.0
+    """Wall time of all attempts that led here."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds per phase."""
+    counters: dict[str, float] = field(default_factory=dict)
+    """Counts the stage keeps, such as steps without signal."""
+
+
+class PhaseTimer:
+    """Attributes a step's wall time to its phases."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step is told."""
+
+    index: int
+    progress: float
+    """Share of the stage done before this step, in [0, 1)."""
+    timer: PhaseTimer
+    counters: dict[str, float]
+    """Survive a resume; the step may change them."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step tells."""
+
+    metrics: dict[str, float]
+    student_tokens: int
+    headline: str
+    """A few words for the progress bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """When a stage ends: after `steps`, or once the student has written `tokens`, whichever is given."""
+
+    steps: int | None = None
+    tokens: int | None = None
+
+    def progress(self, state: LoopState) -> float:
+        """Share done, in [0, 1]."""
+        if self.tokens is not None:
+            return min(1.0, state.student_tokens / self.tokens)
+        return min(1.0, state.step / (self.steps or 1))
+
+    def total(self, state: LoopState) -> int:
+        """Steps in all, for a progress bar; an estimate where the extent is in tokens."""
+        if self.tokens is None:
+            return self.steps or 1
+        per_step = state.student_tokens / max(state.step, 1)
+        return max(state.step, round(self.tokens / per_step)) if per_step else state.step + 1
+
+
+def run_loop(
+    context: StageContext,
+    backend: TorchBackend,
+    extent: Extent,
+    checkpoint_every: int,
+    step_fn: Callable[[Step], StepResult],
+    on_start: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Step until `extent` is reached; returns the stage's result numbers.
+
+    A killed stage goes on from its newest valid checkpoint: steps after it are repeated, and since every
+    random draw is a function of (seed, uid, position) they repeat bit for bit. `on_start(step)` runs once the
+    weights are in place, to sync the engine.
+    """
+    state = _restore(context, backend)
+    on_start(state.step)
+    begin = time.perf_counter() - state.seconds
+    while extent.progress(state) < 1.0:
+        timer = PhaseTimer()
+        result = step_fn(Step(state.step, extent.progress(state), timer, state.counters))
+        state.step += 1
+        state.student_tokens += result.student_tokens
+        state.seconds = time.perf_counter() - begin
+        for phase, seconds in timer.seconds.items():
+            state.phases[phase] = state.phases.get(phase, 0.0) + seconds
+        times = {f"time/{phase}": seconds for phase, seconds in timer.seconds.items()}
+        context.metrics.write(
+            state.step, {"tokens/student": state.student_tokens, **result.metrics, **times}, state.seconds
+        )
+        context.progress(state.step, extent.total(state), result.headline)
+        if state.step % checkpoint_every == 0:
+            context.checkpoints.save(state.step, backend.state(), asdict(state))
+    return {
+        "steps": state.step,
+        "student_tokens": state.student_tokens,
+        "seconds": state.seconds,
+        "phases": state.phases,
+        "counters": state.counters,
+    }
+
+
+def _restore(context: StageContext, backend: TorchBackend) -> LoopState:
+    checkpoint = context.checkpoints.latest()
+    if checkpoint is None:
+        context.metrics.truncate(0)
+        return LoopState()
+    backend.load_state({name: checkpoint.load(name) for name in ("model", "optimizer")})
+    state = LoopState(**checkpoint.state)
+    context.metrics.truncate(state.step)
+    context.note(f"resumed from step {state.step}")
+    return state

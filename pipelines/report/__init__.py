@@ -1,0 +1,29 @@
+"""The report: one self-contained HTML file that says what a run achieved, and what it does not show.
+
+`load` reads the run folder, `verdict` and `caveats` put numbers into sentences, `tables` and `figures` choose
+what is shown, `charts` draws it, `page` puts it together. To add a chart, add a `Panel` to a function of
+`figures`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from opd.pipelines.report.load import load_run
+from opd.pipelines.report.page import render
+from opd.storage.files import write_atomic
+
+__all__ = ["write_report"]
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `run_dir/report.html` from the run's results, metrics and configuration; returns its path.
+
+    Sections whose stages have not run are left out. Raises `RunFolderError` if the folder holds nothing to
+    report or a file in it cannot be read.
+    """
+    run_dir = Path(run_dir)
+    page = render(load_run(run_dir))
+    target = run_dir / "report.html"
+    write_atomic(target, page.encode("utf-8"))
+    return target

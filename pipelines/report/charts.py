@@ -1,0 +1,264 @@
+"""Small charts as inline SVG: matplotlib draws them, CSS colours them.
+
+Every chart is drawn about as wide as a phone's column, so that its text keeps its size there; wider pages put
+several side by side.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+from opd.pipelines.report.theme import MARKERS, ROLES, light
+from opd.pipelines.report.words import NARROW, amount, power
+from opd.pipelines.statistics import Interval
+
+WIDTH = 360
+"""Width of every chart in CSS pixels (one SVG unit each)."""
+MAX_POINTS = 160
+"""A longer series is averaged in bins of equal step count."""
+STEPS = [1, 2, 2.5, 5, 10]
+"""Tick distances, times a power of ten."""
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 11,
+    "font.family": "DejaVu Sans",
+    "axes.unicode_minus": True,
+    "axes.linewidth": 0.8,
+    "path.simplify_threshold": 0.2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    role: str
+    """Colour role of `theme.ROLES`."""
+    marker: str = MARKERS[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """How the vertical axis is drawn."""
+
+    percent: bool = False
+    """Values are shares, written in percent."""
+    log: bool = False
+    low: float | None = None
+    high: float | None = None
+
+    def write(self, value: float) -> str:
+        """`value` with at most three significant digits."""
+        if self.percent:
+            return f"{100 * value:.3g}{NARROW}%"
+        return power(value) if 0 < abs(value) < 1e-3 else f"{value:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One stacked bar with its label above it."""
+
+    label: str
+    note: str
+    parts: Sequence[tuple[str, float]]
+    """(colour role, length)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """One row of a dot plot: a mean with its interval, and the values it averages."""
+
+    label: str
+    note: str
+    mean: Interval
+    parts: Sequence[tuple[str, str, float]]
+    """(colour role, marker, value)."""
+    role: str = "ink"
+
+
+def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str) -> str:
+    """`lines` against one horizontal axis; over 40 points a line is its moving mean."""
+    figure, axes = _canvas(height=216, left=46, right=14, top=8, bottom=38)
+    for line in lines:
+        colour = light(line.role)
+        x, y = _binned(line.x), _binned(line.y)
+        smooth = _moving_mean(y) if len(line.y) > 40 else y
+        if smooth is not y:
+            axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.3)
+        axes.plot(x, smooth, color=colour, linewidth=1.7, solid_capstyle="round")
+        axes.plot(x[-1:], smooth[-1:], color=colour, marker=line.marker, markersize=5.5, clip_on=False)
+    if axis.log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if _decades(lines) > 2.5 else (1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
+    axes.set_ylim(axis.low, axis.high)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: axis.write(value)))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
+    axes.set_xlim(left=0)
+    axes.set_xlabel(x_label, color=light("muted"))
+    axes.grid(axis="y", color=light("line"), linewidth=0.8)
+    return _svg(figure, name)
+
+
+def bar_chart(name: str, bars: Sequence[Bar], x_label: str) -> str:
+    """Horizontal stacked bars, top to bottom, each under its own label."""
+    figure, axes = _rows(len(bars), x_label)
+    for row, bar in enumerate(bars):
+        start = 0.0
+        for role, length in bar.parts:
+            axes.barh(row, length, left=start, height=0.36, color=light(role), linewidth=0)
+            start += length
+    axes.set_xlim(0, 1.02 * max(sum(length for _, length in bar.parts) for bar in bars) or 1)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    _row_labels(axes, [(bar.label, bar.note) for bar in bars])
+    return _svg(figure, name)
+
+
+def dot_chart(name: str, dots: Sequence[Dot], x_label: str) -> str:
+    """Means with their intervals, and the values they average as smaller marks; shares shown in percent."""
+    figure, axes = _rows(len(dots), x_label)
+    for row, dot in enumerate(dots):
+        for role, marker, value in dot.parts:
+            axes.plot(
+                value,
+                row,
+                color=light(role),
+                marker=marker,
+                markersize=4.5,
+                alpha=0.85,
+                clip_on=False,
+                zorder=3,
+            )
+        colour = light(dot.role)
+        axes.plot(
+            [dot.mean.low, dot.mean.high],
+            [row, row],
+            color=colour,
+            linewidth=2.2,
+            solid_capstyle="butt",
+            clip_on=False,
+        )
+        axes.plot(
+            dot.mean.value,
+            row,
+            color=colour,
+            marker="|",
+            markersize=12,
+            markeredgewidth=2.2,
+            clip_on=False,
+            zorder=4,
+        )
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}"))
+    _row_labels(axes, [(dot.label, dot.note) for dot in dots])
+    return _svg(figure, name)
+
+
+def _canvas(height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
+    """A figure of `WIDTH` x `height` pixels with margins in pixels; matplotlib's SVG unit is 1/72 inch."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH / 72, height / 72))
+        FigureCanvasSVG(figure)
+        box = (
+            left / WIDTH,
+            bottom / height,
+            (WIDTH - left - right) / WIDTH,
+            (height - top - bottom) / height,
+        )
+        axes = figure.add_axes(box)
+    figure.patch.set_visible(False)
+    axes.patch.set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(light("rest"))
+    axes.tick_params(length=0, pad=5, labelcolor=light("muted"))
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _rows(count: int, x_label: str) -> tuple[Figure, Axes]:
+    """A canvas with one row of 40 pixels per entry, the first on top."""
+    figure, axes = _canvas(height=40 * count + 48, left=8, right=12, top=6, bottom=42)
+    axes.set_ylim(count - 0.5, -0.75)
+    axes.yaxis.set_major_locator(NullLocator())
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(axis="x", color=light("line"), linewidth=0.8)
+    axes.set_xlabel(x_label, color=light("muted"))
+    return figure, axes
+
+
+def _row_labels(axes: Axes, labels: Sequence[tuple[str, str]]) -> None:
+    """A label at the left and a number at the right above every row."""
+    across = axes.get_yaxis_transform()
+    for row, (label, note) in enumerate(labels):
+        axes.text(0, row - 0.24, _short(label), transform=across, color=light("ink"), va="bottom")
+        axes.text(1, row - 0.24, note, transform=across, color=light("muted"), va="bottom", ha="right")
+
+
+def _short(label: str, limit: int = 34) -> str:
+    return label if len(label) <= limit else f"{label[: limit - 1]}\u2026"
+
+
+def _binned(values: Sequence[float]) -> list[float]:
+    size = math.ceil(len(values) / MAX_POINTS)
+    chunks = [values[start : start + size] for start in range(0, len(values), size)]
+    return [sum(chunk) / len(chunk) for chunk in chunks]
+
+
+def _moving_mean(values: Sequence[float]) -> list[float]:
+    """Centred mean over 9 points, fewer near the ends."""
+    reach = 4
+    windows = [
+        values[max(0, i - min(reach, i, len(values) - 1 - i)) : i + min(reach, i, len(values) - 1 - i) + 1]
+        for i in range(len(values))
+    ]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _decades(lines: Sequence[Series]) -> float:
+    values = [value for line in lines for value in line.y if value > 0]
+    return math.log10(max(values) / min(values)) if values else 0.0
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """Serialise for inlining: no prologue, size or style sheet, ids of its own, colours as variables."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
+    opening = (
+        f'<svg viewBox="0 0 {WIDTH} {figure.get_figheight() * 72:g}" role="img" aria-label="{escape(name)}">'
+    )
+    text = opening + text[text.index(">") + 1 :]
+    used = set(re.findall(r"(?:href=\"#|url\(#)([^\")]+)", text))
+    text = re.sub(r' id="([^"]+)"', lambda match: match.group(0) if match.group(1) in used else "", text)
+    roles = {colour.light: role for role, colour in ROLES.items()}
+    text = re.sub(r"#[0-9a-f]{6}\b", lambda match: _variable(match.group(0), roles), text)
+    # What the page's own style sheet decides, and what does nothing.
+    text = re.sub(r"font-size: [^;\"]*;?|font-family: [^;\"]*;?|font: [^;\"]*;?", "", text)
+    text = re.sub(r' transform="rotate\(-0 [^"]*"|<g/>|<defs>\s*</defs>', "", text)
+    return re.sub(r"\s*\n\s*", "\n", text).strip()
+
+
+def _variable(code: str, roles: dict[str, str]) -> str:
+    return f"var(--{roles[code]})" if code in roles else code

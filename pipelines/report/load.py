@@ -1,0 +1,225 @@
+"""Reads a run folder into the few typed records the report is drawn from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opd.errors import RunFolderError
+from opd.pipelines.statistics import Count, Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Right answers of one model on one domain's held-out prompts."""
+
+    count: Count
+    interval: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResult:
+    """One evaluated model."""
+
+    name: str
+    kind: str
+    """`base`, `specialist`, `merged` or `baseline`."""
+    sampled: dict[str, Accuracy]
+    greedy: dict[str, Accuracy]
+    mean_length: dict[str, float]
+    student_tokens: int = 0
+    """Tokens its own training sampled; 0 for a merge of weights."""
+    seconds: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def counts(self, domains: Sequence[str]) -> list[Count]:
+        """Sampled counts of `domains`, in that order."""
+        return [self.sampled[domain].count for domain in domains]
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """One stage of the run."""
+
+    name: str
+    seconds: float
+    student_tokens: int
+    steps: int
+    peak_rss_mb: float | None
+    phases: dict[str, float]
+    """Seconds per phase (`rollout`, `score`, `train`, `sync`)."""
+    metrics: list[dict[str, Any]]
+    """One object per step; empty for a stage that logs none."""
+
+    def column(self, key: str) -> tuple[list[float], list[float], list[float]]:
+        """(steps, student tokens, values) of the steps that logged a finite `key`."""
+        rows = [row for row in self.metrics if _finite(row.get(key))]
+        steps = [float(row.get("step", index)) for index, row in enumerate(rows)]
+        tokens = [float(row.get("tokens/student", 0)) for row in rows]
+        return steps, tokens, [float(row[key]) for row in rows]
+
+    def names(self, prefix: str) -> list[str]:
+        """What follows `prefix` in the keys of the metrics, in order of appearance."""
+        keys = dict.fromkeys(key for row in self.metrics for key in row if key.startswith(prefix))
+        return [key.removeprefix(prefix) for key in keys]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything the report shows."""
+
+    name: str
+    facts: dict[str, Any]
+    """`seed`, `version`, `created` and `machine`, where known."""
+    domains: list[str]
+    models: list[ModelResult]
+    recovery: dict[str, dict[str, Interval]]
+    stages: list[StageResult]
+    teachers: dict[str, dict[str, float]]
+    counters: dict[str, float]
+    config: dict[str, Any]
+
+    @property
+    def confidence(self) -> float:
+        """Level of every interval, in (0, 1)."""
+        return float(self.config.get("evaluation", {}).get("confidence", 0.95))
+
+    def model(self, name: str) -> ModelResult | None:
+        return next((model for model in self.models if model.name == name), None)
+
+    def stage(self, name: str) -> StageResult | None:
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+    def teacher(self, domain: str) -> ModelResult | None:
+        """The evaluated teacher of `domain` (of several, the one with the largest weight)."""
+        named = self.config.get("domains", {}).get(domain, {}).get("teacher") or domain
+        name = named if isinstance(named, str) else max(named, key=named.__getitem__)
+        found = self.model(f"specialist:{name}") or self.model(f"teacher:{name}")
+        return found if found is not None and domain in found.sampled else None
+
+
+def load_run(folder: Path) -> Run:
+    """Read `results.json`, `config.json` and every `stages/*/metrics.jsonl` that exists.
+
+    Raises `RunFolderError` if `folder` holds neither results nor metrics, or a file of it cannot be read.
+    """
+    results = _read_json(folder / "results.json")
+    metrics = {path.parent.name: _read_lines(path) for path in sorted(folder.glob("stages/*/metrics.jsonl"))}
+    if not results and not any(metrics.values()):
+        raise RunFolderError(
+            f"{folder} holds no results.json and no stages/*/metrics.jsonl: give the folder of a run that "
+            "has started"
+        )
+    try:
+        return _assemble(results, _read_json(folder / "config.json"), metrics, fallback=folder.name)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        what = f"has no entry {error}" if isinstance(error, KeyError) else f"is malformed ({error})"
+        raise RunFolderError(
+            f"{folder / 'results.json'} {what}: write it again with `opd evaluate RECIPE --resume`"
+        ) from error
+
+
+def _assemble(results: dict, config: dict, metrics: dict[str, list[dict]], fallback: str) -> Run:
+    models = [_model(entry) for entry in results.get("models", [])]
+    known = {entry["name"]: entry for entry in results.get("stages", [])}
+    order = [*known, *sorted((name for name in metrics if name not in known), key=_stage_order)]
+    return Run(
+        name=str(results.get("name") or config.get("name") or fallback),
+        facts={key: results[key] for key in ("seed", "version", "created", "machine") if key in results},
+        domains=list(results.get("domains") or config.get("domains", {})),
+        models=models,
+        recovery={
+            model: {domain: _interval(value) for domain, value in values.items() if value}
+            for model, values in results.get("recovery", {}).items()
+        },
+        stages=[_stage(name, known.get(name, {}), metrics.get(name, [])) for name in order],
+        teachers=results.get("teachers", {}),
+        counters=results.get("counters", {}),
+        config=config,
+    )
+
+
+def _model(entry: dict) -> ModelResult:
+    domains = entry.get("domains", {})
+    return ModelResult(
+        name=entry["name"],
+        kind=entry["kind"],
+        sampled={name: _accuracy(value["sampled"]) for name, value in domains.items()},
+        greedy={name: _accuracy(value["greedy"]) for name, value in domains.items() if "greedy" in value},
+        mean_length={name: value["mean_length"] for name, value in domains.items() if "mean_length" in value},
+        student_tokens=int(entry.get("student_tokens", 0)),
+        seconds=float(entry.get("seconds", 0.0)),
+        settings=entry.get("settings") or {},
+    )
+
+
+def _accuracy(entry: dict) -> Accuracy:
+    interval = Interval(float(entry["accuracy"]), float(entry["low"]), float(entry["high"]))
+    return Accuracy(Count(int(entry["correct"]), int(entry["total"])), interval)
+
+
+def _interval(entry: dict) -> Interval:
+    return Interval(float(entry["value"]), float(entry["low"]), float(entry["high"]))
+
+
+def _stage(name: str, entry: dict, metrics: list[dict]) -> StageResult:
+    """A stage that is still running has no entry yet: its numbers are then taken from its metrics."""
+    last = metrics[-1] if metrics else {}
+    phases = entry.get("phases")
+    if phases is None:
+        keys = dict.fromkeys(key for row in metrics for key in row if key.startswith("time/"))
+        phases = {key.removeprefix("time/"): sum(row.get(key, 0.0) for row in metrics) for key in keys}
+    return StageResult(
+        name=name,
+        seconds=float(entry.get("seconds", last.get("time", 0.0))),
+        student_tokens=int(entry.get("student_tokens", last.get("tokens/student", 0))),
+        steps=int(entry.get("steps", len(metrics))),
+        peak_rss_mb=entry.get("peak_rss_mb"),
+        phases={phase: float(seconds) for phase, seconds in phases.items()},
+        metrics=metrics,
+    )
+
+
+def _stage_order(name: str) -> tuple[int, str]:
+    ranks = ("base", "specialist-", "merge", "baseline-", "evaluate")
+    return next((rank for rank, start in enumerate(ranks) if name.startswith(start)), len(ranks)), name
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`, `{}` if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} cannot be read ({error}): restore it or remove it") from error
+    if not isinstance(value, dict):
+        raise RunFolderError(
+            f"{path} holds a {type(value).__name__} instead of an object: restore or remove it"
+        )
+    return value
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The steps in `path`; a last line without its newline is one that a live or killed writer left half."""
+    rows = []
+    complete, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    for number, line in enumerate(complete.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise RunFolderError(
+                f"{path}:{number} is not a JSON object ({error}): remove that line"
+            ) from error
+        if not isinstance(row, dict):
+            raise RunFolderError(f"{path}:{number} is not a JSON object: remove that line")
+        rows.append(row)
+    return rows

@@ -1,0 +1,209 @@
+"""Puts the report together: one HTML text with its style sheet and charts inside, no script, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import yaml
+
+from opd.pipelines.report import figures, tables
+from opd.pipelines.report.caveats import caveats
+from opd.pipelines.report.figures import Cue, Cues, Panel
+from opd.pipelines.report.load import Run
+from opd.pipelines.report.theme import MARKERS, variables
+from opd.pipelines.report.verdict import write_verdict
+from opd.pipelines.report.words import percent
+
+SHAPES = {
+    "o": '<circle cx="17" cy="5" r="3.2"/>',
+    "s": '<rect x="14" y="2" width="6" height="6"/>',
+    "^": '<path d="M17 1.4 20.6 8H13.4Z"/>',
+    "D": '<path d="M17 1.2 20.8 5 17 8.8 13.2 5Z"/>',
+    "v": '<path d="M17 8.6 20.6 2H13.4Z"/>',
+    "P": '<path d="M15.8 1.6h2.4v2.2h2.2v2.4h-2.2v2.2h-2.4V6.2h-2.2V3.8h2.2Z"/>',
+    "X": '<path d="M14 3.4 15.4 2 17 3.6 18.6 2 20 3.4 18.4 5 20 6.6 18.6 8 17 6.4 15.4 8 14 6.6 15.6 5Z"/>',
+    "p": '<path d="M17 1.4 20.4 4 19.1 8H14.9L13.6 4Z"/>',
+}
+"""A legend's drawing of each of `theme.MARKERS`, at the end of its line."""
+LIBRARIES = (("python", "Python"), ("torch", "PyTorch"))
+
+
+def render(run: Run) -> str:
+    """The whole page."""
+    cues = Cues(run)
+    sections = [
+        _accuracy(run, cues),
+        _curves(run, cues),
+        _teachers(run, cues),
+        _health(run, cues),
+        _time(run),
+        _caveats(run),
+        _recipe(run),
+    ]
+    style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+    theme = (
+        f":root{{{variables('light')}}}@media (prefers-color-scheme:dark){{:root{{{variables('dark')}}}}}"
+        f"@media print{{:root{{{variables('light')}}}}}"
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(run.name)} \u2013 opd report</title>\n<style>\n{theme}\n{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{_header(run)}\n{''.join(sections)}</main>\n</body>\n</html>\n"
+    )
+
+
+def _header(run: Run) -> str:
+    verdict = write_verdict(run)
+    items = "".join(
+        f"<li><strong>{escape(lead)}</strong> {escape(sentence)}</li>" for lead, sentence in verdict.points
+    )
+    facts = [f"seed {run.facts['seed']}"] if "seed" in run.facts else []
+    facts += [str(run.facts["created"]).replace("T", " ")] if "created" in run.facts else []
+    facts += [f"opd {run.facts['version']}"] if "version" in run.facts else []
+    kicker = " \u00b7 ".join([run.name, *facts])
+    points = f'<ul class="verdict">{items}</ul>' if items else ""
+    return (
+        f'<header>\n<p class="kicker">{escape(kicker)}</p>\n'
+        f"<h1>{escape(verdict.headline)}</h1>\n{points}\n</header>"
+    )
+
+
+def _accuracy(run: Run, cues: Cues) -> str:
+    if not run.models:
+        return ""
+    level = percent(run.confidence, 0)
+    note = (
+        f"Answers on held-out prompts{_evaluated(run)}. The small figures are {level} intervals. The more "
+        "colour the better; the scale runs from 0 to 100\u202f%. A frame marks a teacher on its own domain."
+    )
+    parts = [_captioned(tables.accuracy_table(run, cues), note)]
+    panel = figures.mean_accuracies(run, tables.ordered(run), cues)
+    table = tables.alternatives_table(run)
+    if run.model("merged"):
+        note = (
+            f"Merged minus the model in the row, mean over domains, with its {level} interval; below zero "
+            "the merged student is behind. Tokens: what the model\u2019s own training sampled; merges of "
+            "weights sample none."
+        )
+        parts.append(_beside(panel, _captioned(table, note), cues.all()))
+    recovery = tables.recovery_table(run, cues)
+    if recovery:
+        note = (
+            "(model \u2212 base) / (teacher \u2212 base) of sampled accuracy, in %: 0 is the base, 100 "
+            "the domain\u2019s teacher. A dash: the teacher is not clearly above the base, so there is "
+            "nothing to recover."
+        )
+        parts.append(f"<h3>Recovery</h3>{_captioned(recovery, note)}")
+    return _section("Accuracy", "".join(parts))
+
+
+def _curves(run: Run, cues: Cues) -> str:
+    panels = figures.learning(run, cues)
+    extra = [Cue("merge", "ink", "o")] if run.stage("merge") else []
+    extra += [Cue(line.label, line.role, line.marker) for line in figures.merge_and_baselines(run, cues)[1:]]
+    intro = "Thin lines are single steps, thick ones a moving mean over nine points."
+    return _section("Learning curves", _grid(panels, [*cues.all(), *extra], intro)) if panels else ""
+
+
+def _teachers(run: Run, cues: Cues) -> str:
+    panels = figures.teachers(run, cues)
+    table = tables.teachers_table(run, cues)
+    if not panels and not table:
+        return ""
+    note = "KL at the last step; shares are means over the merge."
+    return _section(
+        "Teachers",
+        (_captioned(table, note) if table else "") + (_grid(panels, cues.all()) if panels else ""),
+    )
+
+
+def _health(run: Run, cues: Cues) -> str:
+    panels = figures.health(run, cues)
+    legend = [*cues.all(), *([Cue("merge", "ink", "o")] if run.stage("merge") else [])]
+    return _section("Lengths and training health", _grid(panels, legend)) if panels else ""
+
+
+def _time(run: Run) -> str:
+    if not run.stages:
+        return ""
+    machine = run.facts.get("machine", {})
+    words = [str(machine[key]) for key in ("cpu",) if key in machine]
+    words += [f"{machine['cores']} cores"] if "cores" in machine else []
+    words += [f"{label} {machine[key]}" for key, label in LIBRARIES if key in machine]
+    note = f"Machine: {', '.join(words)}." if words else "Per stage, as measured by the run."
+    body = _beside(
+        figures.time_per_phase(run), _captioned(tables.stages_table(run), note), figures.phase_cues(run)
+    )
+    counters = tables.counters_table(run)
+    if counters:
+        note = "Heads load once per teacher of a mini-batch; at most one is resident."
+        body += f"<h3>Counters</h3>{_captioned(counters, note)}"
+    return _section("Time and memory", body)
+
+
+def _caveats(run: Run) -> str:
+    if not run.models:
+        return ""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in caveats(run))
+    return _section("What these numbers do not show", f'<ul class="prose">{items}</ul>')
+
+
+def _recipe(run: Run) -> str:
+    if not run.config:
+        return ""
+    text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True, width=100)
+    return f"<details>\n<summary>Resolved recipe</summary>\n<pre>{escape(text)}</pre>\n</details>\n"
+
+
+def _evaluated(run: Run) -> str:
+    totals = sorted({a.count.total for model in run.models for a in model.sampled.values()})
+    if not totals:
+        return ""
+    return f", {totals[0]} per domain" if len(totals) == 1 else f", {totals[0]} to {totals[-1]} per domain"
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section>\n<h2>{escape(title)}</h2>\n{body}</section>\n"
+
+
+def _captioned(table: str, note: str) -> str:
+    return f'<div class="block">{table}<p class="note">{escape(note)}</p></div>\n'
+
+
+def _beside(panel: Panel | None, block: str, legend: Sequence[Cue]) -> str:
+    if panel is None:
+        return block
+    return f'<div class="beside"><div>{_figure(panel, _legend(legend))}</div>{block}</div>\n'
+
+
+def _grid(panels: Sequence[Panel], legend: Sequence[Cue], intro: str = "") -> str:
+    text = f'<p class="note">{escape(intro)}</p>' if intro else ""
+    charts = "".join(_figure(panel) for panel in panels)
+    return f'{text}{_legend(legend)}<div class="grid">{charts}</div>\n'
+
+
+def _figure(panel: Panel, legend: str = "") -> str:
+    return (
+        f"<figure><h3>{escape(panel.title)}</h3><p class=unit>{escape(panel.unit)}</p>{legend}{panel.svg}"
+        f"<figcaption>{escape(panel.caption)}</figcaption></figure>\n"
+    )
+
+
+def _legend(cues: Sequence[Cue]) -> str:
+    items = "".join(f"<li>{_key(cue)}{escape(cue.label)}</li>" for cue in cues)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _key(cue: Cue) -> str:
+    colour = f"var(--{cue.role})"
+    if cue.marker == "block":
+        return f'<i class="dot block" style="background:{colour}"></i>'
+    shape = SHAPES[cue.marker if cue.marker in MARKERS else "o"]
+    return (
+        f'<svg class="key" viewBox="0 0 22 10" aria-hidden="true" fill="{colour}">'
+        f'<path d="M0 5H17" stroke="{colour}" stroke-width="1.7"/>{shape}</svg>'
+    )

@@ -1,0 +1,221 @@
+"""The tables of the report, as HTML. Every text that comes from a run is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from opd.pipelines.report.figures import Cues, own_domain
+from opd.pipelines.report.load import Accuracy, ModelResult, Run
+from opd.pipelines.report.verdict import compare
+from opd.pipelines.report.words import (
+    NARROW,
+    amount,
+    bounds,
+    duration,
+    model_label,
+    point_bounds,
+    points,
+    stage_label,
+)
+from opd.pipelines.statistics import Interval, mean_accuracy
+
+EMPTY = '<td class="none">\u2013</td>'
+
+
+def ordered(run: Run) -> list[ModelResult]:
+    """Models as the report lists them: base, specialists, merged, then the baselines as they ran."""
+    ranks = {"base": 0, "specialist": 1, "merged": 2}
+    return sorted(run.models, key=lambda model: ranks.get(model.kind, 3))
+
+
+def accuracy_table(run: Run, cues: Cues) -> str:
+    """Models x domains: sampled accuracy with its interval as a heat map, greedy accuracy beside it."""
+    several = len(run.domains) > 1
+    span = len(run.domains) + several
+    greedy = any(model.greedy for model in run.models)
+    names = [f"{_swatch(cues, domain)}{escape(domain)}" for domain in run.domains]
+    names += ["mean"] if several else []
+    groups = f'<th colspan="{span}" scope="colgroup">Sampled, % right</th>'
+    groups += f'<th colspan="{span}" scope="colgroup" class="gap">Greedy, % right</th>' if greedy else ""
+    columns = _columns(names) + (_columns(names, first="name gap") if greedy else "")
+    corner = '<td class="corner"></td>'
+    rows = []
+    for model in ordered(run):
+        cells = "".join(_heat(model.sampled.get(d), run.teacher(d) is model) for d in run.domains)
+        cells += _mean(run, model.sampled, heat=True) if several else ""
+        if greedy:
+            cells += _greedy(run, model) + (_mean(run, model.greedy, heat=False) if several else "")
+        rows.append(_row(model_label(model.name), cells, f"is-{model.kind}"))
+    return _table(f"<tr>{corner}{groups}</tr><tr>{corner}{columns}</tr>", rows, "heat")
+
+
+def alternatives_table(run: Run) -> str:
+    """Every other model beside the merged one: mean, gap to it, tokens, time, settings."""
+    merged = run.model("merged")
+    head = _head(
+        "Model",
+        "Mean sampled, %",
+        "Merged ahead by, points",
+        "Student tokens",
+        "Time",
+        "Settings",
+        prose="Settings",
+    )
+    rows = []
+    own = own_domain(run)
+    for model in ordered(run):
+        shared = [domain for domain in run.domains if domain in model.sampled]
+        if model.kind == "specialist" or not shared:
+            continue
+        mean = mean_accuracy(model.counts(shared), run.confidence)
+        gap = compare(run, merged, model) if merged and model is not merged else None
+        cells = f"<td>{100 * mean.value:.1f}<small>{bounds(mean)}</small></td>"
+        cells += f"<td>{points(gap.gap.value)}<small>{point_bounds(gap.gap)}</small></td>" if gap else EMPTY
+        cells += f"<td>{amount(model.student_tokens)}</td>" if model.student_tokens else EMPTY
+        cells += f"<td>{duration(model.seconds)}</td>" if model.seconds else EMPTY
+        settings = ", ".join(f"{key} {_setting(value)}" for key, value in model.settings.items())
+        cells += f'<td class="text">{escape(settings)}</td>'
+        rows.append(_row(model_label(model.name), cells, f"is-{model.kind}"))
+    if own:
+        mean = mean_accuracy([accuracy.count for _, accuracy in own], run.confidence)
+        cells = f"<td>{100 * mean.value:.1f}<small>{bounds(mean)}</small></td>" + _specialist_gap(run)
+        cost = [model for model in run.models if model.kind == "specialist"]
+        tokens, seconds = sum(m.student_tokens for m in cost), sum(m.seconds for m in cost)
+        cells += f"<td>{amount(tokens)}</td>" if tokens else EMPTY
+        cells += f"<td>{duration(seconds)}</td>" if seconds else EMPTY
+        rows.insert(
+            1, _row("Specialists, own domain", cells + '<td class="text">sum of all</td>', "is-specialist")
+        )
+    return _table(head, rows) if rows else ""
+
+
+def recovery_table(run: Run, cues: Cues) -> str:
+    """(student - base) / (teacher - base) per model and domain; empty if nothing was measured."""
+    models = [model.name for model in ordered(run) if run.recovery.get(model.name)]
+    if not models:
+        return ""
+    columns = [f"{_swatch(cues, domain)}{escape(domain)}" for domain in run.domains]
+    rows = []
+    for name in models:
+        cells = ""
+        for domain in run.domains:
+            value = run.recovery[name].get(domain)
+            cells += f"<td>{100 * value.value:.1f}<small>{bounds(value)}</small></td>" if value else EMPTY
+        model = run.model(name)
+        rows.append(_row(model_label(name), cells, f"is-{model.kind if model else 'baseline'}"))
+    return _table(_head("Model", *columns, raw=True), rows)
+
+
+def teachers_table(run: Run, cues: Cues) -> str:
+    """Final KL, token share and gradient share of each teacher."""
+    if not run.teachers:
+        return ""
+    rows = []
+    for name, values in run.teachers.items():
+        kl, tokens, gradient = (values.get(key) for key in ("kl", "token_share", "grad_share"))
+        cells = f"<td>{kl:.4f}</td>" if kl is not None else EMPTY
+        cells += "".join(f"<td>{100 * v:.1f}</td>" if v is not None else EMPTY for v in (tokens, gradient))
+        rows.append(_row(f"{_swatch(cues, name)}{escape(name)}", cells, "name", raw=True))
+    return _table(_head("Teacher", "KL, nats per token", "Tokens, %", "Gradient, %"), rows)
+
+
+def stages_table(run: Run) -> str:
+    """Time, steps, tokens and memory of each stage."""
+    if not run.stages:
+        return ""
+    rows = []
+    for stage in run.stages:
+        rate = stage.student_tokens / stage.seconds if stage.seconds > 0 else 0
+        cells = f"<td>{duration(stage.seconds)}</td>"
+        cells += f"<td>{stage.steps}</td>" if stage.steps else EMPTY
+        cells += f"<td>{amount(stage.student_tokens)}</td>" if stage.student_tokens else EMPTY
+        cells += f"<td>{amount(rate)}</td>" if rate else EMPTY
+        memory = stage.peak_rss_mb
+        cells += f"<td>{memory:,.0f}</td>".replace(",", NARROW) if memory else EMPTY
+        rows.append(_row(stage_label(stage.name), cells))
+    return _table(_head("Stage", "Time", "Steps", "Student tokens", "Tokens/s", "Peak memory, MB"), rows)
+
+
+def counters_table(run: Run) -> str:
+    """Counters of the teacher schedule and the engine."""
+    if not run.counters:
+        return ""
+    rows = [
+        _row(name.replace("_", " "), f"<td>{value:,.6g}</td>".replace(",", NARROW))
+        for name, value in run.counters.items()
+    ]
+    return _table(_head("Counter", "Value"), rows, "narrow")
+
+
+def _specialist_gap(run: Run) -> str:
+    merged = run.model("merged")
+    if merged is None or not set(run.domains) <= set(merged.sampled):
+        return EMPTY
+    own = dict(own_domain(run))
+    reference = ModelResult("specialists", "specialist", own, {}, {})
+    gap = compare(run, merged, reference)
+    return f"<td>{points(gap.gap.value)}<small>{point_bounds(gap.gap)}</small></td>" if gap else EMPTY
+
+
+def _columns(names: Sequence[str], first: str = "") -> str:
+    kinds = [first, *[""] * (len(names) - 1)]
+    return "".join(
+        f'<th scope="col" class="{kind or "name"}">{name}</th>'
+        for kind, name in zip(kinds, names, strict=True)
+    )
+
+
+def _heat(accuracy: Accuracy | None, own: bool = False) -> str:
+    return _heat_cell(accuracy.interval, "own" if own else "") if accuracy else EMPTY
+
+
+def _heat_cell(value: Interval, kind: str = "") -> str:
+    share = f"{100 * value.value:.1f}"
+    return f'<td{_class(kind)} style="--p:{share}%">{share}<small>{bounds(value)}</small></td>'
+
+
+def _mean(run: Run, accuracies: dict[str, Accuracy], heat: bool) -> str:
+    if not set(run.domains) <= set(accuracies):
+        return EMPTY
+    mean = mean_accuracy([accuracies[domain].count for domain in run.domains], run.confidence)
+    return _heat_cell(mean) if heat else f"<td>{100 * mean.value:.1f}</td>"
+
+
+def _greedy(run: Run, model: ModelResult) -> str:
+    found = [model.greedy.get(domain) for domain in run.domains]
+    texts = [f"{100 * accuracy.interval.value:.1f}" if accuracy else "\u2013" for accuracy in found]
+    return "".join(f"<td{_class('' if index else 'gap')}>{text}</td>" for index, text in enumerate(texts))
+
+
+def _setting(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _swatch(cues: Cues, name: str) -> str:
+    return f'<i class="dot" style="background:var(--{cues.of(name).role})"></i>'
+
+
+def _head(*names: str, raw: bool = False, prose: str = "") -> str:
+    """A header row; `prose` names the column of words, aligned to the left."""
+    kinds = ["text" if name == prose else "name" if raw else "" for name in names]
+    cells = "".join(
+        f'<th scope="col"{_class(kind)}>{name if raw else escape(name)}</th>'
+        for kind, name in zip(kinds, names, strict=True)
+    )
+    return f"<tr>{cells}</tr>"
+
+
+def _row(label: str, cells: str, kind: str = "", raw: bool = False) -> str:
+    return f'<tr{_class(kind)}><th scope="row">{label if raw else escape(label)}</th>{cells}</tr>'
+
+
+def _table(head: str, rows: Sequence[str], kind: str = "") -> str:
+    return (
+        f'<div class="scroll" tabindex="0"><table{_class(kind)}><thead>{head}</thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _class(kind: str) -> str:
+    return f' class="{escape(kind)}"' if kind else ""

@@ -1,0 +1,168 @@
+"""The verdict: what the run's numbers say about the merge, in plain sentences computed from those numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opd.pipelines.report.load import ModelResult, Run
+from opd.pipelines.report.words import (
+    NARROW,
+    amount,
+    bounds,
+    duration,
+    in_sentence,
+    listing,
+    model_label,
+    percent,
+    point_bounds,
+    points,
+)
+from opd.pipelines.statistics import Interval, mean_accuracy, mean_difference, retention
+
+SAME_BUDGET = 0.05
+"""Two token budgets that differ by less than this share count as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A headline and the points below it, as plain text."""
+
+    headline: str
+    points: list[tuple[str, str]]
+    """(lead, sentence)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The merged student against one other model, over the domains both were measured on."""
+
+    other: ModelResult
+    gap: Interval
+    """Mean over domains of merged minus other, in [-1, 1]."""
+
+    @property
+    def outcome(self) -> str:
+        """`ahead` or `behind` where the interval excludes zero, else `level`."""
+        if self.gap.low > 0:
+            return "ahead"
+        return "behind" if self.gap.high < 0 else "level"
+
+
+def compare(run: Run, merged: ModelResult, other: ModelResult) -> Comparison | None:
+    """`None` if the two share no domain."""
+    shared = [domain for domain in run.domains if domain in merged.sampled and domain in other.sampled]
+    if not shared:
+        return None
+    gap = mean_difference(merged.counts(shared), other.counts(shared), run.confidence)
+    return Comparison(other, gap)
+
+
+def write_verdict(run: Run) -> Verdict:
+    """The verdict on `run`; says so where the run has no evaluated merge yet."""
+    merged = run.model("merged")
+    if merged is None or not merged.sampled:
+        return Verdict(
+            "This run has no evaluated merge yet. Below is what it has produced so far.", _cost_points(run)
+        )
+    points_ = [*_teacher_points(run, merged), *_comparison_points(run, merged), *_cost_points(run)]
+    return Verdict(_headline(run, merged), points_)
+
+
+def _retained(run: Run, merged: ModelResult) -> dict[str, float]:
+    """Student accuracy / teacher accuracy of every domain with an evaluated teacher that is ever right."""
+    shares = {}
+    for domain in run.domains:
+        teacher = run.teacher(domain)
+        if teacher and domain in merged.sampled and teacher.sampled[domain].count.correct:
+            shares[domain] = merged.sampled[domain].count.accuracy / teacher.sampled[domain].count.accuracy
+    return shares
+
+
+def _headline(run: Run, merged: ModelResult) -> str:
+    shares = _retained(run, merged)
+    if not shares:
+        mean = mean_accuracy(merged.counts(list(merged.sampled)), run.confidence)
+        return f"The merged student samples {percent(mean.value)} right answers on average over its domains."
+    mean = sum(shares.values()) / len(shares)
+    keeps = "reaches" if mean >= 1 else "keeps" if mean >= 0.9 else "keeps only"
+    if len(shares) == 1:
+        return f"The merged student {keeps} {percent(mean)} of its specialist\u2019s sampled accuracy."
+    worst = min(shares, key=shares.__getitem__)
+    return (
+        f"The merged student {keeps} {percent(mean)} of its specialists\u2019 sampled accuracy on average; "
+        f"its weakest domain is {worst}, at {percent(shares[worst])}."
+    )
+
+
+def _teacher_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
+    """Levels behind the headline: merged, specialists, base; and any domain left worse than it began."""
+    domains = [domain for domain in run.domains if domain in merged.sampled]
+    mean = mean_accuracy(merged.counts(domains), run.confidence)
+    level = f"{percent(mean.value)} of sampled answers are right, averaged over {_domains(len(domains))}"
+    pairs = []
+    for domain in _retained(run, merged):
+        teacher = run.teacher(domain)
+        if teacher is not None:
+            pairs.append((merged.sampled[domain].count, teacher.sampled[domain].count))
+    if pairs:
+        own = mean_accuracy([teacher for _, teacher in pairs], run.confidence)
+        kept = retention(pairs, run.confidence)
+        level += f"; the specialists reach {percent(own.value)}, each on its own domain"
+        if kept:
+            level += f" (share kept: {bounds(kept)}{NARROW}%, a {percent(run.confidence, 0)} interval)"
+    base = run.model("base")
+    if base is None or not all(domain in base.sampled for domain in domains):
+        return [("Accuracy.", f"{level}.")]
+    start = mean_accuracy(base.counts(domains), run.confidence)
+    result = [("Accuracy.", f"{level}. The base they all started from reaches {percent(start.value)}.")]
+    worse = [d for d in domains if merged.sampled[d].count.accuracy < base.sampled[d].count.accuracy]
+    if worse:
+        result.append(("Worse than the base", f"on {listing(worse)}."))
+    return result
+
+
+def _comparison_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
+    found: dict[str, list[str]] = {"ahead": [], "level": [], "behind": []}
+    for other in run.models:
+        comparison = compare(run, merged, other) if other.kind == "baseline" else None
+        if comparison:
+            gap = comparison.gap
+            value = points(gap.value if comparison.outcome == "level" else abs(gap.value))
+            notes = [f"{value if comparison.outcome == 'level' else value.lstrip('+')} points"]
+            notes += [point_bounds(gap)] if comparison.outcome == "level" else []
+            notes += [_budget(merged, other)] if _budget(merged, other) else []
+            found[comparison.outcome].append(f"{in_sentence(model_label(other.name))} ({', '.join(notes)})")
+    leads = {"ahead": "Ahead of", "level": "Too close to tell from", "behind": "Behind"}
+    return [(leads[outcome], f"{listing(texts)}.") for outcome, texts in found.items() if texts]
+
+
+def _budget(merged: ModelResult, other: ModelResult) -> str:
+    """How a trained baseline's student tokens compare with the merge's; nothing for merges of weights."""
+    if not other.student_tokens or not merged.student_tokens:
+        return ""
+    ratio = other.student_tokens / merged.student_tokens
+    if abs(ratio - 1) <= SAME_BUDGET:
+        return "equal student tokens"
+    return f"{ratio:.1f} times the merge\u2019s student tokens"
+
+
+def _cost_points(run: Run) -> list[tuple[str, str]]:
+    specialists = [stage for stage in run.stages if stage.name.startswith("specialist-")]
+    merge = run.stage("merge")
+    parts = []
+    if merge and merge.steps:
+        parts.append(
+            f"the merge sampled {amount(merge.student_tokens)} student tokens in {duration(merge.seconds)}"
+        )
+    if specialists:
+        tokens, seconds = (sum(getattr(s, key) for s in specialists) for key in ("student_tokens", "seconds"))
+        count = f"{len(specialists)} specialists" if len(specialists) > 1 else "the specialist"
+        parts.append(f"training {count} took {amount(tokens)} tokens and {duration(seconds)} of stage time")
+    if not parts:
+        return []
+    sentence = "; ".join(parts)
+    return [("Cost.", f"{sentence[0].upper()}{sentence[1:]}.")]
+
+
+def _domains(count: int) -> str:
+    return f"{count} domains" if count > 1 else "one domain"

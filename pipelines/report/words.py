@@ -1,0 +1,100 @@
+"""How numbers and names are written for people."""
+
+from __future__ import annotations
+
+from opd.pipelines.statistics import Interval
+
+NARROW = "\u202f"
+MINUS = "\u2212"
+DASH = "\u2013"
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+MODELS = {
+    "base": "Base",
+    "merged": "Merged student",
+    "average": "Weight average",
+    "task_arithmetic": "Task arithmetic",
+    "ties": "TIES",
+    "dare": "DARE",
+    "mixed_grpo": "Mixed-domain GRPO",
+    "mixed_grpo_all": "Mixed-domain GRPO (all tokens)",
+    "off_policy": "Off-policy distillation",
+}
+STAGES = {"base": "Base warm-up", "merge": "Merge", "evaluate": "Evaluation"}
+
+
+def model_label(name: str) -> str:
+    """Display name of a model."""
+    kind, _, domain = name.partition(":")
+    return f"{kind.capitalize()}, {domain}" if domain else MODELS.get(name, name)
+
+
+def in_sentence(label: str) -> str:
+    """A display name inside a sentence: "Weight average" -> "weight average", "TIES" stays."""
+    label = label.replace(" (all tokens)", " on all tokens")
+    return label if label[:2].isupper() else label[:1].lower() + label[1:]
+
+
+def stage_label(name: str) -> str:
+    """Display name of a stage."""
+    kind, _, rest = name.partition("-")
+    if kind == "specialist" and rest:
+        return f"Specialist, {rest}"
+    if kind == "baseline" and rest:
+        return MODELS.get(rest, rest)
+    return STAGES.get(name, name)
+
+
+def percent(value: float, digits: int = 1) -> str:
+    """0.985 -> "98.5 %", with a narrow no-break space."""
+    return f"{100 * value:.{digits}f}{NARROW}%"
+
+
+def points(value: float) -> str:
+    """0.149 -> "+14.9", in percentage points."""
+    text = f"{100 * value:+.1f}"
+    return "0.0" if float(text) == 0 else text.replace("-", MINUS)
+
+
+def bounds(interval: Interval, digits: int = 1) -> str:
+    """Interval of a share in percent, "97.9–98.9"."""
+    return f"{100 * interval.low:.{digits}f}{DASH}{100 * interval.high:.{digits}f}".replace("-", MINUS)
+
+
+def point_bounds(interval: Interval) -> str:
+    """Interval of a difference in percentage points, "+13.1 to +16.7"."""
+    return f"{points(interval.low)} to {points(interval.high)}"
+
+
+def amount(value: float) -> str:
+    """206976 -> "207 k"; three significant digits."""
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * size:
+            scaled = value / size
+            digits = 0 if abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2
+            text = f"{scaled:.{digits}f}"
+            return f"{text.rstrip('0').rstrip('.') if '.' in text else text}{NARROW}{suffix}"
+    return f"{value:.3g}"
+
+
+def power(value: float) -> str:
+    """2.1e-7 -> "2×10⁻⁷"; one significant digit."""
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return f"{mantissa}\u00d710{str(int(exponent)).translate(SUPERSCRIPT)}".replace("-", MINUS)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as "8.4 s", "42 s", "2 min 05 s" or "3 h 12 min"."""
+    if seconds < 9.95:
+        return f"{seconds:.1f}{NARROW}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}{NARROW}s"
+    if whole < 3600:
+        return f"{whole // 60}{NARROW}min {whole % 60:02d}{NARROW}s"
+    return f"{whole // 3600}{NARROW}h {whole % 3600 // 60:02d}{NARROW}min"
+
+
+def listing(items: list[str]) -> str:
+    """["a", "b", "c"] -> "a, b and c"."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

@@ -1,0 +1,118 @@
+"""results.json: what a run produced, in numbers. The report and any script read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from opd.monitor.metrics import read_metrics
+
+from opd.config import Recipe
+from opd.pipelines.evaluation_stage import measured
+from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.stages import plan, specialist_stage
+from opd.pipelines.statistics import Count, recovery
+from opd.storage.files import write_atomic
+
+
+def write_results(recipe: Recipe, folder: RunFolder) -> Path:
+    """Collect the finished stages of a run into results.json."""
+    done = {name: folder.stage_done(name) for name in plan(recipe)}
+    finished = {name: result for name, result in done.items() if result is not None}
+    models = measured(folder)
+    results = {
+        "name": recipe.name,
+        "seed": recipe.seed,
+        "version": version("opd"),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": _machine(),
+        "domains": list(recipe.domains),
+        "models": [_model(name, rows, finished) for name, rows in models.items()],
+        "recovery": _recoveries(recipe, models),
+        "stages": [_stage(name, result) for name, result in finished.items()],
+        "teachers": _teachers(folder) if "merge" in finished else {},
+        "counters": finished.get("merge", {}).get("counters", {}),
+    }
+    write_atomic(folder.results, json.dumps(results, indent=2, allow_nan=False).encode())
+    return folder.results
+
+
+def _machine() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count() or 1,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _model(name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict[str, Any]:
+    kind, _, domain = name.partition(":")
+    if kind not in ("base", "specialist", "merged"):
+        kind = "baseline"
+    stage = {"base": "base", "specialist": specialist_stage(domain), "merged": "merge"}.get(
+        kind, f"baseline-{name}"
+    )
+    result = finished.get(stage, {})
+    return {
+        "name": name,
+        "kind": kind,
+        "student_tokens": result.get("student_tokens", 0),
+        "seconds": result.get("seconds", 0.0),
+        "settings": result.get("settings", {}),
+        "domains": domains,
+    }
+
+
+def _recoveries(recipe: Recipe, models: dict[str, Any]) -> dict[str, Any]:
+    """Recovery of every model but the base and the teachers, on every domain where it is defined."""
+    found: dict[str, Any] = {}
+    for name, rows in models.items():
+        if name == "base" or name.startswith("specialist:"):
+            continue
+        found[name] = {}
+        for domain in recipe.domains:
+            trio = (rows, models.get("base"), models.get(f"specialist:{domain}"))
+            counts = [_count(row[domain]) for row in trio if row is not None]
+            if len(counts) < len(trio):
+                continue
+            interval = recovery(*counts, confidence=recipe.evaluation.confidence, seed=recipe.seed)
+            if interval is not None:
+                value, low, high = interval.value, interval.low, interval.high
+                found[name][domain] = {"value": value, "low": low, "high": high}
+    return found
+
+
+def _count(row: dict[str, Any]) -> Count:
+    return Count(row["sampled"]["correct"], row["sampled"]["total"])
+
+
+def _stage(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    keys = ("seconds", "student_tokens", "steps", "peak_rss_mb", "phases")
+    return {"name": name} | {key: result[key] for key in keys}
+
+
+def _teachers(folder: RunFolder) -> dict[str, Any]:
+    """Each teacher's KL at the last step, and its mean share of tokens and gradient over the merge."""
+    rows = read_metrics(folder.metrics("merge"))
+    names = [key.removeprefix("token_share/") for key in rows[-1] if key.startswith("token_share/")]
+    teachers = {}
+    for name in names:
+        row = {"kl": rows[-1].get(f"kl/{name}", rows[-1].get("kl/mean", 0.0))}
+        for kind in ("token_share", "grad_share"):
+            values = [r[f"{kind}/{name}"] for r in rows if f"{kind}/{name}" in r]
+            row[kind] = sum(values) / len(values)
+        teachers[name] = row
+    return teachers

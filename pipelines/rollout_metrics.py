@@ -1,0 +1,44 @@
+"""Numbers about a rollout that every stage with a student reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from opd.monitor.mismatch import mismatch
+from opd.types import Sample, SampleGroup, Status
+
+
+def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Rewards (overall and by domain), zero-variance share, lengths, truncation."""
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = np.array([s.reward for s in samples], dtype=np.float64)
+    lengths = np.array([len(s.response_ids) for s in samples])
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "frac_reward_zero_std": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "truncated": float(np.mean([s.status is Status.TRUNCATED for s in samples])),
+    }
+    for domain in dict.fromkeys(s.domain for s in samples):
+        metrics[f"reward/{domain}"] = float(np.mean([s.reward for s in samples if s.domain == domain]))
+    return metrics
+
+
+def mismatch_metrics(samples: Sequence[Sample], recomputed: Sequence[np.ndarray]) -> dict[str, float]:
+    """How far the engine's log-probabilities are from the trainer's; empty if there are no tokens."""
+    if not sum(s.trainable_tokens for s in samples):
+        return {}
+    return mismatch(
+        np.concatenate([s.rollout_logprobs for s in samples]),
+        np.concatenate(list(recomputed)),
+        np.concatenate([s.loss_mask for s in samples]),
+    )
+
+
+def generated_tokens(groups: Sequence[SampleGroup]) -> int:
+    """Response tokens the student wrote."""
+    return sum(sample.trainable_tokens for group in groups for sample in group.samples)

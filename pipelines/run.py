@@ -1,0 +1,92 @@
+"""Runs the stages of a recipe: what is done is skipped, what is ready may run side by side."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opd.monitor.progress import Progress
+
+from opd.config import Recipe
+from opd.pipelines.context import StageContext
+from opd.pipelines.report import write_report
+from opd.pipelines.results import write_results
+from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.stages import Stage, plan, with_needs
+from opd.pipelines.workers import run_side_by_side
+
+
+def run_pipeline(recipe: Recipe, folder: RunFolder) -> None:
+    """Every stage of `recipe`, then results.json and report.html."""
+    _run(recipe, folder, list(plan(recipe).values()))
+    write_results(recipe, folder)
+    write_report(folder.path)
+
+
+def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
+    """One stage, after the stages it needs; `evaluate` measures what is there and trains nothing.
+
+    Raises `ConfigError` for an unknown name.
+    """
+    stages = plan(recipe)
+    if stage != "evaluate":
+        _run(recipe, folder, with_needs(stages, stage))
+        return
+    _run(recipe, folder, [stages[stage]])
+    write_results(recipe, folder)
+
+
+def _run(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
+    with Progress() as progress:
+        for stage in stages:
+            if folder.stage_done(stage.name) is not None:
+                progress.finish(stage.name, "already done")
+        waiting = [stage for stage in stages if folder.stage_done(stage.name) is None]
+        if recipe.runtime.workers > 1 and len(waiting) > 1:
+            run_side_by_side(recipe, folder, waiting, progress)
+            return
+        for stage in waiting:
+            result = execute(
+                recipe,
+                folder,
+                stage,
+                lambda done, total, headline, name=stage.name: progress.update(name, done, total, headline),
+                progress.note,
+            )
+            progress.finish(stage.name, summary(result))
+
+
+def execute(
+    recipe: Recipe,
+    folder: RunFolder,
+    stage: Stage,
+    report: Callable[[int, int, str], None],
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    """Run one stage in this process and record, last of all, that it is done.
+
+    An evaluation of an unfinished run is not done: models may still come.
+    """
+    torch.set_num_threads(recipe.runtime.threads)
+    started = time.perf_counter()
+    context = StageContext.open(recipe, folder, stage.name, report, note)
+    try:
+        result = stage.run(context)
+    finally:
+        context.metrics.close()
+    result.setdefault("seconds", time.perf_counter() - started)
+    # Linux reports ru_maxrss in KiB.
+    result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if all(folder.stage_done(need) is not None for need in stage.needs):
+        folder.mark_done(stage.name, result)
+    return result
+
+
+def summary(result: dict[str, Any]) -> str:
+    """A finished stage in a few words."""
+    tokens = result["student_tokens"]
+    written = f", {tokens:,} student tokens" if tokens else ""
+    return f"done in {result['seconds']:.0f} s{written}"

@@ -1,0 +1,123 @@
+"""The stages of a run and what each needs: base -> specialists -> merge -> baselines -> evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from opd.config import Recipe
+from opd.errors import ConfigError
+from opd.pipelines.context import StageContext
+from opd.pipelines.distill import distill
+from opd.pipelines.evaluation_stage import evaluate
+from opd.pipelines.grpo import train_grpo
+from opd.pipelines.loop import Extent
+from opd.pipelines.supervised import distill_off_policy, new_base, warm_up
+from opd.pipelines.weight_baselines import merge_weights
+
+WEIGHT_MERGES = ("average", "task_arithmetic", "ties", "dare")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One resumable piece of a run."""
+
+    name: str
+    needs: tuple[str, ...]
+    """Stages that must be done before."""
+    run: Callable[[StageContext], dict[str, Any]]
+    """Does the work and returns the result numbers; everything it produces is on disk by then."""
+
+
+def plan(recipe: Recipe) -> dict[str, Stage]:
+    """Every stage of `recipe`, in an order in which each comes after what it needs."""
+    stages: list[Stage] = []
+    base: tuple[str, ...] = ()
+    if recipe.base is not None or recipe.model.config is not None:
+        stages.append(Stage("base", (), _base))
+        base = ("base",)
+    specialists = tuple(specialist_stage(domain) for domain in recipe.specialist_domains())
+    stages += [
+        Stage(specialist_stage(d), base, partial(_specialist, domain=d)) for d in recipe.specialist_domains()
+    ]
+    stages.append(Stage("merge", base + specialists, _merge))
+    baselines = [
+        Stage(
+            f"baseline-{method}",
+            specialists if method in WEIGHT_MERGES else ("merge",),
+            partial(_baseline, method=method),
+        )
+        for method in baseline_methods(recipe)
+    ]
+    stages += baselines
+    stages.append(Stage("evaluate", ("merge", *(stage.name for stage in baselines)), evaluate))
+    return {stage.name: stage for stage in stages}
+
+
+def specialist_stage(domain: str) -> str:
+    """Name of the stage that trains the specialist of `domain`."""
+    return f"specialist-{domain}"
+
+
+def baseline_methods(recipe: Recipe) -> list[str]:
+    """The baselines of `recipe`, with the all-token mixed run where it is asked for."""
+    methods: list[str] = list(recipe.baselines.methods)
+    return [*methods, "mixed_grpo_all"] if recipe.baselines.mixed_grpo_all_tokens else methods
+
+
+def with_needs(stages: dict[str, Stage], name: str) -> list[Stage]:
+    """`name` and every stage it needs, in order. Raises `ConfigError` for an unknown name."""
+    if name not in stages:
+        raise ConfigError(f"this recipe has no stage {name}; it has {', '.join(stages)}.")
+    wanted = {name}
+    for stage in reversed(stages.values()):
+        if stage.name in wanted:
+            wanted.update(stage.needs)
+    return [stage for stage in stages.values() if stage.name in wanted]
+
+
+def _base(context: StageContext) -> dict[str, Any]:
+    recipe = context.recipe
+    out = context.model_path("base")
+    if recipe.model.path is not None:
+        return warm_up(context, Path(recipe.model.path), out)
+    fresh = context.folder.stage("base") / "initial" if recipe.base is not None else out
+    new_base(recipe, fresh)
+    if recipe.base is None:
+        return {"steps": 0, "student_tokens": 0, "seconds": 0.0, "phases": {}, "counters": {}}
+    return warm_up(context, fresh, out)
+
+
+def _specialist(context: StageContext, domain: str) -> dict[str, Any]:
+    extent = Extent(steps=context.recipe.specialist.steps)
+    out = context.model_path(f"specialist:{domain}")
+    return train_grpo(context, context.model_path("base"), [domain], out, extent)
+
+
+def _merge(context: StageContext) -> dict[str, Any]:
+    return distill(context, context.model_path("base"), context.model_path("merged"))
+
+
+def _baseline(context: StageContext, method: str) -> dict[str, Any]:
+    if method in WEIGHT_MERGES:
+        return merge_weights(context, method)
+    recipe, base, out = context.recipe, context.model_path("base"), context.model_path(method)
+    budget = _tokens(context, "merge")
+    if method == "off_policy":
+        return distill_off_policy(context, base, out, budget)
+    if method == "mixed_grpo_all":
+        budget += sum(_tokens(context, specialist_stage(d)) for d in recipe.specialist_domains())
+    return train_grpo(context, base, list(recipe.domains), out, Extent(tokens=budget))
+
+
+def _tokens(context: StageContext, stage: str) -> int:
+    """Student tokens a finished stage generated."""
+    done = context.folder.stage_done(stage)
+    if done is None:
+        raise ConfigError(
+            f"stage {stage} is not done, and its number of student tokens is needed; run it first."
+        )
+    return int(done["student_tokens"])

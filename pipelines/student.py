@@ -1,0 +1,115 @@
+"""The student of a stage: model, tokenizer, trainer, rollout engine, and the weight sync between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from opd.config import BatchConfig, OptimConfig, Recipe
+from opd.errors import RolloutError
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.models.tokenizers import load_tokenizer
+from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.torch_engine import TorchEngine
+from opd.train.terms import LossTerm
+from opd.train.torch_backend import TorchBackend
+from opd.types import SampleGroup, SamplingParams
+
+
+def device_of(recipe: Recipe) -> str:
+    """The device the recipe asks for; `auto` takes CUDA where there is one."""
+    if recipe.model.device != "auto":
+        return recipe.model.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_model(recipe: Recipe, path: Path) -> CausalLM:
+    """The Hugging Face folder `path` in the recipe's dtype, on its device."""
+    model = CausalLM.from_pretrained(path, dtype=recipe.model.dtype, device=device_of(recipe))
+    model.vocabulary = min(len(load_tokenizer(path)), model.vocab_size)
+    return model
+
+
+def sampling_params(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, greedy: bool = False
+) -> SamplingParams:
+    """How the recipe samples; `greedy` keeps only its limits."""
+    rollout = recipe.rollout
+    stop = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    if greedy:
+        return SamplingParams(temperature=0.0, max_new_tokens=rollout.max_new_tokens, stop_ids=stop)
+    return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, stop)
+
+
+def make_engine(recipe: Recipe, model: CausalLM) -> TorchEngine:
+    """An embedded engine around `model`, which it owns from then on."""
+    rollout = recipe.rollout
+    return TorchEngine(
+        model,
+        max_running=rollout.max_running,
+        max_sequence=rollout.max_sequence,
+        vocab_size=model.vocabulary,
+    )
+
+
+@dataclass(slots=True)
+class Student:
+    """A model that writes and learns."""
+
+    model: CausalLM
+    tokenizer: PreTrainedTokenizerBase
+    backend: TorchBackend
+    engine: TorchEngine
+    sampling: SamplingParams
+    seed: int
+
+    @classmethod
+    def open(
+        cls, recipe: Recipe, path: Path, optim: OptimConfig, batch: BatchConfig, terms: Sequence[LossTerm]
+    ) -> Student:
+        """Load `path` twice: once to train, once for the engine, which holds its own copy."""
+        tokenizer = load_tokenizer(path)
+        model = load_model(recipe, path)
+        return cls(
+            model,
+            tokenizer,
+            TorchBackend(model, optim, batch, recipe.rollout.temperature, terms),
+            make_engine(recipe, load_model(recipe, path)),
+            sampling_params(recipe, tokenizer),
+            recipe.seed,
+        )
+
+    def rollout(self, prompts: Sequence[EncodedPrompt], group_size: int) -> list[SampleGroup]:
+        """Sample responses with the engine's current weights."""
+        return collect(self.engine, prompts, group_size, self.sampling, self.seed)
+
+    def start(self, step: int) -> None:
+        """Before the first step of an attempt: after a resume the engine needs the restored weights."""
+        if step:
+            self.sync(step)
+
+    def sync(self, version: int) -> None:
+        """Push the trained weights: pause, flush, push, verify, resume.
+
+        Raises `RolloutError` if the engine does not hold what was sent.
+        """
+        self.engine.pause()
+        self.engine.flush()
+        held = self.engine.update_weights(self.backend.weights(), version)
+        if held != self.backend.digest():
+            raise RolloutError(
+                f"after the push of version {version} the engine holds other weights than the trainer;"
+                " restart with --resume."
+            )
+        self.engine.resume()
+
+    def export(self, folder: Path, card: dict[str, Any]) -> str:
+        """Write the Hugging Face folder and return the digest of its weights."""
+        save_checkpoint(self.model, self.tokenizer, folder, card)
+        return self.backend.digest()

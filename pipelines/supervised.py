@@ -1,0 +1,183 @@
+"""Cross-entropy stages: the warm-up of a base, and off-policy distillation on teacher samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from opd.algorithms.normalise import per_teacher_weights, token_weights
+from opd.config import Recipe, WarmupConfig
+from opd.errors import ConfigError, TrainingError
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.models.tokenizers import character_tokenizer, load_tokenizer
+from opd.pipelines.context import StageContext
+from opd.pipelines.domains import DomainSet, load_domains
+from opd.pipelines.evaluate import domain_accuracy
+from opd.pipelines.loop import Extent, Step, StepResult, run_loop
+from opd.pipelines.student import Student, device_of, load_model, make_engine, sampling_params
+from opd.rollout.collect import collect
+from opd.teachers.routing import Router
+from opd.train.schedule import learning_rate
+from opd.train.terms import CrossEntropyTerm
+from opd.types import RolloutBatch, Sample, Status, TokenTerms
+
+
+def new_base(recipe: Recipe, folder: Path) -> None:
+    """Write a freshly initialised model of the recipe's configuration, with its tokenizer."""
+    if recipe.model.tokenizer is not None:
+        tokenizer = load_tokenizer(recipe.model.tokenizer)
+    else:
+        domains = load_domains(recipe).values()
+        alphabet = "".join(sorted({c for domain in domains for c in domain.alphabet}))
+        tags = list(dict.fromkeys(tag for domain in domains for tag in domain.tags))
+        if not alphabet:
+            raise ConfigError(
+                "model.tokenizer is needed: no domain of this recipe has an alphabet of its own."
+            )
+        tokenizer = character_tokenizer(alphabet, tags)
+    model = CausalLM.from_config(
+        recipe.model.config or {},
+        tokenizer=tokenizer,
+        dtype=recipe.model.dtype,
+        device=device_of(recipe),
+        seed=recipe.seed,
+    )
+    save_checkpoint(model, tokenizer, folder, {"method": "random initialisation", "seed": recipe.seed})
+
+
+def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
+    """Train the model in `start` on demonstrations of mixed quality and write it to `out`.
+
+    Raises `TrainingError` if it then samples fewer right answers than `min_accuracy` in some domain.
+    """
+    recipe = context.recipe
+    config = recipe.base or WarmupConfig()
+    student = Student.open(recipe, start, config.optim, config.batch, [CrossEntropyTerm()])
+    data = DomainSet.open(recipe, student.tokenizer)
+
+    def step(step: Step) -> StepResult:
+        with step.timer("data"):
+            samples = _demonstrations(data, config, student.tokenizer, recipe.seed, step.index)
+            batch = _supervised_batch(samples, token_weights([s.loss_mask for s in samples]))
+        with step.timer("train"):
+            metrics = student.backend.forward_backward(batch)
+            metrics |= student.backend.step(learning_rate(config.optim, step.index, step.progress))
+        return StepResult(metrics, 0, f"cross-entropy {metrics['loss/ce']:.3f}")
+
+    extent = Extent(steps=config.steps)
+    result = run_loop(context, student.backend, extent, config.checkpoint_every, step)
+    student.sync(1)
+    for domain in recipe.domains:
+        found = domain_accuracy(student.engine, data, domain, 500, student.sampling, seed=recipe.seed)
+        result[f"accuracy/{domain}"] = found.accuracy
+        if found.accuracy < config.min_accuracy:
+            raise TrainingError(
+                f"the warmed-up base samples {found.accuracy:.1%} right answers in domain {domain}, fewer"
+                f" than base.min_accuracy = {config.min_accuracy:.1%}; raise base.steps or base.right."
+            )
+    card = {"method": "supervised warm-up", "settings": config.model_dump(mode="json")}
+    return result | {"digest": student.export(out, card)}
+
+
+def _demonstrations(
+    data: DomainSet, config: WarmupConfig, tokenizer: PreTrainedTokenizerBase, seed: int, step: int
+) -> list[Sample]:
+    """The step's demonstrations: a pure function of (seed, step)."""
+    rng = np.random.default_rng([seed, step])
+    names = list(data.domains)
+    prompts = data.mixed(names, step * config.batch_size, config.batch_size, "warm-up")
+    samples = []
+    for prompt in prompts:
+        demonstrate = data.domains[prompt.domain].demonstrations
+        if demonstrate is None:
+            raise ConfigError(
+                f"domain {prompt.domain} has no demonstrations to warm up on; give model.path, not base."
+            )
+        text = demonstrate(prompt.metadata["prompt"], rng, config.right, config.wrong_rule)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        samples.append(_supervised_sample(prompt.uid, prompt.domain, prompt.token_ids, ids))
+    return samples
+
+
+def _supervised_sample(uid: str, domain: str, prompt_ids: np.ndarray, response_ids: Sequence[int]) -> Sample:
+    return Sample(
+        uid=uid,
+        group_uid=uid,
+        domain=domain,
+        prompt_ids=prompt_ids,
+        response_ids=np.array(response_ids, dtype=np.int32),
+        loss_mask=np.ones(len(response_ids), dtype=bool),
+        status=Status.COMPLETED,
+    )
+
+
+def _supervised_batch(samples: list[Sample], weights: list[np.ndarray]) -> RolloutBatch:
+    terms = []
+    for sample, weight in zip(samples, weights, strict=True):
+        term = TokenTerms.zeros(len(sample.response_ids))
+        term.ce_weight = weight
+        terms.append(term)
+    return RolloutBatch(samples, terms)
+
+
+def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: int) -> dict[str, Any]:
+    """Train the model in `start` on samples its *teachers* wrote, for `tokens` response tokens.
+
+    The baseline of the merge: same teachers, same prompts, same settings, but supervised on the teachers'
+    trajectories instead of scored on the student's own.
+    """
+    recipe = context.recipe
+    config = recipe.distill
+    student = Student.open(recipe, start, config.optim, config.batch, [CrossEntropyTerm()])
+    data = DomainSet.open(recipe, student.tokenizer)
+    written = _teacher_samples(context, data, student, config.steps)
+    per_step = len(recipe.domains) * config.prompts_per_domain * config.samples_per_prompt
+
+    def step(step: Step) -> StepResult:
+        first = step.index * per_step % len(written)
+        samples = written[first : first + per_step]
+        masks = [s.loss_mask for s in samples]
+        domains = [s.domain for s in samples]
+        shares = {name: domain.weight for name, domain in recipe.domains.items()}
+        weights = (
+            per_teacher_weights(masks, domains, shares)
+            if config.normalise == "teacher"
+            else token_weights(masks)
+        )
+        with step.timer("train"):
+            metrics = student.backend.forward_backward(_supervised_batch(samples, weights))
+            metrics |= student.backend.step(learning_rate(config.optim, step.index, step.progress))
+        trained = sum(s.trainable_tokens for s in samples)
+        return StepResult(metrics, trained, f"cross-entropy {metrics['loss/ce']:.3f}")
+
+    result = run_loop(context, student.backend, Extent(tokens=tokens), config.checkpoint_every, step)
+    card = {"base": str(start), "method": "off-policy distillation on teacher samples"}
+    return result | {"digest": student.export(out, card)}
+
+
+def _teacher_samples(context: StageContext, data: DomainSet, student: Student, steps: int) -> list[Sample]:
+    """The teachers' responses to the merge's prompts, in the merge's order, one teacher at a time."""
+    recipe = context.recipe
+    config = recipe.distill
+    router = Router.from_recipe(recipe)
+    sampling = sampling_params(recipe, student.tokenizer)
+    by_step: list[list[Sample]] = [[] for _ in range(steps)]
+    for teacher in router.teachers:
+        engine = make_engine(recipe, load_model(recipe, context.teacher_path(teacher)))
+        for domain in recipe.domains:
+            count = config.prompts_per_domain
+            prompts = [
+                prompt
+                for prompt in data.take(domain, 0, steps * count, context.stage)
+                if router.route(domain, prompt.uid).teachers[0] == teacher
+            ]
+            groups = collect(engine, prompts, config.samples_per_prompt, sampling, recipe.seed)
+            for group in groups:
+                number = int(group.uid.rsplit("/", 1)[1])
+                by_step[number // count].extend(group.samples)
+    return [sample for samples in by_step for sample in samples]

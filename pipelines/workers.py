@@ -1,0 +1,127 @@
+"""Stages side by side, each in a process of its own that ends when this one does."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from opd.monitor.progress import Progress
+
+from opd import errors
+from opd.config import Recipe
+from opd.errors import OpdError
+from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.stages import Stage, plan
+
+
+@dataclass(slots=True)
+class _Worker:
+    stage: Stage
+    process: BaseProcess
+    connection: Connection
+
+
+def run_side_by_side(recipe: Recipe, folder: RunFolder, stages: list[Stage], progress: Progress) -> None:
+    """Run `stages`, at most `recipe.runtime.workers` at a time, each once everything it needs is done.
+
+    Raises the first stage's `OpdError`; the others are stopped then and go on after `--resume`.
+    """
+    methods = multiprocessing.get_context("forkserver")
+    methods.set_forkserver_preload(["opd.pipelines.run"])
+    waiting = {stage.name: stage for stage in stages}
+    running: dict[str, _Worker] = {}
+    try:
+        while waiting or running:
+            for stage in _ready(waiting, running, recipe.runtime.workers):
+                running[stage.name] = _start(methods, recipe, folder, waiting.pop(stage.name))
+            _listen(running, progress)
+    finally:
+        for worker in running.values():
+            worker.process.terminate()
+            worker.process.join()
+
+
+def _ready(waiting: dict[str, Stage], running: dict[str, _Worker], workers: int) -> list[Stage]:
+    undone = waiting.keys() | running.keys()
+    ready = [stage for stage in waiting.values() if undone.isdisjoint(stage.needs)]
+    return ready[: workers - len(running)]
+
+
+def _start(
+    methods: multiprocessing.context.ForkServerContext, recipe: Recipe, folder: RunFolder, stage: Stage
+) -> _Worker:
+    ours, theirs = methods.Pipe()
+    process = methods.Process(
+        target=_work, args=(recipe.model_dump_json(), str(folder.path), stage.name, theirs), name=stage.name
+    )
+    process.start()
+    theirs.close()
+    return _Worker(stage, process, ours)
+
+
+def _listen(running: dict[str, _Worker], progress: Progress) -> None:
+    """Handle what the workers say next. Raises what a failed worker raised."""
+    by_connection = {worker.connection: worker for worker in running.values()}
+    for connection in wait(list(by_connection)):
+        worker = by_connection[connection]  # type: ignore[index]
+        name = worker.stage.name
+        try:
+            kind, *words = worker.connection.recv()
+        except EOFError:
+            worker.process.join()
+            raise OpdError(
+                f"stage {name} ended with exit status {worker.process.exitcode} and said nothing; see"
+                " its log.txt and continue with --resume."
+            ) from None
+        if kind == "progress":
+            progress.update(name, *words)
+        elif kind == "note":
+            progress.note(f"{name}: {words[0]}")
+        elif kind == "done":
+            progress.finish(name, words[0])
+            worker.process.join()
+            del running[name]
+        else:
+            worker.process.join()
+            raise getattr(errors, words[0], OpdError)(words[1])
+
+
+def _work(recipe_json: str, path: str, name: str, connection: Connection) -> None:
+    """The worker's life: one stage, then a last message."""
+    from opd.pipelines.run import execute, summary
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends its workers
+    _end_with_parent(connection)
+    recipe = Recipe.model_validate_json(recipe_json)
+    folder = RunFolder.attach(path)
+    with folder.log(name).open("a", buffering=1) as log, contextlib.redirect_stdout(log):
+        sys.stderr = log
+        try:
+            result = execute(
+                recipe,
+                folder,
+                plan(recipe)[name],
+                lambda done, total, headline: connection.send(("progress", done, total, headline)),
+                lambda text: connection.send(("note", text)),
+            )
+            connection.send(("done", summary(result)))
+        except OpdError as error:
+            connection.send(("error", type(error).__name__, str(error)))
+
+
+def _end_with_parent(connection: Connection) -> None:
+    """Leave as soon as the parent is gone: a killed run must not go on writing into its folder."""
+
+    def watch() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            connection.recv()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

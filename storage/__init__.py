@@ -1,0 +1,1 @@
+"""Durable files, tensors and checkpoints. See `storage/README.md` for the map."""

@@ -1,0 +1,211 @@
+"""Files and folders that are either whole or absent, and a lock that a dead process cannot hold.
+
+Everything here is durable before it is visible: data is flushed (`fsync`) first, then renamed into place,
+then the folder that holds the new name is flushed. A reader never sees half of anything, and neither a
+`kill -9` nor a power cut leaves more than a temporary `.NAME.XXXX.tmp`, which the next writer removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from opd.errors import RunFolderError
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
+    """Replace the file at `path` by `data`, durably: afterwards `path` holds all of `data`, before it the old
+    content. Missing parent folders are made. Raises `OSError` (disk full, no permission); `path` is then
+    unchanged.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(target)
+    temporary, descriptor = _open_temporary_file(target)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            # Still open, so still locked: a sweeping writer cannot take the file away before it has its name.
+            os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `target` when the block ends without an error.
+
+    All files below it are flushed before the rename. On an error nothing is left and `target` is unchanged.
+    With `replace`, an existing `target` is moved aside first and removed afterwards: a reader may, for one
+    moment, find neither, but never a mixture. Raises `FileExistsError` if `target` exists without `replace`.
+    """
+    final = Path(target)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(final)
+    if final.exists() and not replace:
+        raise FileExistsError(f"{final} exists already; remove it or choose another place")
+    temporary, descriptor = _open_temporary_folder(final)
+    try:
+        yield temporary
+        _fsync_tree(temporary)
+        _put_in_place(temporary, final, replace)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+class FileLock:
+    """An exclusive lock between processes, released by the system when its holder dies (`flock`).
+
+    The file stays behind: removing it would let two processes lock two different files of one name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock or raise `RunFolderError` at once, naming the process that holds it."""
+        if self._descriptor is not None:
+            raise RunFolderError(f"{self.path} is locked by this process already; release it first")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+            os.close(descriptor)
+            who = f"process {holder}" if holder else "another process"
+            raise RunFolderError(
+                f"{self.path.parent} is in use by {who}, which holds {self.path.name}; wait for it or stop it"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Give the lock back; does nothing if it is not held."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> FileLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def fsync_folder(folder: str | os.PathLike[str]) -> None:
+    """Flush a folder's list of names, so that a rename or a new file in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fsync_tree(root: Path) -> None:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_folder(folder)
+
+
+def _temporary_name(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+
+
+def _open_temporary_file(target: Path) -> tuple[Path, int]:
+    while True:
+        path = _temporary_name(target)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        if _claim(path, descriptor):
+            return path, descriptor
+
+
+def _open_temporary_folder(target: Path) -> tuple[Path, int]:
+    while True:
+        path = _temporary_name(target)
+        path.mkdir()
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # swept between its making and its opening
+            continue
+        if _claim(path, descriptor):
+            return path, descriptor
+
+
+def _claim(path: Path, descriptor: int) -> bool:
+    """Lock a fresh temporary entry; False if another writer's sweep took it away before the lock was held."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    if _is_open_at(path, descriptor):
+        return True
+    os.close(descriptor)
+    return False
+
+
+def _is_open_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _put_in_place(temporary: Path, target: Path, replace: bool) -> None:
+    """Rename `temporary` to `target`; an old `target` gets a temporary name first, which a sweep removes."""
+    aside = _temporary_name(target)
+    if replace and target.exists():
+        os.rename(target, aside)
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        if aside.exists():
+            os.rename(aside, target)
+        raise
+    fsync_folder(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sweep(target: Path) -> None:
+    """Remove temporary entries of `target` whose writer is dead, that is, which nobody holds locked."""
+    pattern_start, pattern_end = f".{target.name}.", ".tmp"
+    for path in list(target.parent.iterdir()):
+        name = path.name
+        if not (name.startswith(pattern_start) and name.endswith(pattern_end)):
+            continue
+        if len(name) != len(pattern_start) + 8 + len(pattern_end):
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The lock may have been waited out by its owner's rename: then the name is gone and is not ours.
+            if _is_open_at(path, descriptor):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        except OSError:
+            continue
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,68 @@
+"""Named tensors in one safetensors file, with its sha256; the only file of `storage/` that needs torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from opd.errors import CheckpointError
+from opd.storage.files import write_atomic
+
+
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> str:
+    """Write `tensors` (any shapes, dtypes, devices) to `path`, atomically; return the file's sha256 in hex.
+
+    Tensors that share memory are written as copies of their own. Raises `CheckpointError` naming `path` if
+    the file cannot be written, for example on a full disk.
+    """
+    data = safetensors.torch.save(_unshared(tensors))
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error.strerror or error}); free disk space or check permissions"
+        ) from error
+    return hashlib.sha256(data).hexdigest()
+
+
+def load_tensors(path: str | os.PathLike[str], expected_digest: str | None = None) -> dict[str, Tensor]:
+    """Read the tensors of `path` onto the CPU; with `expected_digest`, only if the file's sha256 is that.
+
+    Raises `CheckpointError` naming `path` if it is missing, truncated, no safetensors, or has another digest.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror or error}); restore it or use an older checkpoint"
+        ) from error
+    if expected_digest is not None and (found := hashlib.sha256(data).hexdigest()) != expected_digest:
+        raise CheckpointError(
+            f"{path} is corrupt: its sha256 is {found[:16]}... where {expected_digest[:16]}... was written; "
+            "restore it or use an older checkpoint"
+        )
+    try:
+        return safetensors.torch.load(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or is no safetensors file ({error}); restore it or use an older checkpoint"
+        ) from error
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors of which no two use the same memory, as safetensors asks."""
+    seen: set[int] = set()
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        values = tensor.detach().cpu().contiguous()
+        if values.untyped_storage().data_ptr() in seen:
+            values = values.clone()
+        seen.add(values.untyped_storage().data_ptr())
+        plain[name] = values
+    return plain

@@ -1,0 +1,121 @@
+"""Loss-stream weights: what they sum to, and what they make equal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opd.algorithms.normalise import (
+    constant_weights,
+    per_teacher_weights,
+    policy_weights,
+    sequence_weights,
+    teacher_token_counts,
+    token_shares,
+    token_weights,
+)
+from opd.errors import ConfigError
+
+masks = st.lists(
+    st.lists(st.booleans(), max_size=9).map(lambda bits: np.array(bits, dtype=bool)), min_size=1, max_size=8
+)
+
+
+def total(weights):
+    return float(sum(w.sum(dtype=np.float64) for w in weights))
+
+
+def check_shape(weights, masks):
+    for weight, mask in zip(weights, masks, strict=True):
+        assert weight.dtype == np.float32
+        assert weight.shape == mask.shape
+        assert not weight[~mask].any()
+
+
+@given(masks)
+def test_token_weights_are_equal_and_sum_to_one(masks):
+    weights = token_weights(masks)
+    check_shape(weights, masks)
+    count = sum(mask.sum() for mask in masks)
+    assert total(weights) == pytest.approx(1.0 if count else 0.0, abs=1e-5)
+    used = np.concatenate([w[m] for w, m in zip(weights, masks, strict=True)])
+    assert len(set(used.tolist())) <= 1
+
+
+@given(masks)
+def test_sequence_weights_give_every_response_the_same(masks):
+    weights = sequence_weights(masks)
+    check_shape(weights, masks)
+    sums = [float(w.sum(dtype=np.float64)) for w, m in zip(weights, masks, strict=True) if m.any()]
+    np.testing.assert_allclose(sums, 1 / max(len(sums), 1), rtol=1e-5)
+
+
+@given(masks, st.integers(9, 64))
+def test_constant_weights_do_not_depend_on_the_lengths(masks, limit):
+    weights = constant_weights(masks, limit)
+    check_shape(weights, masks)
+    mean_length = np.mean([mask.sum() for mask in masks])
+    assert total(weights) == pytest.approx(mean_length / limit, rel=1e-4)
+
+
+@given(masks, st.data())
+def test_each_teachers_tokens_sum_to_its_share(masks, data):
+    names = data.draw(
+        st.lists(st.sampled_from(["a", "b", "c", None]), min_size=len(masks), max_size=len(masks))
+    )
+    shares = data.draw(
+        st.none() | st.fixed_dictionaries({name: st.floats(0.1, 5.0) for name in ("a", "b", "c")})
+    )
+    weights = per_teacher_weights(masks, names, shares)
+    check_shape(weights, masks)
+    present = teacher_token_counts(masks, names)
+    scale = sum((shares or dict.fromkeys(present, 1.0))[name] for name in present)
+    for name in present:
+        own = [w for w, n in zip(weights, names, strict=True) if n == name]
+        expected = (shares[name] if shares else 1.0) / scale
+        assert total(own) == pytest.approx(expected, rel=1e-4)
+    assert total([w for w, n in zip(weights, names, strict=True) if n is None]) == 0.0
+    assert total(weights) == pytest.approx(1.0 if present else 0.0, abs=1e-5)
+
+
+def test_a_token_mean_gives_short_answers_almost_nothing_and_per_teacher_weights_mend_it():
+    masks = [np.ones(200, dtype=bool)] * 4 + [np.ones(2, dtype=bool)]
+    names = ["maths"] * 4 + ["instructions"]
+    assert token_shares(masks, names)["instructions"] < 0.01
+    assert token_weights(masks)[4].sum() < 0.01
+    assert per_teacher_weights(masks, names)[4].sum() == pytest.approx(0.5)
+
+
+def test_global_weights_are_not_a_mean_of_micro_batch_means():
+    masks = [np.ones(1, dtype=bool), np.ones(9, dtype=bool)]
+    values = [np.array([10.0]), np.zeros(9)]
+    whole = sum(float((w * v).sum()) for w, v in zip(token_weights(masks), values, strict=True))
+    assert whole == pytest.approx(1.0)
+    assert np.mean([value.mean() for value in values]) == pytest.approx(5.0)
+
+
+def test_policy_weights_follow_the_recipe():
+    masks = [np.ones(2, dtype=bool), np.ones(4, dtype=bool)]
+    assert [w[0] for w in policy_weights(masks, "token", 8)] == pytest.approx([1 / 6, 1 / 6])
+    assert [w[0] for w in policy_weights(masks, "sequence", 8)] == pytest.approx([1 / 4, 1 / 8])
+    assert [w[0] for w in policy_weights(masks, "constant", 8)] == pytest.approx([1 / 16, 1 / 16])
+
+
+def test_a_teacher_without_a_share_is_named():
+    masks = [np.ones(2, dtype=bool)]
+    with pytest.raises(ConfigError, match="teacher 'b' has tokens"):
+        per_teacher_weights(masks, ["b"], {"a": 1.0})
+    assert per_teacher_weights([np.zeros(2, dtype=bool)], ["b"], {"a": 1.0})[0].tolist() == [0.0, 0.0]
+
+
+def test_no_samples():
+    assert (
+        token_weights([])
+        == sequence_weights([])
+        == constant_weights([], 4)
+        == per_teacher_weights([], [])
+        == []
+    )
+    assert token_shares([], []) == {}

@@ -1,0 +1,109 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opd.config.load import load_recipe
+from opd.errors import ConfigError
+from opd.pipelines.cli import main, split_overrides
+
+RECIPE = """\
+name: demo
+model:
+  config: {model_type: llama}
+domains:
+  sort: {source: "procedural:sort"}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def test_dry_run_prints_the_resolved_recipe_and_writes_nothing(recipe, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["run", recipe, "--distill.lr", "3e-5", "--dry-run", "--out", str(out), "--seed=4"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "resolved.yaml").write_text(printed)
+    resolved = load_recipe([tmp_path / "resolved.yaml"])
+    assert resolved == load_recipe([recipe], ["--distill.lr", "3e-5", "--seed", "4"])
+    assert not out.exists()
+
+
+def test_options_before_the_recipe_do_not_swallow_it(recipe, capsys):
+    assert main(["run", "--dry-run", "--distill.steps", "3", recipe]) == 0
+    assert "steps: 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["run", "none.yaml"], "none.yaml: there is no such recipe file"),
+        (["run", "{recipe}", "--distill.stps", "3", "--dry-run"], "did you mean --distill.steps?"),
+        (["run", "{recipe}", "--resum"], "unknown option --resum; did you mean --resume?"),
+        (["run", "{recipe}", "--seed"], "--seed needs a value"),
+        (["run"], "the following arguments are required: RECIPE; see `opd run --help`"),
+        (["rum", "{recipe}"], "invalid choice: 'rum'"),
+        (["specialist", "{recipe}", "--domain", "chess"], "it trains sort"),
+        (["report", "none"], "there is no run folder none"),
+        (["report", ".", "--seed", "1"], "takes a run folder and no settings"),
+    ],
+)
+def test_a_users_error_is_one_line_and_status_2(recipe, words, part, capsys):
+    assert main([word.format(recipe=recipe) for word in words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("opd: error: ")
+    assert captured.err.count("\n") == 1
+    assert part in captured.err
+
+
+def test_an_existing_folder_is_refused_before_anything_else(recipe, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    for command in ("run", "specialist", "distill", "evaluate"):
+        assert main([command, recipe, "--out", str(tmp_path / "run")]) == 2
+        assert "exists already; add --resume" in capsys.readouterr().err
+    assert (tmp_path / "run" / "config.json").read_text() == "{}"
+
+
+def test_version_and_help_leave_at_once():
+    code = (
+        "import sys\nfrom opd.pipelines.cli import main\n"
+        "try: main([sys.argv[1]])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    for option, word in (("--version", "opd "), ("--help", "specialist")):
+        result = subprocess.run(
+            [sys.executable, "-c", code, option], capture_output=True, text=True, check=True
+        )
+        assert word in result.stdout
+        assert result.stdout.endswith("0 False\n")
+
+
+def test_ctrl_c_ends_with_130(recipe):
+    # The process interrupts itself where it would print, as a terminal would at that moment.
+    code = (
+        "import os, signal, sys\nfrom opd.pipelines.cli import main\n"
+        "class Out:\n"
+        "    def write(self, text): os.kill(os.getpid(), signal.SIGINT)\n"
+        "    def flush(self): pass\n"
+        "sys.stdout = Out()\nsys.exit(main(['run', sys.argv[1], '--dry-run']))"
+    )
+    command = [sys.executable, "-c", code, recipe]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 130
+    assert result.stderr == "opd: interrupted; continue with --resume\n"
+
+
+def test_overrides_are_told_from_the_commands_own_words():
+    own, overrides = split_overrides(["run", "--a.b", "-1", "r.yaml", "--out=x", "--c=1", "--resume"])
+    assert own == ["run", "r.yaml", "--out=x", "--resume"]
+    assert overrides == ["--a.b", "-1", "--c=1"]
+    assert split_overrides(["--domains", "{}"]) == ([], ["--domains", "{}"])
+    with pytest.raises(ConfigError, match="did you mean --dry-run"):
+        split_overrides(["--dryrun"])

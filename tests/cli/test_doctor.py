@@ -1,0 +1,245 @@
+import io
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from opd.config import Recipe
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.models.tokenizers import character_tokenizer
+from opd.pipelines.cli import main
+from opd.pipelines.doctor import Finding, diagnose, examine
+from opd.pipelines.doctor_estimate import disk_needed, memory_needed, memory_parts, readable
+from opd.pipelines.doctor_kl import mean_kl
+from opd.pipelines.doctor_models import Shape
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def save_model(
+    folder: Path, seed: int, alphabet: str = "0123456789=", tags: tuple[str, ...] = ("<sort>",)
+) -> Path:
+    tokenizer = character_tokenizer(alphabet, tags)
+    model = CausalLM.from_config(LLAMA, tokenizer=tokenizer, seed=seed)
+    save_checkpoint(model, tokenizer, folder, {"base": "random", "settings": {"seed": seed}})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("student") / "model", seed=0)
+
+
+def make_recipe(student: Path, teacher: Path | None = None, **changes) -> Recipe:
+    data = {
+        "name": "demo",
+        "model": {"path": str(student)},
+        "domains": {"sort": {"source": "procedural:sort", "prompts": 50}},
+        "rollout": {"max_sequence": 64, "max_running": 16},
+        "evaluation": {"prompts_per_domain": 20},
+    }
+    if teacher is not None:
+        data["domains"]["sort"]["teacher"] = "expert"
+        data["teachers"] = {"expert": {"path": str(teacher)}}
+    return Recipe.model_validate({**data, **changes})
+
+
+def find(findings: list[Finding], level: str) -> dict[str, str]:
+    return {finding.title: finding.detail for finding in findings if finding.level == level}
+
+
+def diagnose_text(recipe: Recipe) -> tuple[int, str]:
+    console = Console(width=400, record=True, file=io.StringIO())
+    status = diagnose(recipe, console)
+    return status, " ".join(console.export_text().split())
+
+
+def test_a_sound_recipe_has_no_errors(student, tmp_path):
+    findings = examine(make_recipe(student, student), run_dir=tmp_path / "run")
+    assert find(findings, "error") == {}
+    fine = find(findings, "ok")
+    assert {"student", "teacher expert", "domain sort", "prompts sort", "memory", "disk"} <= set(fine)
+    assert fine["KL to expert on sort"] == "0.000 nats per token"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_far_teacher_is_a_warning(student, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(student, teacher)
+    model = CausalLM.from_pretrained(student)
+    with torch.no_grad():
+        for name, weight in model.module.named_parameters():
+            if "norm" not in name:
+                weight.mul_(30)
+    save_checkpoint(model, character_tokenizer("0123456789=", ["<sort>"]), teacher, {"base": "random"})
+    findings = examine(make_recipe(student, teacher), run_dir=tmp_path / "run")
+    assert "above 0.19" in find(findings, "warning")["KL to expert on sort"]
+    assert find(findings, "error") == {}
+    assert not [f for f in examine(make_recipe(student, teacher), thorough=False) if f.title.startswith("KL")]
+
+
+def test_another_tokenizer_is_an_error(student, tmp_path):
+    teacher = save_model(tmp_path / "teacher", seed=1, alphabet="0123456789=abc")
+    errors = find(examine(make_recipe(student, teacher)), "error")
+    assert "tokenizers of student and teacher differ: the vocabularies have" in errors["teacher expert"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "no folder"])
+def test_a_teacher_that_cannot_be_read_is_an_error(student, tmp_path, damage):
+    teacher = tmp_path / "teacher"
+    if damage != "no folder":
+        shutil.copytree(student, teacher)
+        shard = teacher / "model.safetensors"
+        data = shard.read_bytes()
+        shard.unlink()
+        if damage == "truncated":
+            shard.write_bytes(data[:-100])
+    errors = find(examine(make_recipe(student, teacher)), "error")
+    assert str(teacher) in errors["teacher expert"]
+
+
+def test_wrong_ids_and_temperatures_are_found(student, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(student, teacher)
+    (teacher / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
+    findings = [f for f in examine(make_recipe(student, teacher)) if f.level == "warning"]
+    details = " ".join(finding.detail for finding in findings)
+    assert "config.json says eos_token_id 5, the tokenizer 1" in details
+    assert "says temperature 0.6, rollout.temperature is 1" in details
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(student, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(student, model)
+    character_tokenizer("0123456789=abcdef", ["<sort>"]).save_pretrained(model)
+    errors = find(examine(make_recipe(model)), "error")
+    assert "its vocabulary has 14 rows, but the tokenizer has 20 tokens" in errors["student"]
+
+
+def test_a_tokenizer_without_an_end_is_an_error(student, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(student, model)
+    tokenizer = character_tokenizer("0123456789=", ["<sort>"])
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(model)
+    assert "no end-of-sequence token" in find(examine(make_recipe(model)), "error")["student"]
+
+
+def test_messages_need_a_chat_template(student, tmp_path):
+    lines = [{"prompt": [{"role": "user", "content": f"{n}="}], "label": str(n)} for n in range(40)]
+    data = tmp_path / "chat.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    domains = {"chat": {"source": str(data), "reward": "math:sqrt"}}
+    errors = find(examine(make_recipe(student, domains=domains)), "error")
+    assert "no chat template" in errors["prompts chat"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "title"),
+    [
+        ({"source": "procedural:chess"}, "domain sort"),
+        ({"source": "none.jsonl"}, "domain sort"),
+        ({"source": "procedural:sort", "reward": "nowhere:reward"}, "domain sort"),
+    ],
+)
+def test_a_domain_that_cannot_be_used_is_an_error(student, changes, title):
+    errors = find(examine(make_recipe(student, domains={"sort": changes})), "error")
+    assert title in errors
+
+
+def test_cut_sampling_and_a_too_short_sequence(student):
+    rollout = {"top_p": 0.9, "top_k": 5, "max_sequence": 12}
+    findings = examine(make_recipe(student, rollout=rollout), thorough=False)
+    assert "rollout.top_p = 0.9 and rollout.top_k = 5" in find(findings, "warning")["sampling"]
+    assert "rollout.max_sequence is 12" in find(findings, "error")["prompts sort"]
+
+
+def test_a_model_from_a_config_is_checked_without_being_made(tmp_path):
+    recipe = make_recipe(Path("unused"), model={"config": LLAMA})
+    assert find(examine(recipe, run_dir=tmp_path), "error") == {}
+    wrong = make_recipe(Path("unused"), model={"config": {**LLAMA, "hiden_size": 3}})
+    assert "did you mean 'hidden_size'?" in find(examine(wrong, run_dir=tmp_path), "error")["student"]
+
+
+def test_a_model_that_does_not_fit_is_an_error(tmp_path):
+    huge = {**LLAMA, "hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 200}
+    errors = find(examine(make_recipe(Path("unused"), model={"config": huge}), run_dir=tmp_path), "error")
+    assert "does not fit" in errors["memory"]
+    assert "does not fit" in errors["disk"]
+
+
+def test_the_estimate_adds_up():
+    recipe = make_recipe(Path("unused"), rollout={"max_running": 2, "max_new_tokens": 5})
+    shape = Shape(parameters=1000, hidden_size=4, layers=2, vocabulary=10, kv_width=4)
+    parts = memory_parts(recipe, shape, {})
+    assert parts["weights"] == parts["gradients"] == parts["engine copy"] == parts["teachers"] == 4000
+    assert parts["AdamW"] == 8000
+    assert parts["KV cache"] == 2 * 10 * 2 * 4 * 2 * 4
+    assert memory_needed(recipe, parts) == sum(parts.values())
+    assert disk_needed(recipe, shape) == 9 * 4000 + 4 * 2 * 12000
+    assert [readable(size) for size in (3, 1536, 5 * 2**30)] == ["3 B", "1.5 KiB", "5.0 GiB"]
+
+
+def test_mean_kl_is_the_divergence_of_the_models_own_logits(student, tmp_path):
+    models = [
+        CausalLM.from_pretrained(student),
+        CausalLM.from_pretrained(save_model(tmp_path / "other", seed=7)),
+    ]
+    sequences = [
+        (np.array([2, 5, 6], np.int32), np.array([7, 8], np.int32)),
+        (np.array([2], np.int32), np.array([3, 4, 1], np.int32)),
+        (np.array([2, 3], np.int32), np.array([], np.int32)),
+    ]
+    expected = []
+    for prompt, response in sequences:
+        ids = torch.tensor([[*prompt, *response]])
+        rows = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
+        with torch.no_grad():
+            hidden = [m.hidden(ids[0], torch.arange(ids.shape[1]), [0, ids.shape[1]]) for m in models]
+        logits = [
+            h[rows].double() @ m.head().weight.double().T / 0.8 for h, m in zip(hidden, models, strict=True)
+        ]
+        p, t = (torch.log_softmax(values, -1) for values in logits)
+        expected += (p.exp() * (p - t)).sum(-1).tolist()
+    value = mean_kl(models[0], models[1], sequences, models[0].vocab_size, 0.8)
+    assert value == pytest.approx(float(np.mean(expected)), rel=1e-4)
+    assert value > 1e-6
+
+
+def test_the_table_and_the_exit_status(student, tmp_path):
+    status, text = diagnose_text(make_recipe(student))
+    assert (status, "0 errors" in text) == (0, True)
+    status, text = diagnose_text(make_recipe(tmp_path / "none"))
+    assert (status, str(tmp_path / "none") in text) == (2, True)
+
+
+def test_opd_run_stops_at_the_doctors_errors(student, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"name: demo\nmodel: {{path: {student}}}\ndomains: {{chess: {{source: 'procedural:chess'}}}}\n"
+    )
+    assert main(["run", str(recipe), "--out", str(tmp_path / "run")]) == 2
+    assert "opd: error: domain chess: " in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_warm_up_needs_demonstrations(student, tmp_path):
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}=", "label": str(n)}) + "\n" for n in range(40)))
+    domains = {"sums": {"source": str(data), "reward": "math:sqrt"}}
+    errors = find(examine(make_recipe(student, domains=domains, base={})), "error")
+    assert "no demonstrations" in errors["domain sums"]

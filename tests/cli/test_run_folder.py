@@ -1,0 +1,129 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opd.config import Recipe
+from opd.errors import RunFolderError
+from opd.pipelines.run_folder import RunFolder, default_path
+
+
+def make_recipe(**changes) -> Recipe:
+    data = {
+        "name": "demo",
+        "model": {"config": {"model_type": "llama"}},
+        "domains": {"sort": {"source": "procedural:sort"}},
+    }
+    return Recipe.model_validate({**data, **changes})
+
+
+def test_create_writes_the_recipe_and_refuses_a_second_run(tmp_path: Path):
+    with RunFolder.create(tmp_path / "run", make_recipe()) as folder:
+        assert Recipe.model_validate(json.loads(folder.config.read_text())) == make_recipe()
+    with pytest.raises(RunFolderError, match="exists already; add --resume"):
+        RunFolder.create(tmp_path / "run", make_recipe())
+
+
+def test_an_empty_folder_and_one_killed_at_birth_are_free(tmp_path: Path):
+    RunFolder.create(tmp_path, make_recipe()).close()
+    (tmp_path / "config.json").rename(tmp_path / ".config.json.0123abcd.tmp")
+    with RunFolder.resume(tmp_path, make_recipe()) as folder:
+        assert folder.config.exists()
+
+
+def test_a_folder_of_something_else_is_never_taken(tmp_path: Path):
+    (tmp_path / "thesis.tex").write_text("x")
+    for opening in (RunFolder.create, RunFolder.resume):
+        with pytest.raises(RunFolderError, match="exists already"):
+            opening(tmp_path, make_recipe())
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_resume_names_the_first_key_that_differs(tmp_path: Path):
+    path = tmp_path / "run"
+    RunFolder.create(path, make_recipe()).close()
+    with pytest.raises(RunFolderError, match=r"with seed = 0 and the recipe now says 3"):
+        RunFolder.resume(path, make_recipe(seed=3))
+    with pytest.raises(RunFolderError, match=r"domains\.sort\.params\.digits = nothing"):
+        RunFolder.resume(
+            path, make_recipe(domains={"sort": {"source": "procedural:sort", "params": {"digits": 6}}})
+        )
+    with RunFolder.resume(path, make_recipe(runtime={"workers": 2})) as folder:
+        assert json.loads(folder.config.read_text())["runtime"]["workers"] == 2
+
+
+def test_resume_without_a_run_and_with_a_broken_config(tmp_path: Path):
+    with pytest.raises(RunFolderError, match="start it without --resume"):
+        RunFolder.resume(tmp_path / "none", make_recipe())
+    RunFolder.create(tmp_path / "run", make_recipe()).close()
+    (tmp_path / "run" / "config.json").write_text("{")
+    with pytest.raises(RunFolderError, match=r"config\.json cannot be read"):
+        RunFolder.resume(tmp_path / "run", make_recipe())
+
+
+HOLD = """
+import sys
+from opd.pipelines.run_folder import RunFolder
+from opd.config import Recipe
+recipe = Recipe.model_validate_json(sys.argv[2])
+with RunFolder.create(sys.argv[1], recipe):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_live_processes_never_share_a_folder(tmp_path: Path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), make_recipe().model_dump_json()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunFolderError, match=f"process {holder.pid}"):
+            RunFolder.resume(tmp_path / "run", make_recipe())
+        holder.kill()
+    RunFolder.resume(tmp_path / "run", make_recipe()).close()
+
+
+def test_a_failed_opening_gives_the_lock_back(tmp_path: Path):
+    RunFolder.create(tmp_path / "run", make_recipe()).close()
+    with pytest.raises(RunFolderError):
+        RunFolder.resume(tmp_path / "run", make_recipe(seed=1))
+    RunFolder.resume(tmp_path / "run", make_recipe()).close()
+
+
+def test_done_is_recorded_and_read_back(tmp_path: Path):
+    with RunFolder.create(tmp_path / "run", make_recipe()) as folder:
+        assert folder.stage_done("merge") is None
+        folder.mark_done("merge", {"digest": "abc", "accuracy": 0.5})
+        assert folder.stage_done("merge") == {"digest": "abc", "accuracy": 0.5}
+        assert folder.stage_done("evaluate") is None
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            folder.mark_done("evaluate", {"accuracy": float("nan")})
+        assert folder.stage_done("evaluate") is None
+        (folder.stage("merge") / "done.json").write_text("[]")
+        with pytest.raises(RunFolderError, match="delete it to run the stage again"):
+            folder.stage_done("merge")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "", ".."])
+def test_a_name_never_leads_out_of_the_folder(tmp_path: Path, name):
+    with RunFolder.create(tmp_path / "run", make_recipe()) as folder:
+        for make in (folder.specialist, folder.baseline, folder.stage):
+            with pytest.raises(RunFolderError, match="cannot name a folder"):
+                make(name)
+
+
+def test_the_default_place():
+    assert default_path(make_recipe()) == Path("runs/demo")
+    assert default_path(make_recipe(run_dir="x/y")) == Path("x/y")
+
+
+def test_a_worker_attaches_without_the_lock(tmp_path: Path):
+    with RunFolder.create(tmp_path / "run", make_recipe()) as folder:
+        worker = RunFolder.attach(folder.path)
+        worker.mark_done("merge", {"steps": 1})
+        worker.close()
+        assert folder.stage_done("merge") == {"steps": 1}
+        with pytest.raises(RunFolderError, match="in use"):
+            RunFolder.resume(folder.path, make_recipe())

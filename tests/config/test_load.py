@@ -1,0 +1,192 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opd.config import DistillConfig, FullVocabularyKL, Recipe, TopKKL
+from opd.config.load import complete, dump_recipe, load_recipe, merge
+from opd.errors import ConfigError
+
+MINIMAL = """\
+name: demo
+model:
+  config: {model_type: llama, hidden_size: 96, rms_norm_eps: 1e-6}
+domains:
+  sort: {source: "procedural:sort"}
+  reverse: {source: "procedural:reverse"}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def _write(text: str, name: str = "recipe.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return _write
+
+
+def refusal(*arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(*arguments)
+    return str(caught.value)
+
+
+def test_reads_numbers_and_words_as_yaml_1_2(write):
+    recipe = load_recipe([write(MINIMAL.replace("demo", "no"))])
+    assert recipe.name == "no"
+    assert recipe.model.config == {"model_type": "llama", "hidden_size": 96, "rms_norm_eps": 1e-6}
+
+
+def test_later_files_win_key_by_key_and_lists_replace(write):
+    first = write(MINIMAL + "seed: 1\ndistill: {steps: 7, optim: {lr: 0.1}}\nbaselines: {scales: [1, 2]}\n")
+    second = write("seed: 2\ndistill: {optim: {lr: 0.2}}\nbaselines: {scales: [3]}\n", "second.yaml")
+    recipe = load_recipe([first, second])
+    assert (recipe.seed, recipe.distill.steps, recipe.distill.optim.lr) == (2, 7, 0.2)
+    assert recipe.baselines.scales == [3.0]
+    assert load_recipe([second, first]).seed == 1
+
+
+def test_another_type_replaces_the_whole_mapping(write):
+    first = write(MINIMAL + "distill: {loss: {type: topk, k: 8}}\n")
+    second = write("distill: {loss: {type: full, kind: forward}}\n", "second.yaml")
+    assert load_recipe([first, second]).distill.loss == FullVocabularyKL(kind="forward")
+    assert load_recipe([first], ["--distill.loss.form", "hybrid"]).distill.loss == TopKKL(k=8, form="hybrid")
+
+
+def test_one_key_keeps_the_other_defaults_of_its_place(write):
+    recipe = load_recipe([write(MINIMAL + "distill: {optim: {lr: 3e-5}}\n")])
+    assert recipe.distill.optim == DistillConfig().optim.model_copy(update={"lr": 3e-5})
+    assert recipe.specialist == Recipe.model_fields["specialist"].default
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--distill.lr", "3e-5"],
+        ["--distill.optim.lr=3e-5"],
+        ["--distill.lr", "1", "--distill.lr", "3e-5"],
+        ["--distill.optim", "{lr: 3e-5}"],
+    ],
+)
+def test_overrides_reach_the_same_field(write, words):
+    assert load_recipe([write(MINIMAL)], words).distill.optim.lr == 3e-5
+
+
+def test_overrides_reach_into_free_mappings_and_keep_text_text(write):
+    words = ["--model.config.num_layers", "3", "--domains.sort.params.digits=6", "--name", "2026"]
+    recipe = load_recipe([write(MINIMAL)], words)
+    assert recipe.model.config is not None
+    assert recipe.model.config["num_layers"] == 3
+    assert recipe.domains["sort"].params == {"digits": 6}
+    assert recipe.name == "2026"
+
+
+def test_the_order_of_two_options_of_one_union_does_not_matter(write):
+    words = ["--distill.loss.k", "4", "--distill.loss.type", "topk"]
+    assert load_recipe([write(MINIMAL)], words).distill.loss == TopKKL(k=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("distill: {stps: 3}", ["recipe.yaml:7", "unknown key `distill.stps`", "`distill.steps`"]),
+        ("distill: {lr: 3}", ["unknown key `distill.lr`", "`distill.optim.lr`"]),
+        ("distill: {loss: {type: full, k: 3}}", ["`distill.loss.k` belongs to type 'topk'"]),
+        ("distill: {loss: {type: ful}}", ["`distill.loss.type` is 'ful'", "did you mean 'full'?"]),
+        ("distill: {mixture: one_hat}", ["`distill.mixture` is 'one_hat'", "did you mean 'one_hot'?"]),
+        ("distill: {steps: -1}", ["`distill.steps` is -1", "greater than 0"]),
+        ("baselines: {methods: [tis]}", ["`baselines.methods[0]` is 'tis'", "did you mean 'ties'?"]),
+        ("teachers: {a: {}}", ["recipe.yaml:7", "`teachers.a.path` is missing"]),
+        ("distill: [1]", ["`distill` is [1], but takes a mapping"]),
+        ("seed: 1\nseed: 2", ["recipe.yaml:8", "'seed' appears twice"]),
+        ("1: 2", ["recipe.yaml:7", "'1' is not text"]),
+        ("seed: [", ["not valid YAML"]),
+        ("distill: {optim: {lr: 1e999}}", ["`distill.optim.lr` is inf"]),
+        (
+            "specialist: {reference_kl: {estimator: k1}}",
+            ["k1 with placement loss has a zero or wrong gradient"],
+        ),
+    ],
+)
+def test_a_wrong_file_gives_one_sentence(write, text, parts):
+    message = refusal([write(MINIMAL + text + "\n")])
+    assert all(part in message for part in parts), message
+    assert "\n" not in message
+    assert "pydantic" not in message
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--lr", "1"], ["--lr is ambiguous", "--distill.optim.lr", "--specialist.optim.lr"]),
+        (["--distil.lr", "1"], ["--distil.lr", "did you mean --distill.optim.lr?"]),
+        (["--distill.stps", "1"], ["did you mean --distill.steps?"]),
+        (["--seed"], ["--seed needs a value"]),
+        (["--seed", "--name", "a"], ["--seed needs a value"]),
+        (["--seed", "one"], ["--seed: `seed` is 'one'", "integer"]),
+        (["--seed", "["], ["--seed: '[' is not a valid value"]),
+        (["seed"], ["'seed' is not an option"]),
+        (["--distill.optim", "3", "--distill.lr", "1"], ["'optim' as a whole"]),
+    ],
+)
+def test_a_wrong_option_gives_one_sentence(write, words, parts):
+    message = refusal([write(MINIMAL)], words)
+    assert all(part in message for part in parts), message
+
+
+def test_missing_and_unreadable_files(tmp_path: Path):
+    assert "no such recipe file" in refusal([tmp_path / "none.yaml"])
+    assert "cannot be read" in refusal([tmp_path])
+    assert "no recipe was given" in refusal([])
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    assert "a mapping of keys to values" in refusal([tmp_path / "list.yaml"])
+    (tmp_path / "empty.yaml").write_text("")
+    assert "`name` is missing" in refusal([tmp_path / "empty.yaml"])
+
+
+def test_a_teacher_nobody_has_is_named(write):
+    message = refusal([write(MINIMAL)], ["--domains.sort.teacher", "nobody"])
+    assert "domains.sort.teacher names 'nobody'" in message
+
+
+words = st.text(
+    alphabet=st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=12
+)
+tricky = st.sampled_from(["3e-5", "no", "null", "~", "1:30", "0x1F", "<<", "true", "1_000", "-", "a: b", "#"])
+
+
+@given(name=words | tricky, lr=st.floats(1e-12, 1e6), value=words | tricky | st.integers() | st.booleans())
+def test_dump_reads_back_equal(tmp_path_factory, name, lr, value):
+    data = yaml.safe_load(MINIMAL.replace("1e-6", "0.5"))
+    data |= {"name": name, "distill": {"optim": {"lr": lr}}}
+    data["domains"]["sort"]["params"] = {"value": value}
+    recipe = Recipe.model_validate(data)
+    path = tmp_path_factory.getbasetemp() / "dumped.yaml"
+    path.write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe([path]) == recipe
+
+
+trees = st.recursive(
+    st.integers(0, 3), lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3), max_leaves=8
+)
+
+
+@given(left=trees, right=trees)
+def test_merge_keeps_every_leaf_of_the_right(left, right):
+    merged = merge(left, right, None)
+    assert merge(merged, right, None) == merged
+
+    def holds(whole, part):
+        if not (isinstance(part, dict) and isinstance(whole, dict)):
+            return whole == part
+        return all(key in whole and holds(whole[key], value) for key, value in part.items())
+
+    assert holds(merged, right)
+
+
+def test_complete_leaves_unknown_keys_for_the_error_message():
+    assert complete(Recipe, {"nam": 1}) == {"nam": 1}

@@ -1,0 +1,150 @@
+"""What the operations refuse, and the sentences they refuse it with; the choice of implementation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from opd.kernels import chunked, ops, reference
+from opd.kernels.head import Head
+
+STUDENT, TEACHER = Head(torch.ones(5, 3)), Head(torch.ones(5, 2))
+
+
+def call(**changes):
+    """A valid `linear_kl` call with some arguments replaced."""
+    arguments = {
+        "student_hidden": torch.ones(4, 3),
+        "student_head": STUDENT,
+        "teacher_hidden": torch.ones(4, 2),
+        "teacher_head": TEACHER,
+        **changes,
+    }
+    return ops.linear_kl(**arguments)
+
+
+def with_nan(token: int, width: int, value: float = torch.nan) -> torch.Tensor:
+    hidden = torch.ones(4, width)
+    hidden[token, -1] = value
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (
+            {"teacher_head": Head(torch.ones(6, 2))},
+            ValueError,
+            "vocabulary has 5 tokens and the teacher's 6; set",
+        ),
+        ({"student_hidden": torch.ones(4, 2)}, ValueError, r"student hidden states have shape \[4, 2\]"),
+        ({"teacher_hidden": torch.ones(4)}, ValueError, r"teacher hidden states have shape \[4\]"),
+        ({"teacher_hidden": torch.ones(3, 2)}, ValueError, "student has 4 tokens and the teacher 3"),
+        ({"student_hidden": torch.ones(4, 3).long()}, TypeError, "student hidden states are torch.int64"),
+        ({"student_hidden": torch.ones(4, 3, device="meta")}, ValueError, "on meta and the head on cpu"),
+        ({"kind": "backward"}, ValueError, "kind is 'backward'"),
+        ({"kind": "jsd", "beta": 1.0}, ValueError, "beta is 1.0"),
+        ({"temperature": 0.0}, ValueError, "temperature is 0.0"),
+        ({"temperature": float("nan")}, ValueError, "temperature is nan"),
+        ({"chunk": 0}, ValueError, "chunk is 0"),
+        ({"weight": torch.ones(3)}, ValueError, r"weight has shape \[3\]"),
+        ({"weight": torch.ones(4).bool()}, TypeError, "weight is torch.bool"),
+        ({"weight": torch.tensor([1, 1, torch.inf, 1])}, FloatingPointError, r"weight\[2\] is inf"),
+        ({"student_hidden": with_nan(2, 3)}, FloatingPointError, "student hidden state of token 2 "),
+        (
+            {"teacher_hidden": with_nan(3, 2, torch.inf)},
+            FloatingPointError,
+            "teacher hidden state of token 3 ",
+        ),
+        (
+            {"student_head": Head(with_nan(3, 3).repeat(2, 1)[:5])},
+            FloatingPointError,
+            "of token 0 is not finite",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["chunked", "reference"])
+def test_linear_kl_refuses(name, changes, error, words, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPD_KERNELS", name)
+    assert call().shape == (4,)
+    with pytest.raises(error, match=words):
+        call(**changes)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "words"),
+    [
+        (torch.zeros(4), TypeError, "ids are torch.float32"),
+        (torch.zeros(3).long(), ValueError, r"ids have shape \[3\]"),
+        (torch.zeros(4, 2, 2).long(), ValueError, "ids have shape"),
+        (torch.tensor([0, 5, 0, 0]), ValueError, r"ids\[1\] is 5; the vocabulary has ids 0 to 4"),
+        (torch.tensor([[0], [0], [-100], [0]]), ValueError, r"ids\[2, 0\] is -100"),
+    ],
+)
+def test_ids_are_checked(ids: torch.Tensor, error: type[Exception], words: str) -> None:
+    for function in (ops.linear_logprobs, ops.linear_logprobs_entropy):
+        with pytest.raises(error, match=words):
+            function(torch.ones(4, 3), STUDENT, ids)
+    with pytest.raises(error, match=words):
+        ops.selective_log_softmax(torch.ones(4, 5), ids)
+
+
+def test_other_operations_name_the_token_with_a_nan() -> None:
+    spoiled, ids = with_nan(1, 3), torch.zeros(4).long()
+    message = "hidden state of token 1 "
+    with pytest.raises(FloatingPointError, match=message):
+        ops.linear_logprobs(spoiled, STUDENT, ids)
+    with pytest.raises(FloatingPointError, match=message):
+        ops.linear_topk(spoiled, STUDENT, 2)
+    with pytest.raises(FloatingPointError, match=f"teacher 1 {message}"):
+        ops.geometric_floor([torch.ones(4, 3), spoiled], [STUDENT, STUDENT], [0.5, 0.5])
+    with pytest.raises(FloatingPointError, match=f"teacher 0 {message}"):
+        ops.linear_mixture_kl(torch.ones(4, 3), STUDENT, [spoiled], [STUDENT], [1.0])
+    masked = torch.ones(4, 5)
+    masked[:, 2] = -torch.inf
+    with pytest.raises(FloatingPointError, match="never with -inf"):
+        ops.logits_kl(masked, masked)
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.4], [1.5, -0.5], [1.0], []])
+def test_mixture_weights_are_checked(weights: list[float]) -> None:
+    hiddens, heads = [torch.ones(4, 3)] * 2, [STUDENT] * 2
+    with pytest.raises(ValueError, match="weights"):
+        ops.geometric_floor(hiddens, heads, weights)
+    with pytest.raises(ValueError, match="weights"):
+        ops.linear_mixture_kl(torch.ones(4, 3), STUDENT, hiddens, heads, weights)
+
+
+@pytest.mark.parametrize("k", [0, 6])
+def test_topk_refuses_a_k_outside_the_vocabulary(k: int) -> None:
+    with pytest.raises(ValueError, match=f"k is {k}"):
+        ops.linear_topk(torch.ones(4, 3), STUDENT, k)
+
+
+def test_implementation_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPD_KERNELS", raising=False)
+    assert ops.implementation() is chunked
+    for name, module in (("auto", chunked), ("chunked", chunked), ("reference", reference)):
+        monkeypatch.setenv("OPD_KERNELS", name)
+        assert ops.implementation() is module
+    monkeypatch.setenv("OPD_KERNELS", "fastest")
+    with pytest.raises(
+        ValueError, match="OPD_KERNELS is 'fastest'; set it to one of auto, chunked, reference"
+    ):
+        call()
+
+
+def test_every_implementation_has_every_operation() -> None:
+    names = [name for name in ops.__all__ if name not in ("Head", "Kind", "implementation")]
+    for module in (chunked, reference):
+        assert all(callable(getattr(module, name)) for name in names)
+
+
+def test_importing_the_kernels_loads_no_other_part_of_the_package() -> None:
+    code = "import sys, opd.kernels.ops; print([m for m in sys.modules if m.startswith('opd.')])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "opd.kernels.ops" in result.stdout
+    assert all(name.strip(" '[]\n").startswith("opd.kernels") for name in result.stdout.split(","))

@@ -1,0 +1,132 @@
+"""Packed attention against a float64 softmax over an explicit block-diagonal causal mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from opd.errors import ModelError
+from opd.models.attention import AttentionCall, PackedAttention, opd_attention
+from opd.models.packing import SHORT, buckets_of
+
+
+def reference(call: AttentionCall, lengths: list[int]) -> Tensor:
+    """[1, T, H, d] float64: one softmax over everything, with a mask that says who sees whom."""
+    query, key, value = (x[0].double() for x in (call.query, call.key, call.value))
+    groups = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    scores = query @ key.transpose(1, 2) * call.scaling
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = torch.arange(len(owner))
+    visible = (owner[:, None] == owner[None]) & (position[:, None] >= position[None])
+    if call.sliding_window is not None:
+        visible &= position[:, None] - position[None] < call.sliding_window
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return (torch.softmax(scores, -1) @ value).transpose(0, 1)[None]
+
+
+def make_call(tokens: int, kv_heads: int, head_major: bool, seed: int, **options) -> AttentionCall:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int, size: int) -> Tensor:
+        if head_major:
+            tensor = torch.randn(1, heads, tokens, size, generator=generator)
+        else:
+            tensor = torch.randn(1, tokens, heads, size, generator=generator).transpose(1, 2)
+        return tensor.requires_grad_()
+
+    query, key, value = draw(4, 6), draw(kv_heads, 6), draw(kv_heads, 5)
+    return AttentionCall(0, query, key, value, scaling=0.7, **options)
+
+
+def bounds(lengths: list[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+lengths_of = st.one_of(
+    st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    st.lists(st.sampled_from([1, 3, 20, 40, 90]), min_size=1, max_size=6),
+    st.integers(1, 12).flatmap(lambda n: st.lists(st.just(n), min_size=1, max_size=5)),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=lengths_of,
+    kv_heads=st.sampled_from([1, 2, 4]),
+    head_major=st.booleans(),
+    softcap=st.sampled_from([None, 1.5]),
+    window=st.sampled_from([None, 1, 3, 1000]),
+    seed=st.integers(0, 1000),
+)
+def test_values_and_gradients_equal_the_masked_softmax(lengths, kv_heads, head_major, softcap, window, seed):
+    call = make_call(sum(lengths), kv_heads, head_major, seed, softcap=softcap, sliding_window=window)
+    attend = PackedAttention(torch.tensor(bounds(lengths), dtype=torch.int32))
+    inputs = (call.query, call.key, call.value)
+    output = attend(call)
+    expected = reference(call, lengths)
+    assert output.shape == (1, sum(lengths), 4, 5 if sum(lengths) else 6)
+    if not sum(lengths):
+        return
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed + 1))
+    ours = torch.autograd.grad(output, inputs, upstream)
+    theirs = torch.autograd.grad(expected, inputs, upstream.double())
+    for mine, exact in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, exact, atol=2e-5, rtol=1e-4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=40))
+def test_buckets_hold_every_row_once_and_at_most_double_the_memory(lengths):
+    buckets, places = buckets_of(lengths, torch.device("cpu"))
+    laid_out = torch.cat([bucket.source for bucket in buckets])
+    assert torch.equal(laid_out[places], torch.arange(sum(lengths)))
+    assert len(set(places.tolist())) == sum(lengths)
+    assert len(laid_out) <= 2 * sum(lengths) + SHORT * len(lengths)
+    assert sum(bucket.shape[0] for bucket in buckets) == len(lengths)
+
+
+def test_one_object_serves_many_layers_with_one_index():
+    lengths = [3, 5, 2]
+    attend = PackedAttention(bounds(lengths))
+    for seed in range(3):
+        call = make_call(10, 2, False, seed)
+        torch.testing.assert_close(attend(call).double(), reference(call, lengths), atol=1e-5, rtol=1e-5)
+
+
+def test_half_precision_stays_half_precision():
+    call = make_call(9, 4, False, 0, softcap=3.0)
+    lengths = [4, 5]
+    expected = reference(call, lengths)
+    call.query, call.key, call.value = (x.bfloat16() for x in (call.query, call.key, call.value))
+    output = PackedAttention(bounds(lengths))(call)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.double(), expected, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("wrong", [[0], [1, 3], [0, 3, 2]])
+def test_bad_boundaries_are_refused(wrong):
+    with pytest.raises(ModelError, match="cu_seqlens must start at 0"):
+        PackedAttention(wrong)
+
+
+def test_another_number_of_tokens_is_refused():
+    with pytest.raises(ModelError, match="describes 5 tokens but the model was given 6"):
+        PackedAttention([0, 5])(make_call(6, 2, False, 0))
+
+
+def test_the_interface_refuses_what_it_cannot_do():
+    call = make_call(3, 2, False, 0)
+    tensors = (torch.nn.Identity(), call.query, call.key, call.value)
+    with pytest.raises(ModelError, match="got no `attend`"):
+        opd_attention(*tensors)
+    with pytest.raises(ModelError, match="does not support"):
+        opd_attention(*tensors, attend=PackedAttention([0, 3]), s_aux=torch.zeros(4))
+    with pytest.raises(ModelError, match="does not support"):
+        opd_attention(*tensors, torch.zeros(3, 3), attend=PackedAttention([0, 3]))

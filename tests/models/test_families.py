@@ -1,0 +1,147 @@
+"""Every family: packed against one by one through the family's own eager attention, head, gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiny
+import torch
+
+from opd.errors import ModelError
+from opd.models.causal_lm import CausalLM
+from opd.models.heads import check_head
+from opd.models.probes import check_attention
+
+LENGTHS = [3, 11, 1, 7, 40]
+
+
+def packed(lengths: list[int], vocab: int, seed: int = 0):
+    """(input_ids [T], position_ids [T], cu_seqlens [B + 1])."""
+    ids = torch.randint(2, vocab, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return ids, positions, torch.tensor([0, *lengths]).cumsum(0)
+
+
+def eager_twin(model: CausalLM):
+    """The same module on the family's own eager attention."""
+    module = copy.deepcopy(model.module)
+    module.set_attn_implementation("eager")
+    return module
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [9, 9, 9]], ids=["ragged", "equal"])
+def test_packed_equals_one_by_one(family: CausalLM, lengths: list[int]):
+    ids, positions, bounds = packed(lengths, family.vocab_size)
+    twin = eager_twin(family)
+    with torch.no_grad():
+        hidden = family.hidden(ids, positions, bounds)
+        logits = family.head().logits(hidden)
+        alone = torch.cat(
+            [twin(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)]
+        )
+    assert hidden.shape == (sum(lengths), family.config.hidden_size)
+    torch.testing.assert_close(logits, alone, atol=1e-5 * float(alone.abs().max().clamp(min=1)), rtol=1e-5)
+
+
+def test_gradients_equal_one_by_one(family: CausalLM):
+    ids, positions, bounds = packed(LENGTHS, family.vocab_size)
+    twin = eager_twin(family)
+    family.module.zero_grad()
+    logits = family.head().logits(family.hidden(ids, positions, bounds))
+    torch.nn.functional.cross_entropy(logits, ids.roll(-1), reduction="sum").backward()
+    for part, target in zip(ids.split(LENGTHS), ids.roll(-1).split(LENGTHS), strict=True):
+        own = twin(input_ids=part[None], use_cache=False).logits[0]
+        torch.nn.functional.cross_entropy(own, target, reduction="sum").backward()
+    reached = 0
+    for (name, mine), (_, theirs) in zip(
+        family.module.named_parameters(), twin.named_parameters(), strict=True
+    ):
+        if theirs.grad is None:
+            assert mine.grad is None, name
+            continue
+        scale = float(theirs.grad.abs().max().clamp(min=1))
+        torch.testing.assert_close(mine.grad, theirs.grad, atol=2e-5 * scale, rtol=1e-3, msg=name)
+        reached += 1
+    family.module.zero_grad()
+    assert reached >= 10
+
+
+def test_no_attention_across_boundaries_is_exact(family: CausalLM):
+    ids, positions, bounds = packed(LENGTHS, family.vocab_size)
+    other = ids.clone()
+    changed = slice(int(bounds[1]), int(bounds[2]))
+    other[changed] = 2 + (ids[changed] - 1) % (family.vocab_size - 2)
+    with torch.no_grad():
+        before = family.hidden(ids, positions, bounds)
+        after = family.hidden(other, positions, bounds)
+    untouched = torch.ones(len(ids), dtype=torch.bool)
+    untouched[changed] = False
+    assert not torch.equal(before[changed], after[changed])
+    if "Moe" in type(family.decoder).__name__ or family.config.model_type == "deepseek_v3":
+        # Experts multiply all their tokens at once, so another token may change the rounding.
+        torch.testing.assert_close(before[untouched], after[untouched], atol=1e-5, rtol=1e-5)
+    else:
+        assert torch.equal(before[untouched], after[untouched])
+
+
+def test_head_is_the_models_own(family: CausalLM):
+    ids, positions, bounds = packed([8], family.vocab_size)
+    twin = eager_twin(family)
+    with torch.no_grad():
+        own = twin(input_ids=ids[None], use_cache=False).logits[0]
+        hidden = family.hidden(ids, positions, bounds)
+        sliced = family.head(5).logits(hidden)
+    head = family.head()
+    torch.testing.assert_close(head.logits(hidden).detach(), own, atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(sliced, own[:, :5], atol=3e-5, rtol=1e-5)
+    assert head.weight is family.module.get_output_embeddings().weight
+
+
+def test_an_unknown_scale_is_refused():
+    model = tiny.model()
+    model.config.logit_scale = 1.5
+    with pytest.raises(ModelError, match=r"not of a known form.*scale 1.5"):
+        check_head(model)
+
+
+def test_an_unknown_softcap_is_refused_even_at_random_weights():
+    model = tiny.model()
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ModelError, match=r"not of a known form.*softcap 30"):
+        check_head(model)
+
+
+def test_a_head_that_is_not_linear_is_refused():
+    model = tiny.model()
+    model.module.lm_head = torch.nn.Sequential(model.module.lm_head)
+    with pytest.raises(ModelError, match="no linear output head"):
+        model.head()
+
+
+def test_a_head_smaller_than_the_tokenizer_is_refused():
+    with pytest.raises(ModelError, match="fewer than the 99 tokens"):
+        tiny.model().head(99)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2},
+            "packed sequences than one by one",
+        ),
+        ({"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4}, "cannot be used"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_architectures_that_mix_tokens_elsewhere_are_refused(config, reason):
+    with pytest.raises(ModelError, match=reason):
+        CausalLM.from_config(config, tokenizer=tiny.tokenizer())
+
+
+def test_a_declared_window_that_is_not_passed_on_is_refused():
+    model = tiny.model()
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+    with pytest.raises(ModelError, match=r"layer 0 .* of kind 'sliding_attention'"):
+        check_attention(model)

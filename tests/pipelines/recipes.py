@@ -1,0 +1,58 @@
+"""A recipe small enough to run whole in a few seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from opd.config import Recipe
+
+
+def tiny_recipe(**changes) -> Recipe:
+    """Two digit domains, a two-layer model, a handful of steps of everything."""
+    settings = {
+        "name": "tiny",
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 32,
+                "tie_word_embeddings": True,
+            }
+        },
+        "domains": {
+            "sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 200},
+            "add3": {"source": "procedural:add3", "params": {"digits": 3}, "prompts": 200},
+        },
+        "base": {
+            "steps": 200,
+            "batch_size": 64,
+            "right": 0.7,
+            "wrong_rule": 0.2,
+            "optim": {"lr": 0.01},
+            "checkpoint_every": 15,
+        },
+        "rollout": {"max_new_tokens": 5, "max_sequence": 16},
+        "specialist": {
+            "steps": 8,
+            "prompts_per_step": 8,
+            "group_size": 4,
+            "minibatches": 2,
+            "checkpoint_every": 3,
+        },
+        "distill": {"steps": 8, "prompts_per_domain": 8, "checkpoint_every": 3},
+        "baselines": {"scales": [0.5, 1.0], "tuning_prompts": 10},
+        "evaluation": {"prompts_per_domain": 20, "every": 4, "curve_prompts": 10},
+    }
+    return Recipe.model_validate(settings | changes)
+
+
+def write_recipe(path: Path, **changes) -> Path:
+    """`tiny_recipe` as a YAML file."""
+    path.write_text(yaml.safe_dump(tiny_recipe(**changes).model_dump(mode="json", exclude_none=True)))
+    return path

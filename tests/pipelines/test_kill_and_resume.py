@@ -1,0 +1,83 @@
+"""A run killed in the middle of every stage ends with the weights of an undisturbed one, bit for bit."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recipes import write_recipe
+
+from opd.models.causal_lm import CausalLM
+
+STAGES = ["base", "specialist-sort", "merge", "baseline-ties", "baseline-mixed_grpo", "evaluate"]
+
+
+def start(recipe: Path, out: Path, *options: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(recipe), "--out", str(out), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(recipe: Path, out: Path, *options: str) -> None:
+    process = start(recipe, out, *options)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+
+
+def digests(out: Path) -> dict[str, str]:
+    folders = [path.parent for path in out.rglob("config.json") if (path.parent / "tokenizer.json").exists()]
+    models = [folder for folder in folders if "stages" not in folder.relative_to(out).parts]
+    return {str(folder.relative_to(out)): CausalLM.from_pretrained(folder).digest() for folder in models}
+
+
+def middle_of(out: Path, stage: str) -> bool:
+    """Whether `stage` has begun: steps written, or files made by stages without steps."""
+    folder = out / "stages" / stage
+    metrics = folder / "metrics.jsonl"
+    if stage.startswith("specialist") or stage in ("base", "merge", "baseline-mixed_grpo"):
+        return metrics.exists() and metrics.read_bytes().count(b"\n") >= 4
+    return folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_in_every_stage(tmp_path, workers):
+    recipe = write_recipe(tmp_path / "recipe.yaml", runtime={"workers": workers})
+    finish(recipe, tmp_path / "undisturbed")
+    disturbed = tmp_path / "disturbed"
+    killed = 0
+    for stage in STAGES:
+        process = start(recipe, disturbed, *(["--resume"] if disturbed.exists() else []))
+        try:
+            deadline = time.monotonic() + 120
+            while process.poll() is None and not middle_of(disturbed, stage):
+                assert time.monotonic() < deadline, f"stage {stage} did not begin"
+                time.sleep(0.01)
+            killed += process.poll() is None
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+    assert killed >= len(STAGES) - 1, "a stage that ends before the kill is allowed once, not as a rule"
+    finish(recipe, disturbed, "--resume")
+    assert digests(disturbed) == digests(tmp_path / "undisturbed")
+    assert len(digests(disturbed)) == 10
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_run(tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.yaml", runtime={"workers": 2})
+    out = tmp_path / "run"
+    process = start(recipe, out)
+    while process.poll() is None and not middle_of(out, "specialist-sort"):
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    metrics = out / "stages" / "specialist-sort" / "metrics.jsonl"
+    time.sleep(2.0)
+    size = metrics.stat().st_size
+    time.sleep(2.0)
+    assert metrics.stat().st_size == size, "a worker went on writing after its run was killed"

@@ -1,0 +1,109 @@
+"""The whole pipeline, for real, at a size that takes seconds."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from opd.monitor.metrics import read_metrics
+from recipes import tiny_recipe
+
+from opd.models.causal_lm import CausalLM
+from opd.pipelines.run import run_pipeline, run_stage
+from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.stages import plan, with_needs
+
+MODELS = ["base", "specialists/sort", "specialists/add3", "merged"] + [
+    f"baselines/{name}" for name in ("average", "task_arithmetic", "ties", "dare", "mixed_grpo", "off_policy")
+]
+
+
+def digests(path: Path) -> dict[str, str]:
+    return {name: CausalLM.from_pretrained(path / name).digest() for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    recipe = tiny_recipe()
+    with RunFolder.create(path, recipe) as folder:
+        run_pipeline(recipe, folder)
+    return path
+
+
+def test_every_model_is_a_hugging_face_folder(finished):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for name in MODELS:
+        AutoModelForCausalLM.from_pretrained(finished / name)
+        assert AutoTokenizer.from_pretrained(finished / name).eos_token_id is not None
+        assert (finished / name / "README.md").read_text().strip()
+
+
+def test_results_hold_every_model_and_stage(finished):
+    results = json.loads((finished / "results.json").read_text())
+    names = [model["name"] for model in results["models"]]
+    assert names[:4] == ["base", "specialist:sort", "specialist:add3", "merged"]
+    assert sorted(names[4:]) == sorted(name.split("/")[1] for name in MODELS[4:])
+    assert [stage["name"] for stage in results["stages"]] == list(plan(tiny_recipe()))
+    merge = next(model for model in results["models"] if model["name"] == "merged")
+    for baseline in ("mixed_grpo", "off_policy"):
+        tokens = next(m["student_tokens"] for m in results["models"] if m["name"] == baseline)
+        assert tokens >= merge["student_tokens"], "baselines get at least the merge's tokens"
+    assert results["counters"]["head_loads"] == 8 * 2
+    assert results["counters"]["resident_heads_peak"] == 1
+    assert (finished / "report.html").stat().st_size > 10_000
+
+
+def test_metrics_have_one_line_per_step(finished):
+    rows = read_metrics(finished / "stages" / "merge" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert all(row["kl/mean"] >= 0 for row in rows)
+    assert rows[-1]["kl/sort"] > 0
+    assert "accuracy/sort" in rows[3]
+    assert "accuracy/sort" not in rows[4]
+    tokens = [row["tokens/student"] for row in rows]
+    assert tokens == sorted(tokens)
+
+
+def test_a_second_run_does_nothing(finished):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("model*.safetensors")}
+    recipe = tiny_recipe()
+    with RunFolder.resume(finished, recipe) as folder:
+        run_pipeline(recipe, folder)
+    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("model*.safetensors")}
+
+
+def test_side_by_side_gives_the_same_weights(finished, tmp_path):
+    recipe = tiny_recipe(runtime={"workers": 2})
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_pipeline(recipe, folder)
+    assert digests(tmp_path / "run") == digests(finished)
+
+
+def test_another_seed_gives_other_weights(finished, tmp_path):
+    recipe = tiny_recipe(seed=1)
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_stage(recipe, folder, "base")
+        assert not (tmp_path / "run" / "merged").exists()
+    other = CausalLM.from_pretrained(tmp_path / "run" / "base").digest()
+    assert other != CausalLM.from_pretrained(finished / "base").digest()
+
+
+def test_evaluate_measures_what_is_there_and_is_not_final(tmp_path):
+    recipe = tiny_recipe()
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_stage(recipe, folder, "base")
+        run_stage(recipe, folder, "evaluate")
+        assert folder.stage_done("evaluate") is None
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [model["name"] for model in results["models"]] == ["base"]
+
+
+def test_needs_are_transitive():
+    stages = plan(tiny_recipe())
+    names = [stage.name for stage in with_needs(stages, "baseline-mixed_grpo")]
+    assert names == ["base", "specialist-sort", "specialist-add3", "merge", "baseline-mixed_grpo"]

@@ -1,0 +1,215 @@
+"""The page: self-contained, well formed, complete, and calm about what is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from opd.errors import RunFolderError
+from opd.pipelines.report import write_report
+from opd.pipelines.report.theme import ROLES, SERIES
+
+from .conftest import DOMAINS, RunMaker, metrics, results, write_lines
+
+STAGES = ["base", *(f"specialist-{d}" for d in DOMAINS), "merge", "baseline-mixed_grpo"]
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+class Outline(HTMLParser):
+    """Collects headings, ids, references and remote addresses; fails on tags that do not nest."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.headings: list[str] = []
+        self.loaded: list[str] = []
+        self.charts = 0
+        self.feed(page)
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.loaded += [
+            v for n, v in attrs if n in ("src", "href", "xlink:href") and v and not v.startswith("#")
+        ]
+        self.charts += values.get("role") == "img"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("h1", "h2"):
+            self.headings.append(data)
+
+
+def test_full_run_has_every_section_and_nothing_remote(make_run: RunMaker) -> None:
+    config = {"name": "synthetic", "base": {"right": 0.3}}
+    page = write_report(make_run(results(), STAGES, config)).read_text(encoding="utf-8")
+    outline = Outline(page)
+    assert outline.headings[1:] == [
+        "Accuracy",
+        "Learning curves",
+        "Teachers",
+        "Lengths and training health",
+        "Time and memory",
+        "What these numbers do not show",
+    ]
+    assert outline.charts == 15
+    assert outline.loaded == []
+    assert len(outline.ids) == len(set(outline.ids))
+    assert not re.search(r"<script|@import|url\((?!#)|https?://(?!www\.w3\.org)", page)
+    used = set(re.findall(r"(?:href=\"#|url\(#)([^\")]+)", page))
+    assert used <= set(outline.ids)
+    assert "right: 0.3" in page
+
+
+def test_charts_take_every_colour_from_the_scheme(make_run: RunMaker) -> None:
+    page = write_report(make_run(results(), STAGES)).read_text(encoding="utf-8")
+    charts = re.findall(r"<svg viewBox[^>]*role=\"img\".*?</svg>", page, flags=re.DOTALL)
+    assert charts
+    assert not [code for chart in charts for code in re.findall(r"(?:fill|stroke): (#\w+)", chart)]
+
+
+def test_every_number_of_the_heat_map_is_the_runs_own(make_run: RunMaker) -> None:
+    data = results()
+    page = write_report(make_run(data)).read_text(encoding="utf-8")
+    for model in data["models"]:
+        for domain in model["domains"].values():
+            value = domain["sampled"]
+            shown = (
+                f"{100 * value['accuracy']:.1f}<small>{100 * value['low']:.1f}\u2013{100 * value['high']:.1f}"
+            )
+            assert shown in page
+
+
+def test_same_run_same_bytes(make_run: RunMaker) -> None:
+    folder = make_run(results(), STAGES)
+    assert write_report(folder).read_bytes() == write_report(folder).read_bytes()
+
+
+def test_a_run_that_has_only_begun(make_run: RunMaker) -> None:
+    page = write_report(make_run(stages=["base", "specialist-sort"])).read_text(encoding="utf-8")
+    assert Outline(page).headings == [
+        "This run has no evaluated merge yet. Below is what it has produced so far.",
+        "Learning curves",
+        "Lengths and training health",
+        "Time and memory",
+    ]
+    assert ">nan" not in page.lower()
+
+
+def test_results_without_metrics_or_recipe(make_run: RunMaker) -> None:
+    data = results()
+    for key in ("stages", "teachers", "counters", "recovery", "machine"):
+        del data[key]
+    page = write_report(make_run(data)).read_text(encoding="utf-8")
+    assert Outline(page).headings[1:] == ["Accuracy", "What these numbers do not show"]
+
+
+def test_one_domain_and_twelve(make_run: RunMaker, tmp_path) -> None:
+    single = {"base": (0.2,), "specialist:sort": (0.9,), "merged": (0.88,)}
+    page = write_report(make_run(results(single, ["sort"]))).read_text(encoding="utf-8")
+    assert "of its specialist\u2019s sampled accuracy" in page
+    assert ">mean</th>" not in page
+    many = [f"domain{i}" for i in range(12)]
+    shares = {"base": (0.2,) * 12, **{f"specialist:{d}": (0.9,) * 12 for d in many}, "merged": (0.88,) * 12}
+    (tmp_path / "run" / "results.json").write_text(json.dumps(results(shares, many)))
+    assert "12 domains" in write_report(tmp_path / "run").read_text(encoding="utf-8")
+
+
+def test_text_of_the_run_is_escaped(make_run: RunMaker) -> None:
+    bad = "<script>alert('&')</script>"
+    shares = {"base": (0.2,), f"specialist:{bad}": (0.9,), "merged": (0.9,)}
+    data = {**results(shares, [bad]), "name": bad, "teachers": {bad: {"kl": 0.1}}, "counters": {bad: 1}}
+    folder = make_run(data, config={"name": bad})
+    rows = [
+        {"step": i, "tokens/student": 10 * i, f"kl/{bad}": 1.0 / i, f"reward/{bad}": 0.5} for i in (1, 2, 3)
+    ]
+    write_lines(folder / "stages" / "merge" / "metrics.jsonl", rows)
+    write_lines(folder / "stages" / f"specialist-{bad.replace('/', '')}" / "metrics.jsonl", metrics("x"))
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert "<script" not in page
+    Outline(page)
+
+
+def test_steps_with_missing_or_unusable_values_are_skipped(make_run: RunMaker) -> None:
+    folder = make_run(results())
+    rows = [
+        {"step": i, "tokens/student": 10 * i, "kl/sort": v}
+        for i, v in enumerate([0.5, None, 0.0, -1.0, 0.1], 1)
+    ]
+    rows[1]["kl/reverse"] = 0.3
+    write_lines(folder / "stages" / "merge" / "metrics.jsonl", rows)
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert "At the end: sort\u00a00.1." in page
+
+
+def test_a_half_written_last_line_is_ignored(make_run: RunMaker) -> None:
+    folder = make_run(stages=["base"])
+    path = folder / "stages" / "base" / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 121, "loss/')
+    assert "Base: warm-up loss" in write_report(folder).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("line", ["{broken", "[1]"])
+def test_a_broken_line_is_named(make_run: RunMaker, line: str) -> None:
+    folder = make_run(stages=["base"])
+    path = folder / "stages" / "base" / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl:2 is not a JSON object"):
+        write_report(folder)
+    assert not (folder / "report.html").exists()
+
+
+def test_an_empty_folder_is_refused(make_run: RunMaker) -> None:
+    with pytest.raises(RunFolderError, match=r"holds no results\.json"):
+        write_report(make_run())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "instead of an object"),
+        ('{"models": [{"name": "merged"}]}', "has no entry 'kind'"),
+        ('{"models": 3}', "is malformed"),
+    ],
+)
+def test_unusable_results_are_named(make_run: RunMaker, text: str, message: str) -> None:
+    folder = make_run()
+    (folder / "results.json").write_text(text)
+    with pytest.raises(RunFolderError, match=message):
+        write_report(folder)
+
+
+def _luminance(code: str) -> float:
+    channels = [int(code[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _contrast(a: str, b: str) -> float:
+    dark, bright = sorted((_luminance(a), _luminance(b)))
+    return (bright + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_can_be_read(scheme: str) -> None:
+    """WCAG 2.2: 4.5 for text, 3 for lines and marks."""
+    code = {role: getattr(colour, scheme) for role, colour in ROLES.items()}
+    assert min(_contrast(code[role], code["page"]) for role in ("ink", "muted")) >= 4.5
+    assert min(_contrast(code["ink"], code[role]) for role in ("heat", "panel")) >= 4.5
+    assert min(_contrast(code[f"c{i}"], code["page"]) for i in range(SERIES)) >= 3
+    assert len({colour.light for colour in ROLES.values()}) == len(ROLES)

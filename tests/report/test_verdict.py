@@ -1,0 +1,101 @@
+"""The verdict says what the numbers say, also when they are bad."""
+
+from __future__ import annotations
+
+import pytest
+
+from opd.pipelines.report.caveats import caveats
+from opd.pipelines.report.load import Run, load_run
+from opd.pipelines.report.verdict import Verdict, write_verdict
+
+from .conftest import DOMAINS, SAMPLED, RunMaker, results
+
+
+@pytest.fixture
+def judge(make_run: RunMaker):
+    """`judge(merged=(...), ...)`: the run and verdict of the synthetic results with some models replaced."""
+
+    def run_and_verdict(drop: tuple[str, ...] = (), **shares: tuple[float, ...]) -> tuple[Run, Verdict]:
+        chosen = {name: value for name, value in {**SAMPLED, **shares}.items() if name not in drop}
+        run = load_run(make_run(results(chosen)))
+        return run, write_verdict(run)
+
+    return run_and_verdict
+
+
+def test_headline_is_the_mean_and_the_weakest_share(judge) -> None:
+    _, verdict = judge(merged=(0.479, 0.986, 0.994))
+    # 239.5 of 500 rounds to 240: 0.48 / 0.958 = 50.1 %, and (50.1 + 100 + 100) / 3 = 83.4 %.
+    assert "keeps only 83.4\u202f% of its specialists" in verdict.headline
+    assert verdict.headline.endswith("its weakest domain is sort, at 50.1\u202f%.")
+
+
+def test_outcomes_follow_the_interval_of_the_difference(judge) -> None:
+    _, verdict = judge()
+    text = dict(verdict.points)
+    assert "weight average (14.8 points)" in text["Ahead of"]
+    assert "mixed-domain GRPO (18.5 points, equal student tokens)" in text["Ahead of"]
+    assert "off-policy distillation (+1.0 points" in text["Too close to tell from"]
+    assert "7.9 times the merge\u2019s student tokens" in text["Too close to tell from"]
+    assert "Behind" not in text
+
+
+def test_a_bad_merge_is_called_bad(judge) -> None:
+    _, verdict = judge(merged=(0.10, 0.60, 0.70))
+    text = dict(verdict.points)
+    assert "Ahead of" not in text
+    assert "TIES (34.7 points)" in text["Behind"]
+    assert text["Worse than the base"] == "on sort."
+    assert "keeps only" in verdict.headline
+
+
+def test_a_better_student_is_not_said_to_keep(judge) -> None:
+    assert "reaches 100.6\u202f%" in judge()[1].headline
+
+
+def test_without_specialists_the_accuracy_itself_is_the_headline(judge) -> None:
+    _, verdict = judge(drop=tuple(f"specialist:{domain}" for domain in DOMAINS))
+    assert verdict.headline == (
+        "The merged student samples 98.5\u202f% right answers on average over its domains."
+    )
+    assert "the specialists" not in dict(verdict.points)["Accuracy."]
+
+
+def test_without_a_merge_nothing_is_claimed(judge) -> None:
+    run, verdict = judge(drop=("merged",))
+    assert verdict.headline.startswith("This run has no evaluated merge yet.")
+    assert "equal student tokens" not in " ".join(caveats(run)).lower()
+
+
+def test_the_cost_sums_the_specialists(judge) -> None:
+    _, verdict = judge()
+    assert dict(verdict.points)["Cost."] == (
+        "The merge sampled 207\u202fk student tokens in 20\u202fs; training 3 specialists took 1.41\u202fM "
+        "tokens and 58\u202fs of stage time."
+    )
+
+
+def test_caveats_name_the_fair_rival(judge) -> None:
+    run, _ = judge()
+    text = " ".join(caveats(run))
+    assert "is level with it: \u22120.3 points (\u22121.3 to +0.6)" in text
+    assert "One training seed (0)" in text
+
+
+def test_caveats_say_when_the_fair_rival_was_not_run(judge) -> None:
+    run, _ = judge(drop=("mixed_grpo_all",))
+    assert "was not measured here" in " ".join(caveats(run))
+
+
+def test_caveats_admit_a_defeat_at_all_tokens(judge) -> None:
+    run, _ = judge(merged=(0.8, 0.8, 0.8))
+    assert "is behind it by 18.8 points" in " ".join(caveats(run))
+
+
+def test_the_teacher_of_a_domain_follows_the_recipe(make_run: RunMaker) -> None:
+    mixed = {"reverse": 0.7, "sort": 0.3}
+    config = {"domains": {"sort": {"teacher": mixed}, "reverse": {}, "add3": {"teacher": "sort"}}}
+    run = load_run(make_run(results(), config=config))
+    teachers = [run.teacher(domain) for domain in DOMAINS]
+    names = [teacher.name for teacher in teachers if teacher is not None]
+    assert names == ["specialist:reverse", "specialist:reverse", "specialist:sort"]

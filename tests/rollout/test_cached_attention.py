@@ -1,0 +1,130 @@
+"""Cached attention against a float64 loop, and what moves and growth keep."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opd.rollout.cached_attention import AttentionForm, DecodeAttention
+from opd.rollout.kv_cache import KVCache
+
+
+def filled_cache(lengths: list[int], capacity: int, heads: int, size: int, seed: int) -> KVCache:
+    """A cache with random contents in the first `len(lengths)` slots; the rest keeps leftovers of other
+    calls.
+    """
+    cache = KVCache()
+    generator = torch.Generator().manual_seed(seed)
+    for used in (len(lengths) + 2, len(lengths)):
+        cache.reset(len(lengths) + 2)
+        cache.ensure(capacity, capacity, 0)
+        layer = cache.layer(0, torch.zeros(1, heads, 1, size), torch.zeros(1, heads, 1, size + 1))
+        layer.keys[:used] = torch.randn(layer.keys[:used].shape, generator=generator)
+        layer.values[:used] = torch.randn(layer.values[:used].shape, generator=generator)
+    return cache
+
+
+def attend_slot(query: np.ndarray, keys: np.ndarray, values: np.ndarray, form: AttentionForm) -> np.ndarray:
+    """`query` [H, d], `keys` [Hkv, n, d], `values` [Hkv, n, dv] of one slot -> [H, dv], float64."""
+    group = len(query) // len(keys)
+    first = 0 if form.sliding_window is None else max(0, keys.shape[1] - form.sliding_window)
+    out = []
+    for head, q in enumerate(query):
+        k, v = keys[head // group, first:], values[head // group, first:]
+        scores = form.scaling * (k @ q)
+        if form.softcap is not None:
+            scores = form.softcap * np.tanh(scores / form.softcap)
+        weights = np.exp(scores - scores.max())
+        out.append(weights / weights.sum() @ v)
+    return np.stack(out)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.one_of(
+        st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 60).map(lambda n: [n] * 4)
+    ),
+    slack=st.integers(0, 40),
+    groups=st.integers(1, 3),
+    heads=st.integers(1, 2),
+    softcap=st.sampled_from([None, 2.0]),
+    window=st.sampled_from([None, 1, 4, 30]),
+    seed=st.integers(0, 1000),
+)
+def test_equals_a_loop_over_slots_and_heads(
+    lengths: list[int],
+    slack: int,
+    groups: int,
+    heads: int,
+    softcap: float | None,
+    window: int | None,
+    seed: int,
+) -> None:
+    rows, size = len(lengths), 8
+    cache = filled_cache(lengths, max(lengths) + slack, heads, size, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    query = torch.randn(rows, heads * groups, size, generator=generator)
+    key = torch.randn(rows, heads, size, generator=generator)
+    value = torch.randn(rows, heads, size + 1, generator=generator)
+    form = AttentionForm(0.4, softcap=softcap, sliding_window=window)
+    layer = cache.existing(0)
+    before = layer.keys.clone(), layer.values.clone()
+    positions = np.array(lengths) - 1
+    ours = DecodeAttention(cache, positions, torch.device("cpu")).attend(layer, query, key, value, form)
+    for row, position in enumerate(positions):
+        k, v = (x[row, :, : position + 1].double().numpy() for x in before)
+        k[:, position], v[:, position] = key[row].numpy(), value[row].numpy()
+        expected = attend_slot(query[row].double().numpy(), k, v, form)
+        np.testing.assert_allclose(ours[row].numpy(), expected, atol=1e-5)
+        assert torch.equal(layer.keys[row, :, position], key[row])
+    assert torch.equal(layer.keys[rows:], before[0][rows:])
+
+
+def test_growth_and_moves_keep_contents() -> None:
+    cache = filled_cache([5, 5, 5, 5], 6, 2, 4, 0)
+    keys, values = (x.clone() for x in (cache.existing(0).keys, cache.existing(0).values))
+    cache.ensure(7, 100, 4)
+    assert 7 < cache.capacity < 100
+    layer = cache.existing(0)
+    assert torch.equal(layer.keys[:4, :, :6], keys[:4])
+    assert torch.equal(layer.values[:4, :, :6], values[:4])
+    cache.move(np.array([3, 2]), np.array([0, 1]), 5)
+    assert torch.equal(layer.keys[:2, :, :5], keys[[3, 2], :, :5])
+    assert torch.equal(layer.values[:2, :, :5], values[[3, 2], :, :5])
+
+
+def test_growth_stops_at_the_limit() -> None:
+    cache = filled_cache([5], 6, 1, 4, 0)
+    cache.ensure(20, 22, 1)
+    assert cache.capacity == 22
+
+
+def test_memory_is_kept_between_calls() -> None:
+    cache = filled_cache([5, 5], 40, 2, 4, 0)
+    held = cache.nbytes
+    cache.reset(3)
+    cache.ensure(10, 20, 0)
+    cache.layer(0, torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 5))
+    assert cache.nbytes == held
+
+
+def test_a_prompt_read_from_one_slot_can_be_written_to_others() -> None:
+    cache = filled_cache([5, 5, 5], 8, 2, 4, 0)
+    prompt = cache.read(1, 5)
+    cache.write(slice(2, 5), prompt)
+    layer = cache.existing(0)
+    for row in (2, 3, 4):
+        assert torch.equal(layer.keys[row, :, :5], layer.keys[1, :, :5])
+        assert torch.equal(layer.values[row, :, :5], layer.values[1, :, :5])
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+def test_a_window_reads_across_small_gaps_only(tokens: int) -> None:
+    cache = KVCache()
+    cache.reset(1)
+    cache.ensure(1000, 1000, 0)
+    assert cache.window(tokens) == tokens
+    assert cache.window(990) == 1000

@@ -1,0 +1,78 @@
+"""What the engine refuses, each with one sentence, before anything is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from opd.errors import RolloutError
+from opd.rollout.torch_engine import TorchEngine
+from opd.types import RolloutRequest, SamplingParams, Status
+
+Fixture = Callable[..., Any]
+
+
+def request(uid: str = "r", ids: tuple[int, ...] = (1, 2), prefix: tuple[int, ...] = (), **sampling: Any):
+    return RolloutRequest(
+        uid,
+        np.array(ids, dtype=np.int32),
+        SamplingParams(**sampling),
+        prefix_ids=np.array(prefix, dtype=np.int32),
+    )
+
+
+REFUSED = {
+    "empty prompt": ([request(ids=())], "'r' has an empty prompt"),
+    "id too large": ([request("ok"), request(ids=(1, 24))], "'r' holds token id 24"),
+    "negative id": ([request(ids=(-1,))], "token id -1"),
+    "bad prefix": ([request(prefix=(99,))], "token id 99"),
+    "too long": ([request(max_new_tokens=31)], "may take 33 tokens"),
+    "duplicate": ([request(), request()], "'r' is given twice"),
+    "temperature": ([request(temperature=-0.1)], "temperature -0.1"),
+    "temperature nan": ([request(temperature=float("nan"))], "temperature nan"),
+    "top_p": ([request(top_p=0.0)], "top_p 0.0"),
+    "top_k": ([request(top_k=-1)], "top_k -1"),
+    "limit": ([request(max_new_tokens=-1)], "max_new_tokens -1"),
+    "stop": ([request(stop_ids=(24,))], "stop_ids"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, build: Fixture) -> None:
+    requests, message = REFUSED[case]
+    engine = TorchEngine(build()[0], max_sequence=32)
+    with pytest.raises(RolloutError, match=message):
+        engine.generate(requests)
+    assert len(list(engine.generate([request(max_new_tokens=3)]))) == 3
+
+
+def test_the_models_own_length_limits_too(build: Fixture) -> None:
+    with pytest.raises(RolloutError, match="serves 128"):
+        TorchEngine(build()[0], max_sequence=4096).generate([request(max_new_tokens=127)])
+
+
+def test_resumed_requests_that_had_ended_are_reported_without_tokens(
+    build: Fixture, collect: Fixture
+) -> None:
+    requests = [
+        request("stopped", prefix=(4, 7), stop_ids=(7,), max_new_tokens=9),
+        request("full", prefix=(4, 5, 6), max_new_tokens=3),
+        request("nothing", max_new_tokens=0),
+        request("going", prefix=(4, 7), max_new_tokens=4),
+    ]
+    responses = collect(TorchEngine(build()[0]).generate(requests))
+    assert {uid: (len(r.token_ids), r.status) for uid, r in responses.items()} == {
+        "stopped": (0, Status.COMPLETED),
+        "full": (0, Status.TRUNCATED),
+        "nothing": (0, Status.TRUNCATED),
+        "going": (2, Status.TRUNCATED),
+    }
+
+
+@pytest.mark.parametrize(("running", "sequence"), [(0, 16), (4, 1)])
+def test_impossible_engines_are_refused(running: int, sequence: int, build: Fixture) -> None:
+    with pytest.raises(RolloutError, match="at least"):
+        TorchEngine(build()[0], max_running=running, max_sequence=sequence)

@@ -1,0 +1,143 @@
+"""Atomic files and folders, and the lock: behaviour seen from other processes too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opd.errors import RunFolderError
+from opd.storage.files import FileLock, atomic_folder, write_atomic
+
+
+def _run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_write_atomic_replaces_the_content_and_leaves_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "file.json"
+    write_atomic(target, b"one")
+    write_atomic(target, b"two" * 1000)
+    assert target.read_bytes() == b"two" * 1000
+    assert os.listdir(target.parent) == ["file.json"]
+
+
+def test_write_atomic_keeps_the_old_content_when_the_rename_fails(tmp_path: Path) -> None:
+    target = tmp_path / "file.json"
+    target.mkdir()
+    (target / "inside").write_bytes(b"kept")
+    with pytest.raises(OSError):  # noqa: PT011 - which subclass depends on the system
+        write_atomic(target, b"data")
+    assert (target / "inside").read_bytes() == b"kept"
+    assert os.listdir(tmp_path) == ["file.json"]
+
+
+def test_atomic_folder_appears_whole(tmp_path: Path) -> None:
+    target = tmp_path / "merged"
+    with atomic_folder(target) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "a.txt").write_text("a")
+        assert not target.exists()
+    assert (target / "sub" / "a.txt").read_text() == "a"
+    assert os.listdir(tmp_path) == ["merged"]
+
+
+def test_atomic_folder_leaves_nothing_after_an_error(tmp_path: Path) -> None:
+    def fail_inside() -> None:
+        with atomic_folder(tmp_path / "merged") as folder:
+            (folder / "a.txt").write_text("a")
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail_inside()
+    assert os.listdir(tmp_path) == []
+
+
+def test_atomic_folder_refuses_or_replaces_an_existing_target(tmp_path: Path) -> None:
+    target = tmp_path / "merged"
+    with atomic_folder(target) as folder:
+        (folder / "old").write_text("old")
+    with pytest.raises(FileExistsError, match="exists already"), atomic_folder(target):
+        pass
+    with atomic_folder(target, replace=True) as folder:
+        (folder / "new").write_text("new")
+    assert os.listdir(target) == ["new"]
+    assert os.listdir(tmp_path) == ["merged"]
+
+
+_DIES = """
+import os, sys
+from opd.storage.files import atomic_folder
+with atomic_folder(sys.argv[1]) as folder:
+    (folder / "a.txt").write_text("a")
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_dead_writers_folder_is_swept_and_a_live_ones_is_not(tmp_path: Path) -> None:
+    target = tmp_path / "merged"
+    assert _run(_DIES, target).returncode == -9
+    assert len(os.listdir(tmp_path)) == 1
+    with atomic_folder(target) as live:
+        assert os.listdir(tmp_path) == [live.name]
+        write_atomic(target.with_name("other"), b"x")
+        code = "import sys; from opd.storage.files import _sweep; import pathlib; _sweep(pathlib.Path(sys.argv[1]))"
+        assert _run(code, target).returncode == 0
+        assert live.exists()
+    assert sorted(os.listdir(tmp_path)) == ["merged", "other"]
+
+
+def test_sweeping_spares_files_of_the_user_with_similar_names(tmp_path: Path) -> None:
+    names = [".merged.tmp", ".merged.notes.tmp.txt", ".merged2.0123abcd.tmp", "merged.0123abcd.tmp"]
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    write_atomic(tmp_path / "merged", b"data")
+    assert sorted(os.listdir(tmp_path)) == sorted([*names, "merged"])
+
+
+_TAKES_LOCK = """
+import sys
+from opd.storage.files import FileLock
+from opd.errors import RunFolderError
+try:
+    with FileLock(sys.argv[1]):
+        print("taken")
+except RunFolderError as error:
+    print(error)
+"""
+
+
+def test_lock_excludes_another_process_and_names_the_holder(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "lock"
+    with FileLock(path):
+        told = _run(_TAKES_LOCK, path).stdout
+        assert f"process {os.getpid()}" in told
+        assert str(path.parent) in told
+    assert _run(_TAKES_LOCK, path).stdout.strip() == "taken"
+
+
+def test_lock_excludes_a_second_holder_in_the_same_process(tmp_path: Path) -> None:
+    first = FileLock(tmp_path / "lock")
+    with first:
+        with pytest.raises(RunFolderError, match=str(os.getpid())):
+            FileLock(tmp_path / "lock").acquire()
+        with pytest.raises(RunFolderError, match="already"):
+            first.acquire()
+    first.release()  # a second release is harmless
+    with FileLock(tmp_path / "lock"):
+        pass
+
+
+def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from opd.storage.files import FileLock; "
+        "FileLock(sys.argv[1]).acquire(); os.kill(os.getpid(), 9)"
+    )
+    assert _run(code, tmp_path / "lock").returncode == -9
+    with FileLock(tmp_path / "lock"):
+        pass

@@ -1,0 +1,90 @@
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("arrows", Path(__file__).with_name("arrows.py"))
+assert _spec is not None
+assert _spec.loader is not None
+arrows = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(arrows)
+
+
+def test_no_module_breaks_the_arrows():
+    assert len(list(arrows.sources(ROOT))) > 20
+    assert arrows.faults(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("opd/train/a.py", "import opd.pipelines.cli"),
+        ("opd/train/a.py", "from opd import pipelines"),
+        ("opd/models/a.py", "def f():\n    from opd.storage.files import FileLock"),
+        ("teachers/a.py", "from opd.pipelines import cli"),
+        ("storage/a.py", "import torch"),
+        ("storage/a.py", "from opd.config import Recipe"),
+        ("kernels/a.py", "from opd.errors import OpdError"),
+        ("kernels/a.py", "import numpy as np"),
+        ("kernels/a.py", "import tilelang"),
+        ("opd/types.py", "import torch"),
+        ("opd/config/a.py", "from opd.models.causal_lm import CausalLM"),
+        ("opd/train/a.py", "from kernels.head import Head"),
+        ("opd/train/a.py", "from . import b"),
+        ("opd/train/a.py", "import pickle"),
+        ("opd/data/a.py", "class A:\n    import pyarrow"),
+    ],
+)
+def test_a_forbidden_import_is_found(tmp_path, file, line):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(line + "\n")
+    assert len(arrows.faults(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("pipelines/a.py", "from opd.storage.files import FileLock"),
+        ("teachers/a.py", "from opd.storage.files import FileLock"),
+        ("storage/tensors.py", "import torch"),
+        ("kernels/a.py", "def f():\n    import tilelang"),
+        ("opd/train/a.py", "from opd.kernels.head import Head"),
+        ("opd/types.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor"),
+        ("opd/data/a.py", "def f():\n    import pyarrow.parquet"),
+    ],
+)
+def test_an_allowed_import_passes(tmp_path, file, line):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(line + "\n")
+    assert arrows.faults(tmp_path) == []
+
+
+def test_nothing_calls_torch_load():
+    for path in arrows.sources(ROOT):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        assert "torch.load" not in {ast.unparse(call.func) for call in calls}, path
+
+
+def test_the_folders_are_relative_links_below_opd():
+    for folder in arrows.FOLDERS:
+        link = ROOT / "opd" / folder
+        assert link.is_symlink()
+        assert os.readlink(link) == f"../{folder}"
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert (ROOT / "opd" / "py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    "modules", ["opd.types, opd.protocols, opd.errors", "opd.config, opd.config.load", "opd.pipelines.cli"]
+)
+def test_imports_without_torch(modules):
+    code = f"import sys, {modules}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
