@@ -117,9 +117,7 @@ def _prompt(where: str, row: dict[str, Any], domain: str) -> Prompt:
     if isinstance(content, list):
         _check_messages(where, content)
     elif not isinstance(content, str) or not content:
-        raise DataError(
-            f"{where}: `prompt` is {content!r}; give a text that is not empty, or a list of messages."
-        )
+        raise DataError(f"{where}: `prompt` is {content!r}; give a non-empty text or a list of messages.")
     metadata = {key: value for key, value in row.items() if key not in ("prompt", "label", "domain")}
     return Prompt.of(content, row.get("label"), domain, metadata)
 

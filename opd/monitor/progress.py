@@ -43,7 +43,7 @@ class Progress:
             self._bars.stop()
 
     def update(self, stage: str, done: int, total: int, headline: str = "") -> None:
-        """`done` of `total` units of `stage` are done; `headline` holds its numbers, such as `reward 0.83`."""
+        """`done` of `total` units of `stage` are done; `headline` holds its numbers: `reward 0.83`."""
         with self._lock:
             now = time.monotonic()
             began = self._began.setdefault(stage, now)

@@ -99,9 +99,9 @@ class Runner:
         return rows
 
     def _reuse(self, names: list[bytes], start: int) -> Tensor | None:
-        """Serve the leading slots from the kept prompt: [r, D], or `None` if the first does not share it."""
+        """Serve the leading slots that share the kept prompt from it: [r, D]; `None` if none is kept."""
         kept = self._kept
-        if kept is None or names[0] != kept.tokens:
+        if kept is None:
             return None
         count = next((i for i, name in enumerate(names) if name != kept.tokens), len(names))
         self.cache.write(slice(start, start + count), kept.kv)
@@ -138,9 +138,8 @@ class Runner:
         expected = self.model.config.get_text_config().num_hidden_layers
         if self.cache.layers != list(range(expected)):
             raise ModelError(
-                f"only {len(self.cache.layers)} of the {expected} layers of {self.model.config.model_type} have"
-                " keys and values of their own; the embedded engine needs every layer to be such an attention"
-                " layer."
+                f"{len(self.cache.layers)} of the {expected} layers of {self.model.config.model_type} have"
+                " keys and values of their own; the embedded engine needs all of them to."
             )
 
     def _tensor(self, values: np.ndarray) -> Tensor:

@@ -18,12 +18,6 @@ CHUNK_BYTES = 64 * 2**20
 """Bound on the float64 cumulative sums held at once; long vocabularies are done some rows at a time."""
 
 
-BELOW_ONE = 1 - 2**-52
-"""Keeps a uniform just below 1 from rounding up to the row's sum, past the last token of positive
-probability.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """The sampling settings of a batch as tensors; `None` where no request of the batch needs the work."""
@@ -106,7 +100,8 @@ def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
             f"the model gave logits that are not finite for row {row} of the decode batch; its weights are"
             " not usable, go back to an earlier checkpoint or lower the learning rate."
         )
-    return torch.searchsorted(cumulative, total * (uniforms * BELOW_ONE)[:, None], right=True)[:, 0]
+    # The largest float64 below 1 times `total` still rounds to less than `total`: some token always exceeds it.
+    return torch.searchsorted(cumulative, total * uniforms[:, None], right=True)[:, 0]
 
 
 def cut(probabilities: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:

@@ -63,8 +63,14 @@ class TorchBackend:
         Returns token-weighted means of every term's metrics, and for batches with teachers each teacher's
         share of the tokens and of the gradient (sum over tokens of the L2 norm at the last hidden state).
 
-        Raises `TrainingError` if the loss is not finite; the weights are untouched then.
+        Raises `TrainingError` if the loss is not finite or no sample has a response token; the weights are
+        untouched then.
         """
+        if not any(len(sample.response_ids) for sample in batch.samples):
+            raise TrainingError(
+                f"all {len(batch.samples)} responses of this step are empty, so there is nothing to learn from;"
+                " check the stop ids, the prompts and rollout.max_new_tokens."
+            )
         sums = MetricSums()
         for micro in micro_batches(batch, self._batch.max_tokens, self.model.device):
             self._micro_step(micro, sums)

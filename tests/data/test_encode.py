@@ -13,7 +13,10 @@ from opd.data.prompts import Prompt
 from opd.errors import DataError
 from opd.models.tokenizers import character_tokenizer
 
-TEMPLATE = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}{% if add_generation_prompt %}={% endif %}"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
+)
 
 
 def test_text_is_encoded_as_it_is() -> None:

@@ -54,5 +54,7 @@ def tiny_recipe(**changes) -> Recipe:
 
 def write_recipe(path: Path, **changes) -> Path:
     """`tiny_recipe` as a YAML file."""
-    path.write_text(yaml.safe_dump(tiny_recipe(**changes).model_dump(mode="json", exclude_none=True)))
+    path.write_text(
+        yaml.safe_dump(tiny_recipe(**changes).model_dump(mode="json", exclude_none=True), sort_keys=False)
+    )
     return path

@@ -8,10 +8,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from opd.monitor.metrics import read_metrics
 from recipes import tiny_recipe
 
 from opd.models.causal_lm import CausalLM
+from opd.monitor.metrics import read_metrics
 from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import plan, with_needs

@@ -85,9 +85,11 @@ def test_settings_differ_by_row_and_equal_the_rows_alone() -> None:
 
 
 def test_extreme_uniforms_never_pick_a_token_of_probability_zero() -> None:
-    probabilities = torch.tensor([[0.0, 0.1, 0.3, 0.0, 0.7, 0.0, 0.0]]).expand(2, -1)
-    ids = invert_cdf(probabilities, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
-    assert ids.tolist() == [1, 4]
+    probabilities = torch.rand(1000, 7, generator=torch.Generator().manual_seed(0))
+    probabilities[:, [0, 3, 5, 6]] = 0.0
+    for uniform, token in ((0.0, 1), (1 - 2**-53, 4)):
+        ids = invert_cdf(probabilities, torch.full((1000,), uniform, dtype=torch.float64))
+        assert (ids == token).all()
 
 
 def test_equal_logits_keep_exactly_k_tokens_and_the_lowest_ids() -> None:

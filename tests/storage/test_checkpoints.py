@@ -105,8 +105,8 @@ def test_file_names_cannot_leave_the_folder(tmp_path: Path) -> None:
         CheckpointStore(tmp_path).save(1, {"../model": {}}, {})
 
 
-# One process loads torch once; for every line on stdin (seconds) it forks a saver, kills it after that time and
-# prints the last step the saver had acknowledged.
+# One process loads torch once; for every line on stdin (seconds) it forks a saver, kills it after that time
+# and prints the last step the saver had acknowledged.
 _KILLS_SAVERS = """
 import os, signal, sys, time, torch
 from opd.storage.checkpoints import CheckpointStore

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -86,10 +87,25 @@ def test_a_dead_writers_folder_is_swept_and_a_live_ones_is_not(tmp_path: Path) -
     with atomic_folder(target) as live:
         assert os.listdir(tmp_path) == [live.name]
         write_atomic(target.with_name("other"), b"x")
-        code = "import sys; from opd.storage.files import _sweep; import pathlib; _sweep(pathlib.Path(sys.argv[1]))"
-        assert _run(code, target).returncode == 0
+        code = "import sys; from opd.storage.files import write_atomic; write_atomic(sys.argv[1], b'theirs')"
+        assert _run(code, target).returncode == 0  # sweeps, and finds the live writer's lock
         assert live.exists()
+        target.unlink()
     assert sorted(os.listdir(tmp_path)) == ["merged", "other"]
+
+
+def test_writers_of_one_file_at_once_leave_one_whole_version(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    versions = [bytes([65 + i]) * 50_000 for i in range(4)]
+    threads = [
+        threading.Thread(target=lambda v=v: [write_atomic(target, v) for _ in range(20)]) for v in versions
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert not target.exists() or target.read_bytes() in versions
+    assert target.read_bytes() in versions
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_sweeping_spares_files_of_the_user_with_similar_names(tmp_path: Path) -> None:

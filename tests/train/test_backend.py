@@ -186,3 +186,13 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(batch):
     with pytest.raises(TrainingError, match="s0"):
         back.forward_backward(batch)
     assert back.digest() == before
+
+
+def test_empty_responses_are_skipped_and_a_step_of_nothing_else_is_an_error():
+    samples = tiny.samples([(3, 0), (2, 2), (4, 0)])
+    batch = RolloutBatch(samples, [TokenTerms.zeros(len(s.response_ids)) for s in samples])
+    batch.terms[1].ce_weight[:] = 0.5
+    backend([CrossEntropyTerm()]).forward_backward(batch)
+    empty = RolloutBatch([samples[0], samples[2]], [TokenTerms.zeros(0), TokenTerms.zeros(0)])
+    with pytest.raises(TrainingError, match="all 2 responses of this step are empty"):
+        backend([CrossEntropyTerm()]).forward_backward(empty)

@@ -1,0 +1,85 @@
+"""Progress, in a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+from rich.console import Console
+
+from opd.monitor.progress import Progress
+
+
+def _log(width: int = 60) -> tuple[io.StringIO, Console]:
+    stream = io.StringIO()
+    return stream, Console(file=stream, force_terminal=False, width=width)
+
+
+def test_a_log_gets_one_line_a_stage_and_interval() -> None:
+    stream, console = _log()
+    with Progress(console, seconds_between_lines=3600) as progress:
+        for step in range(1, 101):
+            progress.update("sort", step, 100, f"reward {step / 100:.2f}")
+            progress.update("reverse", step, 100)
+        progress.finish("sort", "accuracy 97.1 %")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[0].split() == ["sort", "1/100", "reward", "0.01"]
+    assert lines[2].startswith("sort")
+    assert lines[2].endswith("accuracy 97.1 %")
+
+
+def test_a_log_with_no_interval_gets_every_update_with_the_time_left() -> None:
+    stream, console = _log()
+    with Progress(console, seconds_between_lines=0) as progress:
+        for step in (1, 2, 3):
+            progress.update("merge", step, 3)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3
+    assert "eta" in lines[1]
+    assert "eta" not in lines[2]
+
+
+def test_notes_are_printed_as_they_are_on_one_line() -> None:
+    stream, console = _log(width=20)
+    note = "[bold]resumed[/bold] from step 40, which is quite a long note for so narrow a place"
+    with Progress(console) as progress:
+        progress.note(note)
+        progress.finish("never began", "already done")
+    assert stream.getvalue().splitlines()[0] == note
+    assert stream.getvalue().splitlines()[1].endswith("already done")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_terminal_shows_a_bar_per_running_stage_and_a_line_per_finished_one() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=120, color_system=None)
+    with Progress(console) as progress:
+        progress.update("sort", 3, 10, "reward [0.3]")
+        progress.update("reverse", 1, 10)
+        assert progress._bars is not None
+        progress._bars.refresh()
+        progress.finish("reverse", "accuracy 98 %")
+        progress.note("a note")
+    text = stream.getvalue()
+    for expected in ("sort", "3/10", "reward [0.3]", "reverse", "accuracy 98 %", "a note"):
+        assert expected in text
+    assert list(progress._tasks) == ["sort"]
+
+
+def test_threads_may_report_at_once() -> None:
+    stream, console = _log(width=200)
+    with Progress(console, seconds_between_lines=0) as progress:
+
+        def report(stage: str) -> None:
+            for step in range(50):
+                progress.update(stage, step, 50, stage * 3)
+
+        threads = [threading.Thread(target=report, args=(name,)) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 200
+    assert all(line.endswith(line[0] * 3) for line in lines)
