@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from opd.monitor.metrics import read_metrics
 
 from opd.config import Recipe
+from opd.monitor.metrics import read_metrics
 from opd.pipelines.evaluation_stage import measured
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import plan, specialist_stage

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from opd.monitor.progress import Progress
-
 from opd.config import Recipe
+from opd.monitor.progress import Progress
 from opd.pipelines.context import StageContext
+from opd.pipelines.machine import settle
 from opd.pipelines.report import write_report
 from opd.pipelines.results import write_results
 from opd.pipelines.run_folder import RunFolder
@@ -70,7 +69,7 @@ def execute(
 
     An evaluation of an unfinished run is not done: models may still come.
     """
-    torch.set_num_threads(recipe.runtime.threads)
+    settle(recipe.runtime.threads)
     started = time.perf_counter()
     context = StageContext.open(recipe, folder, stage.name, report, note)
     try:

@@ -100,7 +100,7 @@ def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
             f"the model gave logits that are not finite for row {row} of the decode batch; its weights are"
             " not usable, go back to an earlier checkpoint or lower the learning rate."
         )
-    # The largest float64 below 1 times `total` still rounds to less than `total`: some token always exceeds it.
+    # The largest float64 below 1 times the total still rounds to less than it: some token exceeds it.
     return torch.searchsorted(cumulative, total * uniforms[:, None], right=True)[:, 0]
 
 

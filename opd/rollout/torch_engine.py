@@ -134,11 +134,13 @@ class TorchEngine:
                 f"the policy version must grow, but {version} was given while the engine holds"
                 f" {self._version}."
             )
-        with torch.no_grad():
+        try:
             self.model.load_weights(weights)
-        self._runner.refresh()
-        self._head = self._decode_head()
-        self._epoch += 1
+        finally:
+            # Even a refused tensor leaves those before it copied: nothing computed earlier is valid any more.
+            self._runner.refresh()
+            self._head = self._decode_head()
+            self._epoch += 1
         self._version = version
         return self.model.digest()
 

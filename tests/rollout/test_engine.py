@@ -192,5 +192,16 @@ def test_long_responses_grow_the_cache_and_stay_right(
         np.testing.assert_allclose(response.logprobs, expected, atol=1e-5)
 
 
+def test_a_used_engine_gives_the_same_bits_as_a_fresh_one(
+    build: Fixture, collect: Fixture, requests_of: Fixture
+) -> None:
+    model, _ = build()
+    requests = requests_of(8, samples=3, seed=8)
+    fresh = collect(TorchEngine(model, max_running=10).generate(requests))
+    used = TorchEngine(model, max_running=10)
+    collect(used.generate(requests_of(20, sampling=SamplingParams(max_new_tokens=90), seed=9)))
+    assert collect(used.generate(requests)) == fresh
+
+
 def test_a_call_without_requests_ends_at_once(build: Fixture) -> None:
     assert list(TorchEngine(build()[0]).generate([])) == []
