@@ -14,8 +14,8 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of mallopt(3)
 def settle(threads: int) -> None:
     """Fix the number of CPU threads, and keep freed memory for the next tensor.
 
-    By default glibc gives every large block back to the kernel, which then zeroes it page by page for the next
-    one: half of the time of a small model's training step, and more where processes share the machine.
+    By default glibc gives every large block back to the kernel, which then zeroes it page by page for the
+    next one: up to half of the time of a small model's training step where processes share the machine.
     """
     torch.set_num_threads(threads)
     if not sys.platform.startswith("linux"):

@@ -63,7 +63,8 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
         "seconds": time.perf_counter() - started,
         "phases": {},
         "counters": {},
-        "settings": settings | {"training_accuracy": {f"{k:g}": v for k, v in scores.items()}},
+        "settings": settings,
+        "training_accuracy": {f"{scale:g}": accuracy for scale, accuracy in scores.items()},
         "digest": model.digest(),
     }
 

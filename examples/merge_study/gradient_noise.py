@@ -1,7 +1,8 @@
 """Signal-to-noise of each estimator's gradient, on the same prompts at the same weights.
 
-For every estimator the gradient of one merge step is taken on `--draws` independent rollouts of the same prompts.
-Noise is the trace of the gradient's covariance, signal the squared norm of the mean (less the noise left in it).
+For every estimator the gradient of one merge step is taken on `--draws` independent rollouts of the same
+prompts. Noise is the trace of the gradient's covariance, signal the squared norm of the mean (less the noise
+left in it).
 """
 
 from __future__ import annotations

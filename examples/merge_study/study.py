@@ -2,7 +2,8 @@
 
     .venv/bin/python examples/merge_study/study.py --seeds 0 1 2
 
-Each run is an ordinary `opd run`; a study that was interrupted goes on where it stopped when it is started again.
+Each run is an ordinary `opd run`; a study that was interrupted goes on where it stopped when it is started
+again.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def accuracy(row: dict, kind: str = "sampled") -> list[float]:
 def markdown(table: Table, seeds: list[int], noise: dict) -> str:
     """The study's table."""
     lines = [
-        f"Mean over seeds {', '.join(map(str, seeds))}; sampled accuracy in %, (standard deviation over seeds).",
+        f"Mean over seeds {', '.join(map(str, seeds))}; sampled accuracy in % (sd over seeds).",
         "",
         f"| | sampled (sd) | {' / '.join(DOMAINS)} | greedy | student tokens |",
         "|---|---|---|---|---|",

@@ -65,7 +65,7 @@ class BaselinesConfig(Config):
         "mixed_grpo",
         "off_policy",
     ]
-    scales: list[float] = [0.4, 0.6, 0.8, 1.0]
+    scales: list[float] = [0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0]
     """Scaling coefficients tried for task arithmetic, TIES and DARE, chosen on *training* prompts."""
     density: float = Field(default=0.5, gt=0, le=1)
     """Share of each task vector that TIES keeps and DARE does not drop."""

@@ -68,7 +68,7 @@ class TorchBackend:
         """
         if not any(len(sample.response_ids) for sample in batch.samples):
             raise TrainingError(
-                f"all {len(batch.samples)} responses of this step are empty, so there is nothing to learn from;"
+                f"all {len(batch.samples)} responses of this step are empty: there is nothing to learn from;"
                 " check the stop ids, the prompts and rollout.max_new_tokens."
             )
         sums = MetricSums()
