@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -98,12 +97,14 @@ class TrainBackend(Protocol):
         """Every tensor of the student, for weight sync."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write everything `load` needs to continue bit for bit."""
+    def digest(self) -> str:
+        """Identity of the student's weights, computed as the engine computes it after a push."""
         ...
 
-    def load(self, folder: Path) -> None: ...
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Everything `load_state` needs to continue bit for bit, one entry per file of a checkpoint."""
+        ...
 
-    def export_hf(self, folder: Path, card: dict[str, Any]) -> None:
-        """Write a Hugging Face folder: sharded safetensors, tokenizer, model card."""
+    def load_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Continue from what `state` returned; `CheckpointError` if it belongs to another model."""
         ...

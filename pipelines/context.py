@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from opd.monitor.metrics import MetricsWriter
-
 from opd.config import Recipe
+from opd.monitor.metrics import MetricsWriter
 from opd.pipelines.run_folder import RunFolder
 from opd.storage.checkpoints import CheckpointStore
 
@@ -44,7 +43,7 @@ class StageContext:
             folder,
             stage,
             MetricsWriter(place, tensorboard=recipe.runtime.tensorboard),
-            CheckpointStore(place / "checkpoints", keep=recipe.runtime.keep_checkpoints, on_warning=note),
+            CheckpointStore(folder.checkpoints(stage), keep=recipe.runtime.keep_checkpoints, on_warning=note),
             progress,
             note,
         )

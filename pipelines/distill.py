@@ -9,17 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from opd.algorithms.advantages import GroupNormalised
+from opd.algorithms.advantages import build_advantage
 from opd.algorithms.normalise import per_teacher_weights, token_weights
 from opd.algorithms.opd_term import opd_advantages
 from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
-from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import domain_accuracy
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
-from opd.pipelines.rollout_metrics import generated_tokens, mismatch_metrics, rollout_metrics
-from opd.pipelines.student import Student, device_of
+from opd.pipelines.rollout_metrics import generated_tokens, rollout_metrics
+from opd.pipelines.student import Student, tokenizer_of
 from opd.rollout.collect import EncodedPrompt
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
@@ -27,7 +26,7 @@ from opd.teachers.signals import mean_floor, sampled_logprobs
 from opd.teachers.torch_teacher import TorchTeacher
 from opd.train.distill_terms import build_distill_term
 from opd.train.schedule import learning_rate
-from opd.train.terms import LossTerm, PolicyTerm
+from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm
 from opd.types import RolloutBatch, Sample, SampleGroup, TokenTerms
 
 
@@ -59,6 +58,7 @@ class DistillRun:
     schedule: TeacherSchedule
     config: DistillConfig
     teachers: list[str]
+    probe: MismatchProbe
 
     @classmethod
     def open(cls, context: StageContext, start: Path) -> DistillRun:
@@ -71,16 +71,18 @@ class DistillRun:
                 name,
                 context.teacher_path(name),
                 dtype=recipe.model.dtype,
-                device=device_of(recipe),
+                device=recipe.model.device,
                 max_tokens=config.batch.max_tokens,
-                vocabulary=len(load_tokenizer(start)),
+                vocabulary=len(tokenizer_of(recipe, start)),
             )
             for name in router.teachers
         }
         schedule = TeacherSchedule(teachers, router)
-        student = Student.open(recipe, start, config.optim, config.batch, loss_terms(config, schedule))
+        probe = MismatchProbe()
+        terms = [*loss_terms(config, schedule), probe]
+        student = Student.open(recipe, start, config.optim, config.batch, terms)
         data = DomainSet.open(recipe, student.tokenizer)
-        return cls(context, student, data, schedule, config, router.teachers)
+        return cls(context, student, data, schedule, config, router.teachers, probe)
 
     def step(self, step: Step) -> StepResult:
         """Rollout, reward, teacher scores, update, sync."""
@@ -124,13 +126,12 @@ class DistillRun:
         metrics: dict[str, float] = {}
         if needs_policy_stream(self.config):
             old = backend.logprobs(samples)
-            metrics |= mismatch_metrics(samples, old)
             advantages, more = self._advantages(groups, samples, old)
             metrics |= more
         else:
             old = advantages = [np.zeros(len(s.response_ids), dtype=np.float32) for s in samples]
         batch = self.schedule.sort(self._batch(samples, old, advantages))
-        metrics |= backend.forward_backward(batch) | self._floor(samples)
+        metrics |= backend.forward_backward(batch) | self._floor(samples) | self.probe.take()
         self.schedule.release()
         return metrics
 
@@ -139,7 +140,7 @@ class DistillRun:
     ) -> tuple[list[np.ndarray], dict[str, float]]:
         """The reward's advantages times `rl_coef`, with the k1 term added after their normalisation."""
         config, temperature = self.config, self.student.backend.temperature
-        estimate = GroupNormalised()
+        estimate = build_advantage(config.advantage)
         advantages = [config.rl_coef * a for group in groups for a in estimate(group)]
         if not isinstance(config.loss, SampledTokenK1):
             return advantages, {}

@@ -8,12 +8,11 @@ from typing import Any
 
 from opd.config import Recipe
 from opd.errors import CheckpointError
-from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import evaluate_model
 from opd.pipelines.run_folder import RunFolder
-from opd.pipelines.student import load_model, make_engine
+from opd.pipelines.student import load_model, make_engine, tokenizer_of
 from opd.storage.files import write_atomic
 
 
@@ -42,7 +41,7 @@ def evaluate(context: StageContext) -> dict[str, Any]:
     if not models:
         raise CheckpointError(f"{context.folder.path} holds no model to evaluate; train one first.")
     found = measured(context.folder)
-    tokenizer = load_tokenizer(next(iter(models.values())))
+    tokenizer = tokenizer_of(recipe, next(iter(models.values())))
     data = DomainSet.open(recipe, tokenizer)
     engine = make_engine(recipe, load_model(recipe, next(iter(models.values()))))
     for done, (name, path) in enumerate(models.items(), start=1):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from opd.pipelines.context import StageContext
-from opd.train.torch_backend import TorchBackend
+from opd.protocols import TrainBackend
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class Extent:
 
 def run_loop(
     context: StageContext,
-    backend: TorchBackend,
+    backend: TrainBackend,
     extent: Extent,
     checkpoint_every: int,
     step_fn: Callable[[Step], StepResult],
@@ -126,7 +126,7 @@ def run_loop(
     }
 
 
-def _restore(context: StageContext, backend: TorchBackend) -> LoopState:
+def _restore(context: StageContext, backend: TrainBackend) -> LoopState:
     checkpoint = context.checkpoints.latest()
     if checkpoint is None:
         context.metrics.truncate(0)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from opd.algorithms.filters import zero_variance_fraction
 from opd.monitor.mismatch import mismatch
 from opd.types import Sample, SampleGroup, Status
 
@@ -18,7 +19,7 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "frac_reward_zero_std": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
+        "frac_reward_zero_std": zero_variance_fraction(groups),
         "length/mean": float(lengths.mean()),
         "length/max": float(lengths.max()),
         "truncated": float(np.mean([s.status is Status.TRUNCATED for s in samples])),

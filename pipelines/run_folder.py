@@ -1,7 +1,8 @@
 """One run, one folder: its layout, its lock, its resolved recipe and which of its stages are done.
 
 config.json                      the resolved recipe
-stages/STAGE/                    metrics.jsonl  checkpoints/  log.txt  done.json (written last)
+stages/STAGE/                    metrics.jsonl  checkpoints/  done.json (written last), and log.txt of
+                                 a stage that ran in a process of its own
 base/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
 results.json  report.html
 """

@@ -15,7 +15,8 @@ from opd.pipelines.distill import distill
 from opd.pipelines.evaluation_stage import evaluate
 from opd.pipelines.grpo import train_grpo
 from opd.pipelines.loop import Extent
-from opd.pipelines.supervised import distill_off_policy, new_base, warm_up
+from opd.pipelines.off_policy import distill_off_policy
+from opd.pipelines.warm_up import new_base, warm_up
 from opd.pipelines.weight_baselines import merge_weights
 
 WEIGHT_MERGES = ("average", "task_arithmetic", "ties", "dare")

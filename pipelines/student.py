@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
@@ -22,18 +21,17 @@ from opd.train.torch_backend import TorchBackend
 from opd.types import SampleGroup, SamplingParams
 
 
-def device_of(recipe: Recipe) -> str:
-    """The device the recipe asks for; `auto` takes CUDA where there is one."""
-    if recipe.model.device != "auto":
-        return recipe.model.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def load_model(recipe: Recipe, path: Path) -> CausalLM:
     """The Hugging Face folder `path` in the recipe's dtype, on its device."""
-    model = CausalLM.from_pretrained(path, dtype=recipe.model.dtype, device=device_of(recipe))
-    model.vocabulary = min(len(load_tokenizer(path)), model.vocab_size)
+    model = CausalLM.from_pretrained(path, dtype=recipe.model.dtype, device=recipe.model.device)
+    model.vocabulary = min(len(tokenizer_of(recipe, path)), model.vocab_size)
     return model
+
+
+def tokenizer_of(recipe: Recipe, path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; the recipe may name another one for the base it starts from."""
+    named = recipe.model.tokenizer
+    return load_tokenizer(named if named is not None and str(path) == recipe.model.path else path)
 
 
 def sampling_params(
@@ -74,7 +72,7 @@ class Student:
         cls, recipe: Recipe, path: Path, optim: OptimConfig, batch: BatchConfig, terms: Sequence[LossTerm]
     ) -> Student:
         """Load `path` twice: once to train, once for the engine, which holds its own copy."""
-        tokenizer = load_tokenizer(path)
+        tokenizer = tokenizer_of(recipe, path)
         model = load_model(recipe, path)
         return cls(
             model,

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from opd.algorithms import weight_merge
 from opd.models.checkpoint import save_checkpoint
-from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import prompt_accuracy
-from opd.pipelines.student import load_model, make_engine, sampling_params
+from opd.pipelines.student import load_model, make_engine, sampling_params, tokenizer_of
 from opd.protocols import RolloutEngine
 from opd.teachers.routing import Router
 
@@ -39,7 +38,7 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
         "dare": lambda scale: weight_merge.dare(base, experts, config.density, scale, recipe.seed),
     }
     scales = [1.0] if method == "average" else config.scales
-    tokenizer = load_tokenizer(base_path)
+    tokenizer = tokenizer_of(recipe, base_path)
     model = load_model(recipe, base_path)
     scores: dict[float, float] = {}
     if len(scales) > 1:

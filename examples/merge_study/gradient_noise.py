@@ -22,9 +22,9 @@ from opd.pipelines.distill import DistillRun
 from opd.pipelines.run_folder import RunFolder
 
 
-def gradients(study: Path, start: Path, name: str | None, draws: int) -> torch.Tensor:
+def gradients(whole: Path, start: Path, name: str | None, draws: int) -> torch.Tensor:
     """[draws, P] float32: gradients of the same prompts under fresh sampling noise."""
-    teachers = {domain: {"path": str(study / "seed-0" / "specialists" / domain)} for domain in DOMAINS}
+    teachers = {domain: {"path": str(whole / "specialists" / domain)} for domain in DOMAINS}
     files = [HERE / "recipe.yaml"] + ([HERE / "variants" / f"{name}.yaml"] if name else [])
     settings = ["--base", "null", "--model.config", "null", "--model.path", str(start)]
     recipe = load_recipe(files, [*settings, "--teachers", json.dumps(teachers)])
@@ -55,17 +55,17 @@ def signal_to_noise(rows: torch.Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure at the base and at the merged student of seed 0."""
+    """Measure at the base and at the merged student of one run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--study", type=Path, default=Path("runs/merge-study"))
+    parser.add_argument("--run", type=Path, required=True, help="a whole run of the study")
     parser.add_argument("--draws", type=int, default=32)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    whole = options.study / "seed-0"
+    whole = options.run
     found = {
         point: {
-            name or "full-reverse": signal_to_noise(gradients(options.study, start, name, options.draws))
+            name or "full-reverse": signal_to_noise(gradients(whole, start, name, options.draws))
             for name in (None, *VARIANTS)
         }
         for point, start in (("base", whole / "base"), ("merged", whole / "merged"))

@@ -69,7 +69,8 @@ def main() -> None:
         list(pool.map(lambda job: variant(options.out, *job), jobs))
     noise = options.out / "gradient_noise.json"
     if not noise.exists():
-        command = [sys.executable, str(HERE / "gradient_noise.py"), "--study", str(options.out)]
+        command = [sys.executable, str(HERE / "gradient_noise.py"), "--run"]
+        command.append(str(options.out / f"seed-{options.seeds[0]}"))
         subprocess.run([*command, "--json", str(noise)], check=True, env=environment())
     subprocess.run([sys.executable, str(HERE / "summarise.py"), "--study", str(options.out)], check=True)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from opd.config.rl import (
     RLOOAdvantage,
 )
 from opd.errors import ConfigError, RewardError
+from opd.imports import import_attribute
 from opd.protocols import AdvantageEstimator
 from opd.types import SampleGroup
 
@@ -95,15 +95,7 @@ def build_advantage(config: AdvantageConfig) -> AdvantageEstimator:
 
 def _load_custom(config: CustomAdvantage) -> AdvantageEstimator:
     """The object at `package.module:name`; a class is instantiated without arguments."""
-    module_name, _, name = config.path.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f"advantage.path {config.path!r} is not of the form `package.module:name`")
-    try:
-        found: Any = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"advantage.path {config.path!r} cannot be loaded ({error}); check the module and the name"
-        ) from error
+    found = import_attribute(config.path, "advantage.path", ConfigError)
     if isinstance(found, type):
         found = found()
     if not callable(found):

@@ -13,20 +13,20 @@ class DomainConfig(Config):
     """One domain."""
 
     source: str
-    """`procedural:NAME` (built in), `reasoning-gym:NAME` (extra), or a `.jsonl` / `.parquet` file with the
-    columns `prompt` (text or messages) and `label`."""
+    """`procedural:NAME` (built in, or `procedural:package.module:Class`), `reasoning-gym:NAME` (extra), or a
+    `.jsonl` / `.parquet` file with the columns `prompt` (text or messages) and `label`."""
     params: dict[str, Any] = {}
-    """Arguments of a procedural or reasoning-gym source."""
+    """Arguments of the source; for a file, `domain` keeps the rows whose column `domain` says so."""
     reward: str | None = None
     """Dotted path of a reward function, `package.module:function`; `None` takes the source's own checker."""
     teacher: str | dict[str, float] | None = None
     """Name of a teacher, or weights over several; `None` is the specialist trained on this domain."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the merge's loss, relative to the other domains."""
+    """Share of the merge's loss, relative to the other domains, with `distill.normalise: teacher`."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
-    """Share of a file's prompts kept for evaluation, chosen by a hash of the prompt."""
+    """Share of the prompts kept for evaluation, chosen by a hash of the prompt."""
     prompts: int = Field(default=20_000, gt=0)
-    """How many training prompts a procedural source generates."""
+    """How many training prompts a generated source makes."""
 
 
 class TeacherConfig(Config):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from opd.config.base import Config
-from opd.config.rl import PolicyLossConfig
+from opd.config.rl import AdvantageConfig, GRPOAdvantage, PolicyLossConfig
 from opd.config.train import BatchConfig, OptimConfig
 
 
@@ -74,6 +74,23 @@ class DistillConfig(Config):
     gradient; `token`: every token weighs the same."""
     rl_coef: float = Field(default=0.0, ge=0)
     """Weight of the reward's policy gradient beside the distillation; 0 is pure distillation."""
+    advantage: AdvantageConfig = GRPOAdvantage()
+    """How rewards become advantages where `rl_coef` is above 0."""
     optim: OptimConfig = OptimConfig(lr=1e-3, schedule="cosine", final_lr_fraction=0.0, warmup_steps=5)
     batch: BatchConfig = BatchConfig()
     checkpoint_every: int = Field(default=20, gt=0)
+
+    @model_validator(mode="after")
+    def _refuse_settings_without_effect(self) -> DistillConfig:
+        reverse = isinstance(self.loss, FullVocabularyKL) and self.loss.kind == "reverse"
+        if self.mixture == "arithmetic" and not (reverse or isinstance(self.loss, SampledTokenK1)):
+            raise ValueError(
+                "mixture arithmetic is defined for the full-vocabulary reverse KL and for k1; choose one of"
+                " them as loss, or mixture one_hot or geometric"
+            )
+        if self.rl_coef > 0 and self.samples_per_prompt < 2:
+            raise ValueError(
+                "rl_coef has no effect with one sample per prompt, whose advantage in its group is 0;"
+                " set samples_per_prompt to 2 or more"
+            )
+        return self

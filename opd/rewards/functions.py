@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from opd.data.imports import import_attribute
 from opd.data.prompts import Checker
 from opd.errors import RewardError
+from opd.imports import import_attribute
 
 
 @dataclass(frozen=True, slots=True)

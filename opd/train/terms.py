@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from opd.config.rl import PolicyLossConfig, ReferenceKLConfig
+from opd.kernels.ops import linear_logprobs
 from opd.losses.kl_estimators import reference_penalty
 from opd.losses.policy import clipped_policy_loss
+from opd.monitor.mismatch import mismatch
 from opd.train.student_rows import MetricSums, StudentRows, masked_mean
 from opd.types import MicroBatch
 
@@ -61,14 +64,41 @@ class ReferenceTerm:
         return self.config.coef * (micro.policy_weight * penalty).sum()
 
 
+class MismatchProbe:
+    """No loss: keeps the engine's and the trainer's log-probabilities of a step for the mismatch metrics.
+
+    Where no policy stream recomputes log-probabilities, this is where the recompute contract is watched.
+    """
+
+    def __init__(self) -> None:
+        self.rollout: list[np.ndarray] = []
+        self.recomputed: list[np.ndarray] = []
+        self.masks: list[np.ndarray] = []
+
+    def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
+        with torch.no_grad():
+            logprobs = linear_logprobs(
+                student.hidden,
+                student.head,
+                micro.targets,
+                temperature=student.temperature,
+                chunk=student.chunk,
+            )
+        self.recomputed.append(logprobs.float().cpu().numpy())
+        self.rollout += [sample.rollout_logprobs for sample in micro.samples]
+        self.masks += [sample.loss_mask for sample in micro.samples]
+        return logprobs.new_zeros(())
+
+    def take(self) -> dict[str, float]:
+        """The metrics of the tokens seen since the last call."""
+        parts = [np.concatenate(part) for part in (self.rollout, self.recomputed, self.masks)]
+        self.__init__()
+        return mismatch(*parts)
+
+
 class CrossEntropyTerm:
     """Negative log-likelihood of the response tokens on `ce_weight`."""
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         masked_mean(-student.logprobs, micro.ce_weight, sums, "loss/ce")
         return -(micro.ce_weight * student.logprobs).sum()
-
-
-def finite(loss: Tensor) -> bool:
-    """Whether a loss may be differentiated."""
-    return bool(torch.isfinite(loss))

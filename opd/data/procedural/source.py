@@ -8,11 +8,11 @@ from typing import Any
 
 from opd.config.data import DomainConfig
 from opd.data.hashing import fraction, raw_stream
-from opd.data.imports import import_attribute
 from opd.data.procedural import tasks as _built_in  # noqa: F401 - registers the tasks
 from opd.data.procedural.task import ALPHABET, TASKS, DigitTask
 from opd.data.prompts import Domain, Prompt
 from opd.errors import DataError
+from opd.imports import import_attribute
 
 _MAX_DIGITS = 18  # a string of digits is drawn as one 64-bit number
 

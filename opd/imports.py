@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import Any
 
 from opd.errors import OpdError
@@ -13,6 +15,8 @@ def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
     is raised if the path has another form, or the module or the name does not exist or fails to import.
     """
     module_name, separator, name = path.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # the console script leaves out the folder it is started in
     if not (separator and module_name and name):
         raise error(f"{where}: {path!r} is not of the form `package.module:name`.")
     try:

@@ -1,4 +1,4 @@
-"""Cross-entropy stages: the warm-up of a base, and off-policy distillation on teacher samples."""
+"""A base made from scratch: random weights, then a supervised warm-up on demonstrations of mixed quality."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from opd.algorithms.normalise import per_teacher_weights, token_weights
+from opd.algorithms.normalise import token_weights
 from opd.config import Recipe, WarmupConfig
 from opd.errors import ConfigError, TrainingError
 from opd.models.causal_lm import CausalLM
@@ -19,12 +19,10 @@ from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet, load_domains
 from opd.pipelines.evaluate import domain_accuracy
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
-from opd.pipelines.student import Student, device_of, load_model, make_engine, sampling_params
-from opd.rollout.collect import collect
-from opd.teachers.routing import Router
+from opd.pipelines.student import Student
 from opd.train.schedule import learning_rate
 from opd.train.terms import CrossEntropyTerm
-from opd.types import RolloutBatch, Sample, Status, TokenTerms
+from opd.types import RolloutBatch, Sample, Status
 
 
 def new_base(recipe: Recipe, folder: Path) -> None:
@@ -44,7 +42,7 @@ def new_base(recipe: Recipe, folder: Path) -> None:
         recipe.model.config or {},
         tokenizer=tokenizer,
         dtype=recipe.model.dtype,
-        device=device_of(recipe),
+        device=recipe.model.device,
         seed=recipe.seed,
     )
     save_checkpoint(model, tokenizer, folder, {"method": "random initialisation", "seed": recipe.seed})
@@ -63,7 +61,7 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     def step(step: Step) -> StepResult:
         with step.timer("data"):
             samples = _demonstrations(data, config, student.tokenizer, recipe.seed, step.index)
-            batch = _supervised_batch(samples, token_weights([s.loss_mask for s in samples]))
+            batch = RolloutBatch.supervised(samples, token_weights([s.loss_mask for s in samples]))
         with step.timer("train"):
             metrics = student.backend.forward_backward(batch)
             metrics |= student.backend.step(learning_rate(config.optim, step.index, step.progress))
@@ -114,70 +112,3 @@ def _supervised_sample(uid: str, domain: str, prompt_ids: np.ndarray, response_i
         loss_mask=np.ones(len(response_ids), dtype=bool),
         status=Status.COMPLETED,
     )
-
-
-def _supervised_batch(samples: list[Sample], weights: list[np.ndarray]) -> RolloutBatch:
-    terms = []
-    for sample, weight in zip(samples, weights, strict=True):
-        term = TokenTerms.zeros(len(sample.response_ids))
-        term.ce_weight = weight
-        terms.append(term)
-    return RolloutBatch(samples, terms)
-
-
-def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: int) -> dict[str, Any]:
-    """Train the model in `start` on samples its *teachers* wrote, for `tokens` response tokens.
-
-    The baseline of the merge: same teachers, same prompts, same settings, but supervised on the teachers'
-    trajectories instead of scored on the student's own.
-    """
-    recipe = context.recipe
-    config = recipe.distill
-    student = Student.open(recipe, start, config.optim, config.batch, [CrossEntropyTerm()])
-    data = DomainSet.open(recipe, student.tokenizer)
-    written = _teacher_samples(context, data, student, config.steps)
-    per_step = len(recipe.domains) * config.prompts_per_domain * config.samples_per_prompt
-
-    def step(step: Step) -> StepResult:
-        first = step.index * per_step % len(written)
-        samples = written[first : first + per_step]
-        masks = [s.loss_mask for s in samples]
-        domains = [s.domain for s in samples]
-        shares = {name: domain.weight for name, domain in recipe.domains.items()}
-        weights = (
-            per_teacher_weights(masks, domains, shares)
-            if config.normalise == "teacher"
-            else token_weights(masks)
-        )
-        with step.timer("train"):
-            metrics = student.backend.forward_backward(_supervised_batch(samples, weights))
-            metrics |= student.backend.step(learning_rate(config.optim, step.index, step.progress))
-        trained = sum(s.trainable_tokens for s in samples)
-        return StepResult(metrics, trained, f"cross-entropy {metrics['loss/ce']:.3f}")
-
-    result = run_loop(context, student.backend, Extent(tokens=tokens), config.checkpoint_every, step)
-    card = {"base": str(start), "method": "off-policy distillation on teacher samples"}
-    return result | {"digest": student.export(out, card)}
-
-
-def _teacher_samples(context: StageContext, data: DomainSet, student: Student, steps: int) -> list[Sample]:
-    """The teachers' responses to the merge's prompts, in the merge's order, one teacher at a time."""
-    recipe = context.recipe
-    config = recipe.distill
-    router = Router.from_recipe(recipe)
-    sampling = sampling_params(recipe, student.tokenizer)
-    by_step: list[list[Sample]] = [[] for _ in range(steps)]
-    for teacher in router.teachers:
-        engine = make_engine(recipe, load_model(recipe, context.teacher_path(teacher)))
-        for domain in recipe.domains:
-            count = config.prompts_per_domain
-            prompts = [
-                prompt
-                for prompt in data.take(domain, 0, steps * count, context.stage)
-                if router.route(domain, prompt.uid).teachers[0] == teacher
-            ]
-            groups = collect(engine, prompts, config.samples_per_prompt, sampling, recipe.seed)
-            for group in groups:
-                number = int(group.uid.rsplit("/", 1)[1])
-                by_step[number // count].extend(group.samples)
-    return [sample for samples in by_step for sample in samples]

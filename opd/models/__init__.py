@@ -1,0 +1,1 @@
+"""Hugging Face causal language models: packed attention, live heads, tokenizers, checkpoints."""
