@@ -91,9 +91,11 @@ class MismatchProbe:
 
     def take(self) -> dict[str, float]:
         """The metrics of the tokens seen since the last call."""
-        parts = [np.concatenate(part) for part in (self.rollout, self.recomputed, self.masks)]
-        self.__init__()
-        return mismatch(*parts)
+        seen = (self.rollout, self.recomputed, self.masks)
+        metrics = mismatch(*(np.concatenate(part) for part in seen))
+        for part in seen:
+            part.clear()
+        return metrics
 
 
 class CrossEntropyTerm:

@@ -14,7 +14,15 @@ from recipes import write_recipe
 
 from opd.models.causal_lm import CausalLM
 
-STAGES = ["base", "specialist-sort", "merge", "baseline-ties", "baseline-mixed_grpo", "evaluate"]
+STAGES = [
+    "base",
+    "specialist-sort",
+    "merge",
+    "baseline-ties",
+    "baseline-mixed_grpo",
+    "baseline-off_policy",
+    "evaluate",
+]
 
 
 def start(recipe: Path, out: Path, *options: str) -> subprocess.Popen:
@@ -38,7 +46,12 @@ def middle_of(out: Path, stage: str) -> bool:
     """Whether `stage` has begun: steps written, or files made by stages without steps."""
     folder = out / "stages" / stage
     metrics = folder / "metrics.jsonl"
-    if stage.startswith("specialist") or stage in ("base", "merge", "baseline-mixed_grpo"):
+    if stage.startswith("specialist") or stage in (
+        "base",
+        "merge",
+        "baseline-mixed_grpo",
+        "baseline-off_policy",
+    ):
         return metrics.exists() and metrics.read_bytes().count(b"\n") >= 4
     return folder.exists()
 
