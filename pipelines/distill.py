@@ -22,7 +22,7 @@ from opd.pipelines.student import Student, tokenizer_of
 from opd.rollout.collect import EncodedPrompt
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
-from opd.teachers.signals import mean_floor, sampled_logprobs
+from opd.teachers.signals import sampled_logprobs
 from opd.teachers.torch_teacher import TorchTeacher
 from opd.train.distill_terms import build_distill_term
 from opd.train.schedule import learning_rate
@@ -131,7 +131,7 @@ class DistillRun:
         else:
             old = advantages = [np.zeros(len(s.response_ids), dtype=np.float32) for s in samples]
         batch = self.schedule.sort(self._batch(samples, old, advantages))
-        metrics |= backend.forward_backward(batch) | self._floor(samples) | self.probe.take()
+        metrics |= backend.forward_backward(batch) | self.probe.take()
         self.schedule.release()
         return metrics
 
@@ -145,7 +145,7 @@ class DistillRun:
         if not isinstance(config.loss, SampledTokenK1):
             return advantages, {}
         teacher = sampled_logprobs(self.schedule, samples, config.mixture, temperature)
-        ratios = np.concatenate([p - t for p, t in zip(old, teacher, strict=True)])
+        ratios = np.concatenate([(p - t)[s.loss_mask] for s, p, t in zip(samples, old, teacher, strict=True)])
         advantages = opd_advantages(
             advantages,
             old,
@@ -185,12 +185,6 @@ class DistillRun:
             share = recipe.domains[sample.domain].weight / counts[sample.domain]
             shares[sample.teacher or ""] = shares.get(sample.teacher or "", 0.0) + share
         return shares
-
-    def _floor(self, samples: list[Sample]) -> dict[str, float]:
-        if self.config.mixture != "geometric":
-            return {}
-        floor = mean_floor(self.schedule, samples, self.student.backend.temperature)
-        return {} if floor is None else {"kl/floor": floor}
 
     def _counters(self, step: Step) -> dict[str, float]:
         """The schedule's counters of this step; their totals survive a resume."""

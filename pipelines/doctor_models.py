@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from opd.data.prompts import Domain
 
 
+WEIGHT_MERGES = ("average", "task_arithmetic", "ties", "dare")
+"""Baselines that do arithmetic on weights."""
+
+_NAMES = ("architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache")
+"""Keys of a configuration that change nothing in what its weights compute."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What an estimate needs to know of a model."""
@@ -33,6 +40,8 @@ class Models:
     """What the checks found out, for the estimate and the KL check."""
 
     tokenizer: Any = None
+    config: Any = None
+    """The student's Hugging Face configuration."""
     student: Shape | None = None
     teachers: dict[str, Shape] = field(default_factory=dict)
 
@@ -63,6 +72,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         config = read_config(Path(model.path))
     else:
         config = scratch_config(model.config or {}, models.tokenizer)
+    models.config = config
     models.student = _shape(config, model.path or "model.config")
     size = f"{models.student.parameters:,} parameters, vocabulary {len(models.tokenizer)}"
     return [
@@ -104,7 +114,25 @@ def _check_teacher(recipe: Recipe, name: str, path: Path, models: Models) -> lis
         Finding("ok", title, f"{config.model_type}, {shape.parameters:,} parameters, same tokenizer"),
         *_check_ids(title, config, tokenizer),
         *_check_temperature(title, str(path), recipe.rollout.temperature),
+        *_check_weight_merges(title, recipe, config, models),
     ]
+
+
+def _check_weight_merges(title: str, recipe: Recipe, config: Any, models: Models) -> list[Finding]:
+    """Arithmetic on weights needs models of one configuration; distillation does not."""
+    asked = [method for method in recipe.baselines.methods if method in WEIGHT_MERGES]
+    ours, theirs = _form(models.config), _form(config)
+    apart = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    if not asked or not apart:
+        return []
+    detail = f"its configuration differs from the student's in {', '.join(apart)}"
+    return [Finding("error", title, f"{detail}; take {', '.join(asked)} out of baselines.methods")]
+
+
+def _form(config: Any) -> dict[str, Any]:
+    """What of a configuration changes the function its weights compute."""
+    form = config.get_text_config().to_dict()
+    return {key: value for key, value in form.items() if not key.startswith("_") and key not in _NAMES}
 
 
 def _shape(config: Any, source: str) -> Shape:

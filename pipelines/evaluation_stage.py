@@ -43,13 +43,10 @@ def evaluate(context: StageContext) -> dict[str, Any]:
     found = measured(context.folder)
     tokenizer = tokenizer_of(recipe, next(iter(models.values())))
     data = DomainSet.open(recipe, tokenizer)
-    engine = make_engine(recipe, load_model(recipe, next(iter(models.values()))))
     for done, (name, path) in enumerate(models.items(), start=1):
         if name not in found:
-            engine.pause()
-            engine.flush()
-            engine.update_weights(load_model(recipe, path).weights(), engine.policy_version + 1)
-            engine.resume()
+            # A teacher from elsewhere may have another configuration, so every model gets its own engine.
+            engine = make_engine(recipe, load_model(recipe, path))
             found[name] = evaluate_model(engine, data, recipe, tokenizer)
             write_atomic(_measurements(context.folder), json.dumps(found).encode())
         accuracies = [row["sampled"]["accuracy"] for row in found[name].values()]

@@ -39,6 +39,8 @@ def train_grpo(
     result = run_loop(
         context, run.student.backend, extent, run.config.checkpoint_every, run.step, run.student.start
     )
+    if result["counters"].get("steps_without_signal", 0) >= result["steps"]:
+        raise run.no_signal(result["steps"])
     card = {
         "base": str(start),
         "method": "GRPO",
@@ -101,10 +103,14 @@ class GRPORun:
         silent = 0.0 if signal else step.counters.get("steps_without_signal", 0.0) + 1
         step.counters["steps_without_signal"] = silent
         if silent >= self.config.max_steps_without_signal:
-            raise TrainingError(
-                f"{self.stage}: every group of the last {silent:.0f} steps had equal rewards, so there is"
-                " nothing to learn from; check the reward function, raise group_size or take a better base."
-            )
+            raise self.no_signal(int(silent))
+
+    def no_signal(self, steps: int) -> TrainingError:
+        """The error for `steps` steps in a row without a group of unequal rewards."""
+        return TrainingError(
+            f"{self.stage}: every group of the last {steps} steps had equal rewards, so there is nothing to"
+            " learn from; check the reward function, raise group_size or take a better base."
+        )
 
     def _update(self, groups: Sequence[SampleGroup], lr: float) -> dict[str, float]:
         estimate = build_advantage(self.config.advantage)

@@ -11,7 +11,7 @@ from opd.pipelines.domains import DomainSet
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
 from opd.pipelines.student import Student, load_model, make_engine, sampling_params
 from opd.rollout.collect import collect
-from opd.teachers.routing import Router
+from opd.teachers.routing import Route, Router
 from opd.train.schedule import learning_rate
 from opd.train.terms import CrossEntropyTerm
 from opd.types import RolloutBatch, Sample
@@ -25,7 +25,7 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
 
     The baseline of the merge: same teachers, same prompts, same settings, but supervised on the teachers'
     trajectories instead of scored on the student's own. Its student tokens are those it was trained on. Of a
-    mixture only the first teacher writes.
+    mixture only the teacher of the largest weight writes.
     """
     recipe = context.recipe
     config = recipe.distill
@@ -70,10 +70,15 @@ def _teacher_samples(context: StageContext, data: DomainSet, student: Student, s
             prompts = [
                 prompt
                 for prompt in data.take(domain, 0, steps * count, MERGE)
-                if router.route(domain, prompt.uid).teachers[0] == teacher
+                if main_of(router.route(domain, prompt.uid)) == teacher
             ]
             groups = collect(engine, prompts, config.samples_per_prompt, sampling, recipe.seed)
             for group in groups:
                 number = int(group.uid.rsplit("/", 1)[1])
                 by_step[number // count].extend(group.samples)
     return [sample for samples in by_step for sample in samples]
+
+
+def main_of(route: Route) -> str:
+    """The teacher of the largest weight."""
+    return max(zip(route.weights, route.teachers, strict=True), key=lambda pair: pair[0])[1]

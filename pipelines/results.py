@@ -14,7 +14,7 @@ import torch
 
 from opd.config import Recipe
 from opd.monitor.metrics import read_metrics
-from opd.pipelines.evaluation_stage import measured
+from opd.pipelines.evaluation_stage import main_teacher, measured
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import plan, specialist_stage
 from opd.pipelines.statistics import Count, recovery
@@ -33,7 +33,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": _machine(),
         "domains": list(recipe.domains),
-        "models": [_model(name, rows, finished) for name, rows in models.items()],
+        "models": [_model(recipe, name, rows, finished) for name, rows in models.items()],
         "recovery": _recoveries(recipe, models),
         "stages": [_stage(name, result) for name, result in finished.items()],
         "teachers": _teachers(folder) if "merge" in finished else {},
@@ -58,13 +58,14 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _model(name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict[str, Any]:
+def _model(recipe: Recipe, name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict[str, Any]:
     kind, _, domain = name.partition(":")
     if kind not in ("base", "specialist", "merged"):
         kind = "baseline"
-    stage = {"base": "base", "specialist": specialist_stage(domain), "merged": "merge"}.get(
-        kind, f"baseline-{name}"
-    )
+    if kind == "specialist":
+        stage = specialist_stage(main_teacher(recipe, domain))
+    else:
+        stage = {"base": "base", "merged": "merge"}.get(kind, f"baseline-{name}")
     result = finished.get(stage, {})
     return {
         "name": name,
@@ -105,12 +106,13 @@ def _stage(name: str, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _teachers(folder: RunFolder) -> dict[str, Any]:
-    """Each teacher's KL at the last step, and its mean share of tokens and gradient over the merge."""
+    """Each teacher's KL at its last step, and its mean share of tokens and gradient over the merge."""
     rows = read_metrics(folder.metrics("merge"))
-    names = [key.removeprefix("token_share/") for key in rows[-1] if key.startswith("token_share/")]
+    latest = {key: value for row in rows for key, value in row.items()}
+    names = [key.removeprefix("token_share/") for key in latest if key.startswith("token_share/")]
     teachers = {}
     for name in names:
-        row = {"kl": rows[-1].get(f"kl/{name}", rows[-1].get("kl/mean", 0.0))}
+        row = {"kl": latest.get(f"kl/{name}", latest["kl/mean"])}
         for kind in ("token_share", "grad_share"):
             values = [r[f"{kind}/{name}"] for r in rows if f"{kind}/{name}" in r]
             row[kind] = sum(values) / len(values)

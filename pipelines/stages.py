@@ -12,14 +12,13 @@ from opd.config import Recipe
 from opd.errors import ConfigError
 from opd.pipelines.context import StageContext
 from opd.pipelines.distill import distill
+from opd.pipelines.doctor_models import WEIGHT_MERGES
 from opd.pipelines.evaluation_stage import evaluate
 from opd.pipelines.grpo import train_grpo
 from opd.pipelines.loop import Extent
 from opd.pipelines.off_policy import distill_off_policy
 from opd.pipelines.warm_up import new_base, warm_up
 from opd.pipelines.weight_baselines import merge_weights
-
-WEIGHT_MERGES = ("average", "task_arithmetic", "ties", "dare")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
     baselines = [
         Stage(
             f"baseline-{method}",
-            specialists if method in WEIGHT_MERGES else ("merge",),
+            base + specialists if method in WEIGHT_MERGES else ("merge",),
             partial(_baseline, method=method),
         )
         for method in baseline_methods(recipe)

@@ -30,8 +30,8 @@ def load_model(recipe: Recipe, path: Path) -> CausalLM:
 
 def tokenizer_of(recipe: Recipe, path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; the recipe may name another one for the base it starts from."""
-    named = recipe.model.tokenizer
-    return load_tokenizer(named if named is not None and str(path) == recipe.model.path else path)
+    given, named = recipe.model.path, recipe.model.tokenizer
+    return load_tokenizer(named if named and given and Path(given) == path else path)
 
 
 def sampling_params(
@@ -39,7 +39,8 @@ def sampling_params(
 ) -> SamplingParams:
     """How the recipe samples; `greedy` keeps only its limits."""
     rollout = recipe.rollout
-    stop = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    eos = tokenizer.eos_token_id
+    stop = (*rollout.stop_ids, *([] if eos is None else [int(eos)]))
     if greedy:
         return SamplingParams(temperature=0.0, max_new_tokens=rollout.max_new_tokens, stop_ids=stop)
     return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, stop)

@@ -6,17 +6,16 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
+import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from opd.monitor.progress import Progress
-
 from opd import errors
 from opd.config import Recipe
 from opd.errors import OpdError
+from opd.monitor.progress import Progress
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import Stage, plan
 
@@ -84,13 +83,15 @@ def _listen(running: dict[str, _Worker], progress: Progress) -> None:
             progress.update(name, *words)
         elif kind == "note":
             progress.note(f"{name}: {words[0]}")
+        elif kind == "crash":
+            raise RuntimeError(f"stage {name} crashed with {words[0]}; its traceback is in {words[1]}")
         elif kind == "done":
             progress.finish(name, words[0])
             worker.process.join()
             del running[name]
         else:
             worker.process.join()
-            raise getattr(errors, words[0], OpdError)(words[1])
+            raise _rebuilt(*words)
 
 
 def _work(recipe_json: str, path: str, name: str, connection: Connection) -> None:
@@ -101,8 +102,11 @@ def _work(recipe_json: str, path: str, name: str, connection: Connection) -> Non
     _end_with_parent(connection)
     recipe = Recipe.model_validate_json(recipe_json)
     folder = RunFolder.attach(path)
-    with folder.log(name).open("a", buffering=1) as log, contextlib.redirect_stdout(log):
-        sys.stderr = log
+    with (
+        folder.log(name).open("a", buffering=1) as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
         try:
             result = execute(
                 recipe,
@@ -113,7 +117,15 @@ def _work(recipe_json: str, path: str, name: str, connection: Connection) -> Non
             )
             connection.send(("done", summary(result)))
         except OpdError as error:
-            connection.send(("error", type(error).__name__, str(error)))
+            connection.send(("error", type(error).__name__, error.args))
+        except Exception as error:
+            traceback.print_exc()
+            connection.send(("crash", f"{type(error).__name__}: {error}", str(folder.log(name))))
+
+
+def _rebuilt(name: str, arguments: tuple) -> OpdError:
+    """The error a worker raised."""
+    return getattr(errors, name)(*arguments)
 
 
 def _end_with_parent(connection: Connection) -> None:

@@ -79,8 +79,12 @@ class TeacherSchedule:
 
     def sort(self, batch: RolloutBatch) -> RolloutBatch:
         """`batch` ordered by teacher, otherwise in its own order."""
-        index = {name: i for i, name in enumerate(self._routes)}
-        order = sorted(range(len(batch.samples)), key=lambda i: index[batch.samples[i].teacher or ""])
+        # By the teachers' own order, not by which route was met first: a resumed run must sort the same way.
+        rank = {name: i for i, name in enumerate(self._teachers)}
+        places = {
+            name: tuple(rank[teacher] for teacher in route.teachers) for name, route in self._routes.items()
+        }
+        order = sorted(range(len(batch.samples)), key=lambda i: places[batch.samples[i].teacher or ""])
         return RolloutBatch([batch.samples[i] for i in order], [batch.terms[i] for i in order])
 
     def __call__(self, micro: MicroBatch) -> list[TeacherView]:

@@ -1,4 +1,4 @@
-"""What can be read off scored samples without the student: sampled-token log-probs, a mixture's floor."""
+"""What can be read off scored samples without the student: the sampled tokens' log-probabilities."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from opd.kernels.ops import geometric_floor, linear_logprobs
+from opd.kernels.ops import linear_logprobs
 from opd.teachers.schedule import TeacherSchedule
 from opd.train.distill_terms import TeacherView
 from opd.types import Sample
@@ -45,23 +45,6 @@ def sampled_logprobs(
         parts = np.split(pooled.float().cpu().numpy(), ends)
         found.update({s.uid: part for s, part in zip(group, parts, strict=True)})
     return [found[s.uid] for s in samples]
-
-
-@torch.no_grad()
-def mean_floor(schedule: TeacherSchedule, samples: Sequence[Sample], temperature: float) -> float | None:
-    """Mean over tokens of `-log Z`, the least a geometric mixture's loss can be; None without mixtures."""
-    total, tokens = 0.0, 0
-    for _, views in _by_route(schedule, samples):
-        if len(views) > 1:
-            floor = geometric_floor(
-                [v.hidden for v in views],
-                [v.head for v in views],
-                [v.weight for v in views],
-                temperature=temperature,
-                chunk=CHUNK,
-            )
-            total, tokens = total + float(floor.sum()), tokens + len(floor)
-    return total / tokens if tokens else None
 
 
 def _by_route(

@@ -43,6 +43,8 @@ class RolloutConfig(Config):
     """Sampling temperature; student and teacher are scored at it too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
+    stop_ids: list[int] = []
+    """Token ids that end a response, beside the tokenizer's end-of-sequence token."""
     max_new_tokens: int = Field(default=16, gt=0)
     max_running: int = Field(default=512, gt=0)
     """Requests decoded together; more wait in the queue."""

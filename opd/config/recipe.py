@@ -65,7 +65,7 @@ class BaselinesConfig(Config):
         "mixed_grpo",
         "off_policy",
     ]
-    scales: list[float] = [0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0]
+    scales: list[float] = Field(default=[0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0], min_length=1)
     """Scaling coefficients tried for task arithmetic, TIES and DARE, chosen on *training* prompts."""
     density: float = Field(default=0.5, gt=0, le=1)
     """Share of each task vector that TIES keeps and DARE does not drop."""
@@ -80,6 +80,7 @@ class EvaluationConfig(Config):
 
     prompts_per_domain: int = Field(default=500, gt=0)
     samples_per_prompt: int = Field(default=1, gt=0)
+    """Above 1 the intervals are too narrow: they take samples of one prompt as independent."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     every: int = Field(default=0, ge=0)
     """Steps between evaluations inside the merge (0: only at the end), on `curve_prompts` prompts."""
@@ -127,6 +128,16 @@ class Recipe(Config):
         """Domains whose specialist this run trains: those some domain names as teacher without a path."""
         named = {name for domain in self.domains for name in self.teacher_weights(domain)}
         return [domain for domain in self.domains if domain in named and domain not in self.teachers]
+
+    @model_validator(mode="after")
+    def _names_are_free(self) -> Recipe:
+        for name in (*self.domains, *self.teachers):
+            if name in ("mean", "floor") or any(sign in name for sign in "/:+ "):
+                raise ValueError(
+                    f"{name!r} cannot name a domain or teacher: mean and floor are names of metrics, and"
+                    " / : + and blanks separate names; choose another"
+                )
+        return self
 
     @model_validator(mode="after")
     def _teachers_exist(self) -> Recipe:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
-from opd.types import RolloutRequest, Sample, SampleGroup, SamplingParams
+from opd.types import RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ def collect(
 ) -> list[SampleGroup]:
     """Sample `group_size` responses to every prompt with the engine's current weights.
 
-    Every sample comes back, in the order of `prompts`; how it ended is in its `status`.
+    Every sample comes back, in the order of `prompts`, completed or truncated. Raises `RolloutError` if the
+    engine left one unfinished.
     """
     groups = [
         SampleGroup(
@@ -72,6 +74,8 @@ def _run(engine: RolloutEngine, requests: list[RolloutRequest], samples: dict[st
         for uid, status in step.finished.items():
             samples[uid].status = status
     for uid, sample in samples.items():
+        if sample.status not in (Status.COMPLETED, Status.TRUNCATED):
+            raise RolloutError(f"the engine ended without finishing request {uid}; restart with --resume.")
         ids, logprobs, versions = zip(*tokens[uid], strict=True) if tokens[uid] else ((), (), ())
         sample.response_ids = np.array(ids, dtype=np.int32)
         sample.rollout_logprobs = np.array(logprobs, dtype=np.float32)

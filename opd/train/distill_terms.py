@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opd.config.distill import DistillConfig, FullVocabularyKL, TopKKL
 from opd.kernels.head import Head
-from opd.kernels.ops import linear_kl, linear_logprobs, linear_mixture_kl, linear_topk
+from opd.kernels.ops import geometric_floor, linear_kl, linear_logprobs, linear_mixture_kl, linear_topk
 from opd.losses.sampled import sampled_k2
 from opd.losses.surrogate import with_gradient
 from opd.losses.topk import SampledTokens, outside_support, topk_reverse_kl
@@ -51,6 +51,9 @@ class DistillTerm:
         else:
             per_token = self.mixture_divergence(micro, student, views)
         counted = micro.kl_weight != 0
+        if len(views) > 1 and self.mixture == "geometric":
+            floor = pooled_floor(views, student)
+            sums.add("kl/floor", torch.where(counted, floor, 0.0).sum(), counted.sum())
         total = torch.where(counted, per_token.detach(), 0.0).sum()
         route = micro.samples[0].teacher
         sums.add("kl/mean", total, counted.sum())
@@ -139,6 +142,17 @@ def teacher_logprobs(view: TeacherView, ids: Tensor, student: StudentRows) -> Te
         return linear_logprobs(
             view.hidden, view.head, ids, temperature=student.temperature, chunk=student.chunk
         )
+
+
+def pooled_floor(views: list[TeacherView], student: StudentRows) -> Tensor:
+    """[N] `-log Z` of the teachers' geometric mean: the least that `sum_i w_i KL(p || t_i)` can be."""
+    return geometric_floor(
+        [view.hidden for view in views],
+        [view.head for view in views],
+        [view.weight for view in views],
+        temperature=student.temperature,
+        chunk=student.chunk,
+    )
 
 
 def build_distill_term(config: DistillConfig, teachers: TeacherViews) -> DistillTerm | None:

@@ -72,8 +72,12 @@ class TorchBackend:
                 " check the stop ids, the prompts and rollout.max_new_tokens."
             )
         sums = MetricSums()
-        for micro in micro_batches(batch, self._batch.max_tokens, self.model.device):
-            self._micro_step(micro, sums)
+        try:
+            for micro in micro_batches(batch, self._batch.max_tokens, self.model.device):
+                self._micro_step(micro, sums)
+        except FloatingPointError as error:
+            self._optimizer.zero_grad()
+            raise TrainingError(f"{error}; lower the learning rate or resume from a checkpoint.") from error
         metrics = sums.means()
         for kind in ("token_share", "grad_share"):
             for teacher, share in shares(sums.sums(f"{kind}/")).items():
@@ -152,9 +156,9 @@ class TorchBackend:
             )
         self.model.load_weights(state["model"].items())
         for name, fields in by_name.items():
-            self._optimizer.state[self._parameters[name]] = {
-                key: value.to(self.model.device if key != "step" else "cpu") for key, value in fields.items()
-            }
+            parameter = self._parameters[name]
+            # The fused AdamW keeps its step count where the parameter is, too.
+            self._optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in fields.items()}
 
 
 @torch.no_grad()

@@ -3,13 +3,16 @@ import pytest
 import tiny
 import torch
 
+from opd.config import BatchConfig, DistillConfig, OptimConfig
 from opd.errors import CheckpointError, TeacherError
 from opd.models.checkpoint import save_checkpoint
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
-from opd.teachers.signals import mean_floor, sampled_logprobs
+from opd.teachers.signals import sampled_logprobs
 from opd.teachers.torch_teacher import TorchTeacher
-from opd.types import HiddenStates
+from opd.train.distill_terms import build_distill_term
+from opd.train.torch_backend import TorchBackend
+from opd.types import HiddenStates, RolloutBatch, TokenTerms
 
 T = 0.7
 WEIGHTS = {"a": 0.25, "b": 0.75}
@@ -50,24 +53,36 @@ def test_sampled_logprobs_pool_the_teachers_of_a_mixture(teachers, mixture):
         np.testing.assert_allclose(ours, expected.numpy(), atol=1e-5)
 
 
+def test_the_order_of_teachers_has_no_history(teachers):
+    samples = tiny.samples([(3, 4)] * 12)
+    batch = RolloutBatch(samples, [TokenTerms.zeros(4) for _ in samples])
+    orders = []
+    for warm in ([], samples[6:]):
+        schedule = TeacherSchedule(teachers, Router({"a": WEIGHTS}, "one_hot"))
+        schedule.assign(warm)
+        schedule.assign(samples)
+        orders.append([s.uid for s in schedule.sort(batch).samples])
+        assert [s.teacher for s in schedule.sort(batch).samples] == sorted(s.teacher for s in samples)
+    assert orders[0] == orders[1]
+
+
 def test_the_floor_of_a_geometric_mixture(teachers):
     samples = tiny.samples([(3, 4), (5, 6)])
     schedule = TeacherSchedule(teachers, Router({"a": WEIGHTS}, "geometric"))
     schedule.assign(samples)
     schedule.score(samples)
+    batch = RolloutBatch(samples, [TokenTerms.zeros(len(s.response_ids)) for s in samples])
+    for terms in batch.terms:
+        terms.kl_weight[:] = 0.1
+    term = build_distill_term(DistillConfig(mixture="geometric"), schedule)
+    backend = TorchBackend(tiny.model(), OptimConfig(), BatchConfig(), T, [term])
+    metrics = backend.forward_backward(batch)
     logs = [[logprobs(teacher, s) for s in samples] for teacher in teachers.values()]
     pooled = torch.cat([0.25 * a + 0.75 * b for a, b in zip(*logs, strict=True)])
     expected = -pooled.logsumexp(-1).mean().item()
-    assert mean_floor(schedule, samples, T) == pytest.approx(expected, abs=1e-5)
-    assert expected > 0
-
-
-def test_without_mixtures_there_is_no_floor(teachers):
-    samples = tiny.samples([(3, 4)])
-    schedule = TeacherSchedule(teachers, Router({"a": {"b": 1.0}}, "geometric"))
-    schedule.assign(samples)
-    schedule.score(samples)
-    assert mean_floor(schedule, samples, T) is None
+    assert metrics["kl/floor"] == pytest.approx(expected, abs=1e-5)
+    assert metrics["kl/mean"] > metrics["kl/floor"] > 0
+    assert schedule.take_counters()["head_loads"] == 2
 
 
 def test_a_sample_that_was_not_scored_is_named(teachers):
