@@ -15,7 +15,6 @@ from opd.types import RolloutRequest
 
 if TYPE_CHECKING:
     from opd.data.prompts import Domain
-
     from opd.models.causal_lm import CausalLM
 
 FAR = 0.19
@@ -60,7 +59,6 @@ def sample_responses(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(prompt ids `[C]`, response ids `[R]`) of a few held-out prompts, sampled as the recipe does."""
     from opd.data.load import encode_prompt
-
     from opd.pipelines.student import sampling_params
     from opd.rollout.torch_engine import TorchEngine
 
