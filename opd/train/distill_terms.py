@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +37,7 @@ class TeacherViews(Protocol):
     def __call__(self, micro: MicroBatch) -> list[TeacherView]: ...
 
 
-class DistillTerm:
+class DistillTerm(ABC):
     """Shared shell: finds the teachers, weighs the tokens, keeps the KL's metrics per teacher."""
 
     def __init__(self, teachers: TeacherViews, mixture: str) -> None:
@@ -60,9 +61,9 @@ class DistillTerm:
         sums.add(f"kl/{route}", total, counted.sum())
         return (micro.kl_weight * per_token).sum()
 
+    @abstractmethod
     def divergence(self, micro: MicroBatch, student: StudentRows, view: TeacherView) -> Tensor:
         """[N]: per-token loss against one teacher."""
-        raise NotImplementedError
 
     def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: list[TeacherView]) -> Tensor:
         """[N]: per-token loss against the arithmetic mixture of `views`."""
