@@ -12,3 +12,11 @@ def test_every_example_recipe_parses_and_survives_a_dump(tmp_path):
         recipe = load_recipe([path])
         (tmp_path / "dumped.yaml").write_text(dump_recipe(recipe))
         assert load_recipe([tmp_path / "dumped.yaml"]) == recipe, path
+
+
+def test_every_variant_parses_on_top_of_its_recipe():
+    variants = sorted(EXAMPLES.rglob("variants/*.yaml"))
+    assert variants
+    for path in variants:
+        base = path.parents[1] / "recipe.yaml"
+        assert load_recipe([base, path]) != load_recipe([base]), path

@@ -1,0 +1,124 @@
+"""Every setting of the specialists and of the merge runs, and its metrics say what it did."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recipes import tiny_recipe
+
+from opd.models.causal_lm import CausalLM
+from opd.monitor.metrics import read_metrics
+from opd.pipelines.run import run_stage
+from opd.pipelines.run_folder import RunFolder
+
+SPECIALIST = {"steps": 3, "prompts_per_step": 8, "group_size": 4, "minibatches": 2}
+DISTILL = {"steps": 2, "prompts_per_domain": 6}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A base and its two specialists."""
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    recipe = tiny_recipe()
+    with RunFolder.create(path, recipe) as folder:
+        for stage in ("specialist-sort", "specialist-add3"):
+            run_stage(recipe, folder, stage)
+    return path
+
+
+def run(path: Path, stage: str, **settings) -> list[dict]:
+    """The metrics of one stage."""
+    recipe = tiny_recipe(base=None, baselines={"methods": []}, **settings)
+    with RunFolder.create(path, recipe) as folder:
+        run_stage(recipe, folder, stage)
+    return read_metrics(path / "stages" / stage / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("changes", "metric"),
+    [
+        ({"advantage": {"type": "dr_grpo"}, "policy_loss": {"aggregation": "constant"}}, "policy/clip_ratio"),
+        ({"advantage": {"type": "rloo"}, "policy_loss": {"aggregation": "sequence"}}, "policy/clip_ratio"),
+        ({"policy_loss": {"dual_clip": 3.0}, "entropy_coef": 0.01}, "policy/dual_clip"),
+        ({"reference_kl": {"coef": 0.1, "estimator": "k2"}}, "reference_kl"),
+        ({"reference_kl": {"coef": 0.1, "estimator": "k3"}}, "reference_kl"),
+        ({"reference_kl": {"coef": 0.1, "estimator": "k1", "placement": "advantage"}}, "policy/clip_ratio"),
+        ({"filter_zero_variance": False}, "frac_reward_zero_std"),
+    ],
+    ids=str,
+)
+def test_specialist(whole, tmp_path, changes, metric):
+    model = {"path": str(whole / "base")}
+    rows = run(tmp_path / "run", "specialist-add3", model=model, specialist=SPECIALIST | changes)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert any(metric in row for row in rows)
+    assert all(row["mismatch/max_abs"] < 1e-3 for row in rows if "mismatch/max_abs" in row)
+    before = CausalLM.from_pretrained(whole / "base").digest()
+    assert CausalLM.from_pretrained(tmp_path / "run/specialists/add3").digest() != before
+
+
+BOTH = {"sort": 0.5, "add3": 0.5}
+
+
+def merge(whole, path, **distill):
+    teacher = distill.pop("teacher", None)
+    domains = tiny_recipe().model_dump(mode="json")["domains"]
+    domains["sort"]["teacher"] = teacher
+    return run(
+        path,
+        "merge",
+        model={"path": str(whole / "base")},
+        teachers={d: {"path": str(whole / "specialists" / d)} for d in ("sort", "add3")},
+        domains=domains,
+        distill=DISTILL | distill,
+    )
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"type": "full", "kind": "forward"},
+        {"type": "full", "kind": "jsd", "beta": 0.3},
+        {"type": "k1"},
+        {"type": "k1", "baseline": "none", "discount": 0.9},
+        {"type": "k2"},
+        {"type": "topk", "k": 4, "form": "tail"},
+        {"type": "topk", "k": 4, "form": "hybrid"},
+        {"type": "topk", "k": 4, "form": "truncated"},
+    ],
+    ids=str,
+)
+def test_merge_by_every_estimator(whole, tmp_path, loss):
+    rows = merge(whole, tmp_path / "run", loss=loss)
+    assert len(rows) == 2
+    assert rows[0]["kl/mean"] != 0
+    assert rows[0]["mismatch/max_abs"] < 1e-3
+    assert rows[0]["token_share/sort"] + rows[0]["token_share/add3"] == pytest.approx(1)
+
+
+def test_a_reward_beside_the_distillation(whole, tmp_path):
+    rows = merge(whole, tmp_path / "run", rl_coef=0.5, samples_per_prompt=4)
+    assert "policy/clip_ratio" in rows[0]
+    assert rows[0]["kl/mean"] > 0
+
+
+@pytest.mark.parametrize("mixture", ["one_hot", "geometric", "arithmetic"])
+@pytest.mark.parametrize("loss", [{"type": "full"}, {"type": "k1"}], ids=str)
+def test_two_teachers_for_one_domain(whole, tmp_path, mixture, loss):
+    rows = merge(whole, tmp_path / "run", mixture=mixture, teacher=BOTH, loss=loss)
+    assert rows[0]["resident_heads_peak"] == (1 if mixture == "one_hot" else 2)
+    assert rows[0]["head_loads"] <= 3
+    if mixture == "geometric" and loss["type"] == "full":
+        assert 0 < rows[0]["kl/floor"] < rows[0]["kl/mean"]
+
+
+def test_settings_without_effect_are_refused():
+    with pytest.raises(ValueError, match="samples_per_prompt"):
+        tiny_recipe(distill={"rl_coef": 0.5})
+    with pytest.raises(ValueError, match="mixture arithmetic"):
+        tiny_recipe(distill={"mixture": "arithmetic", "loss": {"type": "k2"}})
+    with pytest.raises(ValueError, match="zero or wrong gradient"):
+        tiny_recipe(specialist={"reference_kl": {"coef": 0.1, "estimator": "k1", "placement": "loss"}})
