@@ -83,16 +83,18 @@ def markdown(table: Table, seeds: list[int], noise: dict) -> str:
         lines.append(
             f"| {LABELS[name]} | {means.mean():.1f} ({spread:.1f}) | {parts} | {greedy:.1f} | {tokens:,.0f} |"
         )
+    lines += ["", "Gradient of one step on the same prompts, relative to full-vocabulary reverse KL:", ""]
     lines += [
-        "",
-        "Gradient signal-to-noise of one step, same prompts, relative to full-vocabulary reverse KL:",
-        "",
+        "| | noise, base | signal-to-noise, base | noise, merged | signal-to-noise, merged |",
+        "|---|---|---|---|---|",
     ]
-    lines += ["| | at the base | at the merged student |", "|---|---|---|"]
     for name in ("full-reverse", *VARIANTS):
-        cells = [noise[p][name]["noise"] / noise[p]["full-reverse"]["noise"] for p in ("base", "merged")]
-        label = LABELS.get(name, LABELS["merged"])
-        lines.append(f"| {label}: noise | {cells[0]:.2f}x | {cells[1]:.2f}x |")
+        cells = [
+            f"{noise[point][name][kind] / noise[point]['full-reverse'][kind]:.2f}x"
+            for point in ("base", "merged")
+            for kind in ("noise", "snr")
+        ]
+        lines.append(f"| {LABELS.get(name, LABELS['merged'])} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
