@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
+from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ModelError
 from opd.pipelines.doctor_checks import Finding, attempt, given_teachers
 
 if TYPE_CHECKING:
     from opd.data.prompts import Domain
 
-
-WEIGHT_MERGES = ("average", "task_arithmetic", "ties", "dare")
-"""Baselines that do arithmetic on weights."""
 
 _NAMES = ("architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache")
 """Keys of a configuration that change nothing in what its weights compute."""
@@ -64,9 +62,10 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
     from opd.models.hf_config import read_config, scratch_config
     from opd.models.hf_folder import check_folder
+    from opd.pipelines.domains import student_tokenizer
 
     model = recipe.model
-    models.tokenizer = _student_tokenizer(recipe, domains)
+    models.tokenizer = student_tokenizer(recipe, domains.values())
     if model.path is not None:
         check_folder(Path(model.path))
         config = read_config(Path(model.path))
@@ -80,20 +79,6 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         *_check_ids("student", config, models.tokenizer),
         *_check_temperature("student", model.path, recipe.rollout.temperature),
     ]
-
-
-def _student_tokenizer(recipe: Recipe, domains: Mapping[str, Domain]) -> Any:
-    from opd.models.tokenizers import character_tokenizer, load_tokenizer
-
-    source = recipe.model.tokenizer or recipe.model.path
-    if source is not None:
-        return load_tokenizer(source)
-    alphabet = "".join(sorted({letter for domain in domains.values() for letter in domain.alphabet}))
-    if not alphabet:
-        raise ModelError(
-            "no domain has an alphabet to build a character tokenizer from; give model.tokenizer"
-        )
-    return character_tokenizer(alphabet, list(dict.fromkeys(t for d in domains.values() for t in d.tags)))
 
 
 def _check_teacher(recipe: Recipe, name: str, path: Path, models: Models) -> list[Finding]:

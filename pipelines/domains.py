@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +11,8 @@ from opd.config import Recipe
 from opd.data.cursor import PromptCursor
 from opd.data.load import encode_prompt, load_domain
 from opd.data.prompts import Domain, Prompt
-from opd.errors import DataError
+from opd.errors import DataError, ModelError
+from opd.models.tokenizers import character_tokenizer, load_tokenizer
 from opd.rewards.functions import load_reward
 from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt
@@ -24,6 +25,23 @@ def load_domains(recipe: Recipe) -> dict[str, Domain]:
         name: load_domain(name, config, seed=recipe.seed, held_out_prompts=held_out)
         for name, config in recipe.domains.items()
     }
+
+
+def student_tokenizer(recipe: Recipe, domains: Iterable[Domain]) -> PreTrainedTokenizerBase:
+    """The tokenizer the run starts with: the recipe's, the model's, or one over the domains' characters.
+
+    Raises `ModelError` if none is given and no domain has an alphabet.
+    """
+    source = recipe.model.tokenizer or recipe.model.path
+    if source is not None:
+        return load_tokenizer(source)
+    domains = list(domains)
+    alphabet = "".join(sorted({letter for domain in domains for letter in domain.alphabet}))
+    if not alphabet:
+        raise ModelError(
+            "no domain has an alphabet to build a character tokenizer from; give model.tokenizer"
+        )
+    return character_tokenizer(alphabet, list(dict.fromkeys(tag for d in domains for tag in d.tags)))
 
 
 @dataclass(slots=True)

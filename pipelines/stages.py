@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
+from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
 from opd.pipelines.context import StageContext
 from opd.pipelines.distill import distill
-from opd.pipelines.doctor_models import WEIGHT_MERGES
 from opd.pipelines.evaluation_stage import evaluate
 from opd.pipelines.grpo import train_grpo
 from opd.pipelines.loop import Extent

@@ -14,9 +14,8 @@ from opd.config import Recipe, WarmupConfig
 from opd.errors import ConfigError, TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.models.tokenizers import character_tokenizer, load_tokenizer
 from opd.pipelines.context import StageContext
-from opd.pipelines.domains import DomainSet, load_domains
+from opd.pipelines.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.evaluate import domain_accuracy
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
 from opd.pipelines.student import Student
@@ -27,17 +26,7 @@ from opd.types import RolloutBatch, Sample, Status
 
 def new_base(recipe: Recipe, folder: Path) -> None:
     """Write a freshly initialised model of the recipe's configuration, with its tokenizer."""
-    if recipe.model.tokenizer is not None:
-        tokenizer = load_tokenizer(recipe.model.tokenizer)
-    else:
-        domains = load_domains(recipe).values()
-        alphabet = "".join(sorted({c for domain in domains for c in domain.alphabet}))
-        tags = list(dict.fromkeys(tag for domain in domains for tag in domain.tags))
-        if not alphabet:
-            raise ConfigError(
-                "model.tokenizer is needed: no domain of this recipe has an alphabet of its own."
-            )
-        tokenizer = character_tokenizer(alphabet, tags)
+    tokenizer = student_tokenizer(recipe, load_domains(recipe).values())
     model = CausalLM.from_config(
         recipe.model.config or {},
         tokenizer=tokenizer,

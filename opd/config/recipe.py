@@ -52,6 +52,8 @@ class WarmupConfig(Config):
 
 
 BaselineName = Literal["average", "task_arithmetic", "ties", "dare", "mixed_grpo", "off_policy"]
+WEIGHT_MERGES = ("average", "task_arithmetic", "ties", "dare")
+"""The baselines that do arithmetic on weights, and so need models of one configuration."""
 
 
 class BaselinesConfig(Config):
