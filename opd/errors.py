@@ -25,6 +25,10 @@ class CheckpointError(OpdError, OSError):
     """A checkpoint is missing, incomplete or corrupt."""
 
 
+class StorageError(OpdError, OSError):
+    """A store, published model, log or cache cannot be read or written, or holds wrong bytes."""
+
+
 class RewardError(OpdError, RuntimeError):
     """A reward function raised, timed out or returned something that is not a finite number."""
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from opd.types import DecodeStep, RolloutBatch, RolloutRequest, Sample, SampleGroup, TeacherTargets
+from opd.types import (
+    DecodeStep,
+    LoggedRequest,
+    RolloutBatch,
+    RolloutRequest,
+    Sample,
+    SampleGroup,
+    Status,
+    TeacherTargets,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +56,39 @@ class RolloutEngine(Protocol):
 
     def resume(self) -> None:
         """Continue sampling."""
+        ...
+
+
+class TokenLog(Protocol):
+    """Every token of a rollout, durable before anyone else sees it.
+
+    A call that returns has been acknowledged: what it wrote is there after a restart, as far as the log's
+    sync policy promises. Positions of a request grow by one; a closed request takes no more tokens. Raises
+    `StorageError` when it cannot write, and from then on for every write: nothing is acknowledged after that.
+    """
+
+    def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
+        """Log a new request. Opening a uid that is in the log already is an error."""
+        ...
+
+    def append(self, step: DecodeStep) -> None:
+        """Log the tokens of one decode step, and the end of those requests it finished, as one commit."""
+        ...
+
+    def append_observation(self, uid: str, token_ids: np.ndarray, policy_version: int) -> None:
+        """Log environment tokens `[K]` int32: no log-probability, loss mask 0."""
+        ...
+
+    def close(self, uid: str, status: Status, reason: str | None = None) -> None:
+        """End a request outside a decode step: aborted, failed, or stopped by its environment."""
+        ...
+
+    def find(self, uid: str) -> LoggedRequest | None:
+        """What is known of a request; `None` if it was never opened or has been retired."""
+        ...
+
+    def retire(self, uids: Iterable[str]) -> None:
+        """The caller has made durable use of these requests; the log may forget them."""
         ...
 
 

@@ -258,3 +258,25 @@ class DecodeStep:
     policy_version: int
     finished: dict[str, Status]
     """The requests this step ended, and how (`COMPLETED` on a stop id, `TRUNCATED` on length)."""
+
+
+@dataclass(slots=True)
+class LoggedRequest:
+    """What a token log knows of one request."""
+
+    request: RolloutRequest
+    """As it was opened; its `prefix_ids` are empty."""
+    metadata: dict[str, Any]
+    """What the caller gave when it was opened; JSON-able."""
+    token_ids: Int32
+    """[R] int32: response tokens so far, the student's and the environment's."""
+    logprobs: Float32
+    """[R] float32, nats; 0 for environment tokens."""
+    policy_versions: Int32
+    """[R] int32: version that sampled each token; the version in force for environment tokens."""
+    loss_mask: np.ndarray
+    """[R] bool: True where the student wrote the token."""
+    status: Status = Status.PENDING
+    """`PENDING` while it is open."""
+    failure: str | None = None
+    """Why, when it was closed as failed or aborted."""
