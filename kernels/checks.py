@@ -96,6 +96,12 @@ def check_ids(ids: Tensor, tokens: int, vocabulary: int) -> None:
         raise ValueError(f"ids{bad} is {int(ids[tuple(bad)])}; the vocabulary has ids 0 to {vocabulary - 1}")
 
 
+def check_k(k: int, vocabulary: int) -> None:
+    """Between 1 and the vocabulary's size."""
+    if not 1 <= k <= vocabulary:
+        raise ValueError(f"k is {k}; it must lie between 1 and the vocabulary's size, {vocabulary}")
+
+
 def check_mixture(hiddens: Sequence[Tensor], heads: Sequence[Head], weights: Sequence[float]) -> None:
     """As many hidden states as heads as weights, over the same tokens; positive weights that sum to 1."""
     if not heads or not len(hiddens) == len(heads) == len(weights):

@@ -24,8 +24,16 @@ from opd.kernels.chunked_logprobs import (
     selective_log_softmax,
 )
 from opd.kernels.head import Head, statistics_dtype
-from opd.kernels.projection import Gradients, Rows, blocks_with_slope, chunks, write_logits
-from opd.kernels.rows import divergence_, log_softmax_, row_blocks
+from opd.kernels.projection import (
+    Gradients,
+    Rows,
+    blocks_with_slope,
+    chunks,
+    matmul_rows,
+    take,
+    write_logits,
+)
+from opd.kernels.rows import ALL_COLUMNS, Columns, RowKernel, divergence_, log_softmax_, row_blocks
 
 __all__ = [
     "geometric_floor",
@@ -48,12 +56,14 @@ class _Divergence:
     """What is compared with the student, and how."""
 
     teacher: Callable[[Rows, Tensor], None]
-    """Writes the teacher's tempered logits of a chunk of tokens into the `[C, V]` it is given."""
+    """Writes the teacher's tempered logits of a chunk of tokens into the `[M, V]` it is given."""
     kind: str
     beta: float
     temperature: float
     chunk: int
     dtype: torch.dtype
+    row_kernel: RowKernel
+    columns: Columns
 
 
 def _run(
@@ -61,24 +71,34 @@ def _run(
 ) -> tuple[Tensor, Gradients]:
     """Per-token divergence `[T]` and the gradient of `sum(token_weight * divergence)`, chunk by chunk."""
     values = torch.zeros(hidden.shape[0], dtype=spec.dtype, device=hidden.device)
-    gradients = Gradients(hidden, head, needs, spec.dtype)
-    shape = (min(spec.chunk, hidden.shape[0]), head.vocabulary)
+    counted = token_weight != 0
+    gradients = Gradients(hidden, head, needs, spec.dtype, single=int(counted.sum()) <= spec.chunk)
+    shape = (matmul_rows(min(spec.chunk, len(hidden)), spec.chunk), head.vocabulary)
     student_buffer = torch.empty(shape, dtype=spec.dtype, device=hidden.device)
     teacher_buffer = torch.empty_like(student_buffer)
-    for rows in chunks(hidden.shape[0], spec.chunk, token_weight != 0):
-        part = hidden[rows]
+    for rows in chunks(hidden.shape[0], spec.chunk, counted):
+        part, weights = take(hidden, rows, spec.chunk), take(token_weight, rows, spec.chunk)
         student, teacher = student_buffer[: len(part)], teacher_buffer[: len(part)]
         write_logits(part, head, spec.temperature, student)
         spec.teacher(rows, teacher)
-        coef = token_weight[rows] * (head.scale / spec.temperature) if any(needs) else None
-        chunk_values = torch.empty(len(part), dtype=spec.dtype, device=hidden.device)
-        for block, logits, _slope in blocks_with_slope(student, head, spec.temperature, any(needs)):
-            block_coef = None if coef is None else coef[block]
-            chunk_values[block] = divergence_(logits, teacher[block], spec.kind, spec.beta, block_coef)
-        values[rows] = chunk_values
+        coef = weights * (head.scale / spec.temperature) if any(needs) else None
+        chunk_values = _row_values(student, teacher, coef, head, spec)
+        values[rows] = chunk_values[: len(values[rows])]
         if any(needs):
-            gradients.add(rows, part, student)
+            gradients.add(rows, part, student, spare=teacher_buffer)
     return values, gradients
+
+
+def _row_values(
+    student: Tensor, teacher: Tensor, coef: Tensor | None, head: Head, spec: _Divergence
+) -> Tensor:
+    """The row kernel over a chunk's logits `[M, V]`, with the softcap's slope where there is one; `[M]`."""
+    if head.softcap is None or coef is None:
+        return spec.row_kernel(student, teacher, spec.kind, spec.beta, coef)
+    values = torch.empty(len(student), dtype=spec.dtype, device=student.device)
+    for block, logits in blocks_with_slope(student, head, spec.temperature, True, spec.columns):
+        values[block] = spec.row_kernel(logits, teacher[block], spec.kind, spec.beta, coef[block])
+    return values
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -160,15 +180,20 @@ def linear_kl(
     temperature: float,
     weight: Tensor | None,
     chunk: int,
+    row_kernel: RowKernel = divergence_,
+    columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
-    """See `opd.kernels.ops.linear_kl`."""
+    """See `opd.kernels.ops.linear_kl`; a compiled `row_kernel` may take the place of the PyTorch one.
+
+    `columns`: what part of the vocabulary the heads hold, for a `row_kernel` made for the same part.
+    """
     teacher_hidden = teacher_hidden.detach()
 
     def teacher(rows: Rows, out: Tensor) -> None:
-        write_logits(teacher_hidden[rows], teacher_head, temperature, out)
+        write_logits(take(teacher_hidden, rows, chunk), teacher_head, temperature, out)
 
     dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
-    spec = _Divergence(teacher, kind, beta, temperature, chunk, dtype)
+    spec = _Divergence(teacher, kind, beta, temperature, chunk, dtype, row_kernel, columns)
     return _apply(student_hidden, student_head, weight, spec)
 
 
@@ -182,6 +207,8 @@ def linear_mixture_kl(
     temperature: float,
     weight: Tensor | None,
     chunk: int,
+    row_kernel: RowKernel = divergence_,
+    columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
     """See `opd.kernels.ops.linear_mixture_kl`: a reverse KL whose teacher logits are `log sum_i w_i
     t_i`."""
@@ -190,15 +217,22 @@ def linear_mixture_kl(
     def teacher(rows: Rows, out: Tensor) -> None:
         one = torch.empty_like(out) if len(hiddens) > 1 else out
         for i, (hidden, head, share) in enumerate(zip(hiddens, teacher_heads, weights, strict=True)):
-            write_logits(hidden[rows], head, temperature, one if i else out)
-            for block in row_blocks(out):
-                logprobs = log_softmax_((one if i else out)[block]).add_(math.log(share))
+            write_logits(take(hidden, rows, chunk), head, temperature, one if i else out)
+            for block in columns.blocks(out):
+                logprobs = log_softmax_((one if i else out)[block], columns).add_(math.log(share))
                 if i:
                     torch.logaddexp(out[block], logprobs, out=out[block])
 
     tensors = [student_hidden, student_head.weight, *hiddens, *(head.weight for head in teacher_heads)]
-    spec = _Divergence(teacher, "reverse", 0.5, temperature, chunk, statistics_dtype(*tensors))
+    dtype = statistics_dtype(*tensors)
+    spec = _Divergence(teacher, "reverse", 0.5, temperature, chunk, dtype, row_kernel, columns)
     return _apply(student_hidden, student_head, weight, spec)
+
+
+def tempered_copy(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    """Contiguous logits `[R, V]` divided by the temperature; a lone row is doubled (see `row_blocks`)."""
+    copy = torch.empty(max(2, len(logits)), logits.shape[1], dtype=dtype, device=logits.device)
+    return copy.copy_(logits).div_(temperature)
 
 
 class _LogitsDivergence(torch.autograd.Function):
@@ -207,22 +241,26 @@ class _LogitsDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, kind: str, beta: float, temperature: float
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        divergence: tuple[str, float],
+        temperature: float,
+        row_kernel: RowKernel,
     ) -> Tensor:
         dtype = statistics_dtype(student, teacher)
         tokens, vocabulary = student.shape
         values = torch.empty(tokens, dtype=dtype, device=student.device)
         wanted = ctx.needs_input_grad[0]
-        gradient = torch.empty(
-            student.shape if wanted else (0, vocabulary), dtype=dtype, device=student.device
-        )
+        shape = student.shape if wanted else (0, vocabulary)
+        gradient = torch.empty(shape, dtype=dtype, device=student.device)
         for block in row_blocks(student):
-            z_s = student[block].to(dtype, copy=True).div_(temperature)
-            z_t = teacher[block].to(dtype, copy=True).div_(temperature)
+            z_s, z_t = (tempered_copy(logits[block], temperature, dtype) for logits in (student, teacher))
             coef = torch.full_like(z_s[:, 0], 1 / temperature) if wanted else None
-            values[block] = divergence_(z_s, z_t, kind, beta, coef)
+            count = block.stop - block.start
+            values[block] = row_kernel(z_s, z_t, *divergence, coef)[:count]
             if wanted:
-                gradient[block] = z_s
+                gradient[block] = z_s[:count]
         ctx.save_for_backward(gradient)
         ctx.dtype = student.dtype
         return values
@@ -235,7 +273,15 @@ class _LogitsDivergence(torch.autograd.Function):
 
 
 def logits_kl(
-    student_logits: Tensor, teacher_logits: Tensor, *, kind: str, beta: float, temperature: float
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    kind: str,
+    beta: float,
+    temperature: float,
+    row_kernel: RowKernel = divergence_,
 ) -> Tensor:
     """See `opd.kernels.ops.logits_kl`."""
-    return _LogitsDivergence.apply(student_logits, teacher_logits.detach(), kind, beta, temperature)
+    return _LogitsDivergence.apply(
+        student_logits, teacher_logits.detach(), (kind, beta), temperature, row_kernel
+    )

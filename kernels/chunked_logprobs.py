@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opd.kernels.head import Head, statistics_dtype
-from opd.kernels.projection import Gradients, blocks_with_slope, chunks, write_logits
-from opd.kernels.rows import row_blocks, shift_, token_gradient_, token_statistics_
+from opd.kernels.projection import Gradients, blocks_with_slope, chunks, matmul_rows, take, write_logits
+from opd.kernels.rows import ALL_COLUMNS, Columns, row_blocks, shift_, token_gradient_, token_statistics_
+
+
+class _Settings(NamedTuple):
+    temperature: float
+    chunk: int
+    entropy: bool
+    columns: Columns
+
+
+def _buffer(tokens: int, chunk: int, head: Head, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for one chunk's logits `[M, V]`."""
+    return torch.empty(
+        matmul_rows(min(chunk, tokens), chunk), head.vocabulary, dtype=dtype, device=like.device
+    )
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -27,23 +41,25 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         ids: Tensor,
         head: Head,
-        settings: tuple[float, int, bool],
+        settings: _Settings,
     ) -> tuple[Tensor, Tensor]:
-        temperature, chunk, with_entropy = settings
-        dtype = statistics_dtype(hidden, weight)
+        dtype, chunk, columns = statistics_dtype(hidden, weight), settings.chunk, settings.columns
         logprobs = torch.empty(ids.shape, dtype=dtype, device=hidden.device)
         entropy = torch.empty(len(ids), dtype=dtype, device=hidden.device)
-        buffer = torch.empty(min(chunk, len(hidden)), head.vocabulary, dtype=dtype, device=hidden.device)
+        buffer = _buffer(len(hidden), chunk, head, hidden, dtype)
         for rows in chunks(len(hidden), chunk):
-            part = hidden[rows]
-            logits = write_logits(part, head, temperature, buffer[: len(part)])
-            for block, values, _ in blocks_with_slope(logits, head, temperature, gradient=False):
-                statistics = token_statistics_(values, ids[rows][block], with_entropy)
-                logprobs[rows][block], entropy[rows][block] = statistics
+            part, part_ids, count = take(hidden, rows, chunk), take(ids, rows, chunk), len(ids[rows])
+            logits = write_logits(part, head, settings.temperature, buffer[: len(part)])
+            found = [
+                token_statistics_(logits[block], part_ids[block], settings.entropy, columns)
+                for block in columns.blocks(logits)
+            ]
+            logprobs[rows] = torch.cat([values for values, _ in found])[:count]
+            entropy[rows] = torch.cat([values for _, values in found])[:count]
         ctx.save_for_backward(hidden, weight, bias, ids)
         ctx.head, ctx.settings = head, settings
         ctx.set_materialize_grads(False)
-        if not with_entropy:
+        if not settings.entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -53,26 +69,28 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, _, ids = ctx.saved_tensors
-        head, (temperature, chunk, with_entropy) = ctx.head, ctx.settings
+        head, settings, chunk = ctx.head, ctx.settings, ctx.settings.chunk
         dtype = statistics_dtype(hidden, weight)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(ids.shape, dtype=dtype, device=hidden.device)
         counted = (grad_logprobs != 0).any(dim=1)
-        if not with_entropy:
+        if not settings.entropy:
             grad_entropy = None
         if grad_entropy is not None:
             counted |= grad_entropy != 0
-        gradients = Gradients(hidden, head, tuple(ctx.needs_input_grad[:3]), dtype)
-        buffer = torch.empty(min(chunk, len(hidden)), head.vocabulary, dtype=dtype, device=hidden.device)
-        chain = head.scale / temperature
+        single = int(counted.sum()) <= chunk
+        gradients = Gradients(hidden, head, tuple(ctx.needs_input_grad[:3]), dtype, single)
+        buffer = _buffer(len(hidden), chunk, head, hidden, dtype)
+        chain = head.scale / settings.temperature
         for rows in chunks(len(hidden), chunk, counted):
-            part = hidden[rows]
-            logits = write_logits(part, head, temperature, buffer[: len(part)])
-            part_ids, part_grad = ids[rows], grad_logprobs[rows] * chain
-            part_entropy = None if grad_entropy is None else grad_entropy[rows] * chain
-            for block, values, _ in blocks_with_slope(logits, head, temperature, gradient=True):
+            part, part_ids = take(hidden, rows, chunk), take(ids, rows, chunk)
+            logits = write_logits(part, head, settings.temperature, buffer[: len(part)])
+            part_grad = take(grad_logprobs, rows, chunk) * chain
+            part_entropy = None if grad_entropy is None else take(grad_entropy, rows, chunk) * chain
+            blocks = blocks_with_slope(logits, head, settings.temperature, True, settings.columns)
+            for block, values in blocks:
                 block_entropy = None if part_entropy is None else part_entropy[block]
-                token_gradient_(values, part_ids[block], part_grad[block], block_entropy)
+                token_gradient_(values, part_ids[block], part_grad[block], block_entropy, settings.columns)
             gradients.add(rows, part, logits)
         return (*gradients.as_inputs(hidden, head), None, None, None)
 
@@ -82,50 +100,72 @@ def _as_matrix(ids: Tensor) -> Tensor:
     return ids.long().unsqueeze(1) if ids.ndim == 1 else ids.long()
 
 
-def linear_logprobs(hidden: Tensor, head: Head, ids: Tensor, *, temperature: float, chunk: int) -> Tensor:
-    """See `opd.kernels.ops.linear_logprobs`."""
-    matrix = _as_matrix(ids)
-    logprobs, _ = _LinearLogprobs.apply(
-        hidden, head.weight, head.bias, matrix, head, (temperature, chunk, False)
-    )
+def linear_logprobs(
+    hidden: Tensor,
+    head: Head,
+    ids: Tensor,
+    *,
+    temperature: float,
+    chunk: int,
+    columns: Columns = ALL_COLUMNS,
+) -> Tensor:
+    """See `opd.kernels.ops.linear_logprobs`; `columns`: what part of the vocabulary the head holds."""
+    matrix, settings = _as_matrix(ids), _Settings(temperature, chunk, False, columns)
+    logprobs, _ = _LinearLogprobs.apply(hidden, head.weight, head.bias, matrix, head, settings)
     return logprobs.reshape(ids.shape)
 
 
 def linear_logprobs_entropy(
-    hidden: Tensor, head: Head, ids: Tensor, *, temperature: float, chunk: int
+    hidden: Tensor,
+    head: Head,
+    ids: Tensor,
+    *,
+    temperature: float,
+    chunk: int,
+    columns: Columns = ALL_COLUMNS,
 ) -> tuple[Tensor, Tensor]:
-    """See `opd.kernels.ops.linear_logprobs_entropy`."""
-    matrix = _as_matrix(ids)
-    logprobs, entropy = _LinearLogprobs.apply(
-        hidden, head.weight, head.bias, matrix, head, (temperature, chunk, True)
-    )
+    """See `opd.kernels.ops.linear_logprobs_entropy`; `columns`: what part of the vocabulary the head
+    holds."""
+    matrix, settings = _as_matrix(ids), _Settings(temperature, chunk, True, columns)
+    logprobs, entropy = _LinearLogprobs.apply(hidden, head.weight, head.bias, matrix, head, settings)
     return logprobs.reshape(ids.shape), entropy
 
 
 @torch.no_grad()
 def linear_topk(
-    hidden: Tensor, head: Head, k: int, *, temperature: float, chunk: int
+    hidden: Tensor,
+    head: Head,
+    k: int,
+    *,
+    temperature: float,
+    chunk: int,
+    columns: Columns = ALL_COLUMNS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `opd.kernels.ops.linear_topk`."""
+    """See `opd.kernels.ops.linear_topk`; `columns`: what part of the vocabulary the head holds."""
     dtype = statistics_dtype(hidden, head.weight)
     tokens, device = len(hidden), hidden.device
     ids = torch.empty(tokens, k, dtype=torch.int64, device=device)
     logprobs = torch.empty(tokens, k, dtype=dtype, device=device)
     tail = torch.empty(tokens, dtype=dtype, device=device)
-    buffer = torch.empty(min(chunk, tokens), head.vocabulary, dtype=dtype, device=device)
+    buffer = _buffer(tokens, chunk, head, hidden, dtype)
     for rows in chunks(tokens, chunk):
-        part = hidden[rows]
+        part = take(hidden, rows, chunk)
         logits = write_logits(part, head, temperature, buffer[: len(part)])
-        for block in row_blocks(logits):
-            values = logits[block]
-            shift_(values)
-            top, top_ids = values.topk(k, dim=1)
-            total = values.exp_().sum(dim=1, keepdim=True)
-            ids[rows][block] = top_ids
-            logprobs[rows][block] = top - total.log()
-            # Summed over the tail itself: 1 - sum(top) would lose a tail below 1e-7.
-            tail[rows][block] = values.scatter_(1, top_ids, 0).sum(dim=1).div_(total.squeeze(1))
+        found = [_block_topk_(logits[block], k, columns) for block in columns.blocks(logits)]
+        for result, parts in zip((ids, logprobs, tail), zip(*found, strict=True), strict=True):
+            result[rows] = torch.cat(parts)[: len(result[rows])]
     return ids, logprobs, tail
+
+
+def _block_topk_(logits: Tensor, k: int, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and log-probabilities `[R, k]` and the rest's probability `[R]`; overwrites `logits`."""
+    shift_(logits, columns)
+    top, top_ids = columns.topk(logits, k)
+    exp = logits.exp_()
+    total = exp.sum(dim=1, keepdim=True)
+    # Summed over the tail itself: 1 - sum(top) would lose a tail below 1e-7.
+    total, tail = columns.sum(total, columns.clear_(exp, top_ids).sum(dim=1, keepdim=True))
+    return top_ids, top - total.log(), (tail / total).squeeze(1)
 
 
 @torch.no_grad()
@@ -136,27 +176,31 @@ def geometric_floor(
     *,
     temperature: float,
     chunk: int,
+    columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
-    """See `opd.kernels.ops.geometric_floor`."""
+    """See `opd.kernels.ops.geometric_floor`; `columns`: what part of the vocabulary the heads hold."""
     dtype = statistics_dtype(*teacher_hiddens, *(head.weight for head in teacher_heads))
-    tokens, vocabulary = len(teacher_hiddens[0]), teacher_heads[0].vocabulary
+    tokens = len(teacher_hiddens[0])
     floor = torch.empty(tokens, dtype=dtype, device=teacher_hiddens[0].device)
-    pool = torch.empty(min(chunk, tokens), vocabulary, dtype=dtype, device=floor.device)
+    pool = _buffer(tokens, chunk, teacher_heads[0], floor, dtype)
     one = torch.empty_like(pool)
     for rows in chunks(tokens, chunk):
-        part = pool[: len(floor[rows])].zero_()
+        count = len(floor[rows])
+        part = pool[: matmul_rows(count, chunk)].zero_()
         # Row scalars in float64: the floor is a small difference of numbers near log V.
         log_sums = torch.zeros(len(part), dtype=torch.float64, device=floor.device)
         for hidden, head, share in zip(teacher_hiddens, teacher_heads, weights, strict=True):
-            logits = write_logits(hidden[rows], head, temperature, one[: len(part)])
-            for block in row_blocks(part):
-                shift_(logits[block])
-                log_sums[block] += share * logits[block].exp().sum(dim=1).double().log()
+            logits = write_logits(take(hidden, rows, chunk), head, temperature, one[: len(part)])
+            for block in columns.blocks(part):
+                shift_(logits[block], columns)
+                (total,) = columns.sum(logits[block].exp().sum(dim=1, keepdim=True).double())
+                log_sums[block] += share * total.squeeze(1).log()
                 part[block].add_(logits[block], alpha=share)
-        for block in row_blocks(part):
-            largest = shift_(part[block]).squeeze(1).double()
-            log_pool = part[block].exp_().sum(dim=1).double().log() + largest
-            floor[rows][block] = log_sums[block] - log_pool
+        for block in columns.blocks(part):
+            largest = shift_(part[block], columns).squeeze(1).double()
+            (total,) = columns.sum(part[block].exp_().sum(dim=1, keepdim=True).double())
+            log_sums[block] -= total.squeeze(1).log() + largest
+        floor[rows] = log_sums[:count].to(dtype)
     return floor.clamp_min_(0)
 
 

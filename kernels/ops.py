@@ -3,8 +3,8 @@ states.
 
 Inputs may be float32, bfloat16, float16 or float64; logits, statistics and results are float32 (float64 if
 any input is). All values are in nats, all logits are divided by `temperature`. The implementation is chosen
-by the environment variable `OPD_KERNELS`: `chunked`, `reference`, or `auto` (the default: the fastest one
-there is). This module checks inputs and never computes anything itself.
+by the environment variable `OPD_KERNELS`: `chunked`, `reference`, `tilelang`, or `auto` (the default). This
+module checks inputs and never computes anything itself.
 
 Every operation raises `TypeError` for a wrong dtype, `ValueError` for shapes, vocabularies or options that
 do not fit together, and `FloatingPointError` naming the token where a hidden state or a result is not
@@ -13,14 +13,16 @@ finite. Empty input (no tokens) works. No operation has a second derivative.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from opd.kernels import checks, chunked, reference
+from opd.kernels import checks, chunked, reference, tilelang_target
 from opd.kernels.head import FLOATS, Head
 
 __all__ = [
@@ -39,18 +41,34 @@ __all__ = [
 
 Kind = Literal["reverse", "forward", "jsd"]
 
-_IMPLEMENTATIONS = {"auto": chunked, "chunked": chunked, "reference": reference}
+_IMPLEMENTATIONS = ("auto", "chunked", "reference", "tilelang")
 
 
 def implementation() -> ModuleType:
     """The module `OPD_KERNELS` names. Asking for one that is not there is a `ValueError`, never a
-    fallback."""
+    fallback.
+
+    `auto` is `tilelang` where a GPU, TileLang and its compiler are there, else `chunked`: on a CPU the
+    compiled kernels are faster too, but their first use waits for a compiler.
+    """
     name = os.environ.get("OPD_KERNELS", "auto")
     if name not in _IMPLEMENTATIONS:
         raise ValueError(
             f"OPD_KERNELS is {name!r}; set it to one of {', '.join(_IMPLEMENTATIONS)}, or unset it"
         )
-    return _IMPLEMENTATIONS[name]
+    if name == "reference":
+        return reference
+    if name == "tilelang":
+        return _tilelang()
+    on_gpu = name == "auto" and torch.cuda.is_available() and tilelang_target.missing("cuda") is None
+    return _tilelang() if on_gpu else chunked
+
+
+def _tilelang() -> ModuleType:
+    reason = tilelang_target.missing("cuda" if torch.cuda.is_available() else "cpu")
+    if reason is not None:
+        raise ValueError(f"OPD_KERNELS is 'tilelang', which cannot run here: {reason}")
+    return importlib.import_module("opd.kernels.tilelang_ops")
 
 
 def linear_kl(
@@ -227,8 +245,7 @@ def linear_topk(
     checks.check_hidden("given", hidden, head)
     checks.check_scalars(temperature, chunk)
     checks.check_finite_hidden("given", hidden.detach())
-    if not 1 <= k <= head.vocabulary:
-        raise ValueError(f"k is {k}; it must lie between 1 and the vocabulary's size, {head.vocabulary}")
+    checks.check_k(k, head.vocabulary)
     ids, logprobs, tail = implementation().linear_topk(hidden, head, k, temperature=temperature, chunk=chunk)
     checks.check_finite_result("log-probability", logprobs)
     return ids, logprobs, tail

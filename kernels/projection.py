@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from opd.kernels.head import Head
-from opd.kernels.rows import row_blocks
+from opd.kernels.rows import Columns
 
 Rows = slice | Tensor
 """A chunk of tokens: a slice where all count, int64 indices where some are left out."""
 
-# Rows of a bf16 or fp16 weight that are widened to float32 at a time.
-TILE_ROWS = 4096
+# Rows of a bf16 or fp16 weight that are widened, or whose product is, at a time: few enough for them to be
+# still in a cache when they are read, enough for the matmul.
+TILE_ROWS = 1024
+# A matmul's tokens are filled up to a multiple of this. Libraries use other inner loops, with other rounding,
+# for a few rows and for the rows that remain beside their tiles; a multiple of 64 meets none of them.
+ROW_TILE = 64
 
 
 def chunks(tokens: int, size: int, counted: Tensor | None = None) -> Iterator[Rows]:
@@ -27,25 +31,84 @@ def chunks(tokens: int, size: int, counted: Tensor | None = None) -> Iterator[Ro
         yield from (rows for rows in counted.nonzero().squeeze(1).split(size) if rows.numel())
 
 
+def matmul_rows(tokens: int, chunk: int) -> int:
+    """Rows of the matmuls for a chunk of `tokens`, at most `chunk`: see `ROW_TILE`.
+
+    Always `chunk` under `torch.use_deterministic_algorithms`: one shape, whatever else is in the batch.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return chunk if tokens else 0
+    return min(chunk, -(-tokens // ROW_TILE) * ROW_TILE)
+
+
+def take(tensor: Tensor, rows: Rows, chunk: int) -> Tensor:
+    """The `rows` of `tensor` `[T, ...]`, filled up with zeros to `matmul_rows`."""
+    part = tensor[rows]
+    missing = matmul_rows(len(part), chunk) - len(part)
+    return part if missing == 0 else torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+
+
+def narrow_matmul(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether this machine multiplies these two faster in bfloat16 than widened to float32."""
+    if hidden.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return False
+    if hidden.device.type != "cpu":
+        return True
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+
+
+def wide_product(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether a matmul of 16-bit inputs with an unrounded float32 result exists (CUDA has one)."""
+    halves = (torch.bfloat16, torch.float16)
+    return hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in halves
+
+
 def weight_tiles(head: Head, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The weight's vocabulary rows in `dtype`: whole if it has it already, else tile by tile."""
-    size = head.vocabulary if head.weight.dtype == dtype else TILE_ROWS
-    for start in range(0, head.vocabulary, size):
-        rows = slice(start, min(start + size, head.vocabulary))
-        yield rows, head.weight.detach()[rows].to(dtype)
+    """The weight's vocabulary rows in `dtype`: whole if it has it already, else tile by tile.
+
+    A tile is valid until the next one is asked for: all are written into the same memory.
+    """
+    weight = head.weight.detach()[: head.vocabulary]
+    if weight.dtype == dtype:
+        yield slice(0, head.vocabulary), weight
+        return
+    room = torch.empty(min(TILE_ROWS, head.vocabulary), head.hidden_size, dtype=dtype, device=weight.device)
+    for start in range(0, head.vocabulary, TILE_ROWS):
+        rows = slice(start, min(start + TILE_ROWS, head.vocabulary))
+        yield rows, room[: rows.stop - start].copy_(weight[rows])
 
 
 def write_logits(hidden: Tensor, head: Head, temperature: float, out: Tensor) -> Tensor:
     """Logits of `hidden` `[C, D]` divided by `temperature`, written into `out` `[C, V]`."""
-    hidden = hidden.to(out.dtype)
-    factor = head.scale / (head.softcap or temperature)
-    for columns, tile in weight_tiles(head, out.dtype):
-        if head.bias is None:
-            out[:, columns].addmm_(hidden, tile.t(), beta=0, alpha=factor)
-        else:
-            bias = head.bias.detach()[columns].to(out.dtype)
-            torch.addmm(bias, hidden, tile.t(), beta=factor, alpha=factor, out=out[:, columns])
+    hidden, factor = hidden.detach(), head.scale / (head.softcap or temperature)
+    bias = None if head.bias is None else head.bias.detach()[: head.vocabulary].to(out.dtype)
+    if out.dtype == torch.float32 and wide_product(hidden, head.weight):
+        weight = head.weight.detach()[: head.vocabulary]
+        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+        _scale_and_shift_(out, factor, bias)
+    elif head.allow_bf16_logits and out.dtype == torch.float32 and narrow_matmul(hidden, head.weight):
+        for start in range(0, head.vocabulary, TILE_ROWS):
+            columns = slice(start, min(start + TILE_ROWS, head.vocabulary))
+            out[:, columns] = hidden @ head.weight.detach()[columns].t()
+        _scale_and_shift_(out, factor, bias)
+    else:
+        hidden = hidden.to(out.dtype)
+        for columns, tile in weight_tiles(head, out.dtype):
+            if bias is None:
+                out[:, columns].addmm_(hidden, tile.t(), beta=0, alpha=factor)
+            else:
+                part = out[:, columns]
+                torch.addmm(bias[columns], hidden, tile.t(), beta=factor, alpha=factor, out=part)
     return out if head.softcap is None else out.tanh_().mul_(head.softcap / temperature)
+
+
+def _scale_and_shift_(logits: Tensor, factor: float, bias: Tensor | None) -> None:
+    """`factor * (logits + bias)`, in place."""
+    if bias is not None:
+        logits.add_(bias)
+    if factor != 1.0:
+        logits.mul_(factor)
 
 
 def softcap_slope(logits: Tensor, head: Head, temperature: float) -> Tensor | None:
@@ -57,30 +120,67 @@ def softcap_slope(logits: Tensor, head: Head, temperature: float) -> Tensor | No
 
 
 class Gradients:
-    """Collects what the student's hidden states, weight and bias get from each chunk, in statistics
-    precision."""
+    """Collects what the student's hidden states, weight and bias get from each chunk.
+
+    Sums over chunks are kept in statistics precision. Where hidden states and weight are bfloat16 and the
+    machine multiplies those faster, the logits' gradient is rounded to bfloat16 for its two matmuls, as
+    autograd does in a bfloat16 model. `single`: one chunk holds all tokens, so that nothing is summed.
+    """
 
     def __init__(
-        self, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool], dtype: torch.dtype
+        self, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool], dtype: torch.dtype, single: bool
     ) -> None:
         self.head = head
-        self.hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if needs[0] else None
-        self.weight = torch.zeros(head.weight.shape, dtype=dtype, device=hidden.device) if needs[1] else None
-        self.bias = torch.zeros(head.weight.shape[0], dtype=dtype, device=hidden.device) if needs[2] else None
+        self.narrow = dtype == torch.float32 and narrow_matmul(hidden, head.weight)
+        device = hidden.device
+        self.hidden = self.weight = self.bias = None
+        if needs[0]:
+            self.hidden = torch.zeros(
+                hidden.shape, dtype=hidden.dtype if self.narrow else dtype, device=device
+            )
+        if needs[1]:
+            kept = head.weight.dtype if self.narrow and single else dtype
+            self.weight = torch.zeros(head.weight.shape, dtype=kept, device=device)
+        if needs[2]:
+            self.bias = torch.zeros(head.weight.shape[0], dtype=dtype, device=device)
 
-    def add(self, rows: Rows, hidden: Tensor, grad_logits: Tensor) -> None:
-        """`grad_logits` `[C, V]` is the loss gradient at `scale * (h W^T + b)` divided by `scale`'s chain
-        factor already, that is at `h W^T + b`; `hidden` `[C, D]` are the rows' hidden states."""
-        vocabulary, dtype = self.head.vocabulary, grad_logits.dtype
-        if self.hidden is not None:
-            part = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
-            for columns, tile in weight_tiles(self.head, dtype):
-                part.addmm_(grad_logits[:, columns], tile, beta=0 if columns.start == 0 else 1)
-            self.hidden[rows] = part
-        if self.weight is not None:
-            self.weight[:vocabulary].addmm_(grad_logits.t(), hidden.to(dtype))
+    def add(self, rows: Rows, hidden: Tensor, grad_logits: Tensor, spare: Tensor | None = None) -> None:
+        """One chunk: `grad_logits` `[M, V]` is the loss gradient at `h W^T + b` of its tokens, filled up with
+        rows of zeros like `hidden` `[M, D]`; `rows` are the tokens' places.
+
+        `spare`: memory of at least half the size of `grad_logits` that may be overwritten.
+        """
+        vocabulary = self.head.vocabulary
         if self.bias is not None:
             self.bias[:vocabulary] += grad_logits.sum(dim=0)
+        if self.narrow:
+            grad_logits = _rounded(grad_logits, spare)
+        tokens = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        if self.hidden is not None:
+            self.hidden[rows] = self._hidden_part(grad_logits)[:tokens]
+        if self.weight is not None:
+            self._add_weight(self.weight[:vocabulary], grad_logits, hidden.detach())
+
+    def _hidden_part(self, grad_logits: Tensor) -> Tensor:
+        weight = self.head.weight.detach()[: self.head.vocabulary]
+        if self.narrow:
+            return grad_logits @ weight
+        part = grad_logits.new_empty(len(grad_logits), weight.shape[1])
+        for columns, tile in weight_tiles(self.head, grad_logits.dtype):
+            part.addmm_(grad_logits[:, columns], tile, beta=0 if columns.start == 0 else 1)
+        return part
+
+    def _add_weight(self, total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+        if not self.narrow:
+            total.addmm_(grad_logits.t(), hidden.to(grad_logits.dtype))
+        elif total.dtype == torch.bfloat16:
+            torch.mm(grad_logits.t(), hidden, out=total)
+        elif hidden.is_cuda:
+            torch.addmm(total, grad_logits.t(), hidden, out_dtype=total.dtype, out=total)
+        else:
+            for start in range(0, len(total), TILE_ROWS):
+                columns = slice(start, min(start + TILE_ROWS, len(total)))
+                total[columns] += grad_logits[:, columns].t() @ hidden
 
     def as_inputs(self, hidden: Tensor, head: Head) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The three gradients in their inputs' dtypes."""
@@ -92,16 +192,24 @@ class Gradients:
         )
 
 
-def blocks_with_slope(
-    logits: Tensor, head: Head, temperature: float, gradient: bool
-) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Row blocks of `logits` `[C, V]` for a row kernel, and the softcap's slope there.
+def _rounded(values: Tensor, spare: Tensor | None) -> Tensor:
+    """`values` in bfloat16, written into the memory of `spare` if there is some."""
+    if spare is None:
+        return values.to(torch.bfloat16)
+    room = spare.view(-1).view(torch.bfloat16)[: values.numel()].view(values.shape)
+    return room.copy_(values)
 
-    The slope is taken before the caller overwrites the block, and multiplied in after it has.
+
+def blocks_with_slope(
+    logits: Tensor, head: Head, temperature: float, gradient: bool, columns: Columns
+) -> Iterator[tuple[slice, Tensor]]:
+    """Row blocks of `logits` `[C, V]` for a row kernel.
+
+    The softcap's slope is taken before the caller overwrites a block, and multiplied in after it has.
     """
-    for block in row_blocks(logits):
+    for block in columns.blocks(logits):
         part = logits[block]
         slope = softcap_slope(part, head, temperature) if gradient else None
-        yield block, part, slope
+        yield block, part
         if slope is not None:
             part.mul_(slope)

@@ -1,4 +1,4 @@
-"""Row kernels: logits of a block of tokens -> divergence and its gradient, in place.
+"""Row kernels: logits of a chunk of tokens -> divergence and its gradient, in place.
 
 Every function overwrites its arguments, holds no state and treats each row alone. All subtract the row's
 maximum first, so nothing overflows at any finite logit, and none forms a log-probability where a difference
@@ -9,6 +9,7 @@ derivations.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,120 +23,218 @@ MAX_LOG_RATIO = 80.0
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Cut the rows of `logits` `[R, V]` into blocks that fit a CPU's cache; one block on other devices."""
+    """Cut the rows of `logits` `[R, V]` into blocks that fit a CPU's cache; one block on other devices.
+
+    With several threads no block has one row unless all are one row: threads share the sum of a lone row,
+    with other rounding than that of a row among others.
+    """
     rows, vocabulary = logits.shape
-    elements = BLOCK_ELEMENTS * torch.get_num_threads() if logits.device.type == "cpu" else logits.numel()
-    step = max(1, elements // vocabulary)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    threads = torch.get_num_threads()
+    elements = BLOCK_ELEMENTS * threads if logits.device.type == "cpu" else logits.numel()
+    step = max(min(threads, 2), elements // vocabulary)
+    start = 0
+    while start < rows:
+        stop = rows if rows - start <= step + 1 else start + step
+        yield slice(start, stop)
+        start = stop
 
 
-def shift_(logits: Tensor) -> Tensor:
+class Columns:
+    """Which columns of the whole vocabulary a block of logits `[R, V]` holds: here, all.
+
+    A rank that holds a part of the vocabulary overrides each method (`opd.kernels.vocab_parallel`); the row
+    kernels below then give what one rank with all columns would.
+    """
+
+    def blocks(self, logits: Tensor) -> Iterator[slice]:
+        """The blocks of rows that a row kernel works through."""
+        return row_blocks(logits)
+
+    def max(self, values: Tensor) -> Tensor:
+        """The maximum `[R, K]` over all ranks of what each found in its columns."""
+        return values
+
+    def sum(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """The sums `[R, 1]` or `[R, K]` over all ranks of what each found in its columns."""
+        return values
+
+    def gather(self, values: Tensor, ids: Tensor) -> Tensor:
+        """`values` `[R, V]` at the token ids `[R, K]`, on every rank."""
+        return values.gather(1, ids)
+
+    def scatter_add_(self, values: Tensor, ids: Tensor, added: Tensor) -> None:
+        """Add `added` `[R, K]` to `values` `[R, V]` at the token ids `[R, K]`."""
+        values.scatter_add_(1, ids, added)
+
+    def topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The `k` largest `values` and their token ids `[R, k]`, on every rank."""
+        top, ids = values.topk(k, dim=1)
+        return top, ids
+
+    def clear_(self, values: Tensor, ids: Tensor) -> Tensor:
+        """Set `values` `[R, V]` to zero at the token ids `[R, K]`."""
+        return values.scatter_(1, ids, 0)
+
+
+ALL_COLUMNS = Columns()
+
+
+def shift_(logits: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
     """Subtract each row's maximum in place; returns it as `[R, 1]`."""
-    largest = logits.amax(dim=1, keepdim=True)
+    largest = columns.max(logits.amax(dim=1, keepdim=True))
     logits.sub_(largest)
     return largest
 
 
-def log_softmax_(logits: Tensor) -> Tensor:
+def shift_both_(student: Tensor, teacher: Tensor, columns: Columns) -> None:
+    """`shift_` for two blocks, with one message between ranks."""
+    both = [logits.amax(dim=1, keepdim=True) for logits in (student, teacher)]
+    largest = columns.max(torch.cat(both, dim=1))
+    student.sub_(largest[:, :1])
+    teacher.sub_(largest[:, 1:])
+
+
+def log_softmax_(logits: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
     """Replace the logits `[R, V]` by their log-probabilities; returns the same tensor."""
-    shift_(logits)
-    return logits.sub_(logits.exp().sum(dim=1, keepdim=True).log_())
+    shift_(logits, columns)
+    (total,) = columns.sum(logits.exp().sum(dim=1, keepdim=True))
+    return logits.sub_(total.log())
 
 
-def divergence_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None) -> Tensor:
-    """Divergence of each row `[R]` between two blocks of logits `[R, V]`, both overwritten.
+class RowKernel(Protocol):
+    """What turns a chunk's logits into divergences and gradient; `divergence_` is the one in PyTorch.
+
+    A compiled kernel with the same signature takes its place (see `opd.kernels.chunked.linear_kl`).
+    """
+
+    def __call__(
+        self, student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /
+    ) -> Tensor:
+        """Values `[R]` of contiguous float32 or float64 logits `[R, V]` of one dtype, both overwritten.
+
+        With `coef` `[R]`, `student` must be left holding `coef * d value / d student`; without it `student`
+        may hold anything. `R` is any number of rows from 1 to the chunk's size: the kernel does its own
+        blocking, and a row's result must not depend on the other rows. NaN must pass through to the values.
+        """
+        ...
+
+
+def divergence_(
+    student: Tensor,
+    teacher: Tensor,
+    kind: str,
+    beta: float,
+    coef: Tensor | None,
+    /,
+    columns: Columns = ALL_COLUMNS,
+) -> Tensor:
+    """Divergence of each row `[R]` between two chunks of logits `[R, V]`, both overwritten.
 
     With `coef` `[R]`, `student` is left holding `coef * d divergence / d student logits`.
     """
-    column = None if coef is None else coef.unsqueeze(1)
-    if kind == "reverse":
-        value = _reverse_kl_(student, teacher, column)
-    elif kind == "forward":
-        value = _forward_kl_(student, teacher, column)
-    else:
-        value = _jsd_(student, teacher, beta, column)
+    values = student.new_empty(len(student))
+    for block in columns.blocks(student):
+        column = None if coef is None else coef[block].unsqueeze(1)
+        if kind == "reverse":
+            value = _reverse_kl_(student[block], teacher[block], column, columns)
+        elif kind == "forward":
+            value = _forward_kl_(student[block], teacher[block], column, columns)
+        else:
+            value = _jsd_(student[block], teacher[block], beta, column, columns)
+        values[block] = value.squeeze(1)
     # A divergence is never negative; rounding may say so by a few 1e-8. NaN passes through.
-    return value.squeeze(1).clamp_min_(0)
+    return values.clamp_min_(0)
 
 
-def _reverse_kl_(student: Tensor, teacher: Tensor, coef: Tensor | None) -> Tensor:
+def _reverse_kl_(student: Tensor, teacher: Tensor, coef: Tensor | None, columns: Columns) -> Tensor:
     """KL(p || t) = E_p[d] - log(l_s / l_t) with d the difference of shifted logits; g = p (d - E_p[d])."""
-    shift_(student)
-    shift_(teacher)
+    shift_both_(student, teacher, columns)
     scratch = torch.exp(teacher)
     sum_t = scratch.sum(dim=1, keepdim=True)
     difference = torch.sub(student, teacher, out=teacher)
     exp_s = student.exp_()
     sum_s = exp_s.sum(dim=1, keepdim=True)
-    mean = torch.mul(exp_s, difference, out=scratch).sum(dim=1, keepdim=True).div_(sum_s)
+    mean = torch.mul(exp_s, difference, out=scratch).sum(dim=1, keepdim=True)
+    sum_s, sum_t, mean = columns.sum(sum_s, sum_t, mean)
+    mean = mean / sum_s
     if coef is not None:
         student.mul_(difference.sub_(mean)).mul_(coef / sum_s)
     return mean - (sum_s / sum_t).log_()
 
 
-def _forward_kl_(student: Tensor, teacher: Tensor, coef: Tensor | None) -> Tensor:
+def _forward_kl_(student: Tensor, teacher: Tensor, coef: Tensor | None, columns: Columns) -> Tensor:
     """KL(t || p) = E_t[d] - log(l_t / l_s) with d = teacher - student; g = p - t."""
-    shift_(student)
-    shift_(teacher)
+    shift_both_(student, teacher, columns)
     exp_s = torch.exp(student)
     sum_s = exp_s.sum(dim=1, keepdim=True)
     difference = torch.sub(teacher, student, out=student)
     exp_t = teacher.exp_()
     sum_t = exp_t.sum(dim=1, keepdim=True)
-    mean = difference.mul_(exp_t).sum(dim=1, keepdim=True).div_(sum_t)
+    mean = difference.mul_(exp_t).sum(dim=1, keepdim=True)
+    sum_s, sum_t, mean = columns.sum(sum_s, sum_t, mean)
     if coef is not None:
         torch.mul(exp_s, coef / sum_s, out=student).addcmul_(exp_t, coef / sum_t, value=-1)
-    return mean - (sum_t / sum_s).log_()
+    return mean / sum_t - (sum_t / sum_s).log_()
 
 
-def _jsd_(student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None) -> Tensor:
+def _jsd_(student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, columns: Columns) -> Tensor:
     """beta KL(t || m) + (1 - beta) KL(p || m); g = (1 - beta) p (u - E_p[u]) with u = log(p / m).
 
     In the log-ratio r = log p - log t: u = -log(1 + beta (e^-r - 1)), log(t / m) = -log(1 + (1-beta) (e^r -
     1)).
     """
-    shift_(student)
-    shift_(teacher)
+    shift_both_(student, teacher, columns)
     exp_s, exp_t = torch.exp(student), torch.exp(teacher)
-    sum_s, sum_t = exp_s.sum(dim=1, keepdim=True), exp_t.sum(dim=1, keepdim=True)
+    sum_s, sum_t = columns.sum(exp_s.sum(dim=1, keepdim=True), exp_t.sum(dim=1, keepdim=True))
     ratio = student.sub_(teacher).sub_((sum_s / sum_t).log_()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     log_t_over_m = torch.expm1(ratio, out=teacher).mul_(1 - beta).log1p_().neg_()
-    mean_t = exp_t.mul_(log_t_over_m).sum(dim=1, keepdim=True).div_(sum_t)
+    mean_t = exp_t.mul_(log_t_over_m).sum(dim=1, keepdim=True)
     log_p_over_m = ratio.neg_().expm1_().mul_(beta).log1p_().neg_()
-    mean_s = torch.mul(exp_s, log_p_over_m, out=teacher).sum(dim=1, keepdim=True).div_(sum_s)
+    mean_s = torch.mul(exp_s, log_p_over_m, out=teacher).sum(dim=1, keepdim=True)
+    mean_t, mean_s = columns.sum(mean_t, mean_s)
+    mean_t, mean_s = mean_t / sum_t, mean_s / sum_s
     if coef is not None:
         log_p_over_m.sub_(mean_s).mul_(exp_s).mul_((1 - beta) * coef / sum_s)
     return beta * mean_t + (1 - beta) * mean_s
 
 
-def token_statistics_(logits: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+def token_statistics_(
+    logits: Tensor, ids: Tensor, entropy: bool, columns: Columns = ALL_COLUMNS
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `ids` `[R, K]` and the entropy `[R]` (zeros unless asked for); overwrites
     `logits`."""
-    shift_(logits)
-    picked = logits.gather(1, ids)
+    shift_(logits, columns)
+    picked = columns.gather(logits, ids)
     exp = torch.exp(logits)
     total = exp.sum(dim=1, keepdim=True)
+    mean = exp.mul_(logits).sum(dim=1, keepdim=True) if entropy else torch.zeros_like(total)
+    total, mean = columns.sum(total, mean)
     log_total = total.log()
+    values = picked.sub_(log_total)
     if not entropy:
-        return picked.sub_(log_total), torch.zeros_like(log_total).squeeze(1)
-    mean = exp.mul_(logits).sum(dim=1, keepdim=True).div_(total)
-    return picked.sub_(log_total), log_total.sub_(mean).squeeze(1).clamp_min_(0)
+        return values, mean.squeeze(1)
+    return values, log_total.sub_(mean / total).squeeze(1).clamp_min_(0)
 
 
-def token_gradient_(logits: Tensor, ids: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> None:
+def token_gradient_(
+    logits: Tensor,
+    ids: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    columns: Columns = ALL_COLUMNS,
+) -> None:
     """Replace `logits` `[R, V]` by the gradient of `sum(grad_logprobs * logprobs) + grad_entropy *
     entropy`.
 
     `d log p_a / d z_v = [v = a] - p_v` and `d H / d z_v = -p_v (log p_v + H)`.
     """
-    log_softmax_(logits)
+    log_softmax_(logits, columns)
     probs = torch.exp(logits)
     spread = grad_logprobs.sum(dim=1, keepdim=True).neg_()
     if grad_entropy is None:
         torch.mul(probs, spread, out=logits)
     else:
-        negative_entropy = torch.mul(probs, logits).sum(dim=1, keepdim=True)
+        (negative_entropy,) = columns.sum(torch.mul(probs, logits).sum(dim=1, keepdim=True))
         column = grad_entropy.unsqueeze(1)
         logits.sub_(negative_entropy).mul_(-column).add_(spread).mul_(probs)
-    logits.scatter_add_(1, ids, grad_logprobs)
+    columns.scatter_add_(logits, ids, grad_logprobs)

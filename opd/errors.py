@@ -41,6 +41,10 @@ class RolloutError(OpdError, RuntimeError):
     """The rollout engine cannot serve a request."""
 
 
+class PreemptedError(OpdError, RuntimeError):
+    """The run was asked to stop and did; nothing acknowledged is lost."""
+
+
 class TrainingError(OpdError, RuntimeError):
     """A training step cannot go on: no signal left, or a number that is not finite."""
 

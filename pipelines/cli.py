@@ -12,11 +12,11 @@ from typing import NoReturn
 
 from opd.config import Recipe
 from opd.config.load import dump_recipe, load_recipe
-from opd.errors import ConfigError, OpdError, RunFolderError
+from opd.errors import ConfigError, OpdError, PreemptedError, RunFolderError
 
-ERROR, INTERRUPTED = 2, 130
+ERROR, INTERRUPTED, PREEMPTED = 2, 130, 143
 _SWITCHES = {"--help", "--version", "--resume", "--dry-run"}
-_WITH_VALUE = {"--out", "--domain"}
+_WITH_VALUE = {"--out", "--domain", "--shards"}
 _STAGES = {
     "run": "the whole pipeline: base, specialists, merge, baselines, evaluation, report",
     "specialist": "train the specialist of one domain (--domain), or of every domain",
@@ -24,11 +24,21 @@ _STAGES = {
     "evaluate": "measure every model of a run on held-out prompts",
 }
 
+_WAL_ACTIONS = {
+    "inspect": "what a log holds: files, requests, tokens, how the requests ended",
+    "verify": "read every byte and say whether the log is whole; status 2 if it is damaged",
+    "export": "write every request that has not been retired as one line of JSON",
+    "repair": "give up what comes after a damaged place; the old files are kept as NAME.damaged",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (0, 2 for a user's error, 130 for Ctrl-C)."""
+    """Run one command; returns the exit status (0, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM)."""
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except PreemptedError as error:
+        print(f"opd: {error}", file=sys.stderr)
+        return PREEMPTED
     except OpdError as error:
         _complain(error)
         return ERROR
@@ -55,9 +65,26 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "specialist":
             command.add_argument("--domain", action="append", metavar="D", help="may be given several times")
     _command(commands, "doctor", "check a recipe, its models, data and machine before a run")
+    publish = commands.add_parser(
+        "publish", help="write a model into an object store, so that ranks can stream it", allow_abbrev=False
+    )
+    publish.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a Hugging Face folder")
+    publish.add_argument("url", metavar="URL", help="a folder, or s3://BUCKET/PREFIX")
+    publish.add_argument("--shards", type=int, default=1, metavar="N", help="ranks that will read it")
     report = commands.add_parser("report", help="write report.html of a run", allow_abbrev=False)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    _wal_parser(commands)
     return parser
+
+
+def _wal_parser(commands: argparse._SubParsersAction) -> None:
+    lines = [f"{name}: {summary}." for name, summary in _WAL_ACTIONS.items()]
+    wal = commands.add_parser(
+        "wal", help="look into a write-ahead log of tokens", description=" ".join(lines), allow_abbrev=False
+    )
+    wal.add_argument("action", choices=list(_WAL_ACTIONS), metavar="ACTION")
+    wal.add_argument("folder", type=Path, metavar="FOLDER")
+    wal.add_argument("--out", type=Path, metavar="FILE", help="where export writes (default: the screen)")
 
 
 def _command(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse.ArgumentParser:
@@ -107,6 +134,10 @@ def _dispatch(argv: list[str]) -> int:
     options = build_parser().parse_args(own)
     if options.command == "report":
         return _report(options.run_dir, overrides)
+    if options.command == "wal":
+        return _wal(options, overrides)
+    if options.command == "publish":
+        return _publish(options, overrides)
     recipe = load_recipe(options.recipe, overrides)
     if options.command == "doctor":
         from opd.pipelines.doctor import diagnose
@@ -127,6 +158,22 @@ def _report(run_dir: Path, overrides: Sequence[str]) -> int:
 
     print(write_report(run_dir))
     return 0
+
+
+def _publish(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if overrides:
+        raise ConfigError(f"opd publish takes a checkpoint, a URL and --shards; remove {overrides[0]}")
+    from opd.pipelines.publish import run_publish
+
+    return run_publish(options.checkpoint, options.url, options.shards)
+
+
+def _wal(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if overrides:
+        raise ConfigError(f"opd wal takes a folder and no settings; remove {overrides[0]}")
+    from opd.pipelines.wal_commands import wal_command
+
+    return wal_command(options.action, options.folder, options.out)
 
 
 def _run(recipe: Recipe, options: argparse.Namespace) -> int:

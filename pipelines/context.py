@@ -9,6 +9,7 @@ from pathlib import Path
 from opd.config import Recipe
 from opd.monitor.metrics import MetricsWriter
 from opd.pipelines.run_folder import RunFolder
+from opd.rollout.preemption import Preemption
 from opd.storage.checkpoints import CheckpointStore
 
 
@@ -26,6 +27,8 @@ class StageContext:
     """`progress(done, total, headline)`."""
     note: Callable[[str], None]
     """One line for the person who watches."""
+    preemption: Preemption
+    """What the run has been asked: to stop, to make room, or nothing."""
 
     @classmethod
     def open(
@@ -35,6 +38,7 @@ class StageContext:
         stage: str,
         progress: Callable[[int, int, str], None],
         note: Callable[[str], None],
+        preemption: Preemption | None = None,
     ) -> StageContext:
         """Open the stage's own folder under `stages/`."""
         place = folder.stage(stage)
@@ -46,6 +50,7 @@ class StageContext:
             CheckpointStore(folder.checkpoints(stage), keep=recipe.runtime.keep_checkpoints, on_warning=note),
             progress,
             note,
+            preemption or Preemption(recipe.runtime.grace_seconds),
         )
 
     def model_path(self, name: str) -> Path:
@@ -62,8 +67,8 @@ class StageContext:
             return self.folder.specialist(name.removeprefix("specialist:"))
         return self.folder.baseline(name)
 
-    def teacher_path(self, name: str) -> Path:
-        """Folder of a teacher: one of the recipe's own, or the specialist of that domain."""
+    def teacher_source(self, name: str) -> str:
+        """Folder or URL of a teacher: one of the recipe's own, or the specialist of that domain."""
         if name in self.recipe.teachers:
-            return Path(self.recipe.teachers[name].path)
-        return self.model_path(f"specialist:{name}")
+            return self.recipe.teachers[name].path
+        return str(self.model_path(f"specialist:{name}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import domain_accuracy
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
 from opd.pipelines.rollout_metrics import generated_tokens, rollout_metrics
+from opd.pipelines.stage_rollout import StageRollout
 from opd.pipelines.student import Student, tokenizer_of
+from opd.pipelines.teachers import open_schedule
 from opd.rollout.collect import EncodedPrompt
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
 from opd.teachers.signals import sampled_logprobs
-from opd.teachers.torch_teacher import TorchTeacher
 from opd.train.distill_terms import build_distill_term
 from opd.train.schedule import learning_rate
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm
@@ -32,12 +34,18 @@ from opd.types import RolloutBatch, Sample, SampleGroup, TokenTerms
 
 def distill(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     """Merge the recipe's teachers into the model in `start`, write it to `out`, return the result numbers."""
-    run = DistillRun.open(context, start)
-    config = run.config
-    extent = Extent(steps=config.steps)
-    result = run_loop(
-        context, run.student.backend, extent, config.checkpoint_every, run.step, run.student.start
-    )
+    with ExitStack() as stack:
+        run = DistillRun.open(context, start, stack)
+        config = run.config
+        result = run_loop(
+            context,
+            run.student.backend,
+            Extent(steps=config.steps),
+            config.checkpoint_every,
+            run.step,
+            run.student.start,
+            run.rollouts.consumed,
+        )
     card = {
         "base": str(start),
         "method": "multi-teacher on-policy distillation",
@@ -59,30 +67,22 @@ class DistillRun:
     config: DistillConfig
     teachers: list[str]
     probe: MismatchProbe
+    rollouts: StageRollout
 
     @classmethod
-    def open(cls, context: StageContext, start: Path) -> DistillRun:
-        """Load student, data and teachers."""
+    def open(cls, context: StageContext, start: Path, stack: ExitStack) -> DistillRun:
+        """Load the student and the data, open the teachers and the log; all closed when `stack` unwinds."""
         recipe = context.recipe
         config = recipe.distill
-        router = Router.from_recipe(recipe)
-        teachers = {
-            name: TorchTeacher(
-                name,
-                context.teacher_path(name),
-                dtype=recipe.model.dtype,
-                device=recipe.model.device,
-                max_tokens=config.batch.max_tokens,
-                vocabulary=len(tokenizer_of(recipe, start)),
-            )
-            for name in router.teachers
-        }
-        schedule = TeacherSchedule(teachers, router)
+        vocabulary = len(tokenizer_of(recipe, start))
+        schedule = stack.enter_context(open_schedule(context, vocabulary))
         probe = MismatchProbe()
         terms = [*loss_terms(config, schedule), probe]
         student = Student.open(recipe, start, config.optim, config.batch, terms)
         data = DomainSet.open(recipe, student.tokenizer)
-        return cls(context, student, data, schedule, config, router.teachers, probe)
+        rollouts = student.open_rollouts(context, stack)
+        teachers = Router.from_recipe(recipe).teachers
+        return cls(context, student, data, schedule, config, teachers, probe, rollouts)
 
     def step(self, step: Step) -> StepResult:
         """Rollout, reward, teacher scores, update, sync."""
@@ -190,11 +190,10 @@ class DistillRun:
         """The schedule's counters of this step; their totals survive a resume."""
         counters = self.schedule.take_counters()
         totals = step.counters
-        for name in ("head_loads", "teacher_tokens"):
-            totals[name] = totals.get(name, 0.0) + counters[name]
-        peak = "resident_heads_peak"
-        totals[peak] = max(totals.get(peak, 0.0), counters[peak])
-        return counters
+        for name, value in counters.items():
+            before = totals.get(name, 0.0)
+            totals[name] = max(before, value) if name.endswith("_peak") else before + value
+        return counters | self.rollouts.take_counters(totals)
 
     def _curve(self, step: Step) -> dict[str, float]:
         evaluation = self.context.recipe.evaluation

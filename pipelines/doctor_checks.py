@@ -97,7 +97,7 @@ def _held_out(recipe: Recipe) -> int:
     return recipe.evaluation.prompts_per_domain
 
 
-def given_teachers(recipe: Recipe) -> Mapping[str, Path]:
-    """Folders of the teachers that some domain uses and this run does not train."""
+def given_teachers(recipe: Recipe) -> Mapping[str, str]:
+    """Folders or URLs of the teachers that some domain uses and this run does not train."""
     used = dict.fromkeys(name for domain in recipe.domains for name in recipe.teacher_weights(domain))
-    return {name: Path(recipe.teachers[name].path) for name in used if name in recipe.teachers}
+    return {name: recipe.teachers[name].path for name in used if name in recipe.teachers}

@@ -17,6 +17,7 @@ _ACTIVATIONS = 17
 """Values a decoder layer keeps per token and hidden unit for its backward pass, with fused attention
 (Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4: 34 bytes in half precision)."""
 _TIGHT = 0.8
+_MIB = 1 << 20
 
 
 def memory_parts(recipe: Recipe, student: Shape, teachers: dict[str, Shape]) -> dict[str, int]:
@@ -26,13 +27,17 @@ def memory_parts(recipe: Recipe, student: Shape, teachers: dict[str, Shape]) -> 
     trained = len(
         {name for domain in recipe.domains for name in recipe.teacher_weights(domain)} - set(teachers)
     )
+    whole = trained * weights + sum(shape.parameters * width for shape in teachers.values())
+    # Streamed: what is read ahead, and two heads, the one in use and the next.
+    largest = max(shape.vocabulary * shape.hidden_size for shape in (student, *teachers.values()))
+    layers = recipe.storage.prefetch_mb * _MIB + 2 * largest * width
     length = min(rollout.max_sequence, 2 * rollout.max_new_tokens)
     return {
         "weights": weights,
         "gradients": weights,
         "AdamW": student.parameters * _MOMENTS,
         "engine copy": weights,
-        "teachers": trained * weights + sum(shape.parameters * width for shape in teachers.values()),
+        "teachers": min(whole, layers) if recipe.distill.teachers == "streamed" else whole,
         "KV cache": rollout.max_running * length * student.layers * student.kv_width * 2 * width,
         "activations": batch.max_tokens * student.layers * student.hidden_size * _ACTIVATIONS * width,
         "logits of a chunk": 3 * batch.kl_chunk * student.vocabulary * 4,
@@ -57,7 +62,11 @@ def disk_needed(recipe: Recipe, student: Shape) -> int:
     trained += recipe.baselines.mixed_grpo_all_tokens
     folders = specialists + 2 + len(methods) + recipe.baselines.mixed_grpo_all_tokens
     checkpoint = weights + student.parameters * _MOMENTS
-    return folders * weights + trained * recipe.runtime.keep_checkpoints * checkpoint
+    streamed = 0
+    if recipe.distill.teachers == "streamed":
+        published = specialists * weights if recipe.storage.published is None else 0
+        streamed = published + recipe.storage.cache_mb * _MIB
+    return folders * weights + trained * recipe.runtime.keep_checkpoints * checkpoint + streamed
 
 
 def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Finding]:

@@ -11,11 +11,12 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.pipelines.doctor_checks import Finding, attempt, given_teachers
-from opd.types import RolloutRequest
+from opd.types import RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from opd.data.prompts import Domain
     from opd.models.causal_lm import CausalLM
+    from opd.protocols import Teacher
 
 FAR = 0.19
 """Nats per token above which a merge is in doubt; teachers of the student's own origin measure near 0.04."""
@@ -31,8 +32,8 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
 
     student = load_model(recipe, Path(recipe.model.path))
     findings: list[Finding] = []
-    for name, path in teachers.items():
-        teacher = load_model(recipe, path)
+    for name, source in teachers.items():
+        teacher = _open(recipe, name, source, len(tokenizer))
         for domain in domains.values():
             if name in recipe.teacher_weights(domain.name):
                 title = f"KL to {name} on {domain.name}"
@@ -42,11 +43,23 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
     return findings
 
 
+def _open(recipe: Recipe, name: str, source: str, vocabulary: int) -> Teacher:
+    from opd.teachers.download import is_published
+    from opd.teachers.streamed_teacher import Placement, streamed_teachers
+    from opd.teachers.torch_teacher import TorchTeacher
+
+    dtype, device = recipe.model.dtype, recipe.model.device
+    if is_published(source):
+        placement = Placement(dtype, device, recipe.distill.batch.max_tokens, vocabulary)
+        return streamed_teachers({name: source}, placement)[name]
+    return TorchTeacher(name, source, dtype=dtype, device=device, vocabulary=vocabulary)
+
+
 def _check(
-    recipe: Recipe, domain: Domain, student: CausalLM, teacher: CausalLM, tokenizer: Any, title: str
+    recipe: Recipe, domain: Domain, student: CausalLM, teacher: Teacher, tokenizer: Any, title: str
 ) -> list[Finding]:
-    sequences = sample_responses(recipe, domain, student, tokenizer)
-    value = mean_kl(student, teacher, sequences, len(tokenizer), recipe.rollout.temperature)
+    samples = sample_responses(recipe, domain, student, tokenizer)
+    value = mean_kl(student, teacher, samples, len(tokenizer), recipe.rollout.temperature)
     text = f"{value:.3f} nats per token"
     if value > FAR:
         detail = f"{text}, above {FAR}: the student rarely writes what this teacher would, a merge may fail"
@@ -54,10 +67,8 @@ def _check(
     return [Finding("ok", title, text)]
 
 
-def sample_responses(
-    recipe: Recipe, domain: Domain, student: CausalLM, tokenizer: Any
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(prompt ids `[C]`, response ids `[R]`) of a few held-out prompts, sampled as the recipe does."""
+def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenizer: Any) -> list[Sample]:
+    """The student's responses to a few held-out prompts, sampled as the recipe does."""
     from opd.data.load import encode_prompt
     from opd.pipelines.student import sampling_params
     from opd.rollout.torch_engine import TorchEngine
@@ -79,36 +90,29 @@ def sample_responses(
     for step in engine.generate(requests):
         for uid, token in zip(step.uids, step.token_ids, strict=True):
             written[uid].append(int(token))
-    return [(request.prompt_ids, np.array(written[request.uid], np.int32)) for request in requests]
+    return [
+        Sample(
+            request.uid, request.uid, domain.name, request.prompt_ids, response_ids=np.array(ids, np.int32)
+        )
+        for request in requests
+        if (ids := written[request.uid])
+    ]
 
 
 def mean_kl(
-    student: CausalLM,
-    teacher: CausalLM,
-    sequences: Sequence[tuple[np.ndarray, np.ndarray]],
-    vocabulary: int,
-    temperature: float,
+    student: CausalLM, teacher: Teacher, samples: Sequence[Sample], vocabulary: int, temperature: float
 ) -> float:
     """Mean KL(student || teacher) over all response tokens, in nats, over the first `vocabulary` tokens."""
     import torch
 
     from opd.kernels.ops import linear_kl
+    from opd.train.packing import pack_tokens
 
-    device = student.device
-    lengths = [len(prompt) + len(response) for prompt, response in sequences]
-    starts = np.cumsum([0, *lengths])
-    rows = [
-        start + np.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
-        for start, (prompt, response) in zip(starts[:-1], sequences, strict=True)
-    ]
-    ids = torch.as_tensor(np.concatenate([np.concatenate(pair) for pair in sequences]), dtype=torch.int64).to(
-        device
-    )
-    positions = torch.as_tensor(np.concatenate([np.arange(length) for length in lengths])).to(device)
-    cu_seqlens = torch.as_tensor(starts, dtype=torch.int32).to(device)
-    chosen = torch.as_tensor(np.concatenate(rows)).to(device)
     with torch.no_grad():
-        hidden = [model.hidden(ids, positions, cu_seqlens)[chosen] for model in (student, teacher)]
-        heads = [model.head(vocabulary) for model in (student, teacher)]
-        divergence = linear_kl(hidden[0], heads[0], hidden[1], heads[1], temperature=temperature)
+        ids, positions, cu_seqlens, rows = (t.to(student.device) for t in pack_tokens(samples))
+        hidden = student.hidden(ids, positions, cu_seqlens)[rows]
+        targets = teacher.score(samples)
+        divergence = linear_kl(
+            hidden, student.head(vocabulary), targets.rows, teacher.load_head(), temperature=temperature
+        )
     return float(divergence.mean())

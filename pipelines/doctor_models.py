@@ -81,13 +81,21 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     ]
 
 
-def _check_teacher(recipe: Recipe, name: str, path: Path, models: Models) -> list[Finding]:
-    from opd.models.hf_config import read_config
+def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> list[Finding]:
     from opd.models.hf_folder import check_folder
+    from opd.teachers.download import is_published, small_files
+
+    if not is_published(source):
+        check_folder(Path(source))
+    with small_files(source) as folder:
+        return _check_teacher_files(recipe, name, folder, models)
+
+
+def _check_teacher_files(recipe: Recipe, name: str, path: Path, models: Models) -> list[Finding]:
+    from opd.models.hf_config import read_config
     from opd.models.tokenizers import differences, fingerprint, load_tokenizer
 
     title = f"teacher {name}"
-    check_folder(path)
     config, tokenizer = read_config(path), load_tokenizer(path)
     apart = differences(fingerprint(models.tokenizer), fingerprint(tokenizer))
     if apart:

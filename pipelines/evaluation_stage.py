@@ -13,6 +13,7 @@ from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import evaluate_model
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.student import load_model, make_engine, tokenizer_of
+from opd.pipelines.teachers import whole_teacher
 from opd.storage.files import write_atomic
 
 
@@ -21,7 +22,7 @@ def evaluated_models(context: StageContext) -> dict[str, Path]:
     recipe = context.recipe
     models = {"base": context.model_path("base")}
     for domain in recipe.domains:
-        models[f"specialist:{domain}"] = context.teacher_path(main_teacher(recipe, domain))
+        models[f"specialist:{domain}"] = whole_teacher(context, main_teacher(recipe, domain))
     models["merged"] = context.model_path("merged")
     for folder in sorted((context.folder.path / "baselines").glob("*/config.json")):
         models[folder.parent.name] = folder.parent

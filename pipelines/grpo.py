@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,23 @@ def train_grpo(
 
     Raises `TrainingError` if no step has signal for `max_steps_without_signal` steps in a row.
     """
-    run = GRPORun.open(context, start, domains)
-    result = run_loop(
-        context, run.student.backend, extent, run.config.checkpoint_every, run.step, run.student.start
-    )
+    with ExitStack() as stack:
+        run = GRPORun.open(context, start, domains)
+        rollouts = run.student.open_rollouts(context, stack)
+
+        def step(step: Step) -> StepResult:
+            done = run.step(step)
+            return replace(done, metrics=done.metrics | rollouts.take_counters(step.counters))
+
+        result = run_loop(
+            context,
+            run.student.backend,
+            extent,
+            run.config.checkpoint_every,
+            step,
+            run.student.start,
+            rollouts.consumed,
+        )
     if result["counters"].get("steps_without_signal", 0) >= result["steps"]:
         raise run.no_signal(result["steps"])
     card = {

@@ -92,12 +92,14 @@ def run_loop(
     checkpoint_every: int,
     step_fn: Callable[[Step], StepResult],
     on_start: Callable[[int], None] = lambda step: None,
+    on_checkpoint: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Step until `extent` is reached; returns the stage's result numbers.
 
     A killed stage goes on from its newest valid checkpoint: steps after it are repeated, and since every
     random draw is a function of (seed, uid, position) they repeat bit for bit. `on_start(step)` runs once the
-    weights are in place, to sync the engine.
+    weights are in place, to sync the engine; `on_checkpoint()` runs after each checkpoint. A stage that is
+    asked to stop writes one and raises `PreemptedError`.
     """
     state = _restore(context, backend)
     on_start(state.step)
@@ -115,8 +117,12 @@ def run_loop(
             state.step, {"tokens/student": state.student_tokens, **result.metrics, **times}, state.seconds
         )
         context.progress(state.step, extent.total(state), result.headline)
-        if state.step % checkpoint_every == 0:
+        stopping = context.preemption.stopping
+        if stopping or state.step % checkpoint_every == 0:
             context.checkpoints.save(state.step, backend.state(), asdict(state))
+            on_checkpoint()
+        if stopping:
+            context.preemption.check()
     return {
         "steps": state.step,
         "student_tokens": state.student_tokens,

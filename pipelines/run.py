@@ -14,8 +14,10 @@ from opd.pipelines.machine import settle
 from opd.pipelines.report import write_report
 from opd.pipelines.results import write_results
 from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.stage_rollout import remove_log
 from opd.pipelines.stages import Stage, plan, with_needs
 from opd.pipelines.workers import run_side_by_side
+from opd.rollout.preemption import Preemption
 
 
 def run_pipeline(recipe: Recipe, folder: RunFolder) -> None:
@@ -71,16 +73,18 @@ def execute(
     """
     settle(recipe.runtime.threads)
     started = time.perf_counter()
-    context = StageContext.open(recipe, folder, stage.name, report, note)
-    try:
-        result = stage.run(context)
-    finally:
-        context.metrics.close()
+    with Preemption(recipe.runtime.grace_seconds).listen() as preemption:
+        context = StageContext.open(recipe, folder, stage.name, report, note, preemption)
+        try:
+            result = stage.run(context)
+        finally:
+            context.metrics.close()
     result.setdefault("seconds", time.perf_counter() - started)
     # Linux reports ru_maxrss in KiB.
     result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if all(folder.stage_done(need) is not None for need in stage.needs):
         folder.mark_done(stage.name, result)
+        remove_log(context)
     return result
 
 

@@ -3,7 +3,11 @@
 config.json                      the resolved recipe
 stages/STAGE/                    metrics.jsonl  checkpoints/  done.json (written last), and log.txt of
                                  a stage that ran in a process of its own
+                                 wal/ (the log of its rollouts) and cache/ (teachers' hidden states) are
+                                 there while the stage runs
 base/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
+published/TEACHER/               what the merge streams, unless storage.published says elsewhere
+downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, where needed whole
 results.json  report.html
 """
 
@@ -154,6 +158,20 @@ class RunFolder:
         folder = self.path / "stages" / safe_name(stage)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    @property
+    def published(self) -> Path:
+        return self.path / "published"
+
+    def downloaded(self, teacher: str) -> Path:
+        """Where a published teacher of the recipe is kept as a Hugging Face folder."""
+        return self.path / "downloaded" / safe_name(teacher)
+
+    def cache(self, stage: str) -> Path:
+        return self.stage(stage) / "cache"
+
+    def wal(self, stage: str) -> Path:
+        return self.stage(stage) / "wal"
 
     def metrics(self, stage: str) -> Path:
         return self.stage(stage) / "metrics.jsonl"

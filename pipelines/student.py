@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from opd.errors import RolloutError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import load_tokenizer
+from opd.pipelines.context import StageContext
+from opd.pipelines.stage_rollout import StageRollout, open_rollout
+from opd.protocols import RolloutEngine
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine
 from opd.train.terms import LossTerm
@@ -67,6 +71,8 @@ class Student:
     engine: TorchEngine
     sampling: SamplingParams
     seed: int
+    rollouts: StageRollout | None = None
+    """The engine behind the stage's token log, once `open_rollouts` was called."""
 
     @classmethod
     def open(
@@ -84,9 +90,19 @@ class Student:
             recipe.seed,
         )
 
+    def open_rollouts(self, context: StageContext, stack: ExitStack) -> StageRollout:
+        """Log every token of `rollout` from now on, until `stack` is unwound."""
+        self.rollouts = stack.enter_context(open_rollout(context, self.engine))
+        return self.rollouts
+
+    @property
+    def writer(self) -> RolloutEngine:
+        """What responses are sampled with: the engine, or what stands in front of it."""
+        return self.engine if self.rollouts is None else self.rollouts.engine
+
     def rollout(self, prompts: Sequence[EncodedPrompt], group_size: int) -> list[SampleGroup]:
         """Sample responses with the engine's current weights."""
-        return collect(self.engine, prompts, group_size, self.sampling, self.seed)
+        return collect(self.writer, prompts, group_size, self.sampling, self.seed)
 
     def start(self, step: int) -> None:
         """Before the first step of an attempt: after a resume the engine needs the restored weights."""
@@ -98,15 +114,16 @@ class Student:
 
         Raises `RolloutError` if the engine does not hold what was sent.
         """
-        self.engine.pause()
-        self.engine.flush()
-        held = self.engine.update_weights(self.backend.weights(), version)
+        writer = self.writer
+        writer.pause()
+        writer.flush()
+        held = writer.update_weights(self.backend.weights(), version)
         if held != self.backend.digest():
             raise RolloutError(
                 f"after the push of version {version} the engine holds other weights than the trainer;"
                 " restart with --resume."
             )
-        self.engine.resume()
+        writer.resume()
 
     def export(self, folder: Path, card: dict[str, Any]) -> str:
         """Write the Hugging Face folder and return the digest of its weights."""

@@ -14,6 +14,7 @@ from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import prompt_accuracy
 from opd.pipelines.student import load_model, make_engine, sampling_params, tokenizer_of
+from opd.pipelines.teachers import whole_teacher
 from opd.protocols import RolloutEngine
 from opd.teachers.routing import Router
 
@@ -30,7 +31,7 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     base_path = context.model_path("base")
     base = dict(load_model(recipe, base_path).weights())
     teachers = Router.from_recipe(recipe).teachers
-    experts = [dict(load_model(recipe, context.teacher_path(name)).weights()) for name in teachers]
+    experts = [dict(load_model(recipe, whole_teacher(context, name)).weights()) for name in teachers]
     merges: dict[str, Callable[[float], Weights]] = {
         "average": lambda scale: weight_merge.average(experts),
         "task_arithmetic": lambda scale: weight_merge.task_arithmetic(base, experts, scale),

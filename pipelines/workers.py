@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -18,6 +19,10 @@ from opd.errors import OpdError
 from opd.monitor.progress import Progress
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import Stage, plan
+from opd.rollout.preemption import Preemption
+
+LOOK = 0.2
+"""Seconds between two looks at what this process was asked to do."""
 
 
 @dataclass(slots=True)
@@ -25,6 +30,7 @@ class _Worker:
     stage: Stage
     process: BaseProcess
     connection: Connection
+    suspended: bool = False
 
 
 def run_side_by_side(recipe: Recipe, folder: RunFolder, stages: list[Stage], progress: Progress) -> None:
@@ -36,15 +42,35 @@ def run_side_by_side(recipe: Recipe, folder: RunFolder, stages: list[Stage], pro
     methods.set_forkserver_preload(["opd.pipelines.run"])
     waiting = {stage.name: stage for stage in stages}
     running: dict[str, _Worker] = {}
-    try:
-        while waiting or running:
-            for stage in _ready(waiting, running, recipe.runtime.workers):
-                running[stage.name] = _start(methods, recipe, folder, waiting.pop(stage.name))
-            _listen(running, progress)
-    finally:
-        for worker in running.values():
-            worker.process.terminate()
-            worker.process.join()
+    with Preemption(recipe.runtime.grace_seconds).listen(leave=False) as preemption:
+        try:
+            while waiting or running:
+                preemption.check()
+                for stage in _ready(waiting, running, recipe.runtime.workers):
+                    running[stage.name] = _start(methods, recipe, folder, waiting.pop(stage.name))
+                _pass_on(preemption, running)
+                _listen(running, progress)
+        finally:
+            _end(running, preemption.grace)
+
+
+def _pass_on(preemption: Preemption, running: dict[str, _Worker]) -> None:
+    """Tell the workers to make room, or to go on, as this process was told."""
+    for worker in running.values():
+        if worker.suspended != preemption.suspended and worker.process.pid is not None:
+            worker.suspended = preemption.suspended
+            os.kill(worker.process.pid, signal.SIGUSR1 if worker.suspended else signal.SIGUSR2)
+
+
+def _end(running: dict[str, _Worker], grace: float) -> None:
+    """Stop the workers: each writes down what it holds, within the grace period."""
+    deadline = time.monotonic() + grace
+    for worker in running.values():
+        worker.process.terminate()
+    for worker in running.values():
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+        worker.process.kill()
+        worker.process.join()
 
 
 def _ready(waiting: dict[str, Stage], running: dict[str, _Worker], workers: int) -> list[Stage]:
@@ -66,9 +92,9 @@ def _start(
 
 
 def _listen(running: dict[str, _Worker], progress: Progress) -> None:
-    """Handle what the workers say next. Raises what a failed worker raised."""
+    """Handle what the workers say next, or nothing for a moment. Raises what a failed worker raised."""
     by_connection = {worker.connection: worker for worker in running.values()}
-    for connection in wait(list(by_connection)):
+    for connection in wait(list(by_connection), timeout=LOOK):
         worker = by_connection[connection]  # type: ignore[index]
         name = worker.stage.name
         try:

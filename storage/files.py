@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from opd.errors import RunFolderError
 
@@ -24,13 +25,22 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
     content. Missing parent folders are made. Raises `OSError` (disk full, no permission); `path` is then
     unchanged.
     """
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Yield a temporary file that becomes `path`, durably, when the block ends without an error; for content
+    that is written piece by piece. Promises and errors are those of `write_atomic`.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     _sweep(target)
     temporary, descriptor = _open_temporary_file(target)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             # Still open, so still locked: a sweeping writer cannot take the file away before it has its name.

@@ -1,4 +1,7 @@
-"""Named tensors in one safetensors file, with its sha256; the only file of `storage/` that needs torch."""
+"""Named tensors in one safetensors file, with its sha256, and the cache's arrays as tensors.
+
+The only file of `storage/` that needs torch.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from opd.errors import CheckpointError
 from opd.storage.files import write_atomic
+from opd.storage.leases import Lease
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> str:
@@ -53,6 +59,23 @@ def load_tensors(path: str | os.PathLike[str], expected_digest: str | None = Non
         raise CheckpointError(
             f"{path} is truncated or is no safetensors file ({error}); restore it or use an older checkpoint"
         ) from error
+
+
+def rows_tensor(lease: Lease) -> Tensor:
+    """[R, D] the leased rows on the CPU, in their own dtype, without a copy.
+
+    The tensor stays readable after the lease has ended. Writing to it changes the tensor, not the cache.
+    """
+    rows = torch.from_numpy(lease.private_rows)
+    return rows.view(torch.bfloat16) if lease.record.dtype == "bfloat16" else rows
+
+
+def rows_array(rows: Tensor) -> np.ndarray:
+    """`rows` (`[R, D]` bfloat16, float16 or float32) as `HiddenStateCache.put` takes them: bfloat16 as its
+    uint16 bit pattern. Shares memory with a contiguous tensor on the CPU.
+    """
+    plain = rows.detach().cpu().contiguous()
+    return plain.view(torch.uint16).numpy() if plain.dtype == torch.bfloat16 else plain.numpy()
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

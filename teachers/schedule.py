@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from opd.errors import TeacherError
-from opd.kernels.head import Head
 from opd.protocols import Teacher
+from opd.teachers.resident_heads import Prefetching, ResidentHeads
 from opd.teachers.routing import Route, Router
 from opd.train.distill_terms import TeacherView
 from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample
@@ -27,23 +29,72 @@ class ScheduleCounters:
 
     head_loads: int = 0
     resident_heads_peak: int = 0
+    prefetched_heads_peak: int = 0
+    """Heads that were read ahead beside the resident ones."""
     teacher_tokens: int = 0
-    """Response tokens scored."""
+    """Response tokens whose hidden states a teacher computed."""
+    cached_tokens: int = 0
+    """Response tokens whose hidden states came from the cache."""
+    bytes_read: int = 0
+    """Bytes this process read from the stores of its teachers."""
+    stall_seconds: float = 0.0
+    """How long scoring and training waited for layers and heads."""
+    weight_bytes_peak: int = 0
+    """The most bytes of streamed teachers' weights that were in memory at once."""
+
+
+class ScoreCache(Protocol):
+    """Hidden states that outlive a mini-batch; `opd.teachers.cached_scores` has one."""
+
+    def find(self, teacher: Teacher, sample: Sample) -> Tensor | None:
+        """The rows [R, D] of `sample` under `teacher`, valid until `release`; `None` if unknown."""
+        ...
+
+    def store(self, teacher: Teacher, samples: Sequence[Sample], rows: Sequence[Tensor]) -> list[Tensor]:
+        """Keep the rows [R, D] of each sample; returns what to use in their place until `release`."""
+        ...
+
+    def release(self) -> None:
+        """What was found and stored is no longer used."""
+        ...
 
 
 class TeacherSchedule:
     """Scores samples teacher by teacher and hands their targets to the loss.
 
     With one teacher per sample at most one head is resident. A sample that belongs to a mixture needs all
-    heads of its mixture at once, and no more.
+    heads of its mixture at once, and no more. Teachers that can read ahead do: the next teacher's layers
+    while one computes, the next route's head while one trains.
+
+    Args:
+        teachers: By name, in the order in which they are worked through.
+        router: Which teachers a sample belongs to.
+        cache: Where hidden states are looked up first, and kept.
+        device: Where hidden states are handed out; by default where the teacher or the cache has them.
+        group: Ranks that share the reading of the teachers, needed if those are collective. It must not be
+            the group the teachers gather with.
     """
 
-    def __init__(self, teachers: Mapping[str, Teacher], router: Router) -> None:
+    def __init__(
+        self,
+        teachers: Mapping[str, Teacher],
+        router: Router,
+        *,
+        cache: ScoreCache | None = None,
+        device: torch.device | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._teachers = dict(teachers)
         self._router = router
+        self._cache = cache
+        self._device = device
+        self._group = group
         self._routes: dict[str, Route] = {}
         self._rows: dict[tuple[str, str], Tensor] = {}
-        self._heads: dict[str, Head] = {}
+        self._heads = ResidentHeads(self._teachers)
+        self._plan: list[str] = []
+        self._first: str | None = None
+        self._taken: dict[str, tuple[int, float]] = {}
         self.counters = ScheduleCounters()
 
     def assign(self, samples: Sequence[Sample]) -> None:
@@ -58,33 +109,25 @@ class TeacherSchedule:
 
         Raises `TeacherError` if a teacher returns the wrong number of rows or a number that is not finite.
         """
-        for name, teacher in self._teachers.items():
-            mine = [s for s in samples if name in self._routes[s.teacher or ""].teachers]
-            if not mine:
-                continue
-            targets = teacher.score(mine)
-            counts = [len(s.response_ids) for s in mine]
-            if not isinstance(targets, HiddenStates) or len(targets.rows) != sum(counts):
-                raise TeacherError(
-                    f"teacher {name} returned {type(targets).__name__} for {sum(counts)} response tokens,"
-                    " but one hidden state per token is needed; check its back end."
-                )
-            if not torch.isfinite(targets.rows).all():
-                raise TeacherError(
-                    f"teacher {name} returned hidden states that are not finite; check its weights and dtype."
-                )
-            self.counters.teacher_tokens += sum(counts)
-            for sample, rows in zip(mine, targets.rows.split(counts), strict=True):
-                self._rows[name, sample.uid] = rows
+        waiting = {name: self._not_cached(name, samples) for name in self._teachers}
+        order = self._used(waiting)
+        self._first = order[0] if order else None
+        self._prefetch(self._first)
+        for place, name in enumerate(order, start=1):
+            # The next teacher's layers queue up behind this one's.
+            self._prefetch(order[place] if place < len(order) else None)
+            self._score(name, waiting[name])
+        self._plan = self.routes([*samples])
+        if self._plan:
+            self._heads.read_ahead(self._routes[self._plan[0]].teachers)
+
+    def routes(self, samples: Sequence[Sample]) -> list[str]:
+        """The routes of those `samples` that have a response, in the order they are worked through."""
+        return sorted({s.teacher or "" for s in samples if len(s.response_ids)}, key=self._place)
 
     def sort(self, batch: RolloutBatch) -> RolloutBatch:
         """`batch` ordered by teacher, otherwise in its own order."""
-        # By the teachers' own order, not by which route was met first: a resumed run must sort the same way.
-        rank = {name: i for i, name in enumerate(self._teachers)}
-        places = {
-            name: tuple(rank[teacher] for teacher in route.teachers) for name, route in self._routes.items()
-        }
-        order = sorted(range(len(batch.samples)), key=lambda i: places[batch.samples[i].teacher or ""])
+        order = sorted(range(len(batch.samples)), key=lambda i: self._place(batch.samples[i].teacher or ""))
         return RolloutBatch([batch.samples[i] for i in order], [batch.terms[i] for i in order])
 
     def __call__(self, micro: MicroBatch) -> list[TeacherView]:
@@ -94,36 +137,120 @@ class TeacherSchedule:
     def views(self, samples: Sequence[Sample]) -> list[TeacherView]:
         """The teachers of `samples`, which share one route; their heads become the resident ones."""
         route = self._routes[samples[0].teacher or ""]
-        self._make_resident(route)
+        hidden = {name: self.hidden(name, samples) for name in route.teachers}
+        heads = self._heads.bring(route.teachers, self._following(route))
         return [
-            TeacherView(name, weight, self.hidden(name, samples), self._heads[name])
+            TeacherView(name, weight, hidden[name], heads[name])
             for name, weight in zip(route.teachers, route.weights, strict=True)
         ]
 
     def hidden(self, teacher: str, samples: Sequence[Sample]) -> Tensor:
         """[N, Dt]: the hidden states of `samples` under `teacher`, end to end."""
         try:
-            return torch.cat([self._rows[teacher, sample.uid] for sample in samples])
+            rows = [self._rows[teacher, sample.uid] for sample in samples]
         except KeyError as missing:
             raise TeacherError(
                 f"sample {missing.args[0][1]} was not scored by teacher {teacher}; call score() on it first."
             ) from None
-
-    def _make_resident(self, route: Route) -> None:
-        # Heads of other routes go first, so that the peak never counts two routes.
-        self._heads = {name: head for name, head in self._heads.items() if name in route.teachers}
-        for name in route.teachers:
-            if name not in self._heads:
-                self._heads[name] = self._teachers[name].load_head()
-                self.counters.head_loads += 1
-        self.counters.resident_heads_peak = max(self.counters.resident_heads_peak, len(self._heads))
+        return torch.cat(rows if self._device is None else [own.to(self._device) for own in rows])
 
     def release(self) -> None:
-        """Drop the hidden states and the head of a finished mini-batch."""
+        """Drop the hidden states and the head of a finished mini-batch.
+
+        The next one very likely begins with the same teacher: its first layers are read ahead, as far as the
+        stream's budget goes, while the student writes. With a group, every rank calls this equally often.
+        """
         self._rows.clear()
-        self._heads.clear()
+        self._heads.release()
+        self._plan.clear()
+        if self._cache is not None:
+            self._cache.release()
+        self._prefetch(self._first)
 
     def take_counters(self) -> dict[str, float]:
         """The counters since they were last taken, as metrics."""
         taken, self.counters = self.counters, ScheduleCounters()
+        heads = self._heads
+        taken.head_loads, heads.loads = heads.loads, 0
+        taken.resident_heads_peak, heads.resident_peak = heads.resident_peak, 0
+        taken.prefetched_heads_peak, heads.prefetched_peak = heads.prefetched_peak, 0
+        for name, teacher in self._teachers.items():
+            if isinstance(teacher, Prefetching):
+                now = (teacher.bytes_read, teacher.stall_seconds)
+                before = self._taken.get(name, (0, 0.0))
+                taken.bytes_read += now[0] - before[0]
+                taken.stall_seconds += now[1] - before[1]
+                taken.weight_bytes_peak = max(taken.weight_bytes_peak, teacher.take_weight_bytes_peak())
+                self._taken[name] = now
         return {name: float(value) for name, value in asdict(taken).items()}
+
+    def _place(self, route: str) -> tuple[int, ...]:
+        # By the teachers' own order, not by which route was met first: a resumed run must sort the same way.
+        rank = {name: i for i, name in enumerate(self._teachers)}
+        return tuple(rank[teacher] for teacher in self._routes[route].teachers)
+
+    def _following(self, route: Route) -> tuple[str, ...]:
+        if route.name not in self._plan:
+            return ()
+        after = self._plan.index(route.name) + 1
+        return self._routes[self._plan[after]].teachers if after < len(self._plan) else ()
+
+    def _not_cached(self, name: str, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples teacher `name` has to run on; the rows of its others are taken from the cache."""
+        answered = (s for s in samples if len(s.response_ids))
+        mine = [s for s in answered if name in self._routes[s.teacher or ""].teachers]
+        if self._cache is None:
+            return mine
+        waiting = []
+        for sample in mine:
+            rows = self._cache.find(self._teachers[name], sample)
+            if rows is None:
+                waiting.append(sample)
+            else:
+                self._rows[name, sample.uid] = rows
+                self.counters.cached_tokens += len(rows)
+        return waiting
+
+    def _used(self, waiting: Mapping[str, list[Sample]]) -> list[str]:
+        """The teachers that run: those with samples here, and collective ones with samples on any rank."""
+        used = {name: bool(mine) for name, mine in waiting.items()}
+        shared = [name for name, teacher in self._teachers.items() if _collective(teacher)]
+        if shared and self._group is None:
+            raise TeacherError(
+                f"teacher {shared[0]} is read by several ranks together, so its schedule needs their group;"
+                " pass TeacherSchedule(group=...)."
+            )
+        if shared:
+            on_device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
+            flags = torch.tensor([used[name] for name in shared], dtype=torch.int32, device=on_device)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+            used |= {name: bool(flag) for name, flag in zip(shared, flags.tolist(), strict=True)}
+        return [name for name, needed in used.items() if needed]
+
+    def _prefetch(self, name: str | None) -> None:
+        teacher = self._teachers[name] if name is not None else None
+        if isinstance(teacher, Prefetching):
+            teacher.prefetch()
+
+    def _score(self, name: str, mine: Sequence[Sample]) -> None:
+        teacher = self._teachers[name]
+        targets = teacher.score(mine)
+        counts = [len(s.response_ids) for s in mine]
+        if not isinstance(targets, HiddenStates) or len(targets.rows) != sum(counts):
+            raise TeacherError(
+                f"teacher {name} returned {type(targets).__name__} for {sum(counts)} response tokens,"
+                " but one hidden state per token is needed; check its back end."
+            )
+        if not torch.isfinite(targets.rows).all():
+            raise TeacherError(
+                f"teacher {name} returned hidden states that are not finite; check its weights and dtype."
+            )
+        self.counters.teacher_tokens += sum(counts)
+        rows = list(targets.rows.split(counts))
+        if self._cache is not None:
+            rows = self._cache.store(teacher, mine, rows)
+        self._rows |= {(name, sample.uid): own for sample, own in zip(mine, rows, strict=True)}
+
+
+def _collective(teacher: Teacher) -> bool:
+    return isinstance(teacher, Prefetching) and teacher.collective

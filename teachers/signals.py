@@ -50,7 +50,6 @@ def sampled_logprobs(
 def _by_route(
     schedule: TeacherSchedule, samples: Sequence[Sample]
 ) -> Iterator[tuple[list[Sample], list[TeacherView]]]:
-    routes = dict.fromkeys(s.teacher for s in samples if len(s.response_ids))
-    for route in routes:
+    for route in schedule.routes(samples):
         group = [s for s in samples if s.teacher == route and len(s.response_ids)]
         yield group, schedule.views(group)

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from opd.config.base import Config
+from opd.config.storage import TokenLogConfig
 
 
 class DomainConfig(Config):
@@ -33,7 +34,7 @@ class TeacherConfig(Config):
     """A teacher that already exists; specialists trained by the run need no entry."""
 
     path: str
-    """A Hugging Face folder."""
+    """A Hugging Face folder, or the URL of a published teacher (`opd publish`)."""
 
 
 class RolloutConfig(Config):
@@ -50,5 +51,7 @@ class RolloutConfig(Config):
     """Requests decoded together; more wait in the queue."""
     max_sequence: int = Field(default=4096, gt=1)
     """Prompt plus response tokens a request may take."""
+    log: TokenLogConfig | None = TokenLogConfig()
+    """`null` writes no log: a resumed stage then repeats the rollouts since its last checkpoint."""
     reward_timeout: float = Field(default=60.0, gt=0)
     """Seconds a reward function may take for one batch."""

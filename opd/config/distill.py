@@ -72,6 +72,9 @@ class DistillConfig(Config):
     normalise: Literal["teacher", "token"] = "teacher"
     """`teacher`: every teacher's tokens are averaged first, so that short answers keep their share of the
     gradient; `token`: every token weighs the same."""
+    teachers: Literal["streamed", "resident"] = "streamed"
+    """`streamed`: layers are read from published shards as they are needed, so that any number of teachers
+    takes the memory of one; `resident`: every teacher stays in memory, faster where they all fit."""
     rl_coef: float = Field(default=0.0, ge=0)
     """Weight of the reward's policy gradient beside the distillation; 0 is pure distillation."""
     advantage: AdvantageConfig = GRPOAdvantage()

@@ -10,6 +10,7 @@ from opd.config.base import Config
 from opd.config.data import DomainConfig, RolloutConfig, TeacherConfig
 from opd.config.distill import DistillConfig
 from opd.config.rl import SpecialistConfig
+from opd.config.storage import StorageConfig
 from opd.config.train import BatchConfig, OptimConfig
 
 
@@ -99,6 +100,8 @@ class RuntimeConfig(Config):
     tensorboard: bool = False
     """Write TensorBoard event files beside the JSON lines."""
     keep_checkpoints: int = Field(default=2, gt=0)
+    grace_seconds: float = Field(default=30.0, gt=0)
+    """How long a run that is told to stop (SIGTERM) may take to put away what it holds."""
 
 
 class Recipe(Config):
@@ -117,6 +120,7 @@ class Recipe(Config):
     distill: DistillConfig = DistillConfig()
     baselines: BaselinesConfig = BaselinesConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    storage: StorageConfig = StorageConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
     def teacher_weights(self, domain: str) -> dict[str, float]:

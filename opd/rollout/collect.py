@@ -10,6 +10,7 @@ import numpy as np
 
 from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
+from opd.rollout.transcript import Tokens, Transcript
 from opd.types import RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
 
@@ -33,11 +34,14 @@ def collect(
     group_size: int,
     sampling: SamplingParams,
     seed: int,
+    *,
+    keep_failed: bool = False,
 ) -> list[SampleGroup]:
     """Sample `group_size` responses to every prompt with the engine's current weights.
 
-    Every sample comes back, in the order of `prompts`, completed or truncated. Raises `RolloutError` if the
-    engine left one unfinished.
+    Every sample comes back, in the order of `prompts`, completed or truncated; with `keep_failed` also failed
+    or aborted ones, whose `failure` says why. Raises `RolloutError` for those otherwise (leaving them out
+    would favour short answers), and if the engine left a request unfinished.
     """
     groups = [
         SampleGroup(
@@ -60,24 +64,29 @@ def collect(
     samples = {sample.uid: sample for group in groups for sample in group.samples}
     requests = [RolloutRequest(uid, sample.prompt_ids, sampling, seed) for uid, sample in samples.items()]
     _run(engine, requests, samples)
+    _check(samples, keep_failed)
     return groups
 
 
 def _run(engine: RolloutEngine, requests: list[RolloutRequest], samples: dict[str, Sample]) -> None:
-    tokens: dict[str, list[tuple[int, float, int]]] = {uid: [] for uid in samples}
+    transcript = Transcript({uid: Tokens.empty() for uid in samples})
     for step in engine.generate(requests):
-        version = step.policy_version
-        for uid, token, logprob in zip(
-            step.uids, step.token_ids.tolist(), step.logprobs.tolist(), strict=True
-        ):
-            tokens[uid].append((token, logprob, version))
+        transcript.add(step)
         for uid, status in step.finished.items():
             samples[uid].status = status
+    reasons: dict[str, str] = getattr(engine, "failures", {})
     for uid, sample in samples.items():
-        if sample.status not in (Status.COMPLETED, Status.TRUNCATED):
+        tokens = transcript.tokens(uid)
+        sample.response_ids, sample.rollout_logprobs = tokens.token_ids, tokens.logprobs
+        sample.policy_versions, sample.loss_mask = tokens.policy_versions, tokens.loss_mask
+        if sample.status in (Status.FAILED, Status.ABORTED):
+            sample.failure = reasons.get(uid, "the engine gave no reason")
+
+
+def _check(samples: dict[str, Sample], keep_failed: bool) -> None:
+    ended = (Status.COMPLETED, Status.TRUNCATED)
+    for uid, sample in samples.items():
+        if sample.status is Status.PENDING:
             raise RolloutError(f"the engine ended without finishing request {uid}; restart with --resume.")
-        ids, logprobs, versions = zip(*tokens[uid], strict=True) if tokens[uid] else ((), (), ())
-        sample.response_ids = np.array(ids, dtype=np.int32)
-        sample.rollout_logprobs = np.array(logprobs, dtype=np.float32)
-        sample.policy_versions = np.array(versions, dtype=np.int32)
-        sample.loss_mask = np.ones(len(ids), dtype=bool)
+        if sample.status not in ended and not keep_failed:
+            raise RolloutError(f"request {uid} ended as {sample.status}: {sample.failure}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -12,10 +12,11 @@ from torch import Tensor
 from opd.errors import RolloutError
 from opd.kernels.head import Head
 from opd.rollout.batch import RunningBatch
+from opd.rollout.kv_cache import PromptKV
 from opd.rollout.requests import RequestQueue
 from opd.rollout.runner import Runner
 from opd.rollout.sampling import SamplingPlan, sample
-from opd.types import DecodeStep
+from opd.types import DecodeStep, Status
 
 
 class EngineState(Protocol):
@@ -34,6 +35,11 @@ class EngineState(Protocol):
 
     @property
     def head(self) -> Head: ...
+
+    @property
+    def saved(self) -> dict[bytes, PromptKV]:
+        """Keys and values from before a preemption, by the bytes of their int32 token ids."""
+        ...
 
 
 class Generation(Iterator[DecodeStep]):
@@ -58,6 +64,9 @@ class Generation(Iterator[DecodeStep]):
         """The first slots, whose tokens but the newest are all in the cache."""
         self._epoch = engine.cache_epoch
         self._plan: SamplingPlan | None = None
+        self._aborting: set[str] = set()
+        self.restored_tokens = 0
+        """Tokens whose keys and values came from `EngineState.saved`."""
         self._open = True
 
     def __next__(self) -> DecodeStep:
@@ -66,6 +75,9 @@ class Generation(Iterator[DecodeStep]):
             raise StopIteration
         if self._engine.paused:
             raise RolloutError("the engine is paused; call resume() before the next decode step.")
+        if self._aborting:
+            with torch.inference_mode():
+                self._drop_aborted()
         if self._queue.ended:
             return self._report_ended()
         if self._batch.size == 0 and not self._queue:
@@ -79,6 +91,31 @@ class Generation(Iterator[DecodeStep]):
         if self._open:
             self._open = False
             self._on_end(self)
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Stop these requests before the next decode step, which reports them as aborted."""
+        self._aborting.update(uids)
+
+    def held(self) -> Iterator[tuple[np.ndarray, PromptKV]]:
+        """Of every running request: its tokens but the newest, `[L]` int32, and their keys and values."""
+        if self._epoch != self._engine.cache_epoch:
+            return
+        for row in range(self._cached):
+            known = self._batch.known(row)[:-1].copy()
+            yield known, self._runner.cache.read(row, len(known))
+
+    def _drop_aborted(self) -> None:
+        """Free the slots and queue places of aborted requests; their end is reported like that of others."""
+        names, self._aborting = self._aborting, set()
+        rows = [row for row, uid in enumerate(self._batch.uids) if uid in names]
+        queue = self._queue
+        waiting = [i for i in range(queue.taken, len(queue.uids)) if queue.uids[i] in names]
+        gone = [self._batch.uids[row] for row in rows] + [queue.uids[i] for i in waiting]
+        queue.ended = queue.ended | dict.fromkeys(gone, Status.ABORTED)
+        if rows:
+            self._remove(rows)
+        if waiting:
+            queue.drop(waiting)
 
     def _step(self) -> DecodeStep:
         if self._epoch != self._engine.cache_epoch:
@@ -107,6 +144,8 @@ class Generation(Iterator[DecodeStep]):
         batch, cached = self._batch, self._cached
         longest = int(batch.length[: batch.size].max())
         self._runner.cache.ensure(longest, self._queue.longest, cached)
+        if self._engine.saved:
+            cached = self._cached = self._restore(cached)
         parts = [self._runner.decode(batch, cached)] if cached else []
         if cached < batch.size:
             upcoming = self._queue.tokens[self._queue.taken].tobytes() if self._queue else None
@@ -127,13 +166,35 @@ class Generation(Iterator[DecodeStep]):
         ended = batch.append(ids)
         if ended:
             step.finished = {step.uids[row]: status for row, status in ended.items()}
-            length = int(batch.length[: batch.size].max()) - 1
-            source, target = batch.remove(list(ended))
-            if source.size:
-                self._runner.cache.move(source, target, length)
-            self._cached = batch.size
-            self._plan = None
+            self._remove(list(ended))
         return step
+
+    def _remove(self, rows: list[int]) -> None:
+        """Free slots, with their keys and values."""
+        batch = self._batch
+        length = int(batch.length[: batch.size].max()) - 1
+        source, target = batch.remove(rows)
+        if source.size:
+            self._runner.cache.move(source, target, length)
+        self._cached = batch.size
+        self._plan = None
+
+    def _restore(self, cached: int) -> int:
+        """Give the next slots the keys and values that were saved for their tokens; returns how many slots
+        are cached then.
+        """
+        batch, saved = self._batch, self._engine.saved
+        while cached < batch.size:
+            known = batch.known(cached)[:-1]
+            kept = saved.get(known.tobytes())
+            if kept is None:
+                break
+            self._runner.cache.write(slice(cached, cached + 1), kept)
+            self.restored_tokens += len(known)
+            cached += 1
+        if not self._queue:
+            saved.clear()
+        return cached
 
     def _report_ended(self) -> DecodeStep:
         """A step without tokens for resumed requests that had already ended."""

@@ -67,6 +67,15 @@ class RequestQueue:
         """Most tokens any request of the call may come to hold."""
         return int((self.length + self.limit - self.position).max(initial=0))
 
+    def drop(self, places: list[int]) -> None:
+        """Forget requests that wait; `places` count from the front of the whole queue."""
+        gone = set(places)
+        self.uids = [uid for i, uid in enumerate(self.uids) if i not in gone]
+        self.tokens = [ids for i, ids in enumerate(self.tokens) if i not in gone]
+        for name in ("length", "position", "limit", "temperature", "top_p", "top_k", "stops", "seeds"):
+            setattr(self, name, np.delete(getattr(self, name), places, axis=0))
+        self.keys = np.delete(self.keys, places)
+
 
 def queue_requests(requests: Sequence[RolloutRequest], limits: Limits) -> RequestQueue:
     """Check `requests` and queue them. Raises `RolloutError` for one that cannot be served."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,8 @@ from opd.errors import RolloutError
 from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
 from opd.rollout.generation import Generation
+from opd.rollout.kv_cache import PromptKV
+from opd.rollout.kv_snapshot import Origin, pack, unpack
 from opd.rollout.requests import Limits, queue_requests
 from opd.rollout.runner import Runner
 from opd.types import DecodeStep, RolloutRequest
@@ -65,6 +67,9 @@ class TorchEngine:
         self._paused = False
         self._epoch = 0
         self._active: weakref.ref[Generation] | None = None
+        self._restored = 0
+        self.saved: dict[bytes, PromptKV] = {}
+        """Restored keys and values that no request has taken yet, by the bytes of their token ids."""
 
     @property
     def policy_version(self) -> int:
@@ -90,6 +95,12 @@ class TorchEngine:
     def prefilled_tokens(self) -> int:
         """Prompt tokens computed so far; one shared by several requests of a call counts once."""
         return self._runner.prefilled_tokens
+
+    @property
+    def restored_tokens(self) -> int:
+        """Tokens whose keys and values came from `restore` instead of a forward, in all calls so far."""
+        active = self._active() if self._active is not None else None
+        return self._restored + (active.restored_tokens if active is not None else 0)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
         """Decode all `requests`, more than `max_running` of them waiting for a free slot.
@@ -118,6 +129,7 @@ class TorchEngine:
         on.
         """
         self._runner.clear()
+        self.saved.clear()
         self._epoch += 1
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
@@ -139,6 +151,7 @@ class TorchEngine:
         finally:
             # Even a refused tensor leaves those before it copied: nothing computed earlier is valid any more.
             self._runner.refresh()
+            self.saved.clear()
             self._head = self._decode_head()
             self._epoch += 1
         self._version = version
@@ -147,6 +160,60 @@ class TorchEngine:
     def resume(self) -> None:
         """Continue sampling."""
         self._paused = False
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Stop these requests of the call in flight; its next step reports them as aborted."""
+        active = self._active() if self._active is not None else None
+        if active is not None:
+            active.abort(uids)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Keys and values of all requests in flight, as named tensors on the CPU; empty if there are none.
+
+        Raises `RolloutError` if the engine is not paused.
+        """
+        self._check_paused("snapshot")
+        active = self._active() if self._active is not None else None
+        held = list(active.held()) if active is not None else []
+        return pack(held, self._origin()) if held else {}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> int:
+        """Take over a `snapshot`; returns how many sequences it holds. A request whose tokens are among them
+        continues from these keys and values; every other is prefilled. `flush` and new weights drop them.
+
+        Raises `RolloutError` if the snapshot was made with other weights or by another form of decoder.
+        """
+        saved, origin = unpack(tensors)
+        if origin != self._origin():
+            raise RolloutError(
+                f"the saved keys and values come from {origin}, but the engine holds {self._origin()};"
+                " let it prefill instead."
+            )
+        device = self.model.device
+        for prompt in saved.values():
+            prompt.layers = {i: (k.to(device), v.to(device)) for i, (k, v) in prompt.layers.items()}
+        self.saved = saved
+        return len(saved)
+
+    def release(self) -> None:
+        """Give the memory of keys and values back; requests in flight rebuild or restore theirs when they go
+        on. Raises `RolloutError` if the engine is not paused.
+        """
+        self._check_paused("release")
+        slots = self._runner.cache.slots
+        self._runner.release()
+        self._runner.start(slots)
+        self.saved.clear()
+        self._epoch += 1
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _check_paused(self, verb: str) -> None:
+        if not self._paused:
+            raise RolloutError(f"requests are being decoded; call pause() before {verb}().")
+
+    def _origin(self) -> Origin:
+        return Origin(self.model.digest(), self._version, self._runner.lean is not None)
 
     def _decode_head(self) -> Head:
         """The model's head, in float32: `Head.logits` would convert half-precision weights at every step."""
@@ -158,6 +225,7 @@ class TorchEngine:
     def _end(self, generation: Generation) -> None:
         if self._active is not None and self._active() is generation:
             self._active = None
+            self._restored += generation.restored_tokens
 
 
 def _forget(engine: weakref.ref[TorchEngine]) -> Callable[[Generation], None]:

@@ -140,7 +140,10 @@ def _time(run: Run) -> str:
     )
     counters = tables.counters_table(run)
     if counters:
-        note = "Heads load once per teacher of a mini-batch; at most one is resident."
+        note = (
+            "Of the merge. A head is loaded once per teacher of a mini-batch and one is in memory at a time;"
+            " every token is in the log before anyone else sees it."
+        )
         body += f"<h3>Counters</h3>{_captioned(counters, note)}"
     return _section("Time and memory", body)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from opd.pipelines.report import counters
 from opd.pipelines.report.figures import Cues, own_domain
 from opd.pipelines.report.load import Accuracy, ModelResult, Run
 from opd.pipelines.report.verdict import compare
@@ -138,14 +139,9 @@ def stages_table(run: Run) -> str:
 
 
 def counters_table(run: Run) -> str:
-    """Counters of the teacher schedule and the engine."""
-    if not run.counters:
-        return ""
-    rows = [
-        _row(name.replace("_", " "), f"<td>{value:,.6g}</td>".replace(",", NARROW))
-        for name, value in run.counters.items()
-    ]
-    return _table(_head("Counter", "Value"), rows, "narrow")
+    """Counters of the merge: teachers, stores, rollouts and their log."""
+    rows = [_row(label, f"<td>{escape(value)}</td>") for label, value in counters.rows(run)]
+    return _table(_head("Counter", "Value"), rows, "narrow") if rows else ""
 
 
 def _specialist_gap(run: Run) -> str:

@@ -4,7 +4,9 @@
 
 Both sample every token at temperature 1 with no stop id. Rounds alternate between the two, so that a busy
 machine slows both; the best round of each counts. A step is one new token for every request: wall time of the
-whole call, prefill included, divided by the new tokens per request.
+whole call, prefill included, divided by the new tokens per request. "products" is the part of a step no
+engine can avoid: the model's matrix products with its weights, and with the keys and values of the mean
+length, alone and without anything between them.
 """
 
 from __future__ import annotations
@@ -89,6 +91,28 @@ def transformers_round(model: Any, prompts: np.ndarray, samples: int, new: int) 
     return run
 
 
+def products_round(model: Any, requests: int, prompt: int, new: int) -> Callable[[], int]:
+    """Only the matrix products of `new` decode steps, each written to memory that is there already."""
+    weights = [w.detach().t() for name, w in model.named_parameters() if w.ndim == 2 and "embed" not in name]
+    weights.append(model.get_output_embeddings().weight.detach().t())
+    products = [(torch.randn(requests, len(w)), w, torch.empty(requests, w.shape[1])) for w in weights]
+    config = model.config
+    heads, size, length = config.num_attention_heads, config.head_dim, prompt + new // 2
+    query = torch.randn(requests * heads, 1, size)
+    caches = [torch.randn(2, requests * heads, length, size) for _ in range(config.num_hidden_layers)]
+
+    def run() -> int:
+        with torch.inference_mode():
+            for _ in range(new):
+                for x, w, out in products:
+                    torch.mm(x, w, out=out)
+                for keys, values in caches:
+                    torch.bmm(torch.bmm(query, keys.transpose(1, 2)), values)
+        return requests * new
+
+    return run
+
+
 def best_times(
     calls: dict[str, Callable[[], int]], rounds: int, expected: int, clock: Callable[[], float]
 ) -> dict[str, float]:
@@ -122,7 +146,8 @@ def main() -> None:
     clock = time.perf_counter if options.clock == "wall" else time.process_time
     model, plain = models()
     rows = []
-    print(f"{'batch':>6} {'samples':>8} {'transformers ms/step':>21} {'engine ms/step':>15} {'speed-up':>9}")
+    titles = f"{'transformers ms/step':>21} {'engine ms/step':>15} {'products ms/step':>17} {'speed-up':>9}"
+    print(f"{'batch':>6} {'samples':>8} {titles} {'its bound':>10}")
     for samples in options.samples:
         for batch in options.batch:
             prompts = np.random.default_rng(0).integers(0, VOCABULARY, (batch // samples, options.prompt))
@@ -131,11 +156,13 @@ def main() -> None:
                 "engine": engine_round(TorchEngine(model), prompts.astype(np.int32), samples, options.new),
             }
             requests = len(prompts) * samples
+            calls["products"] = products_round(plain, requests, options.prompt, options.new)
             seconds = best_times(calls, options.rounds, requests * options.new, clock)
             step = {name: 1e3 * value / options.new for name, value in seconds.items()}
             ratio = step["transformers"] / step["engine"]
-            numbers = f"{step['transformers']:21.2f} {step['engine']:15.2f} {ratio:8.2f}x"
-            print(f"{requests:6d} {samples:8d} {numbers}", flush=True)
+            bound = step["transformers"] / step["products"]
+            times = f"{step['transformers']:21.2f} {step['engine']:15.2f} {step['products']:17.2f}"
+            print(f"{requests:6d} {samples:8d} {times} {ratio:8.2f}x {bound:9.2f}x", flush=True)
             rows.append(
                 {"batch": requests, "samples_per_prompt": samples, "ms_per_step": step, "speed_up": ratio}
             )

@@ -1,10 +1,13 @@
-"""Time and memory of the chunked KL, forward and backward, against naive full logits and the matmuls alone.
+"""Time, memory and error of the reverse KL with its gradients, against what else there is, in one run.
 
-    python tests/bench/kernels.py [--size small] [--chunk 192 1024] [--threads 1] [--json PATH]
+    python -m tests.bench.kernels [--size default] [--dtype float32] [--chunk 1024] [--json PATH]
 
-Times are taken in one process, the cases in turn, and the best of the rounds counts. Memory is the growth
-of the peak resident set over the inputs', each case in a process of its own. "Above gradients" leaves out
-the gradient of the student's head and hidden states, which every case must produce.
+Compared: the four matmuls alone, full logits (plain and under torch.compile), Liger-Kernel's chunked loss
+where it is installed, and `opd.kernels` (PyTorch, and TileLang where it can run). Times are taken in one
+process, the cases in turn, and the best of the rounds counts. Memory is the growth of the peak over the
+inputs', each case in a process of its own; "above gradients" leaves out the gradients of the student's head
+and hidden states, which every case must produce, and "buffers" is 2 C V numbers of 4 bytes, what the method
+says it needs. The error is that of the loss, relative to float64 on the same inputs.
 """
 
 from __future__ import annotations
@@ -15,87 +18,34 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from opd.kernels.head import Head
-from opd.kernels.ops import linear_kl
+sys.path.insert(0, str(Path(__file__).parent))
 
-SIZES = {"default": (2048, 1024, 32768), "small": (256, 256, 8192)}
+from kernel_cases import Inputs, cases
+
+SIZES = {
+    "small": (256, 256, 8192),
+    "default": (2048, 1024, 32768),
+    "half": (512, 1024, 32768),
+    "wide": (512, 2048, 151936),
+    "large": (8192, 4096, 128256),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PAGE_STATUS = Path("/proc/self/status")
 MIB = 1 << 20
 
 
-class Inputs:
-    """Hidden states and head weights of a student and a teacher of the same size."""
-
-    def __init__(self, tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(0)
-
-        def normal(rows: int, scale: float) -> Tensor:
-            return torch.randn(rows, width, generator=generator).mul_(scale).to(dtype)
-
-        self.student = normal(tokens, 1.0).requires_grad_()
-        self.teacher = normal(tokens, 1.0)
-        self.student_weight = normal(vocabulary, 2 * width**-0.5).requires_grad_()
-        self.teacher_weight = normal(vocabulary, 2 * width**-0.5)
-        self.token_weight = torch.full((tokens,), 1 / tokens)
-        self.kept: dict[str, Tensor] = {}
-
-    def clear(self) -> None:
-        self.student.grad = self.student_weight.grad = None
+def chosen(arguments: argparse.Namespace) -> dict:
+    """The cases this run compares."""
+    return cases(arguments.chunk, arguments.dtype, arguments.only)
 
 
-def naive(inputs: Inputs) -> float:
-    """Full logits and autograd, as one would write it down."""
-    student = (inputs.student @ inputs.student_weight.t()).float().log_softmax(dim=-1)
-    with torch.no_grad():
-        teacher = (inputs.teacher @ inputs.teacher_weight.t()).float().log_softmax(dim=-1)
-    loss = (student.exp() * (student - teacher)).sum(dim=-1) @ inputs.token_weight
-    loss.backward()
-    return loss.item()
-
-
-def chunked(inputs: Inputs, chunk: int) -> float:
-    """`opd.kernels.ops.linear_kl`."""
-    heads = Head(inputs.student_weight), Head(inputs.teacher_weight)
-    values = linear_kl(
-        inputs.student, heads[0], inputs.teacher, heads[1], weight=inputs.token_weight, chunk=chunk
-    )
-    loss = values @ inputs.token_weight
-    loss.backward()
-    return loss.item()
-
-
-@torch.no_grad()
-def matmuls(inputs: Inputs) -> float:
-    """The four matmuls no exact method can do without: both logits, and the student's two gradients.
-
-    The outputs are kept from round to round, so that its best round holds nothing but matmuls.
-    """
-    if not inputs.kept:
-        shape = (len(inputs.student), len(inputs.student_weight))
-        inputs.kept["logits"] = torch.empty(shape, dtype=inputs.student.dtype)
-        inputs.kept["hidden"] = torch.empty_like(inputs.student)
-        inputs.kept["weight"] = torch.empty_like(inputs.student_weight)
-    logits = inputs.kept["logits"]
-    torch.mm(inputs.teacher, inputs.teacher_weight.t(), out=logits)
-    torch.mm(inputs.student, inputs.student_weight.t(), out=logits)
-    torch.mm(logits, inputs.student_weight, out=inputs.kept["hidden"])
-    torch.mm(logits.t(), inputs.student, out=inputs.kept["weight"])
-    return 0.0
-
-
-def cases(chunks: list[int]) -> dict[str, Callable[[Inputs], float]]:
-    """What is compared, by the name it has in the table."""
-    found: dict[str, Callable[[Inputs], float]] = {"matmuls alone": matmuls, "naive full logits": naive}
-    for size in chunks:
-        found[f"chunked, {size} tokens"] = lambda inputs, size=size: chunked(inputs, size)
-    return found
+def build_inputs(arguments: argparse.Namespace, size: tuple[int, int, int] | None = None) -> Inputs:
+    """The inputs of the chosen size, dtype and device."""
+    return Inputs(*(size or SIZES[arguments.size]), DTYPES[arguments.dtype], arguments.device)
 
 
 def resident_bytes(field: str) -> int:
@@ -107,11 +57,18 @@ def resident_bytes(field: str) -> int:
 
 
 def measure_memory(name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Run one case in this process and return its loss and the peak growth of the resident set."""
-    case = cases(arguments.chunk)[name]
-    # Loads the libraries and their work space before the baseline is read.
-    case(Inputs(32, 64, 512, DTYPES[arguments.dtype]))
-    inputs = Inputs(*SIZES[arguments.size], DTYPES[arguments.dtype])
+    """Run one case in this process and return its loss and the growth of its peak memory."""
+    case = chosen(arguments)[name]
+    # Loads the libraries, compiles, and makes their work space before the baseline is read. Compiled cases
+    # are compiled for the shape, so they warm up on the whole problem.
+    warm_up = None if "compiled" in name else (64, SIZES[arguments.size][1], 512)
+    case(build_inputs(arguments, warm_up))
+    inputs = build_inputs(arguments)
+    if arguments.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = case(inputs)
+        return {"loss": loss, "extra_bytes": torch.cuda.max_memory_allocated() - before}
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = resident_bytes("VmRSS")
     loss = case(inputs)
@@ -121,57 +78,81 @@ def measure_memory(name: str, arguments: argparse.Namespace) -> dict[str, float]
 def memory_in_child(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     """`measure_memory` in a fresh process."""
     command = [sys.executable, __file__, "--memory-of", name, "--size", arguments.size]
-    command += ["--dtype", arguments.dtype, "--threads", str(arguments.threads)]
+    command += ["--dtype", arguments.dtype, "--threads", str(arguments.threads), "--device", arguments.device]
     command += ["--chunk", *map(str, arguments.chunk)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"the memory of {name!r} could not be measured:\n{result.stderr}")
+    return json.loads(result.stdout.splitlines()[-1])
 
 
-def best_times(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+def best_times(arguments: argparse.Namespace, inputs: Inputs) -> dict[str, dict[str, float]]:
     """Wall and processor seconds of each case: the best of several rounds, each running every case once.
 
-    On a machine that others use too, processor seconds are the steadier of the two.
+    Processor seconds tell the cost on a machine whose cores are busy with other work too.
     """
-    inputs = Inputs(*SIZES[arguments.size], DTYPES[arguments.dtype])
     best: dict[str, dict[str, float]] = {}
-    for _ in range(arguments.rounds):
-        for name, case in cases(arguments.chunk).items():
+    for turn in range(arguments.rounds + 1):
+        for name, case in chosen(arguments).items() if turn == 0 else arguments.compiled.items():
             inputs.clear()
+            synchronize(arguments.device)
             wall, processor = time.perf_counter(), time.process_time()
             case(inputs)
+            synchronize(arguments.device)
             seconds = {
                 "seconds": time.perf_counter() - wall,
                 "processor_seconds": time.process_time() - processor,
             }
-            best[name] = {key: min(value, best.get(name, seconds)[key]) for key, value in seconds.items()}
-            print(f"  {name}: {seconds['seconds']:.2f} s", file=sys.stderr, flush=True)
+            print(f"  {turn} {name}: {seconds['seconds']:.2f} s", file=sys.stderr, flush=True)
+            if turn == 0:  # warms up, and keeps what torch.compile made
+                arguments.compiled[name] = case
+            else:
+                best[name] = {key: min(value, best.get(name, seconds)[key]) for key, value in seconds.items()}
     return best
 
 
+def synchronize(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def compare(arguments: argparse.Namespace) -> dict:
-    """Time and memory of every case and their ratios."""
+    """Time, memory and error of every case, and their ratios."""
     tokens, width, vocabulary = SIZES[arguments.size]
-    itemsize = DTYPES[arguments.dtype].itemsize
-    gradient_bytes = (tokens + vocabulary) * width * itemsize
-    rows = {}
-    for name, seconds in best_times(arguments).items():
+    gradient_bytes = (tokens + vocabulary) * width * DTYPES[arguments.dtype].itemsize
+    inputs = build_inputs(arguments)
+    exact = inputs.exact_loss()
+    rows: dict[str, dict[str, float]] = {}
+    for name, seconds in best_times(arguments, inputs).items():
         memory = memory_in_child(name, arguments)
         rows[name] = {**seconds, **memory, "above_gradients": memory["extra_bytes"] - gradient_bytes}
-    for row in rows.values():
-        row["time_over_matmuls"] = row["seconds"] / rows["matmuls alone"]["seconds"]
-        row["processor_over_matmuls"] = row["processor_seconds"] / rows["matmuls alone"]["processor_seconds"]
-        row["memory_over_naive"] = row["extra_bytes"] / rows["naive full logits"]["extra_bytes"]
-        row["above_gradients_over_naive"] = (
-            row["above_gradients"] / rows["naive full logits"]["above_gradients"]
-        )
+    base = rows["matmuls alone"]
+    for name, row in rows.items():
+        row["time_over_matmuls"] = row["seconds"] / base["seconds"]
+        row["processor_over_matmuls"] = row["processor_seconds"] / base["processor_seconds"]
+        row["relative_error"] = abs(row["loss"] - exact) / exact
+        if name.startswith("opd"):
+            size = min(tokens, int(name.split(",")[1].split()[0]))
+            row["above_gradients_over_buffers"] = row["above_gradients"] / (2 * size * vocabulary * 4)
     return {
         "tokens": tokens,
         "width": width,
         "vocabulary": vocabulary,
         "dtype": arguments.dtype,
         "threads": arguments.threads,
-        "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
+        "exact_loss": exact,
+        "machine": machine(arguments.device),
         "cases": rows,
     }
+
+
+def machine(device: str) -> dict[str, str]:
+    """What ran this, in words that name no host."""
+    found = {"processor": platform.machine(), "vector_units": torch.backends.cpu.get_cpu_capability()}
+    if device == "cuda":
+        found["device"] = torch.cuda.get_device_name()
+    return {**found, "torch": torch.__version__}
 
 
 def print_table(result: dict) -> None:
@@ -180,20 +161,19 @@ def print_table(result: dict) -> None:
         f"forward + backward of KL(student || teacher), N={result['tokens']}, d={result['width']}, "
         f"V={result['vocabulary']}, {result['dtype']}, {result['threads']} thread(s)"
     )
-    columns = ["wall", "x matmuls", "processor", "x matmuls", "extra memory", "of naive", "above gradients"]
-    print(f"{'':22}" + "".join(f"{column:>16}" for column in [*columns, "of naive"]))
+    columns = ["wall", "x matmuls", "processor", "x matmuls", "above gradients", "x buffers", "loss error"]
+    print(f"{'':38}" + "".join(f"{column:>16}" for column in columns))
     for name, row in result["cases"].items():
         cells = [
-            f"{row['seconds']:.2f} s",
+            f"{row['seconds']:.3f} s",
             f"{row['time_over_matmuls']:.2f}",
-            f"{row['processor_seconds']:.2f} s",
+            f"{row['processor_seconds']:.3f} s",
             f"{row['processor_over_matmuls']:.2f}",
-            f"{row['extra_bytes'] / MIB:.0f} MiB",
-            f"{row['memory_over_naive']:.3f}",
             f"{row['above_gradients'] / MIB:.0f} MiB",
-            f"{row['above_gradients_over_naive']:.3f}",
+            f"{row['above_gradients_over_buffers']:.2f}" if name.startswith("opd") else "",
+            f"{row['relative_error']:.1e}",
         ]
-        print(f"{name:22}" + "".join(f"{cell:>16}" for cell in cells))
+        print(f"{name:38}" + "".join(f"{cell:>16}" for cell in cells))
 
 
 def main() -> None:
@@ -202,12 +182,15 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=SIZES, default="default")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--chunk", type=int, nargs="+", default=[192, 1024], help="tokens per chunk")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--chunk", type=int, nargs="+", default=[1024], help="tokens per chunk")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these words")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.compiled = {}
     torch.set_num_threads(arguments.threads)
     if arguments.memory_of:
         print(json.dumps(measure_memory(arguments.memory_of, arguments)))

@@ -17,6 +17,8 @@ from opd.pipelines.doctor import Finding, diagnose, examine
 from opd.pipelines.doctor_estimate import disk_needed, memory_needed, memory_parts, readable
 from opd.pipelines.doctor_kl import mean_kl
 from opd.pipelines.doctor_models import Shape
+from opd.teachers.torch_teacher import TorchTeacher
+from opd.types import Sample
 
 LLAMA = {
     "model_type": "llama",
@@ -183,22 +185,22 @@ def test_a_model_that_does_not_fit_is_an_error(tmp_path):
 
 
 def test_the_estimate_adds_up():
-    recipe = make_recipe(Path("unused"), rollout={"max_running": 2, "max_new_tokens": 5})
+    recipe = make_recipe(
+        Path("unused"), rollout={"max_running": 2, "max_new_tokens": 5}, storage={"cache_mb": 3}
+    )
     shape = Shape(parameters=1000, hidden_size=4, layers=2, vocabulary=10, kv_width=4)
     parts = memory_parts(recipe, shape, {})
     assert parts["weights"] == parts["gradients"] == parts["engine copy"] == parts["teachers"] == 4000
     assert parts["AdamW"] == 8000
     assert parts["KV cache"] == 2 * 10 * 2 * 4 * 2 * 4
     assert memory_needed(recipe, parts) == sum(parts.values())
-    assert disk_needed(recipe, shape) == 9 * 4000 + 4 * 2 * 12000
+    assert disk_needed(recipe, shape) == 10 * 4000 + 4 * 2 * 12000 + 3 * 2**20
     assert [readable(size) for size in (3, 1536, 5 * 2**30)] == ["3 B", "1.5 KiB", "5.0 GiB"]
 
 
 def test_mean_kl_is_the_divergence_of_the_models_own_logits(student, tmp_path):
-    models = [
-        CausalLM.from_pretrained(student),
-        CausalLM.from_pretrained(save_model(tmp_path / "other", seed=7)),
-    ]
+    other = save_model(tmp_path / "other", seed=7)
+    models = [CausalLM.from_pretrained(student), CausalLM.from_pretrained(other)]
     sequences = [
         (np.array([2, 5, 6], np.int32), np.array([7, 8], np.int32)),
         (np.array([2], np.int32), np.array([3, 4, 1], np.int32)),
@@ -215,7 +217,13 @@ def test_mean_kl_is_the_divergence_of_the_models_own_logits(student, tmp_path):
         ]
         p, t = (torch.log_softmax(values, -1) for values in logits)
         expected += (p.exp() * (p - t)).sum(-1).tolist()
-    value = mean_kl(models[0], models[1], sequences, models[0].vocab_size, 0.8)
+    samples = [
+        Sample(str(number), str(number), "d", prompt, response_ids=response)
+        for number, (prompt, response) in enumerate(sequences)
+    ]
+    vocabulary = models[0].vocab_size
+    teacher = TorchTeacher("other", other, vocabulary=vocabulary)
+    value = mean_kl(models[0], teacher, samples, vocabulary, 0.8)
     assert value == pytest.approx(float(np.mean(expected)), rel=1e-4)
     assert value > 1e-6
 

@@ -158,7 +158,8 @@ def assert_close(got: Tensor, exact: Tensor, relative: float) -> None:
     torch.testing.assert_close(got.double(), exact, rtol=0, atol=relative * scale)
 
 
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# bfloat16: the logits' gradient is rounded, then what its matmuls give, then the rescaled result.
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-11}
 
 
 @pytest.fixture(params=["chunked", "reference"])

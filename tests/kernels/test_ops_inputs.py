@@ -148,3 +148,59 @@ def test_importing_the_kernels_loads_no_other_part_of_the_package() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "opd.kernels.ops" in result.stdout
     assert all(name.strip(" '[]\n").startswith("opd.kernels") for name in result.stdout.split(","))
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with gaps between rows and between columns."""
+    gap = torch.nan if tensor.is_floating_point() else -1
+    room = torch.full((2 * tensor.shape[0], 3 * tensor.shape[1]), gap, dtype=tensor.dtype)
+    view = room[::2, ::3]
+    return view.copy_(tensor)
+
+
+LAYOUTS = {
+    "strided": strided,
+    "transposed": lambda tensor: tensor.t().contiguous().t(),
+    "repeated": lambda tensor: tensor[:1].expand_as(tensor),
+}
+
+
+@pytest.mark.parametrize("name", ["chunked", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_memory_layout_gives_the_same(name, dtype, layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPD_KERNELS", name)
+    generator = torch.Generator().manual_seed(0)
+
+    def results(arrange) -> list[torch.Tensor]:
+        generator.manual_seed(0)
+        hidden, weight, teacher, teacher_weight = (
+            arrange(torch.randn(*shape, generator=generator).to(dtype)).requires_grad_()
+            for shape in ((6, 4), (40, 4), (6, 3), (40, 3))
+        )
+        head, teacher_head = Head(weight), Head(teacher_weight)
+        values = ops.linear_kl(hidden, head, teacher, teacher_head, chunk=4)
+        ids = arrange(torch.randint(0, 40, (6, 2), generator=generator))
+        logprobs = ops.linear_logprobs(hidden, head, ids, chunk=4)
+        gradients = torch.autograd.grad(values.sum() + logprobs.sum(), (hidden, weight))
+        student, other = (arrange(torch.randn(6, 40, generator=generator).to(dtype)) for _ in range(2))
+        student.requires_grad_()
+        given = ops.logits_kl(student, other, kind="jsd")
+        selected = ops.selective_log_softmax(student, ids)
+        (at_logits,) = torch.autograd.grad(given.sum() + selected.sum(), student)
+        return [values, logprobs, *gradients, given, selected, at_logits]
+
+    plain = LAYOUTS[layout](torch.zeros(2, 2)).stride() != (2, 1)
+    assert plain
+    expected = results(lambda tensor: LAYOUTS[layout](tensor).contiguous())
+    for got, contiguous in zip(results(LAYOUTS[layout]), expected, strict=True):
+        torch.testing.assert_close(got, contiguous, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+def test_mixed_dtypes_are_widened() -> None:
+    hidden = torch.ones(4, 3, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.arange(15.0).reshape(5, 3).requires_grad_()
+    values = call(student_hidden=hidden, student_head=Head(weight))
+    assert values.dtype == torch.float32
+    gradients = torch.autograd.grad(values.sum(), (hidden, weight))
+    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.float32]

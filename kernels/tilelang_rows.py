@@ -1,0 +1,247 @@
+"""The streaming row kernel: two blocks of logits -> divergences and, in place, their gradient.
+
+Compiled, with the signature and contract of `opd.kernels.rows.divergence_`. One sweep over both blocks
+collects each row's statistics; a second one writes the gradient. The Jensen-Shannon divergence is a sum over
+tokens only once both normalisers are known, so it takes a sweep of its own for the value.
+"""
+
+# No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opd.kernels.rows import MAX_LOG_RATIO
+from opd.kernels.tilelang_math import functions
+from opd.kernels.tilelang_statistics import Lanes, first_sweep, reader
+from opd.kernels.tilelang_target import Target, build, target_of
+
+DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+def divergence_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /) -> Tensor:
+    """Divergence of each row `[R]` between two chunks of logits `[R, V]`, both overwritten.
+
+    With `coef` `[R]`, `student` is left holding `coef * d divergence / d student logits`. A row's result does
+    not depend on the other rows or on how many threads work.
+
+    Raises `TypeError` for logits that are neither float32 nor float64, `ValueError` for rows that are not
+    contiguous, and `RuntimeError` where TileLang or a compiler is missing.
+    """
+    if student.dtype not in DTYPES or teacher.dtype != student.dtype:
+        raise TypeError(
+            f"logits are {student.dtype} and {teacher.dtype}; give float32 or float64, both the same"
+        )
+    if not (student.is_contiguous() and teacher.is_contiguous()):
+        raise ValueError("logits given to a compiled row kernel must be contiguous; call .contiguous() first")
+    target = target_of(student)
+    kernel, gradient = build(row_kernel, target, kind, DTYPES[student.dtype]), int(coef is not None)
+    values = torch.empty(len(student), dtype=student.dtype, device=student.device)
+    # Without a gradient the kernel never reads coef; it still needs a pointer.
+    coef = values if coef is None else coef.to(student.dtype).contiguous()
+    arrays = (student, teacher, coef, values)
+    threads = min(torch.get_num_threads(), len(student)) if target.is_cpu else 1
+    if threads > 1:
+        parts = zip(*(array.tensor_split(threads) for array in arrays), strict=True)
+        list(_pool(threads).map(lambda part: kernel(*part, beta, gradient), parts))
+    elif len(student):
+        kernel(*arrays, beta, gradient)
+    # A divergence is never negative; rounding may say so by a few 1e-8. NaN passes through.
+    return values.clamp_min_(0)
+
+
+@lru_cache(maxsize=4)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """A compiled kernel runs without the interpreter's lock, so Python threads share out the rows."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="opd-rows")
+
+
+def row_kernel(target: Target, kind: str, dtype: str) -> Any:
+    """The kernel's TileLang function, for any number of rows and any vocabulary.
+
+    Arguments: student `[R, V]`, teacher `[R, V]`, coef `[R]`, values `[R]` (written), all `dtype`; beta;
+    whether the gradient is wanted (0 or 1).
+    """
+    import tilelang.language as T
+
+    rows, vocabulary, tile = T.dynamic("rows"), T.dynamic("vocabulary"), target.lanes * target.unroll
+    sweep = first_sweep(target, dtype)
+    each = target.lane_loop(T)
+    jsd_value = _jsd_value(target, dtype)
+    write_gradient = _GRADIENTS[kind](target, dtype)
+
+    @T.macro
+    def tiles(body, *arguments):
+        """`body` for every whole tile of the vocabulary, then for the one that is cut short, if any."""
+        for t in T.serial(vocabulary // tile):
+            body(*arguments, t * tile, vocabulary, False)
+        for t in T.serial(vocabulary // tile, T.ceildiv(vocabulary, tile)):
+            body(*arguments, t * tile, vocabulary, True)
+
+    @T.prim_func
+    def divergence(
+        student: T.Tensor((rows, vocabulary), dtype),
+        teacher: T.Tensor((rows, vocabulary), dtype),
+        coef: T.Tensor((rows,), dtype),
+        values: T.Tensor((rows,), dtype),
+        beta: getattr(T, dtype),
+        gradient: T.int32,
+    ):
+        with T.Kernel(rows, threads=target.threads) as row:
+            s = Lanes.allocate(target, dtype)
+            # KL(t || p) has the statistics of KL(p || t) with the roles exchanged.
+            p, q = (teacher, student) if kind == "forward" else (student, teacher)
+            sweep.start(s)
+            tiles(sweep.absorb, s, p, q, row)
+            sweep.merge(s)
+            if kind == "jsd":
+                for o, i in each(1, target.lanes):
+                    s.part_p[o, i] = T.log(s.row_sum_p[o] / s.row_sum_q[o])
+                    s.mean[o, i] = 0.0
+                    s.sum_q[o, i] = 0.0
+                tiles(jsd_value, s, p, q, beta, row)
+                T.reduce_sum(s.mean, s.row_mean, dim=1)
+                T.reduce_sum(s.sum_q, s.row_max_q, dim=1)
+                for o in each(1):
+                    values[row] = beta * (s.row_max_q[o] / s.row_sum_q[o]) + (1 - beta) * (
+                        s.row_mean[o] / s.row_sum_p[o]
+                    )
+            else:
+                for o in each(1):
+                    values[row] = s.row_mean[o] / s.row_sum_p[o] - T.log(s.row_sum_p[o] / s.row_sum_q[o])
+            if gradient != 0:
+                tiles(write_gradient, s, p, q, coef, beta, row)
+
+    return divergence
+
+
+def _reverse_gradient(target: Target, dtype: str) -> Any:
+    """`p (d - E_p[d])`, with `p` the student."""
+    import tilelang.language as T
+
+    exp, at = functions(dtype).exp, reader(dtype)
+    each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
+
+    @T.macro
+    def write(s, p, q, coef, beta, row, begin, vocabulary, masked):
+        for u in steps(unroll):
+            for o, i in each(1, lanes):
+                s.x[o, i] = at(p, row, begin + u * lanes + i, vocabulary, masked) - s.row_max_p[o]
+                s.y[o, i] = at(q, row, begin + u * lanes + i, vocabulary, masked) - s.row_max_q[o]
+            for o, i in each(1, lanes):
+                s.e[o, i] = exp(s.x[o, i]) * (coef[row] / s.row_sum_p[o])
+            for o, i in each(1, lanes):
+                if not masked or begin + u * lanes + i < vocabulary:
+                    p[row, begin + u * lanes + i] = s.e[o, i] * (
+                        s.x[o, i] - s.y[o, i] - s.row_mean[o] / s.row_sum_p[o]
+                    )
+
+    return write
+
+
+def _forward_gradient(target: Target, dtype: str) -> Any:
+    """`q - p`, with `p` the teacher and `q` the student."""
+    import tilelang.language as T
+
+    exp, at = functions(dtype).exp, reader(dtype)
+    each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
+
+    @T.macro
+    def write(s, p, q, coef, beta, row, begin, vocabulary, masked):
+        for u in steps(unroll):
+            for o, i in each(1, lanes):
+                s.x[o, i] = exp(at(p, row, begin + u * lanes + i, vocabulary, masked) - s.row_max_p[o])
+                s.y[o, i] = exp(at(q, row, begin + u * lanes + i, vocabulary, masked) - s.row_max_q[o])
+            for o, i in each(1, lanes):
+                if not masked or begin + u * lanes + i < vocabulary:
+                    q[row, begin + u * lanes + i] = coef[row] * (
+                        s.y[o, i] / s.row_sum_q[o] - s.x[o, i] / s.row_sum_p[o]
+                    )
+
+    return write
+
+
+def _jsd_terms(target: Target, dtype: str) -> Any:
+    """`e` and `x` become a token's `e^(p - max)` and `u = log(p / m)`; `y` becomes `e^(q - max) log(t / m)`.
+
+    Expects the log-ratio of the normalisers in `part_p`.
+    """
+    import tilelang.language as T
+
+    exp, expm1, log1p = functions(dtype)
+    at = reader(dtype)
+    low, high = T.cast(-MAX_LOG_RATIO, dtype), T.cast(MAX_LOG_RATIO, dtype)
+    each, lanes = target.lane_loop(T), target.lanes
+
+    @T.macro
+    def terms(s, p, q, beta, row, at_token, vocabulary, masked):
+        for o, i in each(1, lanes):
+            s.x[o, i] = at(p, row, at_token + i, vocabulary, masked) - s.row_max_p[o]
+            s.y[o, i] = at(q, row, at_token + i, vocabulary, masked) - s.row_max_q[o]
+        for o, i in each(1, lanes):
+            s.e[o, i] = exp(s.x[o, i])
+            s.part_q[o, i] = exp(s.y[o, i])
+        for o, i in each(1, lanes):
+            s.x[o, i] = s.x[o, i] - s.y[o, i] - s.part_p[o, i]
+        for o, i in each(1, lanes):
+            # Selections let a NaN through where max and min would not on a GPU.
+            s.x[o, i] = T.Select(s.x[o, i] < low, low, T.Select(s.x[o, i] > high, high, s.x[o, i]))
+        for o, i in each(1, lanes):
+            s.y[o, i] = expm1(s.x[o, i]) * (1 - beta)
+            s.part_mean[o, i] = expm1(-s.x[o, i]) * beta
+        for o, i in each(1, lanes):
+            s.y[o, i] = -log1p(s.y[o, i]) * s.part_q[o, i]
+        for o, i in each(1, lanes):
+            s.x[o, i] = -log1p(s.part_mean[o, i])
+
+    return terms
+
+
+def _jsd_value(target: Target, dtype: str) -> Any:
+    """The sums of `beta KL(t || m) + (1 - beta) KL(p || m)`, in `mean` (of the student) and `sum_q`.
+
+    Leaves `u = log(p / m)` where the student's logits were and `e^(p - max)` where the teacher's were.
+    """
+    import tilelang.language as T
+
+    terms = _jsd_terms(target, dtype)
+    each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
+
+    @T.macro
+    def value(s, p, q, beta, row, begin, vocabulary, masked):
+        for u in steps(unroll):
+            terms(s, p, q, beta, row, begin + u * lanes, vocabulary, masked)
+            for o, i in each(1, lanes):
+                s.mean[o, i] = s.mean[o, i] + s.e[o, i] * s.x[o, i]
+                s.sum_q[o, i] = s.sum_q[o, i] + s.y[o, i]
+            for o, i in each(1, lanes):
+                if not masked or begin + u * lanes + i < vocabulary:
+                    p[row, begin + u * lanes + i] = s.x[o, i]
+                    q[row, begin + u * lanes + i] = s.e[o, i]
+
+    return value
+
+
+def _jsd_gradient(target: Target, dtype: str) -> Any:
+    """`(1 - beta) p (u - E_p[u])`, from what the sweep for the value left behind."""
+    import tilelang.language as T
+
+    each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
+
+    @T.macro
+    def write(s, p, q, coef, beta, row, begin, vocabulary, masked):
+        for u in steps(unroll):
+            for o, i in each(1, lanes):
+                if not masked or begin + u * lanes + i < vocabulary:
+                    p[row, begin + u * lanes + i] = (
+                        (coef[row] * (1 - beta) / s.row_sum_p[o])
+                        * q[row, begin + u * lanes + i]
+                        * (p[row, begin + u * lanes + i] - s.row_mean[o] / s.row_sum_p[o])
+                    )
+
+    return write
+
+
+_GRADIENTS = {"reverse": _reverse_gradient, "forward": _forward_gradient, "jsd": _jsd_gradient}

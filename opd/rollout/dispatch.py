@@ -1,0 +1,282 @@
+"""One call of a fault-tolerant rollout: requests go to engines, and come back until each has ended."""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from opd.errors import OpdError, RolloutError
+from opd.rollout.engine_calls import Call, Event, Failed, InlineSource, ThreadSource
+from opd.rollout.engine_pool import EnginePool
+from opd.rollout.hedging import Overlap
+from opd.rollout.ledger import ENDS, Ledger
+from opd.types import DecodeStep, Status
+
+LOOK = 0.1
+"""Seconds between two looks at time-outs, deadlines and preemption while no step arrives."""
+
+
+class Dispatch(Iterator[DecodeStep]):
+    """Iterator over the decode steps of a call; closing or dropping it lets the engines go."""
+
+    def __init__(
+        self, pool: EnginePool, ledger: Ledger, counters: Counter[str], between: Callable[[], None]
+    ) -> None:
+        """`between` runs before every step and may raise."""
+        self._pool, self._ledger, self._counters, self._between = pool, ledger, counters, between
+        self._inbox: queue.SimpleQueue[tuple[object, Event]] = queue.SimpleQueue()
+        self._calls: dict[int, Call] = {}
+        self._overlap = Overlap(ledger, self._calls)
+        unfinished = ledger.unfinished
+        over = [uid for uid in unfinished if ledger.turn_has_ended(uid)]
+        done = {uid for uid in over if not ledger.next_turn(uid)}
+        # Those that go on come first: cached keys and values are restored from the first slot on.
+        resumed = set(ledger.resumed)
+        waiting = [uid for uid in unfinished if uid not in done]
+        self._pending = deque(sorted(waiting, key=lambda uid: uid not in resumed))
+        self._limit = len(self._pending)
+        """Most requests given to an engine at once; halved while engines fail without giving a token."""
+        self._fruitless = 0
+        self._patience = math.ceil(math.log2(max(1, self._limit))) + pool.policy.attempts
+        """Failures in a row without a token that are borne: enough to find one bad request among all."""
+        self._strikes: Counter[str] = Counter()
+        self._lengths: dict[str, int] = {}
+        self._began = time.monotonic()
+        self._open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps may still come."""
+        return self._open
+
+    def __next__(self) -> DecodeStep:
+        """The next step. Raises `RolloutError` while paused, when nothing is left to try, or for a request
+        that cannot be served; `StorageError` if the log cannot be written.
+        """
+        while self._open:
+            self._between()
+            if self._pool.paused:
+                raise RolloutError("the engine is paused; call resume() before the next decode step.")
+            if self._ledger.ready:
+                return self._ledger.ready.popleft()
+            if not self._pending and not any(call.open for call in self._calls.values()):
+                self.close()
+                break
+            self._assign()
+            self._listen()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Let every engine go; requests in flight stay open in the log."""
+        if self._open:
+            self._open = False
+            for index in list(self._calls):
+                self._let_go(index)
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self.close()
+
+    def _assign(self) -> None:
+        """Give waiting requests to engines that are free, or copies of silent ones if nothing waits."""
+        idle = [index for index in self._pool.ready() if index not in self._calls]
+        if not self._pending:
+            after = self._pool.policy.hedge_after
+            if after is not None:
+                for index, uids in zip(idle, self._overlap.silent(after), strict=False):
+                    self._counters["hedged_requests"] += len(uids)
+                    self._overlap.begin(uids)
+                    self._start(index, uids)
+            return
+        share = min(self._limit, math.ceil(len(self._pending) / max(1, len(idle))))
+        for index in idle:
+            batch = [self._pending.popleft() for _ in range(min(share, len(self._pending)))]
+            if batch:
+                self._start(index, batch)
+        if not self._calls:
+            self._wait()
+
+    def _wait(self) -> None:
+        """No engine can serve now."""
+        seconds = self._pool.next_return()
+        if seconds is None:
+            error = RolloutError("no engine holds the current weights; restart with --resume.")
+            self._give_up(list(self._pending), error)
+            return
+        self._check_deadline()
+        time.sleep(min(max(seconds, 0.001), LOOK))
+
+    def _start(self, index: int, uids: list[str]) -> None:
+        """Ask engine `index` for `uids`."""
+        requests, turns = [], {}
+        for uid in uids:
+            request, start = self._ledger.ask(uid)
+            requests.append(request)
+            if start:
+                turns[request.uid] = (uid, start)
+            length = start + len(request.prefix_ids)
+            if length > self._lengths.get(uid, -1):
+                self._lengths[uid] = length
+                self._strikes.pop(uid, None)
+        source = ThreadSource if self._pool.threaded else InlineSource
+        call = Call(index, uids, turns, InlineSource(iter(())), set(uids))
+        try:
+            steps = self._pool.take(index).generate(requests)
+        except RolloutError as error:
+            if not self._pool.health[index].stale:
+                # The engine works and says that the request cannot be served: nobody else could.
+                self.close()
+                raise
+            self._failed(call, error)
+            return
+        except Exception as error:
+            self._failed(call, error)
+            return
+        self._calls[index] = call
+        if source is ThreadSource:
+            call.source = thread = ThreadSource(steps, self._inbox, self._pool.gate)
+            thread.start(call)
+        else:
+            call.source = InlineSource(steps)
+
+    def _listen(self) -> None:
+        """Handle what engines say next."""
+        if not self._calls:
+            return
+        if not self._pool.threaded:
+            self._check_deadline()
+            for call in list(self._calls.values()):
+                assert isinstance(call.source, InlineSource)
+                self._handle(call, call.source.take())
+            return
+        try:
+            key, event = self._inbox.get(timeout=LOOK)
+        except queue.Empty:
+            self._check_time_outs()
+        else:
+            assert isinstance(key, Call)
+            assert isinstance(key.source, ThreadSource)
+            key.source.taken()
+            if self._calls.get(key.engine) is key:
+                self._handle(key, event)
+        self._check_deadline()
+
+    def _handle(self, call: Call, event: Event) -> None:
+        if isinstance(event, DecodeStep):
+            self._take(call, call.translate(event))
+        elif isinstance(event, Failed):
+            self._failed(call, event.error)
+        elif call.open:
+            first = min(call.open)
+            self._failed(call, RuntimeError(f"the engine ended without finishing request {first}"))
+        else:
+            self._calls.pop(call.engine)
+            self._limit = min(2 * self._limit, len(self._ledger.requests))
+
+    def _take(self, call: Call, step: DecodeStep) -> None:
+        """A decode step of an engine."""
+        call.tokens += len(step.uids)
+        self._pool.health[call.engine].heard(len(step.uids))
+        if step.uids:
+            self._fruitless = 0
+        if self._overlap.active:
+            step = self._overlap.due(call, step)
+        if not step.finished:
+            self._ledger.accept(step)
+            return
+        ends = {uid: status for uid, status in step.finished.items() if status in ENDS}
+        stopped = [uid for uid in step.finished if uid not in ends]
+        call.open.difference_update(step.finished)
+        more = self._ledger.accept(step if not stopped else replace(step, finished=ends))
+        self._pending.extend(more)
+        self._return(stopped)
+        self._overlap.ended(uid for uid in ends if uid not in more)
+
+    def _return(self, uids: list[str]) -> None:
+        """Requests that an engine stopped before their end go to the end of the queue."""
+        self._counters["interrupted_requests"] += len(uids)
+        for uid in self._overlap.only_here(uids):
+            self._strikes[uid] += 1
+            if self._strikes[uid] > self._pool.policy.attempts:
+                error = RolloutError(f"engines stopped it {self._strikes[uid]} times without a new token")
+                self._give_up([uid], error)
+            else:
+                self._pending.append(uid)
+
+    def _failed(self, call: Call, error: BaseException) -> None:
+        """An engine raised, was too slow, or ended too early: its requests go on elsewhere."""
+        self._counters["engine_failures"] += 1
+        self._pool.failed(call.engine, error)
+        self._let_go(call.engine)
+        uids = self._overlap.only_here([uid for uid in call.requests if uid in call.open])
+        self._counters["interrupted_requests"] += len(uids)
+        if isinstance(error, RolloutError) and not self._pool.has_other(call.engine):
+            self._give_up([*uids, *self._pending], error)
+            return
+        self._pending.extendleft(reversed(uids))
+        if call.tokens:
+            return
+        self._fruitless += 1
+        self._limit = max(1, len(call.requests) // 2)
+        if len(call.requests) == 1 and uids:
+            self._strikes[uids[0]] += 1
+            if self._strikes[uids[0]] >= self._pool.policy.attempts:
+                self._fruitless, self._limit = 0, len(self._ledger.requests)
+                self._give_up(uids, error)
+                return
+        if self._fruitless > self._patience:
+            others = [uid for other in self._calls.values() for uid in other.open]
+            self._give_up(list(dict.fromkeys([*self._pending, *others])), error)
+
+    def _give_up(self, uids: list[str], error: BaseException) -> None:
+        """Nothing is left to try for `uids`: raise, or close them as failed."""
+        if self._pool.policy.exhausted == "raise":
+            self.close()
+            if isinstance(error, OpdError):
+                raise error
+            raise RolloutError(
+                f"request {uids[0]!r} and {len(uids) - 1} more cannot be finished: {_words(error)}; what was"
+                " written is kept, so mend the engine and restart with --resume."
+            ) from error
+        waiting = set(uids)
+        self._pending = deque(uid for uid in self._pending if uid not in waiting)
+        for uid in uids:
+            self._ledger.close(uid, Status.FAILED, _words(error))
+        self._overlap.ended(uids)
+
+    def _check_time_outs(self) -> None:
+        limit = self._pool.policy.step_timeout
+        if limit is None:
+            return
+        now = time.monotonic()
+        for call in list(self._calls.values()):
+            since = call.source.busy_since()
+            if since is not None and now - since > limit:
+                self._counters["engine_timeouts"] += 1
+                self._failed(call, TimeoutError(f"no decode step in {limit:g} s"))
+
+    def _check_deadline(self) -> None:
+        limit = self._pool.policy.deadline
+        if limit is not None and time.monotonic() - self._began > limit:
+            in_flight = [uid for call in self._calls.values() for uid in call.requests if uid in call.open]
+            late = list(dict.fromkeys([*in_flight, *self._pending]))
+            self._counters["deadlines"] += len(late)
+            for index in list(self._calls):
+                self._let_go(index)
+            self._give_up(late, TimeoutError(f"not finished within the deadline of {limit:g} s"))
+
+    def _let_go(self, index: int) -> None:
+        """Stop reading from an engine; it serves again once its step in progress is over."""
+        call = self._calls.pop(index, None)
+        if call is not None:
+            call.source.stop()
+            self._pool.occupy(index, call.source)
+
+
+def _words(error: BaseException) -> str:
+    text = str(error).rstrip(".")
+    return text if isinstance(error, OpdError | TimeoutError) else f"{type(error).__name__}: {text}"

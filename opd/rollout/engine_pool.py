@@ -1,0 +1,139 @@
+"""The engines of a rollout: which of them can serve now, and weight sync over all of them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from opd.errors import RolloutError
+from opd.protocols import RolloutEngine
+from opd.rollout.engine_calls import Gate, Source
+from opd.rollout.health import EngineHealth, RetryPolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PAUSE_PATIENCE = 60.0
+"""Seconds a pause waits for decode steps in progress when the policy has no step time-out."""
+
+
+class EnginePool:
+    """Engines by index, with the health of each. A single engine without a time-out runs in the caller's
+    thread; otherwise each call has its own.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        policy: RetryPolicy,
+        revive: Callable[[int], RolloutEngine] | None,
+    ) -> None:
+        """Raises `RolloutError` if there is no engine, or if they hold different policy versions."""
+        versions = {engine.policy_version for engine in engines}
+        if len(versions) != 1:
+            raise RolloutError(
+                f"a rollout needs at least one engine and one policy version, but {len(engines)} engines hold"
+                f" the versions {sorted(versions)}; push the same weights to all of them first."
+            )
+        self.engines = list(engines)
+        self.health = [EngineHealth() for _ in engines]
+        self.version = versions.pop()
+        self.policy = policy
+        self.paused = False
+        self.threaded = len(self.engines) > 1 or policy.step_timeout is not None
+        self.gate = Gate()
+        self._revive = revive
+        self._occupied: dict[int, Source] = {}
+        self._rng = random.Random(0)
+
+    def occupy(self, index: int, source: Source) -> None:
+        """Engine `index` is not free before `source` is done."""
+        self._occupied[index] = source
+
+    def ready(self) -> list[int]:
+        """Engines that can take requests now."""
+        now = time.monotonic()
+        self._occupied = {i: source for i, source in self._occupied.items() if not source.done}
+        return [i for i in self._alive() if not self.health[i].rests(now) and i not in self._occupied]
+
+    def next_return(self) -> float | None:
+        """Seconds until an engine may serve again; `None` if none ever will."""
+        alive = self._alive()
+        now = time.monotonic()
+        return max(0.0, min(self.health[i].resting_until for i in alive) - now) if alive else None
+
+    def take(self, index: int) -> RolloutEngine:
+        """Engine `index`, rebuilt first if it failed and can be rebuilt. Raises `RolloutError` if what was
+        rebuilt holds another policy version.
+        """
+        if self._revive is not None and (self.health[index].in_a_row or self.health[index].stale):
+            self.engines[index] = self._revive(index)
+            self.health[index].stale = False
+        held = self.engines[index].policy_version
+        if held != self.version:
+            self.health[index].stale = True
+            raise RolloutError(
+                f"engine {index} holds policy version {held} where {self.version} is due; push the current"
+                " weights to it."
+            )
+        return self.engines[index]
+
+    def failed(self, index: int, error: BaseException) -> None:
+        """Engine `index` failed; let it rest."""
+        self.health[index].failed(time.monotonic(), error, self.policy, self._rng)
+
+    def has_other(self, index: int) -> bool:
+        """Whether there is an engine beside `index`, or a new one in its place, that may yet serve."""
+        return self._revive is not None or any(i != index for i in self._alive())
+
+    def pause(self) -> None:
+        """Stop sampling everywhere, between two decode steps."""
+        self.paused = True
+        self.gate.close(self.policy.step_timeout or PAUSE_PATIENCE)
+        for engine in self.engines:
+            engine.pause()
+
+    def resume(self) -> None:
+        """Go on sampling."""
+        for engine in self.engines:
+            engine.resume()
+        self.paused = False
+        self.gate.opened.set()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Push `weights` to every engine and return the digest they hold.
+
+        An engine that refuses them no longer serves until it is rebuilt. Raises `RolloutError` if none took
+        them or if two hold different weights afterwards.
+        """
+        if len(self.engines) == 1:
+            digest = self.engines[0].update_weights(weights, version)
+            self.version, self.health[0].stale = version, False
+            return digest
+        pushed = list(weights)
+        digests: dict[int, str] = {}
+        errors: list[Exception] = []
+        for index, engine in enumerate(self.engines):
+            try:
+                digests[index] = engine.update_weights(pushed, version)
+                self.health[index].stale = False
+            except Exception as error:
+                errors.append(error)
+                self.health[index].stale = True
+                self.failed(index, error)
+        if not digests:
+            raise errors[0]
+        self.version = version
+        first, *others = digests
+        for index in others:
+            if digests[index] != digests[first]:
+                raise RolloutError(
+                    f"after the push of version {version} engine {index} holds other weights than engine"
+                    f" {first}; replace one of them."
+                )
+        return digests[first]
+
+    def _alive(self) -> list[int]:
+        return [i for i, health in enumerate(self.health) if not health.stale or self._revive is not None]

@@ -1,0 +1,193 @@
+"""The books of one call: every token goes into the log, then into the transcript, then to the caller."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from opd.errors import RolloutError
+from opd.protocols import TokenLog
+from opd.rollout.recovery import NO_IDS, look_up, plain, replay, turn_of
+from opd.rollout.transcript import ObservationStep, Tokens, Transcript
+from opd.types import DecodeStep, RolloutRequest, Status
+
+ENDS = (Status.COMPLETED, Status.TRUNCATED)
+"""What an engine may call an end; anything else only says that it stopped."""
+
+
+class Environment(Protocol):
+    """Answers the student's turns."""
+
+    def observe(self, request: RolloutRequest, response: Tokens) -> np.ndarray | None:
+        """Tokens `[K]` int32 to append after a turn that ended on a stop id; `None` ends the response.
+
+        `response` is everything so far. After a crash the same turn may be asked about again.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Books:
+    """What outlives a call."""
+
+    log: TokenLog | None
+    describe: Callable[[RolloutRequest], Mapping[str, Any]]
+    environment: Environment | None
+    counters: Counter[str]
+    failures: dict[str, str]
+
+
+class Ledger:
+    """State of all requests of one call; `ready` holds steps that are logged and wait for the caller."""
+
+    def __init__(self, requests: Sequence[RolloutRequest], books: Books, version: int) -> None:
+        """Look the requests up in the log and open those it does not know. Raises `RolloutError` for a uid
+        given twice or a request that the log knows otherwise, and `StorageError` if the log cannot be
+        written.
+        """
+        self.requests = {request.uid: request for request in requests}
+        if len(self.requests) != len(requests):
+            twice = next(uid for uid, n in Counter(r.uid for r in requests).items() if n > 1)
+            raise RolloutError(
+                f"request {twice!r} is given twice; the uid keys the sampling noise and the log, so give"
+                " every request its own."
+            )
+        self._books = books
+        self.ended: dict[str, Status] = {}
+        self.ready: deque[DecodeStep] = deque()
+        self.version = version
+        """Policy version of the newest step."""
+        known = {r.uid: _prefix(r, version) for r in requests}
+        self.resumed = [r.uid for r in requests if len(r.prefix_ids)]
+        books.counters["requests"] += len(requests)
+        if books.log is not None:
+            known |= self._read(books.log, requests, version)
+        self.transcript = Transcript(known)
+        for uid in self.resumed:
+            # Interrupted after an observation that filled the response, before its end was logged.
+            tokens, limit = known[uid], self.requests[uid].sampling.max_new_tokens
+            if len(tokens) >= limit and not tokens.loss_mask[-1]:
+                self.close(uid, Status.TRUNCATED)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Requests that have not ended, in the caller's order."""
+        return [uid for uid in self.requests if uid not in self.ended]
+
+    def ask(self, uid: str) -> tuple[RolloutRequest, int]:
+        """What to ask an engine for, and the response position its turn begins at."""
+        return turn_of(self.requests[uid], self.transcript.tokens(uid))
+
+    def accept(self, step: DecodeStep) -> list[str]:
+        """Log a step of an engine and make it ready; returns the requests whose next turn is to be written.
+
+        `step` holds only tokens that are due, and only ends in the sense of `ENDS`.
+        """
+        books, turns = self._books, []
+        if books.environment is not None:
+            turns = [uid for uid, status in step.finished.items() if status is Status.COMPLETED]
+            if turns:
+                rest = {uid: status for uid, status in step.finished.items() if uid not in turns}
+                step = replace(step, finished=rest)
+        self.version = step.policy_version
+        if step.uids or step.finished:
+            if books.log is not None:
+                books.log.append(step)
+            self.transcript.add(step)
+            books.counters["tokens"] += len(step.uids)
+            self._end(step.finished)
+            self.ready.append(step)
+        return [uid for uid in turns if self.next_turn(uid)]
+
+    def next_turn(self, uid: str) -> bool:
+        """Ask the environment about a turn that ended; whether there is another turn to write."""
+        books, request = self._books, self.requests[uid]
+        assert books.environment is not None
+        tokens = self.transcript.tokens(uid)
+        observed = books.environment.observe(request, tokens)
+        if observed is None or len(observed) == 0:
+            self.close(uid, Status.COMPLETED)
+            return False
+        step = ObservationStep.of(uid, len(tokens), observed, self.version)
+        if books.log is not None:
+            books.log.append_observation(uid, step.token_ids, self.version)
+        self.transcript.add(step)
+        books.counters["observation_tokens"] += len(step.uids)
+        self.ready.append(step)
+        if self.transcript.length(uid) >= request.sampling.max_new_tokens:
+            self.close(uid, Status.TRUNCATED)
+            return False
+        return True
+
+    def turn_has_ended(self, uid: str) -> bool:
+        """Whether a request that was interrupted stands between a turn and the environment's answer."""
+        known = self.transcript.tokens(uid)
+        stops = self.requests[uid].sampling.stop_ids
+        if self._books.environment is None or not len(known) or not known.loss_mask[-1]:
+            return False
+        return int(known.token_ids[-1]) in stops
+
+    def close(self, uid: str, status: Status, reason: str | None = None) -> None:
+        """End a request outside a decode step."""
+        if self._books.log is not None:
+            self._books.log.close(uid, status, reason)
+        if reason is not None:
+            self._books.failures[uid] = reason
+        self._end({uid: status})
+        self.ready.append(_ending(self.version, {uid: status}))
+
+    def _end(self, finished: Mapping[str, Status]) -> None:
+        self.ended.update(finished)
+        for status in finished.values():
+            self._books.counters[status.value] += 1
+
+    def _read(self, log: TokenLog, requests: Sequence[RolloutRequest], version: int) -> dict[str, Tokens]:
+        """Take over what the log holds, put it into `ready`, and open the requests it does not know."""
+        books = self._books
+        found, unknown = look_up(log, requests, version)
+        _open(log, [(plain(request), books.describe(request)) for request in unknown])
+        known = {uid: Tokens.logged(logged) for uid, logged in found.items()}
+        skip = {uid: len(self.requests[uid].prefix_ids) for uid in found}
+        self.ready.extend(replay(known, skip))
+        ended = {uid: r.status for uid, r in found.items() if r.status is not Status.PENDING}
+        if ended:
+            self.ready.append(_ending(version, ended))
+            self._end(ended)
+        books.failures |= {uid: found[uid].failure or "" for uid in ended if found[uid].failure}
+        self.resumed = [uid for uid in found if uid not in ended and len(known[uid])]
+        books.counters["replayed_requests"] += len(ended)
+        books.counters["resumed_requests"] += len(self.resumed)
+        books.counters["replayed_tokens"] += sum(len(tokens) for tokens in known.values())
+        return known
+
+
+def _open(log: TokenLog, requests: list[tuple[RolloutRequest, Mapping[str, Any]]]) -> None:
+    """Log new requests, as one commit where the log can."""
+    open_many = getattr(log, "open_many", None)
+    if open_many is not None:
+        open_many(requests)
+        return
+    for request, metadata in requests:
+        log.open(request, metadata)
+
+
+def _prefix(request: RolloutRequest, version: int) -> Tokens:
+    """The prefix a caller gives without a log: only its ids are known."""
+    count = len(request.prefix_ids)
+    if not count:
+        return Tokens.empty()
+    return Tokens(
+        request.prefix_ids,
+        np.zeros(count, dtype=np.float32),
+        np.full(count, version, dtype=np.int32),
+        np.ones(count, dtype=bool),
+    )
+
+
+def _ending(version: int, finished: dict[str, Status]) -> DecodeStep:
+    """A step without tokens."""
+    return DecodeStep([], NO_IDS, NO_IDS, np.zeros(0, dtype=np.float32), version, finished)

@@ -1,0 +1,155 @@
+"""What every request of a call has been given so far, put together from decode steps without per-token work.
+
+Shapes: `B` tokens of a step, `R` response tokens of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from itertools import chain
+
+import numpy as np
+
+from opd.errors import RolloutError
+from opd.types import DecodeStep, LoggedRequest
+
+
+class ObservationStep(DecodeStep):
+    """Tokens an environment wrote after a turn: one request, consecutive positions, log-probability 0.
+
+    Their loss mask is 0. An engine never yields one; `FaultTolerantRollout` does for an environment's tokens.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, uid: str, start: int, token_ids: np.ndarray, policy_version: int) -> ObservationStep:
+        """`token_ids` [K] int32 at the response positions `start ... start + K - 1`."""
+        count = len(token_ids)
+        return cls(
+            [uid] * count,
+            np.arange(start, start + count, dtype=np.int32),
+            np.asarray(token_ids, dtype=np.int32),
+            np.zeros(count, dtype=np.float32),
+            policy_version,
+            {},
+        )
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Columns about consecutive tokens of one or more requests, all of one length."""
+
+    token_ids: np.ndarray
+    """[R] int32."""
+    logprobs: np.ndarray
+    """[R] float32, nats."""
+    policy_versions: np.ndarray
+    """[R] int32."""
+    loss_mask: np.ndarray
+    """[R] bool: False for the environment's tokens."""
+
+    @classmethod
+    def empty(cls) -> Tokens:
+        """No tokens."""
+        dtypes = (np.int32, np.float32, np.int32, np.bool_)
+        return cls(*(np.zeros(0, dtype=dtype) for dtype in dtypes))
+
+    @classmethod
+    def logged(cls, request: LoggedRequest) -> Tokens:
+        """Everything a log holds of `request`."""
+        return cls(request.token_ids, request.logprobs, request.policy_versions, request.loss_mask)
+
+    @classmethod
+    def join(cls, parts: list[Tokens]) -> Tokens:
+        """`parts` one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = ([getattr(part, f.name) for part in parts] for f in fields(cls))
+        return cls(*(np.concatenate(column) for column in columns)) if parts else cls.empty()
+
+    def cut(self, rows: slice | np.ndarray) -> Tokens:
+        """Some of the tokens, by index."""
+        return Tokens(*(getattr(self, f.name)[rows] for f in fields(self)))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class Transcript:
+    """Tokens by request. Steps are only kept until somebody asks, then sorted by request all at once."""
+
+    def __init__(self, known: dict[str, Tokens]) -> None:
+        """`known`: every request there is, with the tokens it has already."""
+        self._chunks = {uid: [tokens] if len(tokens) else [] for uid, tokens in known.items()}
+        self._lengths = {uid: len(tokens) for uid, tokens in known.items()}
+        self._steps: list[DecodeStep] = []
+
+    def add(self, step: DecodeStep) -> None:
+        """Take one decode step."""
+        if len(step.uids):
+            self._steps.append(step)
+
+    def length(self, uid: str) -> int:
+        """Tokens of a request so far."""
+        self._fold()
+        return self._lengths[uid]
+
+    def tokens(self, uid: str) -> Tokens:
+        """All tokens of a request so far, in order. Raises `RolloutError` if a position is missing or came
+        twice.
+        """
+        self._fold()
+        chunks = self._chunks[uid]
+        if len(chunks) > 1:
+            chunks[:] = [Tokens.join(chunks)]
+        return chunks[0] if chunks else Tokens.empty()
+
+    def _fold(self) -> None:
+        """Sort the tokens of all kept steps into their requests."""
+        if not self._steps:
+            return
+        steps, self._steps = self._steps, []
+        names = list(dict.fromkeys(chain.from_iterable(step.uids for step in steps)))
+        self._check_known(names)
+        number = {uid: i for i, uid in enumerate(names)}
+        owner = np.fromiter(
+            map(number.__getitem__, chain.from_iterable(step.uids for step in steps)), dtype=np.int64
+        )
+        order = np.argsort(owner, kind="stable")
+        counts = [len(step.uids) for step in steps]
+        columns = Tokens(
+            np.concatenate([step.token_ids for step in steps]).astype(np.int32),
+            np.concatenate([step.logprobs for step in steps]).astype(np.float32),
+            np.repeat(np.array([step.policy_version for step in steps], dtype=np.int32), counts),
+            np.repeat([not isinstance(step, ObservationStep) for step in steps], counts),
+        ).cut(order)
+        positions = np.concatenate([step.positions for step in steps])[order]
+        bounds = np.searchsorted(owner[order], np.arange(len(names) + 1))
+        first = np.array([self._lengths[uid] for uid in names], dtype=np.int64)
+        expected = np.arange(len(positions)) - (bounds[:-1] - first)[owner[order]]
+        self._check_positions(names, owner[order], positions, expected)
+        for uid, start, stop in zip(names, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            self._chunks[uid].append(columns.cut(slice(start, stop)))
+            self._lengths[uid] += stop - start
+
+    def _check_known(self, names: Iterable[str]) -> None:
+        stranger = next((uid for uid in names if uid not in self._chunks), None)
+        if stranger is not None:
+            raise RolloutError(
+                f"the engine gave tokens for request {stranger!r}, which nobody asked for; replace the"
+                " engine."
+            )
+
+    @staticmethod
+    def _check_positions(
+        names: list[str], owner: np.ndarray, positions: np.ndarray, expected: np.ndarray
+    ) -> None:
+        wrong = np.flatnonzero(positions != expected)
+        if wrong.size:
+            row = int(wrong[0])
+            raise RolloutError(
+                f"the engine gave token {int(positions[row])} of request {names[owner[row]]!r} where token"
+                f" {int(expected[row])} was due; replace the engine."
+            )

@@ -1,0 +1,73 @@
+"""`opd publish`: a checkpoint becomes a teacher that ranks can stream from an object store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from opd.models.causal_lm import quiet
+from opd.models.heads import head_form
+from opd.models.hf_config import read_config
+from opd.models.hf_folder import check_folder
+from opd.models.tokenizers import fingerprint, load_tokenizer
+from opd.storage.object_store import ObjectStore
+from opd.storage.publish import TOKENIZER_FILES, ModelForm, Published, publish
+from opd.storage.store_faults import StoreOptions
+
+
+def model_form(checkpoint: Path) -> ModelForm:
+    """Head and tokenizer of a checkpoint, from its small files alone.
+
+    Raises `CheckpointError` or `ModelError` if the configuration or the tokenizer cannot be read. A folder
+    without any tokenizer file has no fingerprint.
+    """
+    with quiet():
+        config = read_config(checkpoint).get_text_config()
+        has_tokenizer = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)
+        described = asdict(fingerprint(load_tokenizer(checkpoint))) if has_tokenizer else None
+    scale, softcap = head_form(config)
+    return ModelForm(
+        scale=scale,
+        softcap=softcap,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        layers=config.num_hidden_layers,
+        fingerprint=described,
+    )
+
+
+def publish_checkpoint(
+    checkpoint: str | Path, url: str | Path, *, shards: int = 1, options: StoreOptions | None = None
+) -> Published:
+    """Publish the Hugging Face folder `checkpoint` below `url` for `shards` ranks.
+
+    Raises `CheckpointError`, `ModelError` or `StorageError`, one sentence each.
+    """
+    folder = Path(checkpoint)
+    check_folder(folder)
+    form = model_form(folder)
+    with ObjectStore.open(url, options=options) as store:
+        return publish(folder, store, shards=shards, form=form)
+
+
+def run_publish(checkpoint: Path, url: str, shards: int) -> int:
+    """The command: publish, with a progress bar, and say what is there now. Returns the exit status."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    check_folder(checkpoint)
+    form = model_form(checkpoint)
+    console = Console(stderr=True)
+    bars = Progress(console=console, transient=True, disable=not console.is_terminal)
+    with ObjectStore.open(url) as store, bars:
+        tasks = {stage: bars.add_task(stage, total=None) for stage in ("checksums", "upload")}
+
+        def report(stage: str, done: int, total: int) -> None:
+            bars.update(tasks[stage], completed=done, total=total)
+
+        published = publish(checkpoint, store, shards=shards, form=form, progress=report)
+        where = store.name(published.manifest.version)
+    manifest = published.manifest
+    verb = "published" if published.written else "was published already"
+    print(f"{checkpoint} {verb}: {where}")
+    print(f"{manifest.nbytes} bytes, {len(manifest.units)} units, {shards} shards, digest {manifest.digest}")
+    return 0

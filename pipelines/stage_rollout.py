@@ -1,0 +1,122 @@
+"""The rollouts of a stage: its engine behind a token log, ready to be interrupted at any token."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from opd.pipelines.context import StageContext
+from opd.pipelines.kv_store import KVFile
+from opd.protocols import RolloutEngine
+from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.storage.wal import TokenWAL
+from opd.types import DecodeStep, LoggedRequest, RolloutRequest, Status
+
+MIB = 1 << 20
+
+
+class TimedLog:
+    """A `TokenLog` that knows how long its caller has waited for it."""
+
+    def __init__(self, log: TokenWAL) -> None:
+        self.log = log
+        self.seconds = 0.0
+
+    def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
+        self.open_many([(request, metadata)])
+
+    def open_many(self, requests: Iterable[tuple[RolloutRequest, Mapping[str, Any]]]) -> None:
+        with self._timed():
+            self.log.open_many(requests)
+
+    def append(self, step: DecodeStep) -> None:
+        with self._timed():
+            self.log.append(step)
+
+    def append_observation(self, uid: str, token_ids: np.ndarray, policy_version: int) -> None:
+        with self._timed():
+            self.log.append_observation(uid, token_ids, policy_version)
+
+    def close(self, uid: str, status: Status, reason: str | None = None) -> None:
+        with self._timed():
+            self.log.close(uid, status, reason)
+
+    def find(self, uid: str) -> LoggedRequest | None:
+        with self._timed():
+            return self.log.find(uid)
+
+    def retire(self, uids: Iterable[str]) -> None:
+        with self._timed():
+            self.log.retire(uids)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+
+class StageRollout:
+    """A `RolloutEngine` whose every token is logged, and the log it writes to (`None`: no log)."""
+
+    def __init__(self, engine: FaultTolerantRollout, log: TimedLog | None) -> None:
+        self.engine = engine
+        self._log = log
+
+    def consumed(self) -> None:
+        """A checkpoint holds what was learnt from every response so far: the log may forget them."""
+        if self._log is not None:
+            self._log.retire(self._log.log.uids())
+
+    def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
+        """What happened to requests, engines and log since this was last called, as metrics; added to
+        `totals`.
+        """
+        counters = {f"rollout/{name}": value for name, value in self.engine.take_counters().items()}
+        if self._log is not None:
+            counters["rollout/log_seconds"], self._log.seconds = self._log.seconds, 0.0
+        for name, value in counters.items():
+            totals[name] = totals.get(name, 0.0) + value
+        return counters
+
+
+@contextmanager
+def open_rollout(context: StageContext, engine: RolloutEngine) -> Iterator[StageRollout]:
+    """`engine` behind the stage's log while the block runs; the log goes on where an earlier attempt ended.
+
+    The log is made durable at the end whatever happens. Raises `StorageError` if it cannot be used.
+    """
+    config = context.recipe.rollout.log
+    kept = KVFile(context.folder.stage(context.stage) / "in_flight.safetensors")
+    if config is None:
+        yield StageRollout(_tolerant(context, engine, None, kept), None)
+        return
+    with TokenWAL(
+        context.folder.wal(context.stage),
+        fsync=config.fsync,
+        interval_seconds=config.interval_seconds,
+        segment_bytes=config.segment_mb * MIB,
+    ) as log:
+        timed = TimedLog(log)
+        yield StageRollout(_tolerant(context, engine, timed, kept), timed)
+
+
+def _tolerant(
+    context: StageContext, engine: RolloutEngine, log: TimedLog | None, kept: KVFile
+) -> FaultTolerantRollout:
+    return FaultTolerantRollout(
+        [engine], log, preemption=context.preemption, kv=kept if log is not None else None, note=context.note
+    )
+
+
+def remove_log(context: StageContext) -> None:
+    """A stage that is done needs neither the log of its rollouts nor its teachers' hidden states."""
+    for folder in (context.folder.wal(context.stage), context.folder.cache(context.stage)):
+        shutil.rmtree(folder, ignore_errors=True)

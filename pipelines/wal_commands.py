@@ -1,0 +1,124 @@
+"""`opd wal`: look into a write-ahead log, check it, write it out as JSON lines, or mend it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TextIO
+
+from opd.errors import StorageError
+from opd.storage.wal import LogReport, TokenWAL, read_log
+from opd.types import LoggedRequest
+
+
+def wal_command(action: str, folder: Path, out: Path | None) -> int:
+    """Run `inspect`, `verify`, `export` or `repair`; returns the exit status. Raises `StorageError` if
+    there is no log to read.
+    """
+    if action == "inspect":
+        return inspect(folder)
+    if action == "verify":
+        return verify(folder)
+    if action == "export":
+        return export(folder, out)
+    return repair(folder)
+
+
+def inspect(folder: Path) -> int:
+    """Print what the log in `folder` holds."""
+    contents = read_log(folder)
+    requests = contents.requests()
+    tokens = sum(len(logged.token_ids) for logged in requests.values())
+    environment = sum(int((~logged.loss_mask).sum()) for logged in requests.values())
+    versions = [logged.policy_versions for logged in requests.values() if len(logged.policy_versions)]
+    report = contents.report
+    print(
+        f"log       {folder}: {len(report.files)} files, {report.stored_bytes:,} bytes,"
+        f" {report.frames:,} frames"
+    )
+    ends = Counter(logged.status.value for logged in requests.values())
+    print(
+        f"requests  {len(requests):,}" + "".join(f", {count:,} {end}" for end, count in sorted(ends.items()))
+    )
+    print(f"tokens    {tokens:,}, {environment:,} of them by the environment")
+    if versions:
+        low, high = min(int(v.min()) for v in versions), max(int(v.max()) for v in versions)
+        print(f"weights   versions {low} to {high}")
+    print(f"state     {_state(report)}")
+    return 0
+
+
+def verify(folder: Path) -> int:
+    """Print whether the log in `folder` is whole; 2 if bytes that had been durable are broken."""
+    report = read_log(folder).report
+    print(
+        f"{folder}: {len(report.files)} files, {report.frames:,} frames, {report.requests:,} requests,"
+        f" {report.tokens:,} tokens; {_state(report)}"
+    )
+    return 0 if report.damage is None else 2
+
+
+def export(folder: Path, out: Path | None) -> int:
+    """Write the requests of the log in `folder` to `out`, or to standard output, one line of JSON each."""
+    contents = read_log(folder)
+    if contents.report.damage is not None:
+        print(f"opd: warning: {contents.report.damage}; what comes before is exported", file=sys.stderr)
+    if out is None:
+        _write_lines(contents.requests(), sys.stdout)
+        return 0
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            _write_lines(contents.requests(), file)
+    except FileExistsError:
+        raise StorageError(f"{out} exists already; remove it or choose another name") from None
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written ({error.strerror}); choose another place") from error
+    return 0
+
+
+def repair(folder: Path) -> int:
+    """Keep what comes before the damage in the log in `folder`."""
+    report = read_log(folder).report
+    if report.damage is None:
+        print(f"{folder}: nothing to repair; {_state(report)}")
+        return 0
+    with TokenWAL(folder, repair=True) as log:
+        kept = log.recovery
+    print(f"{folder}: kept {kept.requests:,} requests and {kept.tokens:,} tokens; {report.damage}")
+    return 0
+
+
+def _state(report: LogReport) -> str:
+    if report.damage is not None:
+        return f"DAMAGED: {report.damage}"
+    if report.cut_file is not None:
+        return (
+            f"whole; the last write was cut short ({report.cut_file} at byte {report.cut_offset},"
+            f" {report.cut_bytes} bytes and {report.cut_frames} later frames are not used)"
+        )
+    return "whole, and closed by its writer" if report.clean else "whole; its writer is at work or was killed"
+
+
+def _write_lines(requests: dict[str, LoggedRequest], file: TextIO) -> None:
+    for logged in requests.values():
+        file.write(json.dumps(_document(logged), allow_nan=False) + "\n")
+
+
+def _document(logged: LoggedRequest) -> dict:
+    request, sampling = logged.request, logged.request.sampling
+    return {
+        "uid": request.uid,
+        "status": logged.status.value,
+        "failure": logged.failure,
+        "seed": request.seed,
+        "sampling": {name: getattr(sampling, name) for name in sampling.__slots__},
+        "metadata": logged.metadata,
+        "prompt_ids": request.prompt_ids.tolist(),
+        "token_ids": logged.token_ids.tolist(),
+        "logprobs": [value if math.isfinite(value) else None for value in logged.logprobs.tolist()],
+        "policy_versions": logged.policy_versions.tolist(),
+        "loss_mask": logged.loss_mask.tolist(),
+    }

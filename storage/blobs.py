@@ -1,0 +1,149 @@
+"""One cached array in one file that describes and checks itself, and never changes once it has a name.
+
+    magic 8 | header bytes u32 | record bytes u32 | payload bytes u64 | key 32 | xxh3-128 of the payload 16
+    record as JSON | zeros up to a multiple of 64 bytes | xxh3-128 of all header bytes before it 16
+    payload: the array, C order, little endian
+
+Every byte of the file is under one of the two checksums, and the file's length follows from the header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import xxhash
+
+_MAGIC = b"OPDROWS1"
+_PREFIX = struct.Struct("<8sIIQ32s16s")
+KEY_BYTES = 32
+_ALIGNMENT = 64
+_DTYPES = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def cache_key(teacher_digest: str, token_ids: np.ndarray, first_row: int, variant: str = "") -> bytes:
+    """The 32-byte name of the hidden states of `token_ids` (`[C + R]` integers) from row `first_row` on.
+
+    BLAKE2b over all of it. `variant` is whatever else changes the rows: the dtype they were computed in, an
+    adapter.
+    """
+    tokens = np.asarray(token_ids)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not 0 <= first_row <= len(tokens):
+        raise ValueError(
+            f"{tokens.dtype} {list(tokens.shape)} from row {first_row}: give [T] token ids and a row within"
+        )
+    name = hashlib.blake2b(digest_size=KEY_BYTES, person=b"opd.rows.1")
+    for text in (teacher_digest.encode(), variant.encode()):
+        name.update(len(text).to_bytes(8, "little") + text)
+    name.update(first_row.to_bytes(8, "little"))
+    name.update(np.ascontiguousarray(tokens, dtype="<i4").data)
+    return name.digest()
+
+
+def check_key(key: bytes) -> None:
+    """Raises `ValueError` for a key that `cache_key` cannot have made."""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {len(key)} bytes; make it with cache_key, which gives {KEY_BYTES}")
+
+
+class CorruptBlobError(Exception):
+    """A blob's bytes are not what was written; never leaves `storage/`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRecord:
+    """What is known of one cached array. `put` fills in the fields that the array itself decides."""
+
+    uid: str
+    """The sample it was computed for."""
+    teacher: str
+    version: int | str
+    """Of the teacher's weights."""
+    rows: int = 0
+    width: int = 0
+    dtype: str = ""
+    """`bfloat16`, `float16` or `float32`."""
+    checksum: str = ""
+    """xxh3-128 of the array's bytes, in hex."""
+
+
+def describe(rows: np.ndarray, record: CacheRecord) -> CacheRecord:
+    """`record` with the fields that follow from `rows` (`[R, D]`, C order).
+
+    Raises `ValueError` for another shape or dtype; bfloat16 comes as its uint16 bit pattern.
+    """
+    name = _NAMES.get(rows.dtype)
+    if rows.ndim != 2 or name is None:
+        raise ValueError(
+            f"rows are {rows.dtype} {list(rows.shape)}; give [R, D] as float32, float16,"
+            " or uint16 holding bfloat16"
+        )
+    checksum = xxhash.xxh3_128_hexdigest(_bytes_of(rows))
+    return replace(record, rows=rows.shape[0], width=rows.shape[1], dtype=name, checksum=checksum)
+
+
+def encode_header(key: bytes, record: CacheRecord) -> bytes:
+    """The header of a described record, ready to be followed by the array's bytes."""
+    fields = asdict(record)
+    checksum = bytes.fromhex(fields.pop("checksum"))
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    size = -(-(_PREFIX.size + len(text) + 16) // _ALIGNMENT) * _ALIGNMENT
+    prefix = _PREFIX.pack(_MAGIC, size, len(text), _payload_bytes(record), key, checksum)
+    body = (prefix + text).ljust(size - 16, b"\0")
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def write_blob(descriptor: int, header: bytes, rows: np.ndarray) -> None:
+    """Write header and array to the start of a file. Raises `OSError`, for example on a full disk."""
+    # One call for both, from offset 0: the page cache then uses large pages, written and mapped many times
+    # faster than after a small write at the start.
+    parts, offset = [memoryview(header), _bytes_of(rows)], 0
+    while parts:
+        written = os.pwritev(descriptor, parts, offset)
+        offset += written
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][written:]
+
+
+def decode_header(data: np.ndarray, key: bytes) -> tuple[CacheRecord, int]:
+    """The record of the blob `data` (`[B]` uint8, the whole file) and the offset of its array.
+
+    Raises `CorruptBlobError` unless header, lengths and key are exactly what was written for `key`.
+    """
+    if len(data) < _PREFIX.size + 16:
+        raise CorruptBlobError("shorter than a header")
+    magic, size, length, payload, own_key, checksum = _PREFIX.unpack_from(data.data)
+    if magic != _MAGIC or not _PREFIX.size + 16 + length <= size <= len(data):
+        raise CorruptBlobError("not a header")
+    if xxhash.xxh3_128_digest(data[: size - 16].data) != data[size - 16 : size].tobytes():
+        raise CorruptBlobError("wrong header checksum")
+    if own_key != key or len(data) != size + payload:
+        raise CorruptBlobError("another blob, or cut short")
+    fields = json.loads(data[_PREFIX.size : _PREFIX.size + length].tobytes())
+    return CacheRecord(**fields, checksum=checksum.hex()), size
+
+
+def verify_payload(data: np.ndarray, record: CacheRecord, start: int) -> None:
+    """Raises `CorruptBlobError` unless the array that begins at `start` has the record's checksum."""
+    if xxhash.xxh3_128_hexdigest(data[start:].data) != record.checksum:
+        raise CorruptBlobError("wrong checksum")
+
+
+def array_view(data: np.ndarray, record: CacheRecord, start: int) -> np.ndarray:
+    """The array `[R, D]` within the blob, without a copy."""
+    return data[start:].view(_DTYPES[record.dtype]).reshape(record.rows, record.width)
+
+
+def _bytes_of(rows: np.ndarray) -> memoryview:
+    return rows.reshape(-1).view(np.uint8).data
+
+
+def _payload_bytes(record: CacheRecord) -> int:
+    return record.rows * record.width * _DTYPES[record.dtype].itemsize

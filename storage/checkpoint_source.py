@@ -1,0 +1,139 @@
+"""The tensors of a Hugging Face folder as byte ranges of its safetensors files; nothing is loaded whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.errors import StorageError
+from opd.storage.layout import DTYPE_BYTES, TensorEntry
+
+_MAX_HEADER = 100 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """Where a tensor lies in a safetensors file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+def read_headers(folder: Path) -> dict[str, TensorSource]:
+    """Every tensor of the folder's safetensors files, by name.
+
+    The files are those of `model.safetensors.index.json`, else `model.safetensors`. Raises `StorageError`
+    naming the file that is missing, truncated or not safetensors.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise StorageError(f"{index} has no weight_map; copy the file again from its source.")
+        names = sorted(set(weight_map.values()))
+    else:
+        names = ["model.safetensors"]
+    found: dict[str, TensorSource] = {}
+    for name in names:
+        found.update(_read_header(folder / name))
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; `StorageError` naming the file if it is missing or is none."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path} cannot be read as JSON ({error}); copy the folder again.") from error
+    if not isinstance(value, dict):
+        raise StorageError(f"{path} is not a JSON object; copy the folder again.")
+    return value
+
+
+def _read_header(path: Path) -> dict[str, TensorSource]:
+    try:
+        with path.open("rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if total < 8 or length > min(_MAX_HEADER, total - 8):
+                raise ValueError("its header is cut off")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return {name: _source(path, 8 + length, total, name, entry) for name, entry in header.items()}
+    except FileNotFoundError as error:
+        raise StorageError(f"{path} is missing; copy it again from the model's source.") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(
+            f"{path} is truncated or is no safetensors file ({error}); copy it again from its source."
+        ) from error
+
+
+def _source(path: Path, base: int, total: int, name: str, entry: Mapping[str, Any]) -> TensorSource:
+    begin, end = entry["data_offsets"]
+    nbytes = DTYPE_BYTES.get(entry["dtype"], 0)
+    for length in entry["shape"]:
+        nbytes *= length
+    if not 0 <= begin <= end <= total - base:
+        raise ValueError(f"the data of {name} ends beyond the file")
+    if entry["dtype"] in DTYPE_BYTES and nbytes != end - begin:
+        raise ValueError(f"{name} has {end - begin} bytes where its shape asks for {nbytes}")
+    return TensorSource(path, entry["dtype"], tuple(entry["shape"]), base + begin, end - begin)
+
+
+class UnitSource:
+    """The flat buffer of one unit, read from the checkpoint range by range. Close it, or use `with`."""
+
+    def __init__(
+        self, entries: Mapping[str, TensorEntry], sources: Mapping[str, TensorSource], nbytes: int
+    ) -> None:
+        """`sources` holds, under the names of `entries`, where each tensor's bytes come from."""
+        self.nbytes = nbytes
+        self._pieces = [(entry, sources[name]) for name, entry in entries.items()]
+        self._descriptors: dict[Path, int] = {}
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """Bytes `start ... stop - 1` of the buffer; gaps between tensors are zero."""
+        buffer = bytearray(stop - start)
+        view = memoryview(buffer)
+        for entry, source in self._pieces:
+            low, high = max(start, entry.offset), min(stop, entry.offset + entry.nbytes)
+            if low < high:
+                self._pread(source, low - entry.offset, view[low - start : high - start])
+        return buffer
+
+    def _pread(self, source: TensorSource, offset: int, into: memoryview) -> None:
+        try:
+            if source.path not in self._descriptors:
+                self._descriptors[source.path] = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
+            done = 0
+            while done < len(into):
+                received = os.preadv(
+                    self._descriptors[source.path], [into[done:]], source.start + offset + done
+                )
+                if not received:
+                    raise StorageError(f"{source.path} became shorter while it was read; copy it again.")
+                done += received
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(
+                f"{source.path} cannot be read ({error.strerror or error}); copy it again."
+            ) from error
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def __enter__(self) -> UnitSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,185 @@
+"""Which entries of a folder are in use, known to every process of the node and forgotten when one dies.
+
+One empty file stands for all entries: an entry is the byte of that file whose offset is the head of its
+key, and using it means holding a read lock on that byte (Linux open file description locks). The kernel
+counts the readers over all processes and drops the locks of a dead one, so nothing has to be reclaimed, and
+any number of leases costs one file descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from opd.storage.blobs import CacheRecord
+
+
+class LeaseTable:
+    """Shared and exclusive holds on keys (bytes, at least 8). Safe for threads and across `fork`.
+
+    Where the system has no such locks, leases of other processes are not seen; the caller must then be safe
+    by other means, as files that are unlinked, and never overwritten, are.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._open()
+
+    def acquire(self, key: bytes) -> bool:
+        """Hold `key` shared; False while another process holds it exclusively."""
+        self._after_fork()
+        place = _place(key)
+        with self._mutex:
+            self._settle()
+            if self._holds[place] == 0 and not self._set(fcntl.F_RDLCK, place):
+                return False
+            self._holds[place] += 1
+            return True
+
+    def release(self, key: bytes, owner: int) -> None:
+        """Give back one hold that process `owner` acquired; in another process it does nothing."""
+        if os.getpid() != owner:  # a copy made by fork: the hold is the parent's
+            return
+        with self._mutex:
+            self._dropped.append(_place(key))
+            self._settle()
+
+    def drop(self, key: bytes, owner: int) -> None:
+        """`release` for finalisers, which may run while this very thread is inside the table: never waits."""
+        if os.getpid() != owner:
+            return
+        self._dropped.append(_place(key))
+        if self._mutex.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._mutex.release()
+
+    @contextlib.contextmanager
+    def exclusive(self, key: bytes) -> Iterator[bool]:
+        """Yield whether nobody else holds `key`; if so, nobody can take it until the block ends."""
+        self._after_fork()
+        place = _place(key)
+        with self._mutex:
+            self._settle()
+            # A lock of this table would be converted, not refused: its own holds are looked up first.
+            free = self._holds[place] == 0 and self._set(fcntl.F_WRLCK, place)
+            try:
+                yield free
+            finally:
+                if free:
+                    self._set(fcntl.F_UNLCK, place)
+
+    def close(self) -> None:
+        """Drop every hold of this table."""
+        with self._mutex:
+            self._holds.clear()
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._owner = os.getpid()
+        self._mutex = threading.Lock()
+        self._holds: Counter[int] = Counter()
+        self._dropped: deque[int] = deque()
+        self._shared = hasattr(fcntl, "F_OFD_SETLK")
+        if self._shared:
+            try:
+                self._set(fcntl.F_UNLCK, 0)
+            except OSError:  # a file system or kernel without them
+                self._shared = False
+
+    def _after_fork(self) -> None:
+        """A child shares its parent's locks until it opens the file itself."""
+        if self._owner != os.getpid():
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._open()
+
+    def _settle(self) -> None:
+        """Take back what has been dropped. Under the mutex."""
+        while self._dropped:
+            place = self._dropped.popleft()
+            self._holds[place] -= 1
+            if self._holds[place] <= 0:
+                del self._holds[place]
+                self._set(fcntl.F_UNLCK, place)
+
+    def _set(self, kind: int, place: int) -> bool:
+        if not self._shared or self._descriptor < 0:
+            return True
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _flock(kind, place))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)
+
+
+class Lease:
+    """One array of the cache in use: it stays in the cache until `release`, the `with` block or the last
+    reference ends. `rows` and arrays made from it stay readable, and right, even longer.
+    """
+
+    __slots__ = ("_array", "_key", "_owner", "_table", "record")
+
+    def __init__(self, table: LeaseTable, key: bytes, array: np.ndarray, record: CacheRecord) -> None:
+        self._key = key
+        self._owner = os.getpid()
+        self._table: LeaseTable | None = table
+        self._array = array
+        self.record = record
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[R, D] read-only view of the file's bytes; uint16 if `record.dtype` is bfloat16."""
+        view = self._array.view()
+        view.flags.writeable = False
+        return view
+
+    @property
+    def private_rows(self) -> np.ndarray:
+        """[R, D] the same bytes, writable: what is written stays in this view's pages, never in the file."""
+        return self._array
+
+    def release(self) -> None:
+        """The cache may evict the array again; a second call does nothing."""
+        table, self._table = self._table, None
+        if table is not None:
+            table.release(self._key, self._owner)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if self._table is not None:
+            self._table.drop(self._key, self._owner)
+
+
+def _place(key: bytes) -> int:
+    """Two keys with one place share a lock: the rarer and harmless case of a collision in 62 bits."""
+    return int.from_bytes(key[:8], "little") >> 2
+
+
+def _flock(kind: int, place: int) -> bytes:
+    """`struct flock` for one byte; `l_pid` must be 0 for open file description locks."""
+    return struct.pack("hhqqi0q", kind, os.SEEK_SET, place, 1, 0)

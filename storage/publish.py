@@ -1,0 +1,259 @@
+"""Publishing: a Hugging Face folder becomes shard files and a manifest in an object store.
+
+Two passes over the checkpoint, each in constant memory: the first computes every checksum and so the digest
+that names the version; the second writes the shard files, then the small files, then `manifest.json`, then
+`latest`. Until the manifest is there nothing looks like a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from opd.errors import StorageError
+from opd.storage.checkpoint_source import TensorSource, UnitSource, read_headers, read_json
+from opd.storage.layout import Unit, block_checksum, block_size, place, unit_of, unit_order
+from opd.storage.manifest import (
+    FILES,
+    FORMAT,
+    FORMAT_VERSION,
+    LATEST,
+    MANIFEST,
+    FileEntry,
+    HeadEntry,
+    Manifest,
+    identity,
+    parse_manifest,
+    seal,
+    to_document,
+)
+from opd.storage.object_store import ObjectStore
+
+MAX_SHARDS = 4096
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_HEAD_WEIGHT, _HEAD_BIAS, _EMBEDDING = "lm_head.weight", "lm_head.bias", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelForm:
+    """What the configuration says of head and tokenizer; storage does not interpret configurations."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    tied: bool = False
+    """Whether a missing `lm_head.weight` is the embedding."""
+    layers: int | None = None
+    """How many layers there must be; `None` trusts the checkpoint."""
+    fingerprint: Mapping[str, Any] | None = None
+    """Of the tokenizer; JSON-able."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What `publish` did."""
+
+    manifest: Manifest
+    written: bool
+    """False where the same bytes had been published already."""
+
+
+def publish(
+    checkpoint: str | Path,
+    store: ObjectStore,
+    *,
+    shards: int,
+    form: ModelForm,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Published:
+    """Publish the Hugging Face folder `checkpoint` in `store` for `shards` ranks.
+
+    Does nothing if the same model was published whole with as many shards, except that `latest` then names
+    it. `progress` is called with ("checksums" or "upload", bytes done, bytes in all). Raises `StorageError`
+    if the checkpoint is incomplete, holds tensors of no known place, changes meanwhile, or the store fails;
+    running it again mends whatever an interruption left.
+    """
+    if not 1 <= shards <= MAX_SHARDS:
+        raise StorageError(f"a model cannot be published in {shards} shards; choose 1 to {MAX_SHARDS}.")
+    folder = Path(checkpoint)
+    report = progress or (lambda stage, done, total: None)
+    units, sources = _units(folder, form)
+    with ExitStack() as stack:
+        readers = {
+            name: stack.enter_context(UnitSource(unit.tensors, sources, unit.nbytes))
+            for name, unit in units.items()
+        }
+        manifest = _describe(folder, form, _checksums(units, readers, shards, report), shards)
+        path = f"{manifest.version}/{MANIFEST}"
+        if _is_whole(store, manifest):
+            _point(store, manifest)
+            return Published(manifest, written=False)
+        store.delete(path)
+        _upload_shards(store, manifest, readers, report)
+    for name in manifest.tokenizer:
+        store.put(f"{manifest.version}/{FILES}/{name}", _read_small(folder / name))
+    store.put(path, seal(to_document(manifest)))
+    _point(store, manifest)
+    return Published(manifest, written=True)
+
+
+def _units(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
+    """The checkpoint's units, without checksums, and where each tensor comes from."""
+    sources = read_headers(folder)
+    if _HEAD_WEIGHT not in sources and form.tied and _EMBEDDING in sources:
+        sources[_HEAD_WEIGHT] = sources[_EMBEDDING]
+    members: dict[str, list[str]] = {"norm": []}  # OLMo's norms have no weights
+    for name in sorted(sources):
+        unit = unit_of(name)
+        if unit is not None:
+            members.setdefault(unit, []).append(name)
+    layers = sum(unit.startswith("layer.") for unit in members)
+    count = layers if form.layers is None else form.layers
+    for needed in ["embedding", *(f"layer.{i}" for i in range(count)), "head"]:
+        if needed not in members:
+            raise StorageError(
+                f"{folder} has no tensors for the {needed.replace('.', ' ')}; copy it again from its source."
+            )
+    if layers > count:
+        raise StorageError(f"{folder} has {layers} layers and config.json says {count}; check the folder.")
+    units = {}
+    for name in unit_order(members):
+        entries, nbytes = place((key, sources[key].dtype, sources[key].shape) for key in members[name])
+        units[name] = Unit(name, nbytes, entries, 1, "", b"")
+    return units, sources
+
+
+def _checksums(
+    units: Mapping[str, Unit],
+    readers: Mapping[str, UnitSource],
+    shards: int,
+    report: Callable[[str, int, int], None],
+) -> dict[str, Unit]:
+    total, done = sum(unit.nbytes for unit in units.values()), 0
+    summed = {}
+    for name, unit in units.items():
+        sized = replace(unit, block_bytes=block_size(unit.nbytes, shards))
+        whole, blocks = xxhash.xxh3_128(), bytearray()
+        for index in range(sized.block_count):
+            data = readers[name].read(*sized.block(index))
+            whole.update(data)
+            blocks += block_checksum(data)
+            done += len(data)
+            report("checksums", done, total)
+        summed[name] = replace(sized, checksum=whole.hexdigest(), blocks=bytes(blocks))
+    return summed
+
+
+def _describe(folder: Path, form: ModelForm, units: dict[str, Unit], shards: int) -> Manifest:
+    weight = units["head"].tensors.get(_HEAD_WEIGHT)
+    if weight is None or len(weight.shape) != 2:
+        raise StorageError(f"{folder} has no head {_HEAD_WEIGHT} of shape [V, D]; check the folder.")
+    generation = folder / "generation_config.json"
+    tokenizer = {name: _read_small(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    manifest = Manifest(
+        digest="",
+        shards=shards,
+        config=read_json(folder / "config.json"),
+        generation_config=read_json(generation) if generation.is_file() else None,
+        head=HeadEntry(
+            scale=form.scale,
+            softcap=form.softcap,
+            bias=_HEAD_BIAS in units["head"].tensors,
+            tied=form.tied,
+            vocabulary=weight.shape[0],
+            hidden=weight.shape[1],
+        ),
+        fingerprint=form.fingerprint,
+        tokenizer={
+            name: FileEntry(len(data), hashlib.sha256(data).hexdigest()) for name, data in tokenizer.items()
+        },
+        units=units,
+    )
+    return replace(manifest, digest=identity(to_document(manifest)))
+
+
+def _is_whole(store: ObjectStore, manifest: Manifest) -> bool:
+    """Whether this very version is there: its manifest intact, every file of the right size."""
+    path = f"{manifest.version}/{MANIFEST}"
+    if not store.exists(path):
+        return False
+    try:
+        found = parse_manifest(store.get(path), store.name(path))
+    except StorageError:
+        return False
+    files = {manifest.shard_path(shard): size for shard, size in enumerate(manifest.sizes)}
+    files |= {f"{manifest.version}/{FILES}/{name}": e.size for name, e in manifest.tokenizer.items()}
+    present = (store.exists(name) and store.size(name) == size for name, size in files.items())
+    return seal(to_document(found)) == seal(to_document(manifest)) and all(present)
+
+
+def _upload_shards(
+    store: ObjectStore,
+    manifest: Manifest,
+    readers: Mapping[str, UnitSource],
+    report: Callable[[str, int, int], None],
+) -> None:
+    total = sum(manifest.sizes)
+    done = [0] * manifest.shards
+
+    def upload(shard: int) -> None:
+        def chunks() -> Iterator[bytes]:
+            done[shard] = 0
+            for chunk in _shard_chunks(manifest, readers, shard):
+                yield chunk
+                done[shard] += len(chunk)
+                report("upload", sum(done), total)
+
+        store.put(manifest.shard_path(shard), chunks)
+
+    with ThreadPoolExecutor(min(store.options.threads, manifest.shards)) as pool:
+        futures = [pool.submit(upload, shard) for shard in range(manifest.shards)]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _shard_chunks(manifest: Manifest, readers: Mapping[str, UnitSource], shard: int) -> Iterator[bytes]:
+    """The content of a shard file, block by block, each compared with the first pass."""
+    end = 0
+    for name, unit in manifest.units.items():
+        offset = manifest.shard_offset(name, shard)
+        if offset > end:
+            yield bytes(offset - end)
+        end = offset
+        for index in range(*unit.part_blocks(shard, manifest.shards)):
+            data = readers[name].read(*unit.block(index))
+            if block_checksum(data) != unit.block_checksum(index):
+                raise StorageError(
+                    f"the checkpoint changed while its {name} was published; wait until it is whole, then"
+                    " publish it again."
+                )
+            yield bytes(data)
+            end += len(data)
+
+
+def _point(store: ObjectStore, manifest: Manifest) -> None:
+    """Let `latest` name this version, unless it does already."""
+    entry = {"format": FORMAT, "format_version": FORMAT_VERSION, "version": manifest.version}
+    data = seal({**entry, "digest": manifest.digest})
+    if not store.exists(LATEST) or store.get(LATEST) != data:
+        store.put(LATEST, data)
+
+
+def _read_small(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read ({error.strerror}); copy the folder again.") from error

@@ -1,0 +1,180 @@
+"""Reading a published model: each rank its part of each unit, straight into a buffer, verified."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from opd.errors import StorageError
+from opd.storage.layout import Unit, block_checksum
+from opd.storage.manifest import (
+    FILES,
+    LATEST,
+    MANIFEST,
+    Manifest,
+    parse_manifest,
+    unseal,
+)
+from opd.storage.object_store import ObjectStore
+from opd.storage.ranges import Range
+from opd.storage.store_faults import StoreOptions
+
+
+class PublishedModel:
+    """A model in an object store. Safe between threads; close it, or use `with`."""
+
+    def __init__(self, store: ObjectStore, manifest: Manifest, folder: str) -> None:
+        """`folder` is where the version lies in `store`: "" if the store's URL is the version's own."""
+        self.store = store
+        self.manifest = manifest
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._corrupt_blocks = 0
+
+    @classmethod
+    def open(cls, source: str | Path | ObjectStore, *, options: StoreOptions | None = None) -> PublishedModel:
+        """The model at a URL, path or store: its latest version, or the version whose own folder it is.
+
+        Reads `latest` and the manifest alone. Raises `StorageError` if there is no published model, or if its
+        manifest is incomplete, corrupt, or of a newer format.
+        """
+        if isinstance(source, ObjectStore):
+            return cls(source, *_find(source))
+        store = ObjectStore.open(source, options=options)
+        try:
+            return cls(store, *_find(store))
+        except BaseException:
+            store.close()
+            raise
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes received from the store so far, manifest and repeated reads included."""
+        return self.store.bytes_read
+
+    @property
+    def corrupt_blocks(self) -> int:
+        """Blocks that arrived with a wrong checksum so far, and were read again."""
+        return self._corrupt_blocks
+
+    def part(self, unit: str, rank: int, world: int) -> tuple[int, int]:
+        """(start, stop) in the unit's buffer of what rank `rank` of `world` owns; empty for tiny units."""
+        return self.manifest.unit(unit).part(rank, world)
+
+    def part_bytes(self, unit: str, world: int) -> int:
+        """Bytes of the largest part, for a gather of equal sizes."""
+        parts = [self.part(unit, rank, world) for rank in range(world)]
+        return max(stop - start for start, stop in parts)
+
+    def read_part(self, unit: str, rank: int, world: int, into: memoryview) -> None:
+        """Fill `into[: stop - start]` with the part of rank `rank` of `world`; every block is verified.
+
+        `into` is writable and contiguous, of any item type; bytes beyond the part are left alone. A block
+        with a wrong checksum is read again `StoreOptions.rereads` times. Raises `StorageError` naming object,
+        range and cause, or if `into` is too small. After an error the content of `into` is undefined.
+        """
+        self.read_parts([unit], rank, world, [into])
+
+    def read_parts(self, units: Sequence[str], rank: int, world: int, into: Sequence[memoryview]) -> None:
+        """`read_part` of several units at once, which keeps every connection busy also for small parts."""
+        pieces: dict[tuple[str, int], tuple[Unit, int]] = {}
+        ranges = []
+        for name, buffer in zip(units, into, strict=True):
+            for piece, first in self._pieces(name, rank, world, buffer):
+                ranges.append(piece)
+                pieces[piece.path, piece.start] = self.manifest.unit(name), first
+        self.store.read_ranges(ranges, lambda piece: self._verify(piece, *pieces[piece.path, piece.start]))
+
+    def read_unit(self, unit: str, into: memoryview) -> None:
+        """Fill `into[: nbytes]` with the whole unit: `read_part` for a world of one."""
+        self.read_part(unit, 0, 1, into)
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Name -> content of the tokenizer's files; `StorageError` if one differs from what was published."""
+        return {name: self._file(name) for name in self.manifest.tokenizer}
+
+    def close(self) -> None:
+        """Give back the store's threads and connections."""
+        self.store.close()
+
+    def __enter__(self) -> PublishedModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _path(self, below_url: str) -> str:
+        return below_url if self._folder else below_url.partition("/")[2]
+
+    def _pieces(self, name: str, rank: int, world: int, into: memoryview) -> Iterator[tuple[Range, int]]:
+        """What to read, request by request, and the first block of each."""
+        unit = self.manifest.unit(name)
+        start, stop = unit.part(rank, world)
+        buffer = into.cast("B") if into.format != "B" or into.ndim != 1 else into
+        if len(buffer) < stop - start:
+            raise StorageError(
+                f"the buffer for {name} has {len(buffer)} bytes and rank {rank} of {world} owns"
+                f" {stop - start}; use part_bytes to size it."
+            )
+        step = max(1, self.store.request_bytes(stop - start) // unit.block_bytes)
+        for extent in self.manifest.extents(name, rank, world):
+            path = self._path(self.manifest.shard_path(extent.shard))
+            last = -(-extent.stop // unit.block_bytes)
+            for first in range(extent.start // unit.block_bytes, last, step):
+                low, high = unit.block(first)[0], unit.block(min(first + step, last) - 1)[1]
+                at = extent.offset + low - extent.start
+                yield Range(path, at, buffer[low - start : high - start]), first
+
+    def _verify(self, run: Range, unit: Unit, first: int) -> None:
+        at, index = 0, first
+        while at < len(run.into):
+            start, stop = unit.block(index)
+            view = run.into[at : at + stop - start]
+            if block_checksum(view) != unit.block_checksum(index):
+                self._reread(unit, index, Range(run.path, run.start + at, view))
+            at, index = at + stop - start, index + 1
+
+    def _reread(self, unit: Unit, index: int, block: Range) -> None:
+        for _ in range(self.store.options.rereads):
+            with self._lock:
+                self._corrupt_blocks += 1
+            self.store.read_into(block.path, block.start, block.into)
+            if block_checksum(block.into) == unit.block_checksum(index):
+                return
+        raise StorageError(
+            f"{self.store.name(block.path)} bytes {block.start}-{block.stop} ({unit.name}, block {index}) are"
+            f" corrupt: the checksum differs in each of {1 + self.store.options.rereads} reads; delete the"
+            " object and publish the model again."
+        )
+
+    def _file(self, name: str) -> bytes:
+        path = self._path(f"{self.manifest.version}/{FILES}/{name}")
+        entry = self.manifest.tokenizer[name]
+        data = self.store.get_range(path, 0, entry.size)
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise StorageError(
+                f"{self.store.name(path)} bytes 0-{entry.size} are corrupt: the sha256 differs; delete the"
+                " object and publish the model again."
+            )
+        return data
+
+
+def _find(store: ObjectStore) -> tuple[Manifest, str]:
+    """The manifest below `store` and the folder it lies in."""
+    if store.exists(LATEST):
+        pointer = unseal(store.get(LATEST), store.name(LATEST))
+        folder = str(pointer["version"])
+        path = f"{folder}/{MANIFEST}"
+    elif store.exists(MANIFEST):
+        folder, path = "", MANIFEST
+    else:
+        raise StorageError(f"{store.url} holds no published model; write one with `opd publish`.")
+    manifest = parse_manifest(store.get(path), store.name(path))
+    if folder and manifest.version != folder:
+        raise StorageError(f"{store.name(path)} describes another version; publish the model again.")
+    return manifest, folder

@@ -1,0 +1,8 @@
+"""A write-ahead log of tokens. See `storage/README.md` for what it promises and how its files look."""
+
+from opd.storage.wal.io import LogIO
+from opd.storage.wal.reader import LogContents, read_log
+from opd.storage.wal.recovery import LogReport
+from opd.storage.wal.writer import TokenWAL
+
+__all__ = ["LogContents", "LogIO", "LogReport", "TokenWAL", "read_log"]

@@ -1,0 +1,137 @@
+"""From a decode step to the records of one frame, with every check that keeps a log right."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from opd.errors import StorageError
+from opd.storage.wal.records import END_OF_REQUEST, ENVIRONMENT, RAW, STATUS_CODES, TOKEN, Closing
+from opd.storage.wal.table import RequestTable
+from opd.types import DecodeStep, Status
+
+
+class StepFrame(NamedTuple):
+    """One decode step, checked and in the form in which it is stored."""
+
+    slots: np.ndarray
+    """int64: the requests' rows in the table."""
+    lengths: np.ndarray
+    """int64, one a slot: how many tokens each has when this is written."""
+    records: np.ndarray
+    """[B] of `TOKEN`."""
+    closings: list[Closing]
+
+    @property
+    def payload(self) -> list[np.ndarray | bytes]:
+        parts: list[np.ndarray | bytes] = []
+        if len(self.records):
+            parts.append(self.records.view(np.uint8))
+        if self.closings:
+            ends = [(closing.number, STATUS_CODES[closing.status]) for closing in self.closings]
+            parts.append(np.array(ends, dtype=END_OF_REQUEST).tobytes())
+        return parts
+
+    @property
+    def nbytes(self) -> int:
+        return self.records.nbytes + len(self.closings) * END_OF_REQUEST.itemsize
+
+
+class StepEncoder:
+    """Checks decode steps against a table. Consecutive steps mostly name the same requests: those are looked
+    up once.
+    """
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._uids: list[str] | None = None
+        self._slots = np.zeros(0, dtype=np.int64)
+        self._template = np.zeros(0, dtype=TOKEN)
+        """[B] of `TOKEN`: what one step of the same requests shares with the next."""
+        self._version = 0
+        """The policy version in `template`."""
+
+    def forget(self) -> None:
+        """A request was opened, ended or retired: look everything up again."""
+        self._uids = None
+
+    def step(self, step: DecodeStep) -> StepFrame:
+        """Check and encode a decode step. Raises `StorageError` if it does not continue the log."""
+        if not len(step.positions) == len(step.token_ids) == len(step.logprobs) == len(step.uids):
+            _refuse_shape(step)
+        if step.uids != self._uids:
+            self._look_up(step.uids)
+        if step.policy_version != self._version:
+            self._version = self._checked_version(step.policy_version)
+            self._template["version"] = self._version
+        slots = self._slots
+        before = self._table.lengths[slots]
+        if (step.positions != before).any():
+            self._refuse_positions(step, before)
+        records = self._template.view(RAW).copy().view(TOKEN)
+        records["position"] = step.positions
+        records["token"] = step.token_ids
+        records["logprob"] = step.logprobs
+        closings = [self._closing(uid, status) for uid, status in step.finished.items()]
+        return StepFrame(slots, before + 1, records, closings)
+
+    def observation(self, uid: str, token_ids: np.ndarray, policy_version: int) -> StepFrame:
+        """Encode `[K]` environment tokens at the end of one request's response."""
+        slot = self._open_slot(uid)
+        records = np.empty(len(token_ids), dtype=TOKEN)
+        records["request"] = self._table.numbers[slot]
+        records["position"] = self._table.lengths[slot] + np.arange(len(token_ids))
+        records["token"] = token_ids
+        records["logprob"] = 0
+        records["version"] = self._checked_version(policy_version)
+        records["flags"] = ENVIRONMENT
+        slots = np.array([slot])
+        return StepFrame(slots, self._table.lengths[slots] + len(records), records, [])
+
+    @staticmethod
+    def _checked_version(version: int) -> int:
+        if not 0 <= version < 1 << 31:
+            raise StorageError(f"policy version {version} does not fit into the log; use 0 to 2147483647")
+        return version
+
+    def open_number(self, uid: str) -> int:
+        """The number of a request that may still take tokens."""
+        return int(self._table.numbers[self._open_slot(uid)])
+
+    def _closing(self, uid: str, status: Status) -> Closing:
+        if Status(status) is Status.PENDING:
+            raise StorageError(f"request {uid} cannot end as pending; say how it ended")
+        return Closing(self.open_number(uid), Status(status), None)
+
+    def _look_up(self, uids: list[str]) -> None:
+        slots = np.array([self._open_slot(uid) for uid in uids], dtype=np.int64)
+        if len(set(uids)) != len(uids):
+            raise StorageError("a decode step names a request twice; give each running request once")
+        template = np.zeros(len(uids), dtype=TOKEN)
+        template["request"] = self._table.numbers[slots]
+        self._uids, self._slots, self._template, self._version = list(uids), slots, template, 0
+
+    def _open_slot(self, uid: str) -> int:
+        slot = self._table.slot(uid)
+        if slot is None:
+            raise StorageError(f"request {uid} is not in the log; open it first")
+        if not self._table.is_open[slot]:
+            raise StorageError(f"request {uid} has ended and takes no more tokens")
+        return slot
+
+    def _refuse_positions(self, step: DecodeStep, expected: np.ndarray) -> None:
+        wrong = int(np.flatnonzero(np.asarray(step.positions) != expected)[0])
+        raise StorageError(
+            f"request {step.uids[wrong]} has {expected[wrong]} tokens in the log and was given one for"
+            f" position {step.positions[wrong]}; positions must follow on"
+        )
+
+
+def _refuse_shape(step: DecodeStep) -> None:
+    for name in ("positions", "token_ids", "logprobs"):
+        given = len(getattr(step, name))
+        if given != len(step.uids):
+            raise StorageError(
+                f"a decode step has {len(step.uids)} requests and {given} {name}; give one each"
+            )

@@ -1,0 +1,85 @@
+"""Everything a log asks of the operating system, in one small object.
+
+Tests put a simulated disk in its place and enumerate what a power cut may leave. What the log relies on:
+`append` may be lost, cut short or reordered until `sync` of that file returns; `rename` and `remove` may be
+lost or reordered until `sync_folder` returns; a file's bytes and its name are two things.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+from opd.errors import RunFolderError, StorageError
+from opd.storage.files import FileLock, fsync_folder
+
+
+class LogIO:
+    """The real one: files of the operating system. Every method raises `OSError` as the system does."""
+
+    def lock(self, path: Path) -> FileLock:
+        """Become the only writer, or raise `StorageError` naming the process that is."""
+        lock = FileLock(path)
+        try:
+            lock.acquire()
+        except RunFolderError as error:
+            raise StorageError(f"{error}; a log has one writer at a time") from None
+        return lock
+
+    def names(self, folder: Path) -> list[str]:
+        """The names of the files in `folder`, in no order."""
+        return os.listdir(folder)
+
+    def make_folder(self, folder: Path) -> None:
+        """Make `folder` and its parents, if they are not there, and flush their names."""
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            fsync_folder(path.parent)
+
+    def read(self, path: Path) -> memoryview:
+        """The bytes of a file as they are now; mapped, so that pages come and go as they are needed."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size == 0:
+                return memoryview(b"")
+            return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ))
+        finally:
+            os.close(descriptor)
+
+    def create(self, path: Path) -> int:
+        """Open a new, empty file for appending; what a dead writer left under that name is emptied."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        return os.open(path, flags, 0o666)
+
+    def append(self, file: int, buffers: list) -> None:
+        """Write all of `buffers`, a few objects of bytes, one after another at the end of the file."""
+        missing = sum(map(len, buffers)) - os.writev(file, buffers)
+        if missing:
+            rest = memoryview(b"".join(buffers))[-missing:]
+            while rest:
+                rest = rest[os.write(file, rest) :]
+
+    def sync(self, file: int) -> None:
+        """Return when everything appended is on the disk."""
+        os.fdatasync(file)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        os.unlink(path)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Return when every rename and removal in `folder` is on the disk."""
+        fsync_folder(folder)
+
+    def clock(self) -> float:
+        """Seconds since 1970, for people to read; nothing depends on it."""
+        return time.time()

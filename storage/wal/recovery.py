@@ -1,0 +1,171 @@
+"""What the files of a log say: the longest prefix that is whole, and what lies after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+
+from opd.storage.wal.frames import FRAME_BYTES, HEADER_BYTES, Frame, FrameKind, look_beyond, scan
+from opd.storage.wal.io import LogIO
+from opd.storage.wal.layout import LogFile, read_layout, salt_of
+from opd.storage.wal.records import (
+    END_OF_REQUEST,
+    STATUSES,
+    TOKEN,
+    Closing,
+    decode_close,
+    decode_open,
+    decode_retire,
+)
+from opd.storage.wal.table import RequestTable
+
+
+@dataclass(slots=True)
+class LogReport:
+    """What was found on reading a log."""
+
+    folder: str
+    files: list[str] = field(default_factory=list)
+    """The files read, oldest first."""
+    stored_bytes: int = 0
+    frames: int = 0
+    requests: int = 0
+    open_requests: int = 0
+    tokens: int = 0
+    """Tokens of the requests that have not been retired."""
+    clean: bool = True
+    """The last writer closed the log; False after a crash, or while a writer is at work."""
+    cut_file: str | None = None
+    """The file that ends in the middle of a write. What is cut off was not known to be on the disk."""
+    cut_offset: int = 0
+    cut_bytes: int = 0
+    cut_frames: int = 0
+    """Whole frames after the cut: a power cut may keep later writes without earlier ones."""
+    damage: str | None = None
+    """One sentence: where bytes that had been durable are broken or missing. Nothing after them is used."""
+
+
+@dataclass(slots=True)
+class Recovered:
+    """A log as read from its files, and what a writer needs to go on."""
+
+    table: RequestTable
+    report: LogReport
+    log_id: bytes | None = None
+    last_sequence: int = 0
+    """The highest number of any file; the next segment's is one more."""
+    durable_lsn: int = 0
+    """Frames up to this one are proven to be on the disk; the first frame of a log has number 1."""
+    tail: bytes = b""
+    """The frames after `durable_lsn` as they lie in the last file."""
+    tail_frames: int = 0
+    obsolete: list[str] = field(default_factory=list)
+    """Unfinished files, and those that the newest snapshot replaces."""
+
+    @property
+    def next_lsn(self) -> int:
+        return self.durable_lsn + 1 + self.tail_frames
+
+
+def recover(folder: Path, io: LogIO) -> Recovered:
+    """Read the log in `folder`. Raises `StorageError` if a file is of a newer format or the tokens make no
+    sense, and `OSError` as the system does. Damage is not an error here: it is in the report, and reading
+    ends before it.
+    """
+    layout = read_layout(folder, io)
+    found = Recovered(RequestTable(), LogReport(str(folder)), obsolete=layout.obsolete)
+    found.last_sequence = layout.last_sequence
+    report = found.report
+    for file, following in zip_longest(layout.files, layout.files[1:]):
+        limit = None if following is None else following.header.first_lsn
+        _read_file(file, limit, found)
+        if report.damage:
+            break
+    report.damage = report.damage or layout.damage
+    report.clean = report.clean and report.damage is None
+    report.requests = len(found.table)
+    report.open_requests = int(found.table.is_open.sum())
+    report.tokens = int(found.table.lengths.sum())
+    return found
+
+
+def _read_file(file: LogFile, limit: int | None, found: Recovered) -> None:
+    """Take in one file, up to the frame with which the file after it begins."""
+    header, report = file.header, found.report
+    report.files.append(file.path.name)
+    report.stored_bytes += len(file.data)
+    first = 0 if header.is_snapshot else header.first_lsn
+    frames = list(scan(file.data, HEADER_BYTES, first, salt_of(header.log_id)))
+    ended = bool(frames) and frames[-1].kind == FrameKind.END
+    end = frames[-1].end if frames else HEADER_BYTES
+    found.log_id, found.durable_lsn = header.log_id, header.first_lsn - 1
+    if header.is_snapshot:
+        if not ended or end != len(file.data):
+            report.damage = f"{file.path} at byte {end}: the snapshot is damaged"
+        elif limit not in (None, header.first_lsn):
+            report.damage = f"{file.path}: the segment after it does not continue it"
+        report.clean = ended
+        replay(file.data, frames, found)
+        return
+    content = frames[:-1] if ended else frames
+    if limit is None:
+        report.clean = ended
+        _judge_end(file, end, first + len(frames), ended, found)
+        found.durable_lsn = max([found.durable_lsn, *(frame.durable for frame in frames)])
+        _keep_tail(file, content, found)
+    elif first + len(content) < limit:
+        report.damage = f"{file.path} at byte {end}: frame {first + len(frames)} is damaged or missing"
+    replay(file.data, content if limit is None else content[: limit - first], found)
+
+
+def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: Recovered) -> None:
+    """Say whether the bytes after the last whole frame of the last file are a write cut short, or damage."""
+    rest = len(file.data) - end
+    if rest == 0:
+        return
+    report = found.report
+    beyond = look_beyond(file.data, end, lsn, salt_of(file.header.log_id))
+    if ended:
+        report.damage = f"{file.path} at byte {end}: {rest} bytes follow the end of the log"
+    elif beyond.proves_loss:
+        report.damage = f"{file.path} at byte {end}: frame {lsn} is damaged, and it had been written out"
+    else:
+        report.cut_file, report.cut_offset = file.path.name, end
+        report.cut_bytes, report.cut_frames = rest, beyond.frames
+
+
+def _keep_tail(file: LogFile, frames: list[Frame], found: Recovered) -> None:
+    first = found.durable_lsn + 1 - file.header.first_lsn
+    if first < len(frames):
+        found.tail = bytes(file.data[frames[first].start : frames[-1].end])
+        found.tail_frames = len(frames) - first
+
+
+def replay(data: memoryview, frames: list[Frame], found: Recovered) -> None:
+    """Bring the table to where it was when the last of `frames` was written."""
+    table, tokens = found.table, []
+    for frame in frames:
+        payload = frame.start + FRAME_BYTES
+        if frame.kind == FrameKind.STEP:
+            split = payload + frame.tokens * TOKEN.itemsize
+            tokens.append(data[payload:split])
+            if split < frame.end:
+                for number, code in np.frombuffer(data[split : frame.end], END_OF_REQUEST).tolist():
+                    table.close(Closing(number, STATUSES[code], None))
+        elif frame.kind == FrameKind.OPEN:
+            table.open(decode_open(data[payload : frame.end]))
+        elif frame.kind == FrameKind.CLOSE:
+            table.close(decode_close(data[payload : frame.end]))
+        elif frame.kind == FrameKind.RETIRE:
+            table.add_read(_joined(tokens))
+            tokens = []
+            table.retire(decode_retire(data[payload : frame.end]))
+    table.add_read(_joined(tokens))
+    found.report.frames += len(frames)
+
+
+def _joined(tokens: list[memoryview]) -> np.ndarray:
+    return np.frombuffer(b"".join(tokens), dtype=TOKEN)

@@ -1,0 +1,272 @@
+"""`TokenWAL`: every token of a rollout in a file before anyone else sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from opd.errors import StorageError
+from opd.storage.wal.encode import StepEncoder, StepFrame
+from opd.storage.wal.files import LogFiles
+from opd.storage.wal.frames import MAX_PAYLOAD, FrameKind
+from opd.storage.wal.guard import WriteGuard
+from opd.storage.wal.io import LogIO
+from opd.storage.wal.layout import LOCK
+from opd.storage.wal.records import MAX_NUMBER, Closing, Opening, encode_close, encode_open, encode_retire
+from opd.storage.wal.recovery import LogReport, recover
+from opd.storage.wal.syncer import Syncer
+from opd.types import DecodeStep, LoggedRequest, RolloutRequest, Status
+
+SyncPolicy = Literal["always", "interval", "os"]
+
+
+class TokenWAL:
+    """A write-ahead log of tokens, in a folder of its own (`opd.protocols.TokenLog`).
+
+    What a returned call promises, by `fsync`:
+
+    - `"always"`: the bytes are on the disk. Neither the death of the process nor a power cut takes them.
+    - `"interval"`: the bytes are with the operating system and survive any death of the process. A thread
+      syncs them within `interval_seconds` and the time a sync takes; a power cut takes at most what was
+      written since, and always the newest: what remains is a prefix.
+    - `"os"`: as `"interval"`, but synced only when a segment is full, on `retire` that compacts, on `sync()`
+      and on `shutdown()`; a power cut may take everything since.
+
+    One process writes; any number may read (`read_log`). A call that raises because the disk failed has
+    acknowledged nothing, and every later write raises too: open the log anew. Misuse (an unknown request, a
+    position that does not follow on) raises `StorageError` as well, writes nothing and leaves the log usable.
+
+    Requests that have not been retired are held in memory, 24 bytes a token. Methods may be called from
+    several threads; the object does not survive a fork.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        fsync: SyncPolicy = "interval",
+        interval_seconds: float = 0.2,
+        segment_bytes: int = 64 << 20,
+        repair: bool = False,
+        io: LogIO | None = None,
+    ) -> None:
+        """Read what is there, drop a write cut short, and go on in a new segment of at most about
+        `segment_bytes`.
+
+        Raises `StorageError` if another process writes, the folder cannot be written, or durable bytes are
+        damaged; with `repair` the whole requests and tokens before the damage are kept, and the rest is given
+        up.
+        """
+        if fsync not in ("always", "interval", "os"):
+            raise StorageError(f"fsync={fsync!r} is not a policy of the log; use always, interval or os")
+        self.folder = Path(folder)
+        self._policy = fsync
+        self._io = io or LogIO()
+        self._mutex = threading.RLock()
+        self._guard = WriteGuard(self.folder)
+        try:
+            self._io.make_folder(self.folder)
+            self._lock = self._io.lock(self.folder / LOCK)
+            try:
+                self._start(segment_bytes, repair)
+            except BaseException:
+                self._lock.release()
+                raise
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(
+                f"the log in {self.folder} cannot be opened for writing ({error.strerror or error}); what it"
+                " holds is kept"
+            ) from error
+        self._syncer = Syncer(self._background_sync, interval_seconds) if fsync == "interval" else None
+
+    def _start(self, segment_bytes: int, repair: bool) -> None:
+        found = recover(self.folder, self._io)
+        if found.report.damage is not None and not repair:
+            raise StorageError(
+                f"{found.report.damage}; restore the file, or give up what comes after that place with"
+                f" `opd wal repair {self.folder}`"
+            )
+        self.recovery: LogReport = found.report
+        """What was found on opening."""
+        self._table = found.table
+        self._encoder = StepEncoder(self._table)
+        self._files = LogFiles(self.folder, found, segment_bytes, self._io)
+
+    def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
+        """Log a new request. `StorageError` if its uid is in the log already or it has a prefix."""
+        self.open_many([(request, metadata)])
+
+    def open_many(self, requests: Iterable[tuple[RolloutRequest, Mapping[str, Any]]]) -> None:
+        """Log several new requests as one commit: with `always`, one wait for the disk instead of many."""
+        with self._mutex:
+            self._guard.check()
+            openings: list[Opening] = []
+            for request, metadata in requests:
+                self._check_new(request, {opening.request.uid for opening in openings})
+                number = self._table.next_number + len(openings)
+                openings.append(Opening(number, _as_opened(request), dict(metadata)))
+            payloads = [[encode_open(*opening)] for opening in openings]
+            with self._guard:
+                for payload in payloads:
+                    self._files.append(FrameKind.OPEN, payload, len(payload[0]), 0)
+                self._commit()
+                for opening in openings:
+                    self._table.open(opening)
+                self._encoder.forget()
+
+    def append(self, step: DecodeStep) -> None:
+        """Log one decode step, the tokens and the requests it ended, as one frame and one commit."""
+        with self._mutex:
+            self._guard.check()
+            self._write_tokens(self._encoder.step(step))
+
+    def append_observation(self, uid: str, token_ids: np.ndarray, policy_version: int) -> None:
+        """Log environment tokens `[K]` int32 at the end of a request's response."""
+        with self._mutex:
+            self._guard.check()
+            self._write_tokens(self._encoder.observation(uid, np.asarray(token_ids), policy_version))
+
+    def close(self, uid: str, status: Status, reason: str | None = None) -> None:
+        """End a request outside a decode step. The log itself is closed by `shutdown`."""
+        with self._mutex:
+            self._guard.check()
+            if Status(status) is Status.PENDING:
+                raise StorageError(f"request {uid} cannot end as pending; say how it ended")
+            closing = Closing(self._encoder.open_number(uid), Status(status), reason)
+            payload = encode_close(*closing)
+            with self._guard:
+                self._files.append(FrameKind.CLOSE, [payload], len(payload), 0)
+                self._commit()
+                self._table.close(closing)
+                self._encoder.forget()
+
+    def find(self, uid: str) -> LoggedRequest | None:
+        """What is known of a request, in arrays of its own; `None` if it is not in the log."""
+        with self._mutex:
+            return self._table.find(uid)
+
+    def uids(self) -> list[str]:
+        """The requests that have not been retired, in the order in which they were opened."""
+        with self._mutex:
+            return list(self._table)
+
+    def requests(self) -> dict[str, LoggedRequest]:
+        """Every request that has not been retired, by uid."""
+        with self._mutex:
+            return {uid: logged for uid in self._table if (logged := self._table.find(uid)) is not None}
+
+    def retire(self, uids: Iterable[str]) -> None:
+        """Forget requests; those that are not in the log are passed over. Frees files when half of the log is
+        forgotten and that is a segment's worth.
+        """
+        with self._mutex:
+            self._guard.check()
+            entries = [self._table.entry(uid) for uid in dict.fromkeys(uids)]
+            numbers = [entry.number for entry in entries if entry is not None]
+            if not numbers:
+                return
+            payload = encode_retire(numbers)
+            with self._guard:
+                self._files.append(FrameKind.RETIRE, [payload], len(payload), 0)
+                self._commit()
+                self._table.retire(numbers)
+                self._encoder.forget()
+                if self._files.wasteful(self._table):
+                    self._files.rewrite(self._table)
+
+    def compact(self) -> None:
+        """Write what has not been retired into one snapshot and remove every segment before it."""
+        with self._mutex:
+            self._guard.check()
+            with self._guard:
+                self._files.rewrite(self._table)
+
+    def sync(self) -> None:
+        """Return when everything logged so far is on the disk, whatever the policy."""
+        with self._mutex:
+            self._guard.check()
+            with self._guard:
+                self._files.sync()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the log's files."""
+        return self._files.stored_bytes
+
+    def shutdown(self) -> None:
+        """Make everything durable, mark the end, and let another process write. Raises `StorageError` if what
+        was logged may not all be durable and no call has said so yet. Does nothing the second time.
+        """
+        with self._mutex:
+            if self._guard.closed:
+                return
+            try:
+                if self._guard.intact:
+                    with self._guard:
+                        self._files.end()
+                elif self._guard.untold:
+                    self._guard.check()
+            finally:
+                self._guard.close()
+                if self._syncer is not None:
+                    self._syncer.stop()
+                self._files.close()
+                self._lock.release()
+
+    def __enter__(self) -> TokenWAL:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(StorageError) if error is not None else contextlib.nullcontext():
+            self.shutdown()
+
+    def _write_tokens(self, frame: StepFrame) -> None:
+        table, records, length = self._table, frame.records, frame.nbytes
+        if length > MAX_PAYLOAD:
+            raise StorageError(f"{len(records)} tokens do not fit into one commit; log them in several")
+        if not length:
+            return
+        with self._guard:
+            self._files.append(FrameKind.STEP, frame.payload, length, len(records))
+            self._commit()
+            table.lengths[frame.slots] = frame.lengths
+            table.add(records)
+            if frame.closings:
+                for closing in frame.closings:
+                    table.close(closing)
+                self._encoder.forget()
+
+    def _commit(self) -> None:
+        if self._policy == "always":
+            self._files.sync()
+        elif self._syncer is not None:
+            self._syncer.notify()
+
+    def _background_sync(self) -> None:
+        self._guard.in_background(self._files.sync)
+
+    def _check_new(self, request: RolloutRequest, beside: set[str]) -> None:
+        if request.uid in self._table or request.uid in beside:
+            raise StorageError(
+                f"request {request.uid} is in the log already; continue it, or retire it first"
+            )
+        if len(request.prefix_ids):
+            raise StorageError(f"request {request.uid} is opened with tokens; open it without, then log them")
+        if self._table.next_number + len(beside) > MAX_NUMBER:
+            raise StorageError(f"the log in {self.folder} has no numbers left; begin one in another folder")
+
+
+def _as_opened(request: RolloutRequest) -> RolloutRequest:
+    """A copy whose prompt nobody else changes."""
+    return RolloutRequest(request.uid, np.array(request.prompt_ids, np.int32), request.sampling, request.seed)

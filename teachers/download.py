@@ -1,0 +1,77 @@
+"""A published teacher as a Hugging Face folder again, for whoever needs the whole model at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from opd.models.hf_folder import INDEX
+from opd.storage.files import atomic_folder, write_atomic
+from opd.storage.manifest import LATEST, MANIFEST
+from opd.storage.published import PublishedModel
+from opd.storage.tensors import save_tensors
+from opd.teachers.unit_tensors import unit_tensors
+
+
+def download(url: str, folder: Path) -> Path:
+    """Write the published model at `url` to `folder`, one safetensors file per unit; returns `folder`.
+
+    A folder that is there already is kept: it is made whole or not at all. Memory is that of the largest
+    unit. Raises `StorageError` if the model cannot be read, or its bytes are not what was published.
+    """
+    if folder.exists():
+        return folder
+    with PublishedModel.open(url) as published, atomic_folder(folder) as target:
+        manifest = published.manifest
+        _write_small_files(published, target)
+        weight_map: dict[str, str] = {}
+        for unit in manifest.units.values():
+            if unit.name == "head" and manifest.head.tied:
+                continue
+            buffer = bytearray(max(unit.nbytes, 1))
+            published.read_unit(unit.name, memoryview(buffer))
+            file = f"{unit.name}.safetensors"
+            save_tensors(target / file, unit_tensors(unit, torch.frombuffer(buffer, dtype=torch.uint8)))
+            weight_map |= dict.fromkeys(unit.tensors, file)
+        write_atomic(target / INDEX, _json({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+@contextmanager
+def small_files(source: str) -> Iterator[Path]:
+    """A folder with the configuration and tokenizer of a teacher while the block runs.
+
+    For a Hugging Face folder it is that folder. Raises `StorageError` if a published one cannot be read.
+    """
+    if not is_published(source):
+        yield Path(source)
+        return
+    with TemporaryDirectory(prefix="opd-") as folder, PublishedModel.open(source) as published:
+        _write_small_files(published, Path(folder))
+        yield Path(folder)
+
+
+def is_published(source: str) -> bool:
+    """Whether `source` is what `opd publish` wrote and not a Hugging Face folder."""
+    scheme, _, path = source.rpartition("://")
+    if scheme not in ("", "file"):
+        return True
+    return (Path(path) / LATEST).exists() or (Path(path) / MANIFEST).exists()
+
+
+def _write_small_files(published: PublishedModel, folder: Path) -> None:
+    manifest = published.manifest
+    write_atomic(folder / "config.json", _json(manifest.config))
+    if manifest.generation_config is not None:
+        write_atomic(folder / "generation_config.json", _json(manifest.generation_config))
+    for name, content in published.tokenizer_files().items():
+        write_atomic(folder / name, content)
+
+
+def _json(data: object) -> bytes:
+    return (json.dumps(data, indent=2) + "\n").encode()

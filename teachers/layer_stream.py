@@ -1,0 +1,221 @@
+"""Units of published models, read ahead in the background into one buffer of bounded size.
+
+One thread serves every teacher that shares a stream, in the order in which they asked: rank `r` of `N` reads
+its 1/N of a unit, the ranks gather the whole of it, and the caller gets its bytes while the next units
+arrive. ZeRO-3 (Rajbhandari et al., 2020, section 5.3) gathers parameters from the ranks' memory in the same
+way; here nobody holds them, they come from the store each time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opd.errors import TeacherError
+from opd.teachers.byte_meter import ByteMeter
+from opd.teachers.byte_ring import ByteRing
+from opd.teachers.gather import UnitGather
+
+if TYPE_CHECKING:
+    from opd.storage.published import PublishedModel
+
+
+@dataclass(eq=False)
+class UnitPass:
+    """Some units of one model, asked for in this order, to be used once."""
+
+    model: PublishedModel
+    units: tuple[str, ...]
+    largest: int
+    """Bytes of memory its largest unit needs."""
+    cancelled: bool = False
+    error: BaseException | None = None
+    ready: deque[tuple[int, Tensor]] = field(default_factory=deque)
+    """Place and bytes of the units that were read and not used yet."""
+    asked: int = 0
+    """Units the thread has begun to read."""
+    used: int = 0
+    """Units the caller is done with."""
+
+
+class LayerStream:
+    """Reads units ahead; at most the largest unit and `prefetch_bytes` more are in memory.
+
+    Args:
+        prefetch_bytes: How much may lie ready, or be on its way, beside the unit in use.
+        device: Where the bytes go.
+        group: The ranks that share the reading, each 1/N. The background thread uses it alone: make one with
+            `torch.distributed.new_group`. Every rank must ask for the same units in the same order.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefetch_bytes: int = 2**28,
+        device: str | torch.device = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.prefetch_bytes = prefetch_bytes
+        self.gather = UnitGather(torch.device(device), group)
+        self.meter = ByteMeter()
+        """Its buffer, and whatever its teachers add: converted layers and heads."""
+        self.stall_seconds = 0.0
+        """How long callers have waited for bytes."""
+        self._changed = threading.Condition()
+        self._ring = ByteRing(0)
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._queue: deque[UnitPass] = deque()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def collective(self) -> bool:
+        """Whether several ranks read together."""
+        return self.gather.world > 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffer."""
+        return self._arena.nbytes
+
+    def ask(self, model: PublishedModel, units: Sequence[str]) -> UnitPass:
+        """Begin to read `units` of `model`, after everything asked for before."""
+        asked = UnitPass(model, tuple(units), max(self.gather.room(model, unit) for unit in units))
+        with self._changed:
+            if self._closed:
+                raise TeacherError("this stream of teacher weights was closed; open a new one.")
+            self._queue.append(asked)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="layer-stream", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return asked
+
+    def units(self, asked: UnitPass) -> Generator[tuple[str, Tensor], None, None]:
+        """(name, bytes [nbytes] uint8) of each unit, in order; the bytes are valid until the next one.
+
+        Raises what the reader raised (`StorageError`), and `TeacherError` where another rank failed. What was
+        asked for before `asked` and not used is dropped, and read again if it is used later. Close the
+        iterator to drop what is left.
+        """
+        if asked.cancelled:
+            asked = self.ask(asked.model, asked.units)
+        self._overtake(asked)
+        try:
+            for unit in asked.units:
+                yield unit, self._wait(asked)
+                self._free(asked)
+                asked.used += 1
+        finally:
+            self.drop(asked)
+
+    def close(self) -> None:
+        """Stop reading and free the buffer. With a group, close on every rank after the same use."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._queue.clear()
+        self.meter.let_go(self._arena.nbytes)
+        self._ring, self._arena = ByteRing(0), torch.empty(0, dtype=torch.uint8)
+
+    def _wait(self, asked: UnitPass) -> Tensor:
+        begin = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: asked.ready or asked.error or self._closed)
+            self.stall_seconds += time.perf_counter() - begin
+            if asked.ready:
+                return asked.ready[0][1]
+        if asked.error is not None:
+            raise asked.error
+        raise TeacherError("the stream of teacher weights was closed while a teacher was using it.")
+
+    def _free(self, asked: UnitPass) -> None:
+        self.gather.finish_compute()
+        with self._changed:
+            start, _ = asked.ready.popleft()
+            if not self._closed:
+                self._ring.give_back(start)
+            self._changed.notify_all()
+
+    def _overtake(self, asked: UnitPass) -> None:
+        """Drop what stands before `asked`: its bytes would never be used, and they fill the buffer."""
+        with self._changed:
+            earlier = list(takewhile(lambda other: other is not asked, self._queue))
+        for other in earlier:
+            self.drop(other)
+
+    def drop(self, asked: UnitPass) -> None:
+        """Read no more of `asked` and forget what was read."""
+        while self.collective and asked.error is None and asked.used < len(asked.units) and not self._closed:
+            # The other ranks gather with this one, unit by unit: none of them may leave early.
+            self._wait(asked)
+            self._free(asked)
+            asked.used += 1
+        with self._changed:
+            asked.cancelled = True
+            while asked.ready and not self._closed:
+                self._ring.give_back(asked.ready.popleft()[0])
+            if asked in self._queue:
+                self._queue.remove(asked)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            asked, unit, start = job
+            try:
+                flat = self.gather.read(asked.model, unit, self._arena[start:])
+            except BaseException as error:  # reaches the caller, who waits for this unit
+                self._finish(asked, start, None, error)
+            else:
+                self._finish(asked, start, flat, None)
+
+    def _finish(self, asked: UnitPass, start: int, flat: Tensor | None, error: BaseException | None) -> None:
+        with self._changed:
+            asked.error = error
+            if asked.cancelled or flat is None:
+                self._ring.give_back(start)
+            else:
+                asked.ready.append((start, flat))
+            if error is not None and asked in self._queue:
+                self._queue.remove(asked)
+            self._changed.notify_all()
+
+    def _next(self) -> tuple[UnitPass, str, int] | None:
+        """The next unit to read and where to; waits for work and for room. `None` when closed."""
+        with self._changed:
+            while not self._closed:
+                job = self._start_next()
+                if job is not None:
+                    return job
+                self._changed.wait()
+        return None
+
+    def _start_next(self) -> tuple[UnitPass, str, int] | None:
+        asked = next((one for one in self._queue if one.asked < len(one.units)), None)
+        if asked is None:
+            return None
+        # A smaller buffer is used on until it is empty, so that the next teacher is read ahead into it.
+        if self._ring.capacity < asked.largest + self.prefetch_bytes and not len(self._ring):
+            self._ring = ByteRing(asked.largest + self.prefetch_bytes)
+            # Freed before the larger one is made: the two never exist together.
+            self.meter.let_go(self._arena.nbytes)
+            self._arena = torch.empty(0, dtype=torch.uint8)
+            self._arena = torch.empty(self._ring.capacity, dtype=torch.uint8, device=self.gather.device)
+            self.meter.hold(self._arena.nbytes)
+        unit = asked.units[asked.asked]
+        start = self._ring.take(self.gather.room(asked.model, unit))
+        if start is None:
+            return None
+        asked.asked += 1
+        return asked, unit, start

@@ -1,0 +1,239 @@
+"""A Hugging Face decoder without weights, run one layer at a time for many packed micro-batches.
+
+The decoder is built on the meta device. Its own forward runs once for each micro-batch with every layer and
+the final norm replaced by a stand-in, which notes the arguments the layer would have got: rotary embeddings,
+the attention kind, whatever a family passes. Then each layer runs over all micro-batches with the weights
+that are in memory at that moment. Nothing of a family's forward is written a second time here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from opd.errors import TeacherError
+from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
+from opd.models.causal_lm import quiet
+
+_NORMS = ("norm", "final_layernorm", "ln_f")
+_IGNORED = ("rotary_emb.inv_freq",)  # older checkpoints hold it; it follows from the configuration
+
+
+@dataclass(slots=True)
+class PackedWork:
+    """One packed micro-batch on its way through the layers. `T` tokens, hidden size `D`."""
+
+    input_ids: Tensor
+    """[T] int64."""
+    position_ids: Tensor
+    """[T] int64."""
+    attend: CheckedAttention
+    hidden: Tensor | None = None
+    """[1, T, D]: what the next layer is given."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """The other arguments of each layer."""
+
+    def last_hidden(self) -> Tensor:
+        """[T, D]: what the last module that ran gave."""
+        assert self.hidden is not None
+        return self.hidden[0]
+
+
+class CheckedAttention:
+    """`PackedAttention` that notices layers it cannot stand for."""
+
+    def __init__(self, attend: PackedAttention, kinds: list[str]) -> None:
+        self.attend = attend
+        self.kinds = kinds
+        self.called = False
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """As `PackedAttention`; `TeacherError` if a sliding layer does not say its window."""
+        self.called = True
+        if self.kinds[call.layer_index] == "sliding_attention" and call.sliding_window is None:
+            raise TeacherError(
+                f"layer {call.layer_index} of a published teacher slides but does not say its window; this"
+                " architecture cannot be streamed."
+            )
+        return self.attend(call)
+
+
+class Skeleton:
+    """The decoder that `config`, the dictionary of a config.json, describes.
+
+    Raises `TeacherError` for an architecture that transformers does not know or that is not a plain chain:
+    embedding, layers in order, final norm.
+    """
+
+    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        module = _empty_model(dict(config), dtype)
+        self._decoder: Any = module.get_decoder()
+        self._prefix = next(name for name, part in module.named_modules() if part is self._decoder)
+        norms = [name for name in _NORMS if hasattr(self._decoder, name)]
+        missing = [name for name in ("embed_tokens", "layers") if not hasattr(self._decoder, name)]
+        if missing or not norms:
+            raise self._unusable(f"it has no {missing[0] if missing else 'final norm'}")
+        self._norm = norms[0]
+        self.config = module.config.get_text_config()
+        self.layers: list[nn.Module] = list(self._decoder.layers)
+        default = ["full_attention"] * len(self.layers)
+        self.kinds = list(getattr(self.config, "layer_types", None) or default)
+        if unknown := set(self.kinds) - {"full_attention", "sliding_attention"}:
+            raise self._unusable(f"a layer is of kind {min(unknown)!r}")
+        _move_buffers(self._decoder, device)
+
+    def work(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> PackedWork:
+        """A micro-batch of sequences packed end to end: [T], [T] and [B + 1] on the skeleton's device."""
+        attend = CheckedAttention(PackedAttention(cu_seqlens), self.kinds)
+        return PackedWork(input_ids, position_ids, attend)
+
+    def embed(self, tensors: Mapping[str, Tensor], work: PackedWork) -> None:
+        """From token ids to what the first layer is given; `tensors` are the embedding's."""
+        given = self._own("embed_tokens", tensors)
+        weights = {f"embed_tokens.{name}": tensor for name, tensor in given.items()}
+        chain = _Chain()
+        with chain.installed([*self.layers, getattr(self._decoder, self._norm)]):
+            output = functional_call(
+                self._decoder,
+                weights,
+                (),
+                {
+                    "input_ids": work.input_ids[None],
+                    "position_ids": work.position_ids[None],
+                    "use_cache": False,
+                    "attend": work.attend,
+                },
+                tie_weights=False,
+            )
+        if not chain.whole or output.last_hidden_state is not chain.passed:
+            raise self._unusable("its layers and final norm are not one chain")
+        work.hidden, work.calls = chain.first, chain.calls[:-1]
+
+    def layer(self, index: int, tensors: Mapping[str, Tensor], work: PackedWork) -> None:
+        """Run layer `index`, whose weights are `tensors`, on `work`."""
+        given = self._own(f"layers.{index}", tensors)
+        work.attend.called = False
+        # A layer's arguments are used once: what it alone needed is freed with them.
+        arguments, work.calls[index] = work.calls[index], {}
+        output = functional_call(self.layers[index], given, (work.hidden,), arguments, tie_weights=False)
+        if not isinstance(output, Tensor) or not work.attend.called:
+            raise self._unusable(f"layer {index} does not take hidden states to hidden states by attention")
+        work.hidden = output
+
+    def norm(self, tensors: Mapping[str, Tensor], work: PackedWork) -> None:
+        """Run the final norm on `work`, which is then done."""
+        given = self._own(self._norm, tensors)
+        norm = getattr(self._decoder, self._norm)
+        work.hidden = functional_call(norm, given, (work.hidden,), tie_weights=False)
+
+    def _own(self, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`tensors` under the names they have inside the submodule at `path`, all of them and no others."""
+        prefix = f"{self._prefix}.{path}." if self._prefix else f"{path}."
+        given = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in tensors.items()
+            if not name.endswith(_IGNORED)
+        }
+        needed = self._decoder.get_submodule(path).state_dict()
+        odd = sorted(set(given) ^ set(needed))
+        if odd:
+            raise self._unusable(f"{path} has {'an unknown' if odd[0] in given else 'no'} tensor {odd[0]}")
+        for name, tensor in given.items():
+            if tensor.shape != needed[name].shape:
+                raise self._unusable(
+                    f"{path}.{name} has shape {list(tensor.shape)} where {list(needed[name].shape)} is needed"
+                )
+        return given
+
+    def _unusable(self, reason: str) -> TeacherError:
+        return TeacherError(
+            f"a published {type(self._decoder).__name__} cannot be streamed: {reason}; publish it from a"
+            " folder that this release of transformers loads, or use it unpublished."
+        )
+
+
+class _Chain:
+    """Stand-ins for modules that must be called one after the other, each with what the last one gave."""
+
+    def __init__(self) -> None:
+        self.first: Tensor | None = None
+        self.passed: Tensor | None = None
+        self.calls: list[dict[str, Any]] = []
+        self.whole = True
+        self._modules = 0
+
+    @contextmanager
+    def installed(self, modules: list[nn.Module]) -> Iterator[None]:
+        with ExitStack() as undo:
+            for index, module in enumerate(modules):
+                module.forward = self._stand_in(index)
+                undo.callback(delattr, module, "forward")
+            yield
+        self.whole = self.whole and len(self.calls) == len(modules)
+
+    def _stand_in(self, index: int) -> Any:
+        def forward(hidden_states: Tensor, **arguments: Any) -> Tensor:
+            if index == 0:
+                self.first = hidden_states
+            elif hidden_states is not self.passed or index != len(self.calls):
+                self.whole = False
+            self.calls.append(arguments)
+            # Another object each time, so that a step left out or put in between is seen.
+            self.passed = hidden_states.view_as(hidden_states)
+            return self.passed
+
+        return forward
+
+
+_BUILDING = threading.Lock()
+
+
+def _empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The causal language model of `config` with meta parameters and real buffers."""
+    model_type = str(config.get("model_type"))
+    try:
+        hf_config = CONFIG_MAPPING[model_type].from_dict(config)
+        with _BUILDING, _meta_parameters(), quiet():
+            return AutoModelForCausalLM.from_config(
+                hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME
+            ).eval()
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise TeacherError(
+            f"the configuration of a published {model_type} does not describe a causal language model that"
+            f" transformers knows: {reason}"
+        ) from error
+
+
+@contextmanager
+def _meta_parameters() -> Iterator[None]:
+    """In this thread, put every parameter on the meta device as soon as its module gets it.
+
+    A model built under `torch.device("meta")` loses its buffers too, and with them the rotary frequencies.
+    """
+    original, builder = nn.Module.register_parameter, threading.get_ident()
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and threading.get_ident() == builder:
+            param = nn.Parameter(param.data.to("meta"), requires_grad=False)
+        original(self, name, param)
+
+    nn.Module.register_parameter = register
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = buffer.to(device)

@@ -1,0 +1,80 @@
+"""`opd publish` on a real checkpoint, and what the manifest then says of it."""
+
+import dataclasses
+import json
+
+import pytest
+import tiny
+import torch
+
+from opd.models.checkpoint import save_checkpoint
+from opd.models.tokenizers import fingerprint
+from opd.pipelines.cli import main
+from opd.pipelines.publish import publish_checkpoint
+from opd.storage.published import PublishedModel
+
+GRANITE = {"model_type": "granite", "logits_scaling": 4.0, "tie_word_embeddings": True}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save_checkpoint(tiny.model(**GRANITE), tiny.tokenizer(), tmp_path / "model", {})
+    return tmp_path / "model"
+
+
+def test_the_command_publishes_once(checkpoint, tmp_path, capsys):
+    words = ["publish", str(checkpoint), str(tmp_path / "store"), "--shards", "2"]
+    assert main(words) == 0
+    first = capsys.readouterr()
+    assert main(words) == 0
+    second = capsys.readouterr()
+    with PublishedModel.open(tmp_path / "store") as model:
+        manifest = model.manifest
+    assert first.out.startswith(f"{checkpoint} published: {tmp_path / 'store'}/{manifest.version}\n")
+    assert manifest.digest in first.out
+    assert "2 shards" in first.out
+    assert second.out.startswith(f"{checkpoint} was published already: ")
+
+
+def test_the_manifest_describes_head_tokenizer_and_weights(checkpoint, tmp_path):
+    manifest = publish_checkpoint(checkpoint, tmp_path / "store", shards=3).manifest
+    assert manifest.head.scale == 0.25
+    assert manifest.head.softcap is None
+    assert manifest.head.tied
+    assert manifest.head.vocabulary == len(tiny.tokenizer())
+    assert manifest.config["model_type"] == "granite"
+    expected = json.loads(json.dumps(dataclasses.asdict(fingerprint(tiny.tokenizer()))))
+    state = tiny.model(**GRANITE).module.state_dict()
+    with PublishedModel.open(tmp_path / "store") as model:
+        assert model.manifest.fingerprint == expected
+        for name, unit in model.manifest.units.items():
+            buffer = bytearray(unit.nbytes)
+            model.read_unit(name, memoryview(buffer))
+            for key, entry in unit.tensors.items():
+                raw = buffer[entry.offset : entry.offset + entry.nbytes]
+                assert torch.equal(
+                    torch.frombuffer(raw, dtype=torch.float32).reshape(entry.shape), state.pop(key)
+                )
+    assert state == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["publish", "none", "{store}"], "none is not a folder"),
+        (["publish", "{model}", "{store}", "--shards", "0"], "published in 0 shards; choose 1 to"),
+        (["publish", "{model}", "{store}", "--shards", "two"], "invalid int value: 'two'"),
+        (["publish", "{model}", "{store}", "--seed", "1"], "remove --seed"),
+        (["publish", "{model}", "nonsense://x"], "nonsense://x cannot be opened"),
+        (["publish", "{model}"], "the following arguments are required: URL"),
+    ],
+)
+def test_a_users_error_is_one_line_and_status_2(checkpoint, tmp_path, words, part, capsys):
+    places = {"model": checkpoint, "store": tmp_path / "store"}
+    assert main([word.format(**places) for word in words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("opd: error: ")
+    assert captured.err.strip().count("\n") == 0
+    assert part in captured.err
+    assert not (tmp_path / "store").exists()

@@ -1,0 +1,145 @@
+"""A token log as a plain dictionary, and random work for it: what every crash test compares with."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from opd.types import DecodeStep, LoggedRequest, RolloutRequest, SamplingParams, Status
+
+ENDS = (Status.COMPLETED, Status.TRUNCATED, Status.ABORTED, Status.FAILED)
+
+
+@dataclass
+class ModelRequest:
+    request: RolloutRequest
+    metadata: dict
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    status: Status = Status.PENDING
+    failure: str | None = None
+
+    def logged(self) -> LoggedRequest:
+        return LoggedRequest(
+            self.request,
+            self.metadata,
+            np.array(self.tokens, np.int32),
+            np.array(self.logprobs, np.float32),
+            np.array(self.versions, np.int32),
+            np.array(self.mask, bool),
+            self.status,
+            self.failure,
+        )
+
+
+def key(logged: LoggedRequest) -> tuple:
+    """Everything a log must bring back of a request, comparable."""
+    request = logged.request
+    return (
+        request.uid,
+        request.prompt_ids.tobytes(),
+        request.sampling,
+        request.seed,
+        json.dumps(logged.metadata, sort_keys=True),
+        logged.token_ids.tobytes(),
+        logged.logprobs.tobytes(),
+        logged.policy_versions.tobytes(),
+        logged.loss_mask.tobytes(),
+        logged.status,
+        logged.failure,
+    )
+
+
+def state_of(requests: dict[str, LoggedRequest]) -> tuple:
+    """The whole log, comparable; in the order of opening."""
+    assert all(uid == logged.request.uid for uid, logged in requests.items())
+    return tuple(key(logged) for logged in requests.values())
+
+
+class LogModel:
+    """The contract of `TokenLog` in memory."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, ModelRequest] = {}
+        self._keys: dict[str, tuple] = {}
+
+    def open(self, request: RolloutRequest, metadata: dict) -> None:
+        self.requests[request.uid] = ModelRequest(request, metadata)
+
+    def append(self, step: DecodeStep) -> None:
+        for uid, token, logprob in zip(step.uids, step.token_ids, step.logprobs, strict=True):
+            self._add(uid, int(token), float(logprob), step.policy_version, True)
+        for uid, status in step.finished.items():
+            self.requests[uid].status = status
+            self._keys.pop(uid, None)
+
+    def append_observation(self, uid: str, token_ids: np.ndarray, policy_version: int) -> None:
+        for token in token_ids:
+            self._add(uid, int(token), 0.0, policy_version, False)
+
+    def close(self, uid: str, status: Status, reason: str | None = None) -> None:
+        self.requests[uid].status, self.requests[uid].failure = status, reason
+        self._keys.pop(uid, None)
+
+    def retire(self, uids: list[str]) -> None:
+        for uid in uids:
+            self.requests.pop(uid, None)
+            self._keys.pop(uid, None)
+
+    def running(self) -> list[str]:
+        return [uid for uid, request in self.requests.items() if request.status is Status.PENDING]
+
+    def state(self) -> tuple:
+        for uid, request in self.requests.items():
+            if uid not in self._keys:
+                self._keys[uid] = key(request.logged())
+        return tuple(self._keys[uid] for uid in self.requests)
+
+    def _add(self, uid: str, token: int, logprob: float, version: int, mine: bool) -> None:
+        request = self.requests[uid]
+        request.tokens.append(token)
+        request.logprobs.append(logprob)
+        request.versions.append(version)
+        request.mask.append(mine)
+        self._keys.pop(uid, None)
+
+
+def random_call(model: LogModel, rng: random.Random, serial: int) -> tuple[str, tuple]:
+    """A method of `TokenLog` and arguments that are right for what `model` holds."""
+    running, known = model.running(), list(model.requests)
+    choice = rng.random()
+    if not running or (choice < 0.15 and len(running) < 8):
+        return "open", (random_request(rng, f"r{serial}"), {"group": serial, "label": "é" * rng.randrange(3)})
+    if choice < 0.70:
+        return "append", (random_step(model, rng),)
+    if choice < 0.80:
+        tokens = np.array([rng.randrange(1000) for _ in range(rng.randrange(1, 6))], np.int32)
+        return "append_observation", (rng.choice(running), tokens, serial % 1000)
+    if choice < 0.88:
+        return "close", (rng.choice(running), rng.choice(ENDS), rng.choice([None, "", "a reason"]))
+    return "retire", (rng.sample(known, rng.randrange(1, min(4, len(known)) + 1)),)
+
+
+def random_request(rng: random.Random, uid: str) -> RolloutRequest:
+    prompt = np.array([rng.randrange(50_000) for _ in range(rng.randrange(1, 9))], np.int32)
+    sampling = SamplingParams(rng.random(), rng.random(), rng.randrange(5), rng.randrange(1, 99), (2, 3))
+    return RolloutRequest(uid, prompt, sampling, rng.randrange(1 << 40))
+
+
+def random_step(model: LogModel, rng: random.Random) -> DecodeStep:
+    running = model.running()
+    uids = running if rng.random() < 0.8 else rng.sample(running, rng.randrange(1, len(running) + 1))
+    finished = {uid: rng.choice(ENDS[:2]) for uid in uids if rng.random() < 0.1}
+    return DecodeStep(
+        list(uids),
+        np.array([len(model.requests[uid].tokens) for uid in uids], np.int32),
+        np.array([rng.randrange(1 << 31) for _ in uids], np.int32),
+        np.array([-rng.random() for _ in uids], np.float32),
+        rng.randrange(100),
+        finished,
+    )

@@ -1,0 +1,79 @@
+"""Heads spread over 2 and 4 processes against the whole head in one: values, gradients, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("vocab_parallel_worker.py")
+WORLD = 4
+CASES_PER_WORLD_SIZE = 2 * 3 * (6 + 2 + 5)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What each of the 4 ranks found; the cases of 2 ranks ran in two pairs of them."""
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(WORLD), str(store)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, errors
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-13), ("float32", 5e-6)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_give_what_the_whole_head_gives(results, size: int, dtype: str, bound: float) -> None:
+    for rank, result in enumerate(results):
+        cases = {
+            name: value
+            for name, value in result["differences"].items()
+            if name.startswith(f"{size} ranks, {dtype}")
+        }
+        assert len(cases) == CASES_PER_WORLD_SIZE // 2, rank
+        # Not <= through any(): a NaN must fail too.
+        assert {name: value for name, value in cases.items() if not value <= bound} == {}, rank
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_holds_the_same_bits_twice(results, size: int) -> None:
+    assert all(result["same"][str(size)] for result in results)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("other cut", "cut them at the same tokens"),
+        ("other vocabulary", "vocabulary has 103 tokens and the teacher's 102"),
+        ("nan hidden", "FloatingPointError: the student hidden state of token 7"),
+        ("nan head", "FloatingPointError: the divergence of token 0 is not finite"),
+        ("too many parts", "a vocabulary of 1 tokens cannot be cut"),
+        ("other scales", "differ in (width, scale, softcap)"),
+    ],
+)
+def test_every_rank_refuses_with_the_same_sentence(results, name: str, words: str) -> None:
+    for size in ("2", "4"):
+        sentences = {result["refusals"][size][name] for result in results}
+        assert len(sentences) == 1
+        assert words in sentences.pop()

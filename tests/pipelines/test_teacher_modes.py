@@ -1,0 +1,67 @@
+"""Streamed, resident and already published teachers end with the same student."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recipes import tiny_recipe
+
+from opd.pipelines.publish import publish_checkpoint
+from opd.pipelines.run import run_pipeline, run_stage
+from opd.pipelines.run_folder import RunFolder
+
+FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 3}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run with base, specialists and a streamed merge."""
+    path = tmp_path_factory.mktemp("modes") / "streamed"
+    recipe = tiny_recipe(distill=FEW)
+    with RunFolder.create(path, recipe) as folder:
+        run_stage(recipe, folder, "merge")
+    return path
+
+
+def merge_again(trained: Path, out: Path, given: dict, **distill) -> dict:
+    """A merge of the same specialists from the same base; returns what its stage recorded."""
+    settings = {"model": {"path": str(trained / "base")}, "base": None, "teachers": given}
+    recipe = tiny_recipe(**settings, distill=FEW | distill, baselines={"methods": []})
+    with RunFolder.create(out, recipe) as folder:
+        run_pipeline(recipe, folder)
+        done = folder.stage_done("merge")
+    assert done is not None
+    return done
+
+
+def folders(trained: Path) -> dict:
+    return {name: {"path": str(trained / "specialists" / name)} for name in ("sort", "add3")}
+
+
+def test_resident_teachers_give_the_same_weights(trained, tmp_path):
+    streamed = json.loads((trained / "stages/merge/done.json").read_text())
+    resident = merge_again(trained, tmp_path / "resident", folders(trained), teachers="resident")
+    assert resident["digest"] == streamed["digest"]
+    assert streamed["counters"]["bytes_read"] > 0
+    assert "bytes_read" not in resident["counters"] or resident["counters"]["bytes_read"] == 0
+
+
+def test_published_teachers_give_the_same_weights_and_are_evaluated(trained, tmp_path):
+    urls = {}
+    for name in ("sort", "add3"):
+        urls[name] = {"path": f"file://{tmp_path}/store/{name}"}
+        publish_checkpoint(trained / "specialists" / name, urls[name]["path"], shards=2)
+    done = merge_again(trained, tmp_path / "run", urls)
+    assert done["digest"] == json.loads((trained / "stages/merge/done.json").read_text())["digest"]
+    models = {m["name"]: m for m in json.loads((tmp_path / "run/results.json").read_text())["models"]}
+    assert models["specialist:sort"]["domains"]["sort"]["sampled"]["total"] == 20
+
+
+def test_a_finished_stage_keeps_no_log_and_no_cache(trained):
+    for stage in ("specialist-sort", "merge"):
+        assert not (trained / "stages" / stage / "wal").exists()
+        assert not (trained / "stages" / stage / "cache").exists()

@@ -1,0 +1,118 @@
+"""The fault-tolerant rollout on the real write-ahead log, down to kill -9 of a generating process."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import preempted_process
+import tiny
+from faulty_engines import FaultyEngine, sound
+
+from opd.errors import StorageError
+from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.torch_engine import TorchEngine
+from opd.storage.wal import TokenWAL
+from opd.types import Status
+
+Fixture = Callable[..., Any]
+
+
+@settings(max_examples=12)
+@given(cuts=st.lists(st.integers(0, 12), min_size=1, max_size=4), data=st.data())
+def test_a_log_reopened_again_and_again(
+    build: Fixture, collect: Fixture, requests_of: Fixture, tmp_path_factory: Any, cuts: list[int], data: Any
+) -> None:
+    """Each round decodes some steps, closes the log, and opens it in a new rollout."""
+    model, _ = build()
+    requests = requests_of(5, samples=2, seed=2)
+    expected = collect(TorchEngine(model, max_running=6).generate(requests))
+    folder, sampled = tmp_path_factory.mktemp("wal"), []
+    policy = data.draw(st.sampled_from(["always", "interval", "os"]))
+    for cut in [*cuts, 10**6]:
+        with TokenWAL(folder, fsync=policy) as log:
+            engine = FaultyEngine(TorchEngine(model, max_running=6), sound)
+            steps = FaultTolerantRollout([engine], log).generate(requests)
+            seen = [step for step, _ in zip(steps, range(cut), strict=False)]
+            sampled += engine.sampled
+    assert len(sampled) == len(set(sampled)), "a logged token was sampled again"
+    for uid, response in collect(seen).items():
+        assert response.token_ids == expected[uid].token_ids
+        assert response.status == expected[uid].status
+        np.testing.assert_allclose(response.logprobs, expected[uid].logprobs, atol=1e-5)
+
+
+def test_ended_requests_come_back_and_retired_ones_are_forgotten(
+    build: Fixture, collect: Fixture, requests_of: Fixture, tmp_path: Path
+) -> None:
+    model, _ = build()
+    requests = requests_of(4, samples=2, seed=1)
+    uids = [request.uid for request in requests]
+    with TokenWAL(tmp_path) as log:
+        first = collect(FaultTolerantRollout([TorchEngine(model)], log).generate(requests))
+    with TokenWAL(tmp_path) as log:
+        engine = FaultyEngine(TorchEngine(model), sound)
+        assert collect(FaultTolerantRollout([engine], log).generate(requests)) == first
+        assert not engine.asked
+        log.retire(uids)
+        assert collect(FaultTolerantRollout([engine], log).generate(requests)) == first
+        assert sorted(engine.asked[0]) == sorted(uids)
+
+
+def test_failures_keep_their_reason(build: Fixture, requests_of: Fixture, tmp_path: Path) -> None:
+    model, _ = build()
+    requests = requests_of(2)
+    with TokenWAL(tmp_path) as log:
+        steps = FaultTolerantRollout([TorchEngine(model)], log).generate(requests)
+        next(steps)
+        open_now = [uid for uid in log.uids() if log.requests()[uid].status is Status.PENDING]
+        log.close(open_now[0], Status.FAILED, "too slow")
+    with TokenWAL(tmp_path) as log:
+        rollout = FaultTolerantRollout([TorchEngine(model)], log)
+        ended = {uid: status for step in rollout.generate(requests) for uid, status in step.finished.items()}
+    assert ended[open_now[0]] is Status.FAILED
+    assert rollout.failures == {open_now[0]: "too slow"}
+
+
+def test_two_rollouts_cannot_share_a_log(tmp_path: Path) -> None:
+    with TokenWAL(tmp_path), pytest.raises(StorageError):
+        TokenWAL(tmp_path)
+
+
+@pytest.mark.slow
+def test_kill_9_at_random_moments(tmp_path: Path, collect: Fixture) -> None:
+    """Real processes on one log, each killed while it decodes; the last one here ends the requests."""
+    expected = collect(TorchEngine(tiny.model()).generate(preempted_process.requests()))
+    rng, last = random.Random(0), {}
+    for _ in range(4):
+        command = [sys.executable, preempted_process.__file__, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("step"):
+                    break
+            time.sleep(rng.random() * 0.2)
+            os.kill(process.pid, signal.SIGKILL)
+        with TokenWAL(tmp_path / "wal") as log:
+            found = {uid: logged.token_ids.tolist() for uid, logged in log.requests().items()}
+        for uid, tokens in last.items():
+            assert found[uid][: len(tokens)] == tokens, "a logged token was lost"
+        last = found
+    with TokenWAL(tmp_path / "wal") as log:
+        steps = FaultTolerantRollout([TorchEngine(tiny.model())], log).generate(preempted_process.requests())
+        responses = collect(steps)
+    assert {u: r.token_ids for u, r in responses.items()} == {u: r.token_ids for u, r in expected.items()}

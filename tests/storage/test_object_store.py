@@ -1,0 +1,170 @@
+import os
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opd.errors import StorageError
+from opd.storage.object_store import ObjectStore
+from opd.storage.ranges import MAX_GAP, Range, join, rest
+from opd.storage.store_faults import StoreOptions, TransientError, with_retries
+
+FAST = StoreOptions(attempts=3, backoff_seconds=0.001, chunk_bytes=1000)
+
+
+@pytest.fixture(params=["path", "file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path):
+    url = {"path": str(tmp_path / "s"), "file": f"file://{tmp_path}/s", "memory": f"memory://{tmp_path}/s"}
+    with ObjectStore.open(url[request.param], options=FAST) as opened:
+        yield opened
+
+
+def test_what_is_put_is_read_back(store):
+    data = os.urandom(12_345)
+    store.put("a/b.bin", data)
+    store.put("a/c.bin", lambda: iter([data[:5000], memoryview(data)[5000:]]))
+    assert store.get("a/b.bin") == store.get("a/c.bin") == data
+    assert store.get_range("a/b.bin", 100, 7000) == data[100:7000]
+    assert store.list() == ["a/b.bin", "a/c.bin"]
+    assert store.list("a") == ["a/b.bin", "a/c.bin"]
+    assert store.list("none") == []
+    assert store.size("a/b.bin") == 12_345
+    assert store.exists("a/b.bin")
+    assert not store.exists("a")
+    assert not store.exists("a/none")
+    assert store.bytes_read == 2 * 12_345 + 6900
+    store.put("a/b.bin", b"")
+    assert store.get("a/b.bin") == b""
+    store.delete("a/b.bin")
+    store.delete("a/b.bin")
+    assert store.list() == ["a/c.bin"]
+
+
+def test_errors_name_object_and_range(store):
+    store.put("a", b"12345")
+    with pytest.raises(StorageError, match=r"s/none does not exist"):
+        store.get("none")
+    with pytest.raises(StorageError, match=r"s/none"):
+        store.get_range("none", 0, 5)
+    with pytest.raises(StorageError, match=r"s/a.*3-9"):
+        store.get_range("a", 3, 9)
+
+
+@pytest.mark.parametrize("store", ["path"], indirect=True)
+def test_an_interrupted_put_leaves_the_old_object(store):
+    store.put("a", b"old")
+
+    def breaks():
+        yield b"new"
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        store.put("a", breaks)
+    assert store.get("a") == b"old"
+    assert store.list() == ["a"]
+
+
+def test_threads_share_a_store(store):
+    data = os.urandom(50_000)
+    store.put("a", data)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: store.get_range("a", i * 500, i * 500 + 9000), range(80)))
+    assert found == [data[i * 500 : i * 500 + 9000] for i in range(80)]
+    assert store.bytes_read == 80 * 9000
+
+
+def test_an_error_is_raised_only_when_no_read_is_running(tmp_path):
+    store = ObjectStore.open(tmp_path, options=StoreOptions(threads=4))
+    store.put("a", bytes(100))
+    buffer = memoryview(bytearray(400))
+    started, first, ended = threading.Barrier(4), threading.Semaphore(1), []
+
+    def arrived(piece: Range) -> None:
+        started.wait(10)
+        if first.acquire(blocking=False):
+            raise StorageError("broken")
+        time.sleep(0.2)
+        ended.append(piece)
+
+    with pytest.raises(StorageError, match="broken"):
+        store.read_ranges([Range("a", 0, buffer[i * 100 : i * 100 + 100]) for i in range(4)], arrived)
+    assert len(ended) == 3
+    store.close()
+
+
+def test_an_unknown_protocol_is_refused():
+    with pytest.raises(StorageError, match="nonsense://x cannot be opened"):
+        ObjectStore.open("nonsense://x")
+
+
+def test_retries_are_bounded_and_pauses_grow(monkeypatch):
+    pauses = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    options = StoreOptions(attempts=8, backoff_seconds=1.0, backoff_cap_seconds=20.0)
+    calls = []
+
+    def fails() -> None:
+        calls.append(1)
+        raise TransientError("503 SlowDown")
+
+    with pytest.raises(StorageError, match=r"x cannot be read: 503 SlowDown, 8 times in .* s; check"):
+        with_retries(options, "x cannot be read", fails)
+    assert len(calls) == 8
+    for pause, full in zip(pauses, [1, 2, 4, 8, 16, 20, 20], strict=True):
+        assert full / 2 <= pause <= full
+    outcomes = iter([TransientError("no"), TransientError("no"), 5])
+
+    def at_last() -> int:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    assert with_retries(options, "x", at_last) == 5
+
+
+def test_the_default_pauses_outlast_ten_seconds_away():
+    options = StoreOptions()
+    pauses = [
+        min(options.backoff_seconds * 2**i, options.backoff_cap_seconds) for i in range(options.attempts - 1)
+    ]
+    assert sum(pauses) / 2 > 10
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), min_size=1, max_size=12),
+    most=st.integers(1, 200),
+    start=st.integers(0, 30),
+    done=st.integers(0, 100),
+)
+def test_joined_ranges_read_the_same_bytes(lengths, most, start, done):
+    content, ranges, at = random.Random(0).randbytes(1000), [], start
+    for length, gap in lengths:
+        ranges.append(Range("a", at, memoryview(bytearray(length))))
+        at += length + gap
+    requests = join(ranges, most)
+    assert [wanted for request in requests for wanted in request.ranges] == ranges
+    for request in requests:
+        assert len(request.ranges) == 1 or request.stop - request.start <= most
+        views = request.views()
+        assert sum(map(len, views)) == request.stop - request.start
+        data, skipped = content[request.start : request.stop], min(done, request.stop - request.start)
+        for part, position in ((rest(views, skipped), skipped), (views, 0)):
+            for view in part:
+                view[:] = data[position : position + len(view)]
+                position += len(view)
+            assert position == len(data)
+    assert all(bytes(wanted.into) == content[wanted.start : wanted.stop] for wanted in ranges)
+
+
+def test_ranges_far_apart_or_of_other_objects_are_not_joined(tmp_path):
+    def wanted(path: str, at: int) -> Range:
+        return Range(path, at, memoryview(bytearray(10)))
+
+    far = [wanted("a", 0), wanted("a", 10 + MAX_GAP), wanted("a", 21 + 2 * MAX_GAP), wanted("b", 31)]
+    assert [len(request.ranges) for request in join([*far, wanted("b", 0)], 2**30)] == [2, 1, 1, 1]

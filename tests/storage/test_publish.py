@@ -1,0 +1,294 @@
+"""Publishing and reading back on the local file system: layout, no-op, refusals, corruption."""
+
+import dataclasses
+import itertools
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from opd.errors import StorageError
+from opd.storage.layout import MAX_BLOCK_BYTES, Unit, block_size, unit_of
+from opd.storage.object_store import ObjectStore
+from opd.storage.publish import ModelForm, publish
+from opd.storage.published import PublishedModel
+from opd.storage.store_faults import StoreOptions
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
+from checkpoints import copy_of, expected_bytes, write_checkpoint
+
+FORM = ModelForm(scale=0.5, softcap=30.0, tied=False, layers=2, fingerprint={"vocab_size": 50})
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def put(checkpoint: Path, target: Path, shards: int = 3, form: ModelForm = FORM):
+    with ObjectStore.open(target) as store:
+        return publish(checkpoint, store, shards=shards, form=form)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shards", [1, 3, 7])
+def test_every_world_reads_every_byte(tmp_path, shards, tied):
+    tensors = write_checkpoint(tmp_path / "model", layers=3, tied=tied)
+    form = dataclasses.replace(FORM, layers=3, tied=tied)
+    assert put(tmp_path / "model", tmp_path / "store", shards, form).written
+    with PublishedModel.open(tmp_path / "store") as model:
+        assert list(model.manifest.units) == ["embedding", "layer.0", "layer.1", "layer.2", "norm", "head"]
+        for world in (1, 2, 3, 5, 7, 100):
+            assert copy_of(model, world) == expected_bytes(tensors, tied)
+        for unit in model.manifest.units.values():
+            assert all(entry.offset % 64 == 0 for entry in unit.tensors.values())
+            for key, entry in unit.tensors.items():
+                source = tensors["model.embed_tokens.weight" if tied and key == "lm_head.weight" else key]
+                assert entry.shape == source.shape
+                assert entry.dtype == {"float16": "F16", "float32": "F32"}[source.dtype.name]
+
+
+def test_a_rank_reads_one_range_of_one_file_and_its_share_of_the_bytes(tmp_path):
+    write_checkpoint(tmp_path / "model", hidden=128)
+    manifest = put(tmp_path / "model", tmp_path / "store", 4).manifest
+    for rank in range(4):
+        with PublishedModel.open(tmp_path / "store") as model:
+            small = model.bytes_read
+            for name in manifest.units:
+                assert len(manifest.extents(name, rank, 4)) <= 1
+                assert all(extent.shard == rank for extent in manifest.extents(name, rank, 4))
+                model.read_part(name, rank, 4, memoryview(bytearray(model.part_bytes(name, 4))))
+            assert model.bytes_read - small <= 1.01 * manifest.nbytes / 4 + 64 * len(manifest.units)
+    files = [tmp_path / "store" / manifest.shard_path(shard) for shard in range(4)]
+    assert [file.stat().st_size for file in files] == manifest.sizes
+
+
+def test_what_the_manifest_tells(checkpoint, tmp_path):
+    put(checkpoint, tmp_path / "store")
+    with PublishedModel.open(tmp_path / "store") as model:
+        manifest = model.manifest
+        assert model.tokenizer_files() == {
+            name: (checkpoint / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")
+        }
+    assert manifest.config == json.loads((checkpoint / "config.json").read_text())
+    assert manifest.generation_config == {"eos_token_id": 1}
+    head = manifest.head
+    assert (head.scale, head.softcap, head.bias, head.tied) == (0.5, 30.0, False, False)
+    assert (head.vocabulary, head.hidden) == (50, 32)
+    assert manifest.fingerprint == {"vocab_size": 50}
+    with PublishedModel.open(tmp_path / "store" / manifest.version) as model:
+        assert model.manifest == manifest
+        assert len(model.tokenizer_files()) == 2
+
+
+def test_publishing_again_is_a_no_op(checkpoint, tmp_path):
+    assert put(checkpoint, tmp_path / "store").written
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")}
+    assert not put(checkpoint, tmp_path / "store").written
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")} == before
+
+
+def test_the_digest_is_the_models_whatever_the_shards_and_files(checkpoint, tmp_path):
+    tensors = {}
+    for path in checkpoint.glob("*.safetensors"):
+        tensors |= load_file(path)
+    digest = put(checkpoint, tmp_path / "store", 1).manifest.digest
+    assert put(checkpoint, tmp_path / "store", 5).manifest.digest == digest
+    (checkpoint / "model.safetensors.index.json").unlink()
+    save_file(dict(reversed(tensors.items())), checkpoint / "model.safetensors")
+    assert put(checkpoint, tmp_path / "store", 1).manifest.digest == digest
+    digests = {digest}
+    for change in (FORM.scale, "softcap", "tokenizer", "config", "weight"):
+        form = FORM
+        if change == FORM.scale:
+            form = dataclasses.replace(FORM, scale=0.25)
+        elif change == "softcap":
+            form = dataclasses.replace(FORM, softcap=None)
+        elif change == "tokenizer":
+            (checkpoint / "tokenizer.json").write_text("{}")
+        elif change == "config":
+            (checkpoint / "config.json").write_text('{"model_type": "qwen3"}')
+        else:
+            tensors["model.norm.weight"][3] = np.nextafter(tensors["model.norm.weight"][3], 9)
+            save_file(tensors, checkpoint / "model.safetensors")
+        digests.add(put(checkpoint, tmp_path / "store", 1, form).manifest.digest)
+    assert len(digests) == 6
+
+
+def test_latest_follows_the_last_published(checkpoint, tmp_path):
+    first = put(checkpoint, tmp_path / "store").manifest
+    second = put(checkpoint, tmp_path / "store", form=dataclasses.replace(FORM, scale=2.0)).manifest
+    assert PublishedModel.open(tmp_path / "store").manifest == second
+    assert not put(checkpoint, tmp_path / "store").written
+    assert PublishedModel.open(tmp_path / "store").manifest == first
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "manifest"])
+def test_publishing_again_mends_what_is_not_whole(checkpoint, tmp_path, damage):
+    manifest = put(checkpoint, tmp_path / "store").manifest
+    shard = tmp_path / "store" / manifest.shard_path(1)
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "short":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    else:
+        (tmp_path / "store" / manifest.version / "manifest.json").write_bytes(b"{}")
+    assert put(checkpoint, tmp_path / "store").written
+    with PublishedModel.open(tmp_path / "store") as model:
+        assert len(copy_of(model)) == 9
+
+
+MEMORY = """
+import resource, sys
+from opd.storage.object_store import ObjectStore
+from opd.storage.publish import ModelForm, publish
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def put(name):
+    with ObjectStore.open(sys.argv[1] + "/store") as store:
+        return publish(sys.argv[1] + "/" + name, store, shards=2, form=ModelForm(layers=2)).manifest.nbytes
+small = put("small")
+before = peak()
+print(put("large") - small, peak() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    write_checkpoint(tmp_path / "small", hidden=1024, vocabulary=5000)
+    write_checkpoint(tmp_path / "large", hidden=1024, vocabulary=25_000)
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    more_bytes, more_memory = map(int, result.stdout.split())
+    assert more_bytes > 150 * 2**20
+    assert more_memory < 16 * 2**20
+
+
+def remove(checkpoint: Path, name: str) -> None:
+    for path in checkpoint.glob("*.safetensors"):
+        tensors = load_file(path)
+        if tensors.pop(name, None) is not None:
+            save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda c: remove(c, "lm_head.weight"), "no tensors for the head"),
+        (lambda c: remove(c, "model.embed_tokens.weight"), "no tensors for the embedding"),
+        (
+            lambda c: save_file({"vision.w": np.zeros(3)}, c / "model-00002-of-00002.safetensors"),
+            "vision.w belongs to no known part",
+        ),
+        (
+            lambda c: (c / "model-00001-of-00002.safetensors").unlink(),
+            "00001-of-00002.safetensors is missing",
+        ),
+        (
+            lambda c: (c / "model-00001-of-00002.safetensors").write_bytes(b"12345678"),
+            "is truncated or is no",
+        ),
+        (lambda c: (c / "config.json").write_text("{"), "config.json cannot be read as JSON"),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_and_nothing_written(checkpoint, tmp_path, break_it, message):
+    break_it(checkpoint)
+    with pytest.raises(StorageError, match=message):
+        put(checkpoint, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_truncated_weight_file_is_refused(checkpoint, tmp_path):
+    path = checkpoint / "model-00002-of-00002.safetensors"
+    data = path.read_bytes()
+    for size in random.Random(0).sample(range(len(data)), 40):
+        path.write_bytes(data[:size])
+        with pytest.raises(StorageError, match="truncated or is no safetensors"):
+            put(checkpoint, tmp_path / "store")
+
+
+def test_a_checkpoint_that_changes_meanwhile_is_refused(checkpoint, tmp_path):
+    path = checkpoint / "model-00002-of-00002.safetensors"
+
+    def change(stage: str, done: int, total: int) -> None:
+        if stage == "checksums" and done == total:
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+
+    with (
+        ObjectStore.open(tmp_path / "store") as store,
+        pytest.raises(StorageError, match=r"changed while its .* was published"),
+    ):
+        publish(checkpoint, store, shards=2, form=FORM, progress=change)
+    with pytest.raises(StorageError, match="holds no published model"):
+        PublishedModel.open(tmp_path / "store")
+
+
+def test_names_of_tensors():
+    assert unit_of("model.layers.11.mlp.experts.3.w") == "layer.11"
+    assert unit_of("model.final_layernorm.bias") == "norm"
+    assert unit_of("model.layers.0.self_attn.rotary_emb.inv_freq") is None
+    for name in ("transformer.h.0.w", "model.layers.x.w", "model.embed", "lm_headweight"):
+        with pytest.raises(StorageError, match="belongs to no known part"):
+            unit_of(name)
+
+
+@given(nbytes=st.integers(0, 2**37), shards=st.integers(1, 64), world=st.integers(1, 70))
+def test_blocks_are_small_and_parts_cover_the_unit_evenly(nbytes, shards, world):
+    size = block_size(nbytes, shards)
+    unit = Unit("layer.0", nbytes, {}, size, "", b"")
+    assert 64 <= size <= MAX_BLOCK_BYTES
+    assert size % 64 == 0
+    for ranks in (shards, world):
+        parts = [unit.part(rank, ranks) for rank in range(ranks)]
+        assert parts[0][0] == 0
+        assert parts[-1][1] == nbytes
+        assert all(left[1] == right[0] for left, right in itertools.pairwise(parts))
+        assert all(start % size == 0 for start, stop in parts if start < stop)
+    largest = max(stop - start for start, stop in (unit.part(rank, shards) for rank in range(shards)))
+    if nbytes >= 10_000 * shards:
+        assert largest <= 1.01 * nbytes / shards
+
+
+@given(data=st.data())
+def test_extents_are_the_part(data):
+    nbytes, shards = data.draw(st.integers(0, 10_000)), data.draw(st.integers(1, 9))
+    world = data.draw(st.integers(1, 9))
+    rank = data.draw(st.integers(0, world - 1))
+    from opd.storage.layout import extents
+
+    unit = Unit("layer.0", nbytes, {}, block_size(nbytes, shards), "", b"")
+    found = list(extents(unit, rank, world, shards, [0] * shards))
+    start, stop = unit.part(rank, world)
+    assert [at for one in found for at in range(one.start, one.stop)] == list(range(start, stop))
+    for one in found:
+        low, high = unit.part(one.shard, shards)
+        assert low + one.offset == one.start
+        assert one.stop <= high
+    if world == shards:
+        assert len(found) <= 1
+
+
+def test_the_buffer_may_be_larger_and_of_any_type(checkpoint, tmp_path):
+    put(checkpoint, tmp_path / "store", 2)
+    with PublishedModel.open(tmp_path / "store", options=StoreOptions(chunk_bytes=1)) as model:
+        start, stop = model.part("head", 1, 2)
+        buffer = np.full(stop - start + 64, 7, dtype=np.uint8)
+        wide = buffer.view(np.uint16)
+        model.read_part("head", 1, 2, memoryview(wide))
+        assert (buffer[stop - start :] == 7).all()
+        assert model.read_unit("norm", memoryview(bytearray(128))) is None
+        with pytest.raises(StorageError, match="use part_bytes"):
+            model.read_part("head", 1, 2, memoryview(bytearray(10)))
+        with pytest.raises(StorageError, match=r"no unit layer\.9; it has embedding"):
+            model.part("layer.9", 0, 1)
+        with pytest.raises(StorageError, match="no rank 2 among 2"):
+            model.part("head", 2, 2)

@@ -1,0 +1,87 @@
+"""`opd wal` on whole, cut and damaged logs."""
+
+import json
+
+import numpy as np
+import pytest
+
+from opd.pipelines.cli import main
+from opd.storage.wal import TokenWAL
+from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+
+
+@pytest.fixture
+def log(tmp_path):
+    folder = tmp_path / "wal"
+    with TokenWAL(folder, fsync="os") as wal:
+        for uid in ("a", "b"):
+            wal.open(
+                RolloutRequest(uid, np.array([1, 2], np.int32), SamplingParams(stop_ids=(9,)), 3), {"k": 1}
+            )
+        for position in range(3):
+            ended = {"b": Status.COMPLETED} if position == 2 else {}
+            logprobs = np.array([-0.5, -np.inf], np.float32)
+            at = np.full(2, position, np.int32)
+            wal.append(DecodeStep(["a", "b"], at, at + 5, logprobs, 4 + position, ended))
+        wal.append_observation("a", np.array([8], np.int32), 6)
+    return folder
+
+
+def test_inspect_and_verify_a_whole_log(log, capsys):
+    assert main(["wal", "inspect", str(log)]) == 0
+    printed = capsys.readouterr().out
+    for part in (
+        "2, 1 completed, 1 pending",
+        "7, 1 of them by the environment",
+        "versions 4 to 6",
+        "closed by",
+    ):
+        assert part in printed
+    assert main(["wal", "verify", str(log)]) == 0
+    assert "2 requests, 7 tokens; whole, and closed by its writer" in capsys.readouterr().out
+
+
+def test_export_writes_one_line_a_request(log, tmp_path, capsys):
+    out = tmp_path / "tokens.jsonl"
+    assert main(["wal", "export", str(log), "--out", str(out)]) == 0
+    first, second = [json.loads(line) for line in out.read_text().splitlines()]
+    assert first["token_ids"] == [5, 6, 7, 8]
+    assert first["loss_mask"] == [True, True, True, False]
+    assert first["policy_versions"] == [4, 5, 6, 6]
+    assert first["status"] == "pending"
+    assert second["logprobs"] == [None, None, None]
+    assert second["status"] == "completed"
+    assert second["sampling"]["stop_ids"] == [9]
+    assert main(["wal", "export", str(log), "--out", str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["wal", "export", str(log)]) == 0
+    assert capsys.readouterr().out == out.read_text()
+
+
+def test_a_damaged_log_is_named_and_mended(log, capsys):
+    file = log / "000000000001.wal"
+    data = bytearray(file.read_bytes())
+    data[-200] ^= 1
+    file.write_bytes(data)
+    assert main(["wal", "verify", str(log)]) == 2
+    assert "DAMAGED" in capsys.readouterr().out
+    assert main(["wal", "repair", str(log)]) == 0
+    assert "kept 2 requests" in capsys.readouterr().out
+    assert main(["wal", "verify", str(log)]) == 0
+    assert main(["wal", "repair", str(log)]) == 0
+    assert "nothing to repair" in capsys.readouterr().out
+
+
+def test_a_log_cut_short_is_whole(log, capsys):
+    file = log / "000000000001.wal"
+    file.write_bytes(file.read_bytes()[:-45])
+    assert main(["wal", "verify", str(log)]) == 0
+    assert "the last write was cut short" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("action", ["inspect", "verify", "export", "repair"])
+def test_no_log_is_one_sentence(action, tmp_path, capsys):
+    assert main(["wal", action, str(tmp_path / "none")]) == 2
+    assert main(["wal", action, str(tmp_path)]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("there is no log in") == errors.count("\n") == 2

@@ -1,0 +1,358 @@
+"""Full disks, forbidden folders, failed syncs, second writers, newer formats, clocks that jump: one sentence
+each, and nothing that was acknowledged is lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opd.errors import OpdError, StorageError
+from opd.protocols import TokenLog
+from opd.storage.wal import LogIO, TokenWAL, read_log
+from opd.storage.wal.frames import FileHeader
+from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+
+UIDS = ["a", "b"]
+
+
+def request(uid: str) -> RolloutRequest:
+    return RolloutRequest(uid, np.array([1, 2, 3], np.int32), SamplingParams(), 7)
+
+
+def step(position: int, uids: list[str] = UIDS) -> DecodeStep:
+    at = np.full(len(uids), position, np.int32)
+    return DecodeStep(uids, at, at + 100, np.full(len(uids), -1.0, np.float32), 1, {})
+
+
+def started(folder: Path, steps: int, **options) -> TokenWAL:
+    log = TokenWAL(folder, **options)
+    log.open_many([(request(uid), {}) for uid in UIDS])
+    for position in range(steps):
+        log.append(step(position))
+    return log
+
+
+def tokens(folder: Path) -> dict[str, list[int]]:
+    return {uid: logged.token_ids.tolist() for uid, logged in read_log(folder).requests().items()}
+
+
+class FaultyIO(LogIO):
+    """Real files; `on_append` and `on_sync` run first and may raise."""
+
+    def __init__(self) -> None:
+        self.on_append: Callable[[], None] = lambda: None
+        self.on_sync: Callable[[], None] = lambda: None
+        self.syncs = 0
+
+    def append(self, file: int, buffers: list) -> None:
+        try:
+            self.on_append()
+        except BaseException:
+            super().append(file, [buffers[0][:17]])
+            raise
+        super().append(file, buffers)
+
+    def sync(self, file: int) -> None:
+        self.on_sync()
+        self.syncs += 1
+        super().sync(file)
+
+
+def fail(error: BaseException) -> Callable[[], None]:
+    def raise_it() -> None:
+        raise error
+
+    return raise_it
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_it_is_a_token_log(tmp_path):
+    log: TokenLog = TokenWAL(tmp_path)
+    log.open(request("a"), {"label": [1, "x"]})
+    found = log.find("a")
+    assert found is not None
+    assert found.metadata == {"label": [1, "x"]}
+    assert found.request.sampling == SamplingParams()
+    assert log.find("b") is None
+
+
+def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path):
+    io = FaultyIO()
+    log = started(tmp_path, 5, io=io, fsync="always")
+    io.on_append = fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with pytest.raises(StorageError, match="No space left on device") as caught:
+        log.append(step(5))
+    assert "\n" not in str(caught.value)
+    io.on_append = lambda: None  # there is room again, and half a frame in the file: still nothing goes on
+    for call in (lambda: log.append(step(5)), lambda: log.open(request("c"), {}), lambda: log.retire(["a"])):
+        with pytest.raises(StorageError, match="takes nothing more"):
+            call()
+    assert log.find("a").token_ids.tolist() == list(range(100, 105))
+    log.shutdown()
+    with TokenWAL(tmp_path) as again:
+        assert again.recovery.cut_bytes == 17
+        again.append(step(5))
+    assert tokens(tmp_path) == {uid: list(range(100, 106)) for uid in UIDS}
+
+
+LIMITED = """
+import resource, signal, sys
+sys.path.insert(0, sys.argv[2])
+import numpy as np
+from opd.errors import StorageError
+from opd.storage.wal import TokenWAL
+from test_wal_faults import started, step
+log = started(sys.argv[1], 0, fsync="os")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+position = 0
+try:
+    while True:
+        log.append(step(position))
+        position += 1
+except StorageError as error:
+    print(position, error)
+"""
+
+
+def test_a_file_that_may_not_grow_ends_the_log_after_what_was_acknowledged(tmp_path):
+    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    count, _, sentence = done.stdout.partition(" ")
+    assert "could not be written (File too large)" in sentence
+    assert int(count) > 40
+    assert tokens(tmp_path) == {uid: list(range(100, 100 + int(count))) for uid in UIDS}
+    assert read_log(tmp_path).report.cut_bytes > 0
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that every user can reach, unlike `tmp_path`."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder / "log"
+    (folder / "log").chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def test_a_folder_that_may_not_be_written(open_folder):
+    started(open_folder, 3).shutdown()
+    for path in [*open_folder.iterdir(), open_folder]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    source, sink = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            if os.geteuid() == 0:  # to whom nothing is forbidden
+                os.setuid(65534)
+            TokenWAL(open_folder)
+            os.write(sink, b"it was opened")
+        except OpdError as error:
+            os.write(sink, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(sink)
+    os.waitpid(process, 0)
+    with os.fdopen(source) as file:
+        assert "cannot be opened for writing (Permission denied)" in file.read()
+    assert tokens(open_folder) == {uid: [100, 101, 102] for uid in UIDS}
+
+
+@pytest.mark.parametrize("policy", ["always", "interval"])
+def test_after_a_failed_sync_nothing_is_acknowledged(tmp_path, policy):
+    io = FaultyIO()
+    log = started(tmp_path, 3, io=io, fsync=policy, interval_seconds=0.01)
+    log.sync()
+    io.on_sync = fail(OSError(errno.EIO, os.strerror(errno.EIO)))
+    if policy == "always":
+        with pytest.raises(StorageError, match="Input/output error"):
+            log.append(step(3))
+    else:
+        log.append(step(3))
+        wait_until(lambda: not log._guard.intact)
+        with pytest.raises(StorageError, match="Input/output error"):
+            log.retire([])
+    io.on_sync = lambda: None
+    with pytest.raises(StorageError, match="takes nothing more"):
+        log.append(step(4))
+    log.shutdown()
+    assert all(found[:3] == [100, 101, 102] for found in tokens(tmp_path).values())
+
+
+def test_a_failure_in_the_background_is_told_at_the_latest_by_shutdown(tmp_path):
+    io = FaultyIO()
+    log = started(tmp_path, 0, io=io, fsync="interval", interval_seconds=0.01)
+    log.sync()
+    io.on_sync = fail(OSError(errno.EIO, os.strerror(errno.EIO)))
+    log.append(step(0))
+    wait_until(lambda: not log._guard.intact)
+    with pytest.raises(StorageError, match="Input/output error"):
+        log.shutdown()
+    log.shutdown()
+
+
+def test_interval_syncs_by_itself_and_only_when_there_is_something(tmp_path):
+    io = FaultyIO()
+    log = started(tmp_path, 3, io=io, fsync="interval", interval_seconds=0.01)
+    wait_until(lambda: not log._files._segment.dirty)
+    before = io.syncs
+    time.sleep(0.1)
+    assert io.syncs == before
+    log.shutdown()
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
+    clock = iter([4e9, 0.0, -1e9, 1e300] * 100)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    log = started(tmp_path, 40, fsync="interval", interval_seconds=0.01, segment_bytes=600)
+    log.shutdown()
+    log = TokenWAL(tmp_path)
+    log.append(step(40))
+    log.compact()
+    log.shutdown()
+    assert tokens(tmp_path) == {uid: list(range(100, 141)) for uid in UIDS}
+
+
+def test_a_second_writer_is_refused_and_readers_are_not(tmp_path):
+    log = started(tmp_path, 4)
+    with pytest.raises(StorageError, match=f"in use by process {os.getpid()}.*one writer at a time"):
+        TokenWAL(tmp_path)
+    assert tokens(tmp_path) == {uid: list(range(100, 104)) for uid in UIDS}
+    log.append(step(4))
+    log.shutdown()
+    TokenWAL(tmp_path).shutdown()
+
+
+def test_a_newer_format_is_said_and_left_alone(tmp_path):
+    started(tmp_path, 4).shutdown()
+    file = tmp_path / "000000000001.wal"
+    data = file.read_bytes()
+    header = FileHeader.decode(data)
+    newer = FileHeader(header.sequence, header.first_lsn, header.log_id, format=2).encode()
+    file.write_bytes(newer + data[len(newer) :])
+    for call in (
+        lambda: TokenWAL(tmp_path),
+        lambda: TokenWAL(tmp_path, repair=True),
+        lambda: read_log(tmp_path),
+    ):
+        with pytest.raises(StorageError, match=r"format 2 by a newer version.*format 1; upgrade opd"):
+            call()
+    assert file.read_bytes()[64:] == data[64:]
+
+
+def test_an_interrupted_write_ends_the_log(tmp_path):
+    io = FaultyIO()
+    log = started(tmp_path, 3, io=io)
+    io.on_append = fail(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        log.append(step(3))
+    io.on_append = lambda: None
+    with pytest.raises(StorageError, match="broken off by KeyboardInterrupt"):
+        log.append(step(3))
+    with pytest.raises(RuntimeError), log:
+        raise RuntimeError("the caller's own error is not replaced")
+    assert tokens(tmp_path) == {uid: [100, 101, 102] for uid in UIDS}
+
+
+def test_a_signal_handler_cannot_write_in_the_middle_of_a_write(tmp_path):
+    io, told = FaultyIO(), []
+    log = started(tmp_path, 3, io=io)
+
+    def handler(*_: object) -> None:
+        with pytest.raises(StorageError, match="signal handler") as caught:
+            log.append(step(3))
+        told.append(caught.value)
+
+    before = signal.signal(signal.SIGUSR2, handler)
+    try:
+        io.on_append = lambda: signal.raise_signal(signal.SIGUSR2)
+        log.append(step(3))
+    finally:
+        io.on_append = lambda: None
+        signal.signal(signal.SIGUSR2, before)
+    assert len(told) == 1
+    log.shutdown()
+    assert tokens(tmp_path) == {uid: list(range(100, 104)) for uid in UIDS}
+
+
+def test_a_forked_child_cannot_write(tmp_path):
+    log = started(tmp_path, 3, fsync="os")
+    process = os.fork()
+    if process == 0:
+        try:
+            log.append(step(3))
+        except StorageError as error:
+            os._exit(42 if "forked child" in str(error) else 43)
+        finally:
+            os._exit(44)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 42
+    log.append(step(3))
+    log.shutdown()
+
+
+def test_mistakes_are_one_sentence_and_change_nothing(tmp_path):
+    log = started(tmp_path, 3, fsync="os")
+    prefixed = RolloutRequest("c", np.array([1], np.int32), SamplingParams(), 0, np.array([5], np.int32))
+    size = log.stored_bytes
+    twice = DecodeStep(
+        ["a", "a"], *(getattr(step(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {}
+    )
+    short = DecodeStep(["a"], *(getattr(step(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {})
+    one = np.ones(1, np.int32)
+    mistakes = {
+        "is opened with tokens": lambda: log.open(prefixed, {}),
+        "cannot be written as JSON": lambda: log.open(request("c"), {"x": object()}),
+        "names a request twice": lambda: log.append(twice),
+        "has 1 requests and 2 positions": lambda: log.append(short),
+        "cannot end as pending": lambda: log.close("a", Status.PENDING),
+        "policy version 3000000000 does not fit": lambda: log.append_observation("a", one, 3_000_000_000),
+        "is not in the log": lambda: log.append_observation("z", one, 1),
+        "in the log already": lambda: log.open_many([(request("d"), {}), (request("d"), {})]),
+        "3 tokens in the log and was given one for position 2": lambda: log.append(step(2)),
+    }
+    for sentence, call in mistakes.items():
+        with pytest.raises(StorageError, match=sentence):
+            call()
+    assert log.stored_bytes == size
+    log.close("a", Status.FAILED, "gone")
+    with pytest.raises(StorageError, match="has ended and takes no more tokens"):
+        log.append(step(3))
+    log.shutdown()
+    with pytest.raises(StorageError, match="has been shut down"):
+        log.append(step(3))
+
+
+def test_retiring_frees_the_disk_and_the_log_goes_on(tmp_path):
+    log = TokenWAL(tmp_path, fsync="os", segment_bytes=4000)
+    largest = 0
+    for batch in range(30):
+        uids = [f"{batch}-{i}" for i in range(8)]
+        log.open_many([(request(uid), {}) for uid in uids])
+        for position in range(20):
+            log.append(step(position, uids))
+        log.retire(uids[:-1] if batch % 10 == 9 else uids)
+        largest = max(largest, log.stored_bytes)
+    assert largest < 40_000
+    assert sum(path.stat().st_size for path in tmp_path.glob("0*")) == log.stored_bytes
+    log.shutdown()
+    assert sorted(tokens(tmp_path)) == ["19-7", "29-7", "9-7"]
+    assert all(found == list(range(100, 120)) for found in tokens(tmp_path).values())

@@ -1,0 +1,113 @@
+"""One rank of a group that reads its teachers together; run by test_ranks.py, one process a rank.
+
+    python ranks.py RANK WORLD FOLDER
+
+`FOLDER/tasks.json` lists what to do, one after the other; `FOLDER/NAME-R.json` says how a task went on a
+rank, and `FOLDER/NAME-R.safetensors` holds its gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import tiny
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from opd.config import BatchConfig, DistillConfig, OptimConfig
+from opd.errors import OpdError
+from opd.teachers.routing import Router
+from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.streamed_teacher import Placement, streamed_teachers
+from opd.train.distill_terms import build_distill_term
+from opd.train.torch_backend import TorchBackend
+from opd.types import RolloutBatch, Sample, TokenTerms
+
+LENGTHS = [(3, 4), (5, 6), (2, 3), (7, 12), (1, 1), (4, 9), (2, 2), (6, 1)]
+
+
+def samples(domains: list[str]) -> list[Sample]:
+    """The samples of all ranks; `domains` cycle through them."""
+    names = [domains[i % len(domains)] for i in range(len(LENGTHS))]
+    made = tiny.samples(LENGTHS, teachers=names)
+    for sample in made:
+        sample.teacher = None
+    return made
+
+
+def batch_of(mine: list[Sample]) -> RolloutBatch:
+    """Equal weights, normalised over the samples of all ranks."""
+    total = sum(response for _, response in LENGTHS)
+    terms = [TokenTerms.zeros(len(sample.response_ids)) for sample in mine]
+    for term in terms:
+        term.kl_weight = np.full(len(term.kl_weight), 1 / total, dtype=np.float32)
+    return RolloutBatch(mine, terms)
+
+
+def gradient(schedule: TeacherSchedule, mine: list[Sample]) -> dict[str, torch.Tensor]:
+    """The gradient of a tiny student that follows its teachers on `mine`."""
+    student = tiny.model(seed=77)
+    term = build_distill_term(DistillConfig(), schedule)
+    assert term is not None
+    backend = TorchBackend(student, OptimConfig(), BatchConfig(max_tokens=16), 0.7, [term])
+    schedule.assign(mine)
+    schedule.score(mine)
+    backend.forward_backward(schedule.sort(batch_of(mine)))
+    schedule.release()
+    grads = ((name, p.grad) for name, p in student.module.named_parameters())
+    return {name: grad for name, grad in grads if grad is not None}
+
+
+def one_step(rank: int, task: dict, folder: Path) -> dict:
+    """The gradient summed over ranks, and the counters."""
+    urls = task["urls"][rank] if isinstance(task["urls"], list) else task["urls"]
+    teachers = streamed_teachers(
+        urls, Placement(max_tokens=16), prefetch_bytes=task["prefetch_bytes"], group=dist.new_group()
+    )
+    router = Router({name: {name: 1.0} for name in urls}, "one_hot")
+    schedule = TeacherSchedule(teachers, router, group=dist.group.WORLD)
+    mine = [s for i, s in enumerate(samples(task["domains"])) if task["owner"][i] == rank]
+    opened = {name: teacher.bytes_read for name, teacher in teachers.items() if teacher.digest}
+    for _ in range(task["steps"]):
+        grads = gradient(schedule, mine)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    dist.barrier()
+    save_file(grads, folder / f"{task['name']}-{rank}.safetensors")
+    counters = schedule.take_counters()
+    read = {name: teacher.bytes_read - opened[name] for name, teacher in teachers.items()}
+    next(iter(teachers.values())).close()
+    return {"counters": counters, "read": read}
+
+
+def main() -> None:
+    """Run the tasks and write down how they went."""
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    for task in json.loads((folder / "tasks.json").read_text()):
+        try:
+            result = one_step(rank, task, folder)
+        except OpdError as error:
+            result = {"error": type(error).__name__, "message": str(error)}
+        (folder / f"{task['name']}-{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

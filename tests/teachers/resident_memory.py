@@ -1,0 +1,56 @@
+"""How far a process grows while it streams several teachers; run by test_streamed_schedule.py.
+
+    python resident_memory.py FOLDER COUNT
+
+Lets a schedule score samples with the teachers `FOLDER/t0/published`, `FOLDER/t1/published`, ... and load
+their heads, and prints bytes: growth of the peak resident set, prefetch window, head, model.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import tiny
+import torch
+
+from opd.teachers.routing import Router
+from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.streamed_teacher import Placement, streamed_teachers
+
+WINDOW = 2 * 2**20
+
+
+def peak_bytes() -> int:
+    """The most memory this process has had resident."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+def main() -> None:
+    """Measure and print."""
+    folder, count = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    names = [f"t{i}" for i in range(count)]
+    urls = {name: str(folder / name / "published") for name in names}
+    teachers = streamed_teachers(urls, Placement(max_tokens=64), prefetch_bytes=WINDOW)
+    schedule = TeacherSchedule(teachers, Router({name: {name: 1.0} for name in names}, "one_hot"))
+    samples = tiny.samples([(8, 8)] * 2 * count, teachers=names * 2)
+    for teacher in teachers.values():
+        assert teacher.skeleton.layers  # code and configuration are not what is measured
+    before = peak_bytes()
+    for _ in range(2):
+        schedule.assign(samples)
+        schedule.score(samples)
+        for name in names:
+            schedule.views([sample for sample in samples if sample.teacher == name])
+        schedule.release()
+    manifest = teachers["t0"].published.manifest
+    print(peak_bytes() - before, WINDOW, manifest.units["head"].nbytes, manifest.nbytes)
+    teachers["t0"].close()
+
+
+if __name__ == "__main__":
+    main()

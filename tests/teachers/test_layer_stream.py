@@ -1,0 +1,120 @@
+"""The stream under every order of asking, using and dropping: right bytes, bounded memory, no thread left."""
+
+import threading
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_published import publish
+
+from opd.errors import StorageError, TeacherError
+from opd.storage.published import PublishedModel
+from opd.teachers.layer_stream import LayerStream
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two published models of different unit sizes."""
+    folder = tmp_path_factory.mktemp("models")
+    urls = [publish(tiny.model(hidden_size=size), folder / str(size), shards=2)[1] for size in (16, 48)]
+    opened = [PublishedModel.open(url) for url in urls]
+    yield opened
+    for model in opened:
+        model.close()
+
+
+def content(model, unit):
+    into = bytearray(model.manifest.units[unit].nbytes)
+    model.read_part(unit, 0, 1, memoryview(into))
+    return bytes(into)
+
+
+@pytest.fixture(scope="module")
+def contents(models):
+    return [{unit: content(model, unit) for unit in model.manifest.units} for model in models]
+
+
+@settings(max_examples=40)
+@given(
+    orders=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4), st.booleans()), min_size=1, max_size=6),
+    window=st.sampled_from([0, 5_000, 40_000]),
+)
+def test_passes_give_the_right_bytes_in_any_order_of_use(models, contents, orders, window):
+    """Each pass is asked for early or late, used up or left after some units."""
+    stream = LayerStream(prefetch_bytes=window)
+
+    def ask(which):
+        return stream.ask(models[which], list(contents[which]))
+
+    early = [ask(which) if ahead else None for which, _, ahead in orders]
+    for (which, stop, _), asked in zip(orders, early, strict=True):
+        units = stream.units(asked or ask(which))
+        for count, (unit, flat) in enumerate(units):
+            assert flat.numpy().tobytes() == contents[which][unit]
+            if count == stop:
+                break
+        units.close()
+    largest = max(unit.nbytes for model in models for unit in model.manifest.units.values())
+    assert stream.nbytes <= largest + window + 256
+    stream.close()
+    assert stream.nbytes == 0
+
+
+def test_later_passes_are_read_while_an_earlier_one_is_used(models):
+    stream = LayerStream(prefetch_bytes=10**6)
+    first, second = (stream.ask(model, list(model.manifest.units)) for model in models)
+    units = stream.units(first)
+    next(units)
+    with stream._changed:
+        assert stream._changed.wait_for(lambda: len(second.ready) == len(second.units), 30)
+    assert [unit for unit, _ in units] == list(first.units)[1:]
+    assert len(list(stream.units(second))) == len(second.units)
+    stream.close()
+
+
+def test_what_was_overtaken_is_read_again(models):
+    stream = LayerStream(prefetch_bytes=1000)
+    first, second = (stream.ask(model, list(model.manifest.units)) for model in models)
+    assert len(list(stream.units(second))) == 5
+    assert first.cancelled
+    assert [unit for unit, _ in stream.units(first)] == list(first.units)
+    stream.close()
+
+
+def test_a_window_of_zero_still_makes_progress(models):
+    stream = LayerStream(prefetch_bytes=0)
+    for model in (*models, *models):
+        assert len(list(stream.units(stream.ask(model, list(model.manifest.units))))) == 5
+    stream.close()
+
+
+def test_an_error_reaches_the_one_who_asked_and_no_other(models, tmp_path):
+    _, url = publish(tiny.model(), tmp_path / "gone")
+    with PublishedModel.open(url) as gone:
+        for shard in (tmp_path / "gone").rglob("shard-*"):
+            shard.unlink()
+        stream = LayerStream(prefetch_bytes=10**6)
+        broken = stream.ask(gone, list(gone.manifest.units))
+        whole = stream.ask(models[0], list(models[0].manifest.units))
+        with pytest.raises(StorageError, match="shard-00000"):
+            list(stream.units(broken))
+        assert len(list(stream.units(whole))) == 5
+        stream.close()
+
+
+def test_closing_ends_the_thread_and_whoever_waits(models):
+    before = threading.active_count()
+    stream = LayerStream(prefetch_bytes=0)
+    model = models[0]
+    units = stream.units(stream.ask(model, list(model.manifest.units)))
+    _, flat = next(units)
+    assert flat.dtype == torch.uint8
+    stream.close()
+    assert threading.active_count() <= before + 1  # a store's own workers may have started
+    assert "layer-stream" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(TeacherError, match="closed"):
+        next(units)
+    with pytest.raises(TeacherError, match="closed"):
+        stream.ask(model, ["norm"])

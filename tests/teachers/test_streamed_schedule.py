@@ -1,0 +1,164 @@
+"""A schedule of streamed teachers: the step of loaded ones, counted loads, bounded memory, cached rows."""
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks
+import tiny
+import torch
+from tiny_published import publish
+
+from opd.storage.hidden_cache import HiddenStateCache
+from opd.teachers.cached_scores import CachedScores
+from opd.teachers.routing import Router
+from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.streamed_teacher import Placement, streamed_teachers
+from opd.teachers.torch_teacher import TorchTeacher
+
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 9,
+    "vocab_size": 2048,
+    "tie_word_embeddings": False,
+}
+"""A model of 35 MB."""
+NAMES = [f"t{i}" for i in range(10)]
+ROUTER = Router({name: {name: 1.0} for name in NAMES}, "one_hot")
+DOMAINS = ["t3", "t0", "t9", "t3", "t5", "t1", "t0", "t8"]
+USED = set(DOMAINS)
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    """name -> (checkpoint, published folder)."""
+    folder = tmp_path_factory.mktemp("ten")
+    return {name: publish(tiny.model(seed=i), folder / name, shards=2) for i, name in enumerate(NAMES)}
+
+
+@pytest.fixture(scope="module")
+def expected(teachers):
+    """The gradient with all teachers loaded and the batch in its own order."""
+    loaded = {name: TorchTeacher(name, folder, max_tokens=16) for name, (folder, _) in teachers.items()}
+    schedule = TeacherSchedule(loaded, ROUTER)
+    schedule.sort = lambda batch: batch
+    grads = ranks.gradient(schedule, ranks.samples(DOMAINS))
+    assert schedule.take_counters()["head_loads"] > len(USED)
+    return grads
+
+
+def streamed(teachers, **options):
+    urls = {name: url for name, (_, url) in teachers.items()}
+    return streamed_teachers(urls, Placement(max_tokens=16), **options)
+
+
+def close(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name], grad, atol=1e-6, rtol=1e-4)
+
+
+def test_ten_streamed_teachers_make_the_step_of_ten_loaded_ones(teachers, expected):
+    made = streamed(teachers, prefetch_bytes=30_000)
+    schedule = TeacherSchedule(made, ROUTER)
+    opened = {name: teacher.bytes_read for name, teacher in made.items() if teacher.digest}
+    for step in range(3):
+        close(ranks.gradient(schedule, ranks.samples(DOMAINS)), expected)
+        counters = schedule.take_counters()
+        assert counters["head_loads"] == len(USED)
+        assert (counters["resident_heads_peak"], counters["prefetched_heads_peak"]) == (1, 1)
+        assert counters["teacher_tokens"] == sum(response for _, response in ranks.LENGTHS)
+        assert counters["bytes_read"] > 0
+        assert counters["stall_seconds"] >= 0
+        for name, teacher in made.items():
+            whole = teacher.published.manifest.nbytes
+            read = teacher.bytes_read - opened[name]
+            # Layers and head once a step; the first teacher's layers also ahead of the next one.
+            slack = whole if name == "t0" else 0
+            assert read == (step + 1) * whole * (name in USED) or (0 < read - (step + 1) * whole <= slack)
+    made["t0"].close()
+
+
+def test_weights_in_memory_do_not_grow_with_the_number_of_teachers(teachers):
+    window, peaks = 30_000, []
+    for names in (["t0"], NAMES):
+        made = streamed({name: teachers[name] for name in names}, prefetch_bytes=window)
+        schedule = TeacherSchedule(made, Router({name: {name: 1.0} for name in names}, "one_hot"))
+        schedule.take_counters()
+        ranks.gradient(schedule, ranks.samples(names))
+        gc.collect()
+        peaks.append(schedule.take_counters()["weight_bytes_peak"])
+        made["t0"].close()
+    units = made["t0"].published.manifest.units
+    largest, head = max(unit.nbytes for unit in units.values()), units["head"].nbytes
+    one, ten = peaks
+    assert largest < one
+    assert ten <= one + head + window
+    # The one in use, the one that is leaving while autograd still holds it, and the one read ahead.
+    assert ten <= largest + window + 256 + 3 * head
+
+
+def test_rows_of_the_cache_spare_the_teachers(teachers, expected, tmp_path):
+    with HiddenStateCache(tmp_path / "cache", quota_bytes=10**7) as cache:
+        made = streamed(teachers, prefetch_bytes=30_000)
+        schedule = TeacherSchedule(made, ROUTER, cache=CachedScores(cache))
+        tokens = sum(response for _, response in ranks.LENGTHS)
+        close(ranks.gradient(schedule, ranks.samples(DOMAINS)), expected)
+        first = schedule.take_counters()
+        assert (first["teacher_tokens"], first["cached_tokens"]) == (tokens, 0)
+        made["t0"].close()
+
+        again = streamed(teachers, prefetch_bytes=30_000)
+        schedule = TeacherSchedule(again, ROUTER, cache=CachedScores(cache))
+        close(ranks.gradient(schedule, ranks.samples(DOMAINS)), expected)
+        second = schedule.take_counters()
+        assert (second["teacher_tokens"], second["cached_tokens"]) == (0, tokens)
+        assert second["head_loads"] == len(USED)
+        assert again["t0"].stream.nbytes == 0  # no layer was read
+        again["t0"].close()
+
+
+def test_another_teacher_dtype_or_response_is_no_hit(teachers, tmp_path):
+    with HiddenStateCache(tmp_path / "cache", quota_bytes=10**7) as cache:
+        one, two = (TorchTeacher(name, teachers[name][0]) for name in ("t0", "t1"))
+        samples = tiny.samples([(3, 4), (2, 5)])
+        rows = list(one.score(samples).rows.split([4, 5]))
+        scores = CachedScores(cache, variant="float32")
+        kept = scores.store(one, samples, rows)
+        assert all(torch.equal(a, b) for a, b in zip(kept, rows, strict=True))
+        found = scores.find(one, samples[0])
+        assert found is not None
+        assert torch.equal(found, rows[0])
+        scores.release()
+        assert scores.find(two, samples[0]) is None
+        assert CachedScores(cache, variant="bfloat16").find(one, samples[0]) is None
+        samples[0].response_ids = np.append(samples[0].response_ids, np.int32(1))
+        assert scores.find(one, samples[0]) is None
+
+
+def test_a_full_cache_changes_nothing(teachers, expected, tmp_path):
+    with HiddenStateCache(tmp_path / "cache", quota_bytes=4096) as cache:
+        made = streamed(teachers)
+        schedule = TeacherSchedule(made, ROUTER, cache=CachedScores(cache))
+        close(ranks.gradient(schedule, ranks.samples(DOMAINS)), expected)
+        made["t0"].close()
+
+
+@pytest.mark.slow
+def test_resident_memory_with_ten_teachers_is_that_with_one(tmp_path):
+    """Ten teachers of 35 MB each, streamed: the process grows by less than two of them would take."""
+    script = Path(__file__).with_name("resident_memory.py")
+    for i in range(10):
+        publish(tiny.model(seed=i, **SHAPE), tmp_path / f"t{i}")
+    growth = {}
+    for count in (1, 10):
+        command = [sys.executable, str(script), str(tmp_path), str(count)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        growth[count], window, head, model = (int(number) for number in done.stdout.split())
+    assert growth[10] <= growth[1] + head + window + 2**23
+    assert growth[10] < 2 * model

@@ -1,0 +1,43 @@
+"""Tiny checkpoints, published."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import tiny
+
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.pipelines.publish import publish_checkpoint
+
+
+def _model_families():
+    # Test folders are no packages: the other folder's list is loaded from its file.
+    path = Path(__file__).parents[1] / "models" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("model_families", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_FAMILIES = _model_families()
+FAMILIES = [*_FAMILIES.FAMILIES, "olmo"]
+"""The families every model test runs on, and one whose norms have no weights."""
+
+
+def family_model(name: str) -> CausalLM:
+    """A tiny random model of family `name`."""
+    if name != "olmo":
+        return _FAMILIES.family_model(name)
+    shape = {key: value for key, value in _FAMILIES._SHAPE.items() if key != "head_dim"}
+    return CausalLM.from_config({"model_type": name} | shape, tokenizer=tiny.tokenizer(), seed=3)
+
+
+def publish(model: CausalLM, folder: Path, *, shards: int = 1) -> tuple[Path, str]:
+    """Save `model` and publish it: (its Hugging Face folder, the published folder)."""
+    checkpoint = save_checkpoint(model, tiny.tokenizer(), folder / "checkpoint", {})
+    publish_checkpoint(checkpoint, folder / "published", shards=shards)
+    return checkpoint, str(folder / "published")
