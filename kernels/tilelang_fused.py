@@ -6,41 +6,13 @@ compiler's pipelining; tiles are combined afterwards. `opd.kernels.tilelang_scor
 """
 
 # No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
-from dataclasses import dataclass
+# pyright: reportInvalidTypeForm=false
 from typing import Any, NamedTuple
 
 from opd.kernels.rows import MAX_LOG_RATIO
+from opd.kernels.tilelang_logits import Logits, Problem, tile_logits
 from opd.kernels.tilelang_math import functions
-from opd.kernels.tilelang_statistics import MASKED
-from opd.kernels.tilelang_target import CPU, CUDA, Target
-
-
-@dataclass(frozen=True)
-class TileShape:
-    """The part of the product that one block computes, and how it is staged."""
-
-    tokens: int
-    columns: int
-    depth: int
-    stages: int
-    threads: int
-
-
-# Two float32 accumulators 128 x 128 over 256 threads: 128 registers each thread, and three stages of two bf16
-# operands fill 192 KiB of shared memory (two pipelines of 96 KiB).
-SHAPES = {CPU.name: TileShape(8, 32, 32, 1, 1), CUDA.name: TileShape(128, 128, 64, 3, 256)}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a fused kernel is compiled for; tokens and vocabulary stay open."""
-
-    dtype: str
-    """Of hidden states and weights: `float32` or `float16` on a CPU, `bfloat16` or `float16` on a GPU."""
-    student_width: int
-    teacher_width: int
-    student_capped: bool
-    teacher_capped: bool
+from opd.kernels.tilelang_target import Target, language
 
 
 class Totals(NamedTuple):
@@ -55,47 +27,6 @@ class Totals(NamedTuple):
     coef: Any
 
 
-class Logits(NamedTuple):
-    """A kernel's macros and buffers' shapes for one tile of tempered logits of both models."""
-
-    shape: TileShape
-    buffer: Any
-    each: Any
-    compute: Any
-    """`(hidden, weight, bias, (factor, cap), capped, width, token, column, vocabulary, z)`."""
-
-
-def _logits(target: Target, problem: Problem) -> Logits:
-    """`z = factor (h W^T + b)`, or `cap tanh` of it, for one tile; `MASKED` beyond the vocabulary."""
-    import tilelang.language as T
-
-    shape, each, buffer = SHAPES[target.name], target.lane_loop(T), target.lane_buffer(T)
-    stage = T.alloc_local if target.is_cpu else T.alloc_shared
-    pipelined = T.serial if target.is_cpu else lambda count: T.Pipelined(count, num_stages=shape.stages)
-    options = {} if target.is_cpu else {"policy": T.GemmWarpPolicy.FullRow}
-
-    @T.macro
-    def compute(hidden, weight, bias, scalars, capped, width, token, column, vocabulary, z):
-        # Buffers of their own for each call: two pipelined loops must not share one. The numbers come as a
-        # tuple because a macro renames the kernel's arguments that it is given one by one.
-        a = stage((shape.tokens, shape.depth), problem.dtype)
-        b = stage((shape.columns, shape.depth), problem.dtype)
-        T.clear(z)
-        for k in pipelined(T.ceildiv(width, shape.depth)):
-            T.copy(hidden[token : token + shape.tokens, k * shape.depth : (k + 1) * shape.depth], a)
-            T.copy(weight[column : column + shape.columns, k * shape.depth : (k + 1) * shape.depth], b)
-            T.gemm(a, b, z, transpose_B=True, **options)
-        for i, j in each(shape.tokens, shape.columns):
-            if column + j < vocabulary:
-                z[i, j] = (z[i, j] + bias[column + j]) * scalars[0]
-                if capped:
-                    z[i, j] = T.tanh(z[i, j]) * scalars[1]
-            else:
-                z[i, j] = MASKED
-
-    return Logits(shape, buffer, each, compute)
-
-
 def tile_statistics(target: Target, problem: Problem) -> Any:
     """Statistics of each vocabulary tile, for `opd.kernels.tilelang_score` to combine.
 
@@ -104,9 +35,9 @@ def tile_statistics(target: Target, problem: Problem) -> Any:
     `sum e^(p - max_p) d`, the student first); factor and cap of the student, of the teacher. For KL(t || p)
     exchange the models.
     """
-    import tilelang.language as T
+    T = language()
 
-    exp, logits = functions("float32").exp, _logits(target, problem)
+    exp, logits = functions("float32").exp, tile_logits(target, problem)
     shape, each, buffer = logits.shape, logits.each, logits.buffer
     tokens, vocabulary, tiles = T.dynamic("tokens"), T.dynamic("vocabulary"), T.dynamic("tiles")
 
@@ -172,15 +103,14 @@ def tile_results(target: Target, problem: Problem, kind: str, gradient: bool) ->
     caps. `results` is `coef * d divergence / d z` `[T, V]` in the problem's dtype, or `[2, tiles, T]` float32
     with `sum e^(p - max_p) log(p / m)` and `sum e^(q - max_q) log(t / m)`.
     """
-    import tilelang.language as T
+    T = language()
 
-    logits = _logits(target, problem)
+    logits = tile_logits(target, problem)
     shape, each, buffer = logits.shape, logits.each, logits.buffer
     tokens, vocabulary, tiles = T.dynamic("tokens"), T.dynamic("vocabulary"), T.dynamic("tiles")
     result_shape = (tokens, vocabulary) if gradient else (2, tiles, tokens)
     columns = T.ceildiv(vocabulary, shape.columns) if gradient else tiles
-    terms = _jsd_terms(logits) if kind == "jsd" else None
-    pair = _KL_GRADIENT[kind](logits) if kind != "jsd" else None
+    terms = _TERMS[kind](logits, gradient)
 
     @T.prim_func
     def results_of_tile(
@@ -223,10 +153,7 @@ def tile_results(target: Target, problem: Problem, kind: str, gradient: bool) ->
             for i, j in each(shape.tokens, shape.columns):
                 p[i, j] = p[i, j] - row.max_p[i]
                 q[i, j] = q[i, j] - row.max_q[i]
-            if kind == "jsd":
-                terms(p, q, row, beta, gradient)
-            else:
-                pair(p, q, row)
+            terms(p, q, row, beta)
             if gradient:
                 for i, j in each(shape.tokens, shape.columns):
                     if token + i < tokens and column + j < vocabulary:
@@ -242,14 +169,14 @@ def tile_results(target: Target, problem: Problem, kind: str, gradient: bool) ->
     return results_of_tile
 
 
-def _reverse(logits: Logits) -> Any:
+def _reverse(logits: Logits, gradient: bool) -> Any:
     """`p` becomes `p (d - E_p[d])`."""
-    import tilelang.language as T
+    T = language()
 
     exp, shape = functions("float32").exp, logits.shape
 
     @T.macro
-    def write(p, q, row):
+    def write(p, q, row, beta):
         for i, j in logits.each(shape.tokens, shape.columns):
             q[i, j] = p[i, j] - q[i, j] - row.mean[i]
         for i, j in logits.each(shape.tokens, shape.columns):
@@ -258,33 +185,30 @@ def _reverse(logits: Logits) -> Any:
     return write
 
 
-def _forward(logits: Logits) -> Any:
+def _forward(logits: Logits, gradient: bool) -> Any:
     """`p` becomes `p - t`."""
-    import tilelang.language as T
+    T = language()
 
     exp, shape = functions("float32").exp, logits.shape
 
     @T.macro
-    def write(p, q, row):
+    def write(p, q, row, beta):
         for i, j in logits.each(shape.tokens, shape.columns):
             p[i, j] = exp(p[i, j]) / row.sum_p[i] - exp(q[i, j]) / row.sum_q[i]
 
     return write
 
 
-_KL_GRADIENT = {"reverse": _reverse, "forward": _forward}
-
-
-def _jsd_terms(logits: Logits) -> Any:
+def _jsd(logits: Logits, gradient: bool) -> Any:
     """`p` and `q` become a token's terms of the two means, or `p` the gradient."""
-    import tilelang.language as T
+    T = language()
 
     exp, expm1, log1p = functions("float32")
     each, shape = logits.each, logits.shape
     low, high = T.float32(-MAX_LOG_RATIO), T.float32(MAX_LOG_RATIO)
 
     @T.macro
-    def terms(p, q, row, beta, gradient):
+    def terms(p, q, row, beta):
         ratio, u, e = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
         for i, j in each(shape.tokens, shape.columns):
             ratio = p[i, j] - q[i, j] - T.log(row.sum_p[i] / row.sum_q[i])
@@ -301,3 +225,6 @@ def _jsd_terms(logits: Logits) -> Any:
                 q[i, j] = exp(q[i, j]) * u
 
     return terms
+
+
+_TERMS = {"reverse": _reverse, "forward": _forward, "jsd": _jsd}

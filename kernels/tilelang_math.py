@@ -6,7 +6,10 @@ an expression wherever its name is used.
 """
 
 # No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
+# pyright: reportInvalidTypeForm=false
 from typing import Any, NamedTuple
+
+from opd.kernels.tilelang_target import language
 
 SQRT_HALF_BITS = 0x3F3504F3
 
@@ -30,7 +33,7 @@ def functions(dtype: str) -> Functions:
 def _float64() -> Functions:
     """The library's exponential and logarithm; the other two by Kahan's quotients (N. Higham, Accuracy and
     Stability of Numerical Algorithms, section 1.14.1)."""
-    import tilelang.language as T
+    T = language()
 
     one = T.float64(1)
 
@@ -57,7 +60,7 @@ def _float64() -> Functions:
 
 def _float32() -> Functions:
     """Range reduction by powers of two and the minimax polynomials of the Cephes library (S. Moshier)."""
-    import tilelang.language as T
+    T = language()
 
     def power_of_two(n: Any) -> Any:
         return T.reinterpret((T.cast(n, "int32") + 127) << 23, "float32")
@@ -93,7 +96,7 @@ def _float32() -> Functions:
 
 
 def _log1p_float32() -> Any:
-    import tilelang.language as T
+    T = language()
 
     coefficients = (-1.151461e-1, 1.167700e-1, -1.242014e-1, 1.424932e-1, -1.666806e-1, 2.000071e-1)
 

@@ -6,6 +6,7 @@ tokens only once both normalisers are known, so it takes a sweep of its own for 
 """
 
 # No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
+# pyright: reportInvalidTypeForm=false
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from opd.kernels.rows import MAX_LOG_RATIO
 from opd.kernels.tilelang_math import functions
 from opd.kernels.tilelang_statistics import Lanes, first_sweep, reader
-from opd.kernels.tilelang_target import Target, build, target_of
+from opd.kernels.tilelang_target import Target, build, language, target_of
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
@@ -64,7 +65,7 @@ def row_kernel(target: Target, kind: str, dtype: str) -> Any:
     Arguments: student `[R, V]`, teacher `[R, V]`, coef `[R]`, values `[R]` (written), all `dtype`; beta;
     whether the gradient is wanted (0 or 1).
     """
-    import tilelang.language as T
+    T = language()
 
     rows, vocabulary, tile = T.dynamic("rows"), T.dynamic("vocabulary"), target.lanes * target.unroll
     sweep = first_sweep(target, dtype)
@@ -119,7 +120,7 @@ def row_kernel(target: Target, kind: str, dtype: str) -> Any:
 
 def _reverse_gradient(target: Target, dtype: str) -> Any:
     """`p (d - E_p[d])`, with `p` the student."""
-    import tilelang.language as T
+    T = language()
 
     exp, at = functions(dtype).exp, reader(dtype)
     each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
@@ -143,7 +144,7 @@ def _reverse_gradient(target: Target, dtype: str) -> Any:
 
 def _forward_gradient(target: Target, dtype: str) -> Any:
     """`q - p`, with `p` the teacher and `q` the student."""
-    import tilelang.language as T
+    T = language()
 
     exp, at = functions(dtype).exp, reader(dtype)
     each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
@@ -168,7 +169,7 @@ def _jsd_terms(target: Target, dtype: str) -> Any:
 
     Expects the log-ratio of the normalisers in `part_p`.
     """
-    import tilelang.language as T
+    T = language()
 
     exp, expm1, log1p = functions(dtype)
     at = reader(dtype)
@@ -204,7 +205,7 @@ def _jsd_value(target: Target, dtype: str) -> Any:
 
     Leaves `u = log(p / m)` where the student's logits were and `e^(p - max)` where the teacher's were.
     """
-    import tilelang.language as T
+    T = language()
 
     terms = _jsd_terms(target, dtype)
     each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
@@ -226,7 +227,7 @@ def _jsd_value(target: Target, dtype: str) -> Any:
 
 def _jsd_gradient(target: Target, dtype: str) -> Any:
     """`(1 - beta) p (u - E_p[u])`, from what the sweep for the value left behind."""
-    import tilelang.language as T
+    T = language()
 
     each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from opd.kernels.checks import check_divergence, check_hidden, check_same_tokens, check_vocabularies
 from opd.kernels.head import Head
-from opd.kernels.tilelang_fused import SHAPES, Problem, tile_results, tile_statistics
+from opd.kernels.tilelang_fused import tile_results, tile_statistics
+from opd.kernels.tilelang_logits import SHAPES, Problem
 from opd.kernels.tilelang_target import build, target_of
 
 CPU_DTYPES = (torch.float32, torch.float16)

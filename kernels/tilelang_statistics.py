@@ -7,10 +7,11 @@ Once lanes share their maxima their sums add up, and `KL(p || q) = a / sum_p - l
 """
 
 # No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
+# pyright: reportInvalidTypeForm=false
 from typing import Any, NamedTuple
 
 from opd.kernels.tilelang_math import functions
-from opd.kernels.tilelang_target import Target
+from opd.kernels.tilelang_target import Target, language
 
 # A lane that has seen nothing holds LOWEST; a place beyond the vocabulary reads MASKED, so that its
 # exponential is 0 even there. Both are finite: a difference of infinities would be NaN.
@@ -43,7 +44,7 @@ class Lanes(NamedTuple):
     @classmethod
     def allocate(cls, target: Target, dtype: str) -> "Lanes":
         """Called inside a kernel."""
-        import tilelang.language as T
+        T = language()
 
         buffer = target.lane_buffer(T)
         lanes = [buffer((1, target.lanes), dtype) for _ in range(11)]
@@ -63,7 +64,7 @@ class FirstSweep(NamedTuple):
 
 def reader(dtype: str) -> Any:
     """`at(logits, row, index, vocabulary, masked)`: a logit, or `MASKED` beyond the vocabulary."""
-    import tilelang.language as T
+    T = language()
 
     def at(logits: Any, row: Any, index: Any, vocabulary: Any, masked: bool) -> Any:
         if not masked:
@@ -75,7 +76,7 @@ def reader(dtype: str) -> Any:
 
 def first_sweep(target: Target, dtype: str) -> FirstSweep:
     """The macros for one target and dtype."""
-    import tilelang.language as T
+    T = language()
 
     start, rescale, merge = _whole_lanes(target, dtype)
     raise_maxima, exp, at = _maxima(target, dtype, rescale), functions(dtype).exp, reader(dtype)
@@ -108,7 +109,7 @@ def first_sweep(target: Target, dtype: str) -> FirstSweep:
 
 def _maxima(target: Target, dtype: str, rescale: Any) -> Any:
     """The macro that moves each lane's statistics to the maxima that a tile brings."""
-    import tilelang.language as T
+    T = language()
 
     at = reader(dtype)
     each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
@@ -135,7 +136,7 @@ def _maxima(target: Target, dtype: str, rescale: Any) -> Any:
 
 def _whole_lanes(target: Target, dtype: str) -> tuple[Any, Any, Any]:
     """The macros that read no logits: `start`, `rescale` and `merge`."""
-    import tilelang.language as T
+    T = language()
 
     exp, each, lanes = functions(dtype).exp, target.lane_loop(T), target.lanes
 

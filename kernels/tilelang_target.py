@@ -58,6 +58,13 @@ CPU = Target("cpu", lanes=32, unroll=16, threads=1)
 CUDA = Target(HOPPER, lanes=512, unroll=8, threads=512)
 
 
+def language() -> Any:
+    """`tilelang.language`, imported here and untyped: inside a kernel its names mean what TileLang makes of them."""
+    import tilelang.language
+
+    return tilelang.language
+
+
 @lru_cache(maxsize=4)
 def missing(device: str) -> str | None:
     """Why compiled kernels cannot run on `device` (`cpu` or `cuda`), and how to mend it; None if they can."""

@@ -7,13 +7,15 @@ where it is installed, and `opd.kernels` (PyTorch, and TileLang where it can run
 process, the cases in turn, and the best of the rounds counts. Memory is the growth of the peak over the
 inputs', each case in a process of its own; "above gradients" leaves out the gradients of the student's head
 and hidden states, which every case must produce, and "buffers" is 2 C V numbers of 4 bytes, what the method
-says it needs. The error is that of the loss, relative to float64 on the same inputs.
+says it needs. The error is that of the loss, relative to float64 on the same inputs. Compare processor
+seconds where other work keeps the cores busy. THP_MEM_ALLOC_ENABLE=1 makes PyTorch ask Linux for huge pages.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -89,7 +91,7 @@ def memory_in_child(name: str, arguments: argparse.Namespace) -> dict[str, float
 def best_times(arguments: argparse.Namespace, inputs: Inputs) -> dict[str, dict[str, float]]:
     """Wall and processor seconds of each case: the best of several rounds, each running every case once.
 
-    Processor seconds tell the cost on a machine whose cores are busy with other work too.
+    The round before the first warms up and is not counted.
     """
     best: dict[str, dict[str, float]] = {}
     for turn in range(arguments.rounds + 1):
@@ -152,7 +154,8 @@ def machine(device: str) -> dict[str, str]:
     found = {"processor": platform.machine(), "vector_units": torch.backends.cpu.get_cpu_capability()}
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
-    return {**found, "torch": torch.__version__}
+    huge_pages = os.environ.get("THP_MEM_ALLOC_ENABLE", "0")
+    return {**found, "torch": torch.__version__, "THP_MEM_ALLOC_ENABLE": huge_pages}
 
 
 def print_table(result: dict) -> None:

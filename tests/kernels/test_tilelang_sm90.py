@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from opd.kernels import tilelang_fused, tilelang_rows, tilelang_score, tilelang_target
+from opd.kernels import tilelang_fused, tilelang_logits, tilelang_rows, tilelang_score, tilelang_target
 from opd.kernels.head import Head
 from opd.kernels.rows import divergence_
 
 CUDA = tilelang_target.CUDA
-BF16 = tilelang_fused.Problem("bfloat16", 2048, 4096, False, True)
+BF16 = tilelang_logits.Problem("bfloat16", 2048, 4096, False, True)
 MAX_SHARED_BYTES = 227 * 1024
 REGISTERS_PER_PROCESSOR = 65536
 
@@ -163,8 +163,8 @@ def test_a_fused_kernel_has_no_loop_over_the_vocabulary_and_uses_the_matrix_unit
     source, shared_bytes = lowered("tile_statistics")
     assert vocabulary_loops(source) == []
     assert source.count("tl::wgmma_ss<tl::DataType::kBFloat16") >= 2
-    shape = tilelang_fused.SHAPES[CUDA.name]
-    # Two pipelines (one for each model) of `stages` bf16 operands each.
+    shape = tilelang_logits.SHAPES[CUDA.name]
+    # `stages` pairs of bf16 operands; the two models' products use them one after the other.
     assert shared_bytes >= shape.stages * (shape.tokens + shape.columns) * shape.depth * 2
 
 

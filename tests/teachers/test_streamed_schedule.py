@@ -26,7 +26,7 @@ SHAPE = {
     "vocab_size": 2048,
     "tie_word_embeddings": False,
 }
-"""A model of 35 MB."""
+"""A model of 33 MB."""
 NAMES = [f"t{i}" for i in range(10)]
 ROUTER = Router({name: {name: 1.0} for name in NAMES}, "one_hot")
 DOMAINS = ["t3", "t0", "t9", "t3", "t5", "t1", "t0", "t8"]
@@ -150,7 +150,7 @@ def test_a_full_cache_changes_nothing(teachers, expected, tmp_path):
 
 @pytest.mark.slow
 def test_resident_memory_with_ten_teachers_is_that_with_one(tmp_path):
-    """Ten teachers of 35 MB each, streamed: the process grows by less than two of them would take."""
+    """Ten teachers of 33 MB each, streamed: the process grows by less than two of them would take."""
     script = Path(__file__).with_name("resident_memory.py")
     for i in range(10):
         publish(tiny.model(seed=i, **SHAPE), tmp_path / f"t{i}")

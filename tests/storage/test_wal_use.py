@@ -1,0 +1,77 @@
+"""The token log as its callers use it: the contract, mistakes, retiring."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from wal_helpers import request, started, step, tokens
+
+from opd.errors import StorageError
+from opd.protocols import TokenLog
+from opd.storage.wal import TokenWAL
+from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+
+
+def test_it_is_a_token_log(tmp_path):
+    log: TokenLog = TokenWAL(tmp_path)
+    log.open(request("a"), {"label": [1, "x"]})
+    found = log.find("a")
+    assert found is not None
+    assert found.metadata == {"label": [1, "x"]}
+    assert found.request.sampling == SamplingParams()
+    assert log.find("b") is None
+
+
+def test_mistakes_are_one_sentence_and_change_nothing(tmp_path):
+    log = started(tmp_path, 3, fsync="os")
+    prefixed = RolloutRequest("c", np.array([1], np.int32), SamplingParams(), 0, np.array([5], np.int32))
+    size = log.stored_bytes
+    twice = DecodeStep(
+        ["a", "a"], *(getattr(step(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {}
+    )
+    short = DecodeStep(["a"], *(getattr(step(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {})
+    one = np.ones(1, np.int32)
+    mistakes = {
+        "is opened with tokens": lambda: log.open(prefixed, {}),
+        "cannot be written as JSON": lambda: log.open(request("c"), {"x": object()}),
+        "names a request twice": lambda: log.append(twice),
+        "has 1 requests and 2 positions": lambda: log.append(short),
+        "cannot end as pending": lambda: log.close("a", Status.PENDING),
+        "policy version 3000000000 does not fit": lambda: log.append_observation("a", one, 3_000_000_000),
+        "is not in the log": lambda: log.append_observation("z", one, 1),
+        "in the log already": lambda: log.open_many([(request("d"), {}), (request("d"), {})]),
+        "3 tokens in the log and was given one for position 2": lambda: log.append(step(2)),
+    }
+    for sentence, call in mistakes.items():
+        with pytest.raises(StorageError, match=sentence):
+            call()
+    assert log.stored_bytes == size
+    log.close("a", Status.FAILED, "gone")
+    with pytest.raises(StorageError, match="has ended and takes no more tokens"):
+        log.append(step(3))
+    log.shutdown()
+    with pytest.raises(StorageError, match="has been shut down"):
+        log.append(step(3))
+
+
+def test_retiring_frees_the_disk_and_the_log_goes_on(tmp_path):
+    log = TokenWAL(tmp_path, fsync="os", segment_bytes=4000)
+    largest = 0
+    for batch in range(30):
+        uids = [f"{batch}-{i}" for i in range(8)]
+        log.open_many([(request(uid), {}) for uid in uids])
+        for position in range(20):
+            log.append(step(position, uids))
+        log.retire(uids[:-1] if batch % 10 == 9 else uids)
+        largest = max(largest, log.stored_bytes)
+    assert largest < 40_000
+    assert sum(path.stat().st_size for path in tmp_path.glob("0*")) == log.stored_bytes
+    log.shutdown()
+    assert sorted(tokens(tmp_path)) == ["19-7", "29-7", "9-7"]
+    assert all(found == list(range(100, 120)) for found in tokens(tmp_path).values())
