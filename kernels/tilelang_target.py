@@ -59,7 +59,7 @@ CUDA = Target(HOPPER, lanes=512, unroll=8, threads=512)
 
 
 def language() -> Any:
-    """`tilelang.language`, imported here and untyped: inside a kernel its names mean what TileLang makes of them."""
+    """`tilelang.language`, imported on demand and untyped: a kernel is not Python to a type checker."""
     import tilelang.language
 
     return tilelang.language
