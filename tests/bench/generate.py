@@ -1,12 +1,16 @@
 """Decode speed of the embedded engine against `transformers` generate: same model, prompts and lengths.
 
-    python tests/bench/generate.py [--batch 64 192 512] [--prompt 12] [--new 32] [--samples 8] [--json FILE]
+    python tests/bench/generate.py [--batch 64 192 512] [--prompt 12] [--new 32] [--samples 8] [--stop]
+                                   [--json FILE]
 
-Both sample every token at temperature 1 with no stop id. Rounds alternate between the two, so that a busy
-machine slows both; the best round of each counts. A step is one new token for every request: wall time of the
-whole call, prefill included, divided by the new tokens per request. "products" is the part of a step no
-engine can avoid: the model's matrix products with its weights, and with the keys and values of the mean
-length, alone and without anything between them.
+Both sample every token at temperature 1. Rounds alternate between the two, so that a busy machine slows both;
+the best round of each counts. Times are of the whole call, prefill included, per 1000 tokens made. "products"
+is the part no engine can avoid: the model's matrix products with its weights, and with the keys and values of
+the mean length, alone and without anything between them.
+
+Without `--stop` every response has `--new` tokens. With it one token id of the vocabulary ends a response, so
+that lengths are as uneven as a policy's are: about geometric with the vocabulary's size as mean, cut at
+`--new`.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,8 @@ from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams
 
 VOCABULARY = 24
+STOP = 1
+"""The token id that ends a response with `--stop`."""
 
 
 def models() -> tuple[CausalLM, Any]:
@@ -56,24 +63,40 @@ def models() -> tuple[CausalLM, Any]:
     return CausalLM(packed), plain
 
 
-def engine_round(engine: TorchEngine, prompts: np.ndarray, samples: int, new: int) -> Callable[[], int]:
-    """A call that generates `samples` responses to each prompt and returns how many tokens it made."""
-    sampling = SamplingParams(max_new_tokens=new)
+@dataclass(frozen=True)
+class Load:
+    """What both are asked for."""
+
+    prompts: np.ndarray
+    """[P, C] int32."""
+    samples: int
+    new: int
+    stop: bool
+
+    @property
+    def requests(self) -> int:
+        return len(self.prompts) * self.samples
+
+
+def engine_round(engine: TorchEngine, load: Load) -> Callable[[], int]:
+    """A call that generates the responses and returns how many tokens it made."""
+    sampling = SamplingParams(max_new_tokens=load.new, stop_ids=(STOP,) if load.stop else ())
 
     def run() -> int:
         requests = [
             RolloutRequest(f"{i}/{j}", prompt, sampling)
-            for i, prompt in enumerate(prompts)
-            for j in range(samples)
+            for i, prompt in enumerate(load.prompts)
+            for j in range(load.samples)
         ]
         return sum(len(step.uids) for step in engine.generate(requests))
 
     return run
 
 
-def transformers_round(model: Any, prompts: np.ndarray, samples: int, new: int) -> Callable[[], int]:
-    """The same through `transformers` generate."""
-    ids = torch.from_numpy(prompts.astype(np.int64))
+def transformers_round(model: Any, load: Load) -> Callable[[], int]:
+    """The same through `transformers` generate. Padding behind a stop id does not count as made."""
+    ids = torch.from_numpy(load.prompts.astype(np.int64))
+    ending = {"eos_token_id": STOP} if load.stop else {"min_new_tokens": load.new}
 
     def run() -> int:
         with torch.inference_mode():
@@ -82,17 +105,21 @@ def transformers_round(model: Any, prompts: np.ndarray, samples: int, new: int) 
                 attention_mask=torch.ones_like(ids),
                 do_sample=True,
                 top_k=0,
-                max_new_tokens=new,
-                min_new_tokens=new,
-                num_return_sequences=samples,
+                max_new_tokens=load.new,
+                num_return_sequences=load.samples,
+                **ending,
             )
-        return out.shape[0] * (out.shape[1] - ids.shape[1])
+        made = out[:, ids.shape[1] :]
+        if not load.stop:
+            return made.numel()
+        return int(((made == STOP).cumsum(1) - (made == STOP).int() == 0).sum())
 
     return run
 
 
-def products_round(model: Any, requests: int, prompt: int, new: int) -> Callable[[], int]:
-    """Only the matrix products of `new` decode steps, each written to memory that is there already."""
+def products_round(model: Any, load: Load) -> Callable[[], int]:
+    """Only the matrix products of `new` steps of the full batch, written to memory that is there already."""
+    requests, prompt, new = load.requests, load.prompts.shape[1], load.new
     weights = [w.detach().t() for name, w in model.named_parameters() if w.ndim == 2 and "embed" not in name]
     weights.append(model.get_output_embeddings().weight.detach().t())
     products = [(torch.randn(requests, len(w)), w, torch.empty(requests, w.shape[1])) for w in weights]
@@ -114,18 +141,39 @@ def products_round(model: Any, requests: int, prompt: int, new: int) -> Callable
 
 
 def best_times(
-    calls: dict[str, Callable[[], int]], rounds: int, expected: int, clock: Callable[[], float]
+    calls: dict[str, Callable[[], int]], rounds: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Seconds of the best of `rounds` alternating rounds, after one warm-up each."""
+    """Milliseconds per 1000 tokens of the best of `rounds` alternating rounds, after one warm-up each."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
             start = clock()
             made = call()
-            times[name].append(clock() - start)
-            if made != expected:
-                raise RuntimeError(f"{name} made {made} tokens instead of {expected}")
-    return {name: min(seconds[1:]) for name, seconds in times.items()}
+            times[name].append(1e6 * (clock() - start) / made)
+    return {name: min(values[1:]) for name, values in times.items()}
+
+
+def measure(
+    models: tuple[CausalLM, Any], load: Load, rounds: int, clock: Callable[[], float]
+) -> dict[str, Any]:
+    """One row of the table, printed and returned."""
+    model, plain = models
+    calls = {
+        "transformers": transformers_round(plain, load),
+        "engine": engine_round(TorchEngine(model), load),
+        "products": products_round(plain, load),
+    }
+    times = best_times(calls, rounds, clock)
+    ratio = times["transformers"] / times["engine"]
+    bound = times["transformers"] / times["products"]
+    columns = f"{times['transformers']:13.1f} {times['engine']:8.1f} {times['products']:9.1f}"
+    print(f"{load.requests:6d} {load.samples:8d} {columns} {ratio:8.2f}x {bound:9.2f}x", flush=True)
+    return {
+        "batch": load.requests,
+        "samples_per_prompt": load.samples,
+        "ms_per_1000_tokens": times,
+        "speed_up": ratio,
+    }
 
 
 def main() -> None:
@@ -136,6 +184,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=12, help="prompt tokens")
     parser.add_argument("--new", type=int, default=32, help="new tokens per request")
     parser.add_argument("--samples", type=int, nargs="+", default=[8, 1], help="responses per prompt")
+    parser.add_argument("--stop", action="store_true", help="one token id ends a response")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
@@ -144,28 +193,16 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     clock = time.perf_counter if options.clock == "wall" else time.process_time
-    model, plain = models()
     rows = []
-    titles = f"{'transformers ms/step':>21} {'engine ms/step':>15} {'products ms/step':>17} {'speed-up':>9}"
+    print("milliseconds per 1000 tokens")
+    titles = f"{'transformers':>13} {'engine':>8} {'products':>9} {'speed-up':>9}"
     print(f"{'batch':>6} {'samples':>8} {titles} {'its bound':>10}")
+    both = models()
     for samples in options.samples:
         for batch in options.batch:
             prompts = np.random.default_rng(0).integers(0, VOCABULARY, (batch // samples, options.prompt))
-            calls = {
-                "transformers": transformers_round(plain, prompts, samples, options.new),
-                "engine": engine_round(TorchEngine(model), prompts.astype(np.int32), samples, options.new),
-            }
-            requests = len(prompts) * samples
-            calls["products"] = products_round(plain, requests, options.prompt, options.new)
-            seconds = best_times(calls, options.rounds, requests * options.new, clock)
-            step = {name: 1e3 * value / options.new for name, value in seconds.items()}
-            ratio = step["transformers"] / step["engine"]
-            bound = step["transformers"] / step["products"]
-            times = f"{step['transformers']:21.2f} {step['engine']:15.2f} {step['products']:17.2f}"
-            print(f"{requests:6d} {samples:8d} {times} {ratio:8.2f}x {bound:9.2f}x", flush=True)
-            rows.append(
-                {"batch": requests, "samples_per_prompt": samples, "ms_per_step": step, "speed_up": ratio}
-            )
+            load = Load(prompts.astype(np.int32), samples, options.new, options.stop)
+            rows.append(measure(both, load, options.rounds, clock))
     if options.json:
         machine = {
             "platform": platform.platform(),
@@ -176,6 +213,7 @@ def main() -> None:
         settings = {
             "prompt": options.prompt,
             "new": options.new,
+            "stop": options.stop,
             "threads": options.threads,
             "clock": options.clock,
         }
