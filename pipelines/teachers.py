@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def open_schedule(context: StageContext, vocabulary: int) -> Iterator[TeacherSch
 
 def _open_teachers(
     context: StageContext, names: list[str], vocabulary: int, stack: ExitStack
-) -> dict[str, Teacher]:
+) -> Mapping[str, Teacher]:
     recipe = context.recipe
     placement = Placement(
         recipe.model.dtype, recipe.model.device, recipe.distill.batch.max_tokens, vocabulary
@@ -69,7 +69,7 @@ def _open_teachers(
     )
     for teacher in streamed.values():
         stack.callback(teacher.close)
-    return dict(streamed)
+    return streamed
 
 
 def published_teacher(context: StageContext, name: str) -> str:

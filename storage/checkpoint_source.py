@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,10 @@ def _source(path: Path, base: int, total: int, name: str, entry: Mapping[str, An
 
 
 class UnitSource:
-    """The flat buffer of one unit, read from the checkpoint range by range. Close it, or use `with`."""
+    """The flat buffer of one unit, read from the checkpoint range by range.
+
+    Safe between threads; close it, or use `with`.
+    """
 
     def __init__(
         self, entries: Mapping[str, TensorEntry], sources: Mapping[str, TensorSource], nbytes: int
@@ -97,6 +101,7 @@ class UnitSource:
         self.nbytes = nbytes
         self._pieces = [(entry, sources[name]) for name, entry in entries.items()]
         self._descriptors: dict[Path, int] = {}
+        self._opening = threading.Lock()
 
     def read(self, start: int, stop: int) -> bytearray:
         """Bytes `start ... stop - 1` of the buffer; gaps between tensors are zero."""
@@ -110,13 +115,10 @@ class UnitSource:
 
     def _pread(self, source: TensorSource, offset: int, into: memoryview) -> None:
         try:
-            if source.path not in self._descriptors:
-                self._descriptors[source.path] = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = self._descriptor(source.path)
             done = 0
             while done < len(into):
-                received = os.preadv(
-                    self._descriptors[source.path], [into[done:]], source.start + offset + done
-                )
+                received = os.preadv(descriptor, [into[done:]], source.start + offset + done)
                 if not received:
                     raise StorageError(f"{source.path} became shorter while it was read; copy it again.")
                 done += received
@@ -126,6 +128,12 @@ class UnitSource:
             raise StorageError(
                 f"{source.path} cannot be read ({error.strerror or error}); copy it again."
             ) from error
+
+    def _descriptor(self, path: Path) -> int:
+        with self._opening:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[path]
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():

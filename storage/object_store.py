@@ -112,12 +112,17 @@ class ObjectStore(ABC):
         share = -(-wanted // self.options.threads)
         return min(self.options.chunk_bytes, max(LEAST_BYTES, share))
 
+    def read_range(self, wanted: Range) -> None:
+        """Fill one range by one request, in the calling thread: also from inside `arrived`, below."""
+        self._read(Request([wanted]))
+
     def read_ranges(self, ranges: Sequence[Range], arrived: Callable[[Range], None] | None) -> None:
         """Read all `ranges`, by `options.threads` requests at a time; neighbours share a request.
 
         `arrived` is called with each range that is complete, in the thread that read it, so that checksums
-        are computed while others are still under way. When it raises, or a read fails, the first error is
-        raised after all running reads have ended: nothing writes into the buffers afterwards.
+        are computed while others are still under way; it must not wait for another `read_ranges` or
+        `read_into`, whose threads may all be waiting like it. When it raises, or a read fails, the first
+        error is raised after all running reads have ended: nothing writes into the buffers afterwards.
         """
 
         def read(request: Request) -> None:

@@ -143,7 +143,7 @@ class PublishedModel:
         for _ in range(self.store.options.rereads):
             with self._lock:
                 self._corrupt_blocks += 1
-            self.store.read_into(block.path, block.start, block.into)
+            self.store.read_range(block)
             if block_checksum(block.into) == unit.block_checksum(index):
                 return
         raise StorageError(

@@ -158,7 +158,8 @@ class S3Requests:
         if response.status in _AGAIN:
             raise TransientError(answer)
         if response.status in _REFUSED:
-            if code in _STALE:
+            # An answer to HEAD has no body and so no code: the credentials may have expired.
+            if not code or code in _STALE:
                 raise ExpiredError(answer)
             raise PermissionError(answer)
         raise StorageError(f"{answer}; check endpoint and region (AWS_ENDPOINT_URL, AWS_REGION)")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opd.errors import TeacherError
+from opd.errors import OpdError, TeacherError
 
 if TYPE_CHECKING:
     from opd.storage.published import PublishedModel
@@ -33,7 +35,8 @@ class UnitGather:
     def read(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:
         """All bytes of `unit` [nbytes] uint8, at the beginning of `into`, which has at least `room` bytes.
 
-        Raises `StorageError` from the reader; the other ranks then raise `TeacherError`.
+        Raises `StorageError` from the reader; the other ranks then raise `TeacherError`, and so do all that
+        are left when a rank has died.
         """
         if not self._cuda:
             return self._read(model, unit, into)
@@ -60,7 +63,8 @@ class UnitGather:
             return into[:nbytes]
         self._agree(model, unit, error)
         if part:
-            dist.all_gather_into_tensor(parts, mine, group=self.group)
+            with naming_lost_ranks(_not_gathered(model, unit)):
+                dist.all_gather_into_tensor(parts, mine, group=self.group)
         self._close_gaps(model, unit, parts)
         return into[:nbytes]
 
@@ -85,7 +89,8 @@ class UnitGather:
         """Stop on all ranks if one of them could not read: a gather without it would wait for ever."""
         failed = torch.zeros(self.world, dtype=torch.int32, device=self.device)
         failed[self.rank] = error is not None
-        dist.all_reduce(failed, group=self.group)
+        with naming_lost_ranks(_not_gathered(model, unit)):
+            dist.all_reduce(failed, group=self.group)
         if error is not None:
             raise error
         if failed.any():
@@ -103,3 +108,22 @@ class UnitGather:
             if start != rank * part and stop > start:
                 moved = parts[rank * part : rank * part + stop - start].clone()
                 parts[start:stop] = moved
+
+
+def _not_gathered(model: PublishedModel, unit: str) -> str:
+    return f"{unit} of teacher weights {model.manifest.digest[:12]} was not gathered"
+
+
+@contextmanager
+def naming_lost_ranks(failure: str) -> Iterator[None]:
+    """The back end's own errors as a `TeacherError` that begins with `failure`."""
+    try:
+        yield
+    except OpdError:
+        raise
+    except RuntimeError as error:
+        reason = " ".join(str(error).split()).removesuffix(".")
+        raise TeacherError(
+            f"{failure}, another rank is gone or does not answer ({reason}); look for that rank's own error,"
+            " then start all of them again."
+        ) from error

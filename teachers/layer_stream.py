@@ -22,7 +22,7 @@ from torch import Tensor
 
 from opd.errors import TeacherError
 from opd.teachers.byte_meter import ByteMeter
-from opd.teachers.byte_ring import ByteRing
+from opd.teachers.byte_ring import ByteRing, aligned
 from opd.teachers.gather import UnitGather
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class UnitPass:
     units: tuple[str, ...]
     largest: int
     """Bytes of memory its largest unit needs."""
+    total: int
+    """Bytes of memory all of its units need, each aligned."""
     cancelled: bool = False
     error: BaseException | None = None
     ready: deque[tuple[int, Tensor]] = field(default_factory=deque)
@@ -49,6 +51,8 @@ class UnitPass:
 
 class LayerStream:
     """Reads units ahead; at most the largest unit and `prefetch_bytes` more are in memory.
+
+    Its buffer is never larger than two passes need, the one in use and the next one, whatever the budget.
 
     Args:
         prefetch_bytes: How much may lie ready, or be on its way, beside the unit in use.
@@ -89,7 +93,8 @@ class LayerStream:
 
     def ask(self, model: PublishedModel, units: Sequence[str]) -> UnitPass:
         """Begin to read `units` of `model`, after everything asked for before."""
-        asked = UnitPass(model, tuple(units), max(self.gather.room(model, unit) for unit in units))
+        rooms = [self.gather.room(model, unit) for unit in units]
+        asked = UnitPass(model, tuple(units), max(rooms), sum(map(aligned, rooms)))
         with self._changed:
             if self._closed:
                 raise TeacherError("this stream of teacher weights was closed; open a new one.")
@@ -151,7 +156,9 @@ class LayerStream:
     def _overtake(self, asked: UnitPass) -> None:
         """Drop what stands before `asked`: its bytes would never be used, and they fill the buffer."""
         with self._changed:
-            earlier = list(takewhile(lambda other: other is not asked, self._queue))
+            # A pass that failed has left the queue: nothing stands before it.
+            queued = asked in self._queue
+            earlier = list(takewhile(lambda other: other is not asked, self._queue)) if queued else []
         for other in earlier:
             self.drop(other)
 
@@ -206,8 +213,9 @@ class LayerStream:
         if asked is None:
             return None
         # A smaller buffer is used on until it is empty, so that the next teacher is read ahead into it.
-        if self._ring.capacity < asked.largest + self.prefetch_bytes and not len(self._ring):
-            self._ring = ByteRing(asked.largest + self.prefetch_bytes)
+        wanted = min(asked.largest + self.prefetch_bytes, 2 * asked.total)
+        if self._ring.capacity < wanted and not len(self._ring):
+            self._ring = ByteRing(wanted)
             # Freed before the larger one is made: the two never exist together.
             self.meter.let_go(self._arena.nbytes)
             self._arena = torch.empty(0, dtype=torch.uint8)

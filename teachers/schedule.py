@@ -17,6 +17,7 @@ from torch import Tensor
 
 from opd.errors import TeacherError
 from opd.protocols import Teacher
+from opd.teachers.gather import naming_lost_ranks
 from opd.teachers.resident_heads import Prefetching, ResidentHeads
 from opd.teachers.routing import Route, Router
 from opd.train.distill_terms import TeacherView
@@ -223,7 +224,8 @@ class TeacherSchedule:
         if shared:
             on_device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
             flags = torch.tensor([used[name] for name in shared], dtype=torch.int32, device=on_device)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+            with naming_lost_ranks("the ranks could not agree on their teachers"):
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
             used |= {name: bool(flag) for name, flag in zip(shared, flags.tolist(), strict=True)}
         return [name for name, needed in used.items() if needed]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,6 +138,8 @@ class StreamedTeacher:
     def close(self) -> None:
         """Stop its stream, and with it every teacher that shares it, and let the store go."""
         self.stream.close()
+        if self._head is not None:
+            wait([self._head])  # it reads through the store that is closed next
         if "published" in self.__dict__:
             self.published.close()
 

@@ -50,10 +50,10 @@ class TorchTeacher:
         model.module.requires_grad_(False)
         return model
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """Digest of the weights."""
-        return self.model.digest()
+        return self._digest
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> HiddenStates:
@@ -71,3 +71,7 @@ class TorchTeacher:
     def load_head(self) -> Head:
         """The head; its weights were frozen when the model was loaded."""
         return self.model.head(self._vocabulary)
+
+    @cached_property
+    def _digest(self) -> str:
+        return self.model.digest()

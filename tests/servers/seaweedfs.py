@@ -65,7 +65,9 @@ def seaweedfs(folder: Path) -> Iterator[S3Server]:
     ports = free_ports(4)
     command = [program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += ["-filer", "-s3", f"-s3.config={folder / 's3.json'}", "-master.volumeSizeLimitMB=1024"]
-    command += ["-volume.max=12", "-volume.preStopSeconds=0", "-s3.iam=false", "-s3.port.iceberg=0"]
+    command += ["-volume.max=12", "-volume.preStopSeconds=0", "-s3.iam=false"]
+    # Two more services of a fixed port each, on which a second server on this machine would fail.
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
     command += ["-master.peers=none", "-master.telemetry=false"]
     for name, (port, grpc) in zip(("master", "volume", "filer", "s3"), ports, strict=True):
         command += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc}"]

@@ -191,7 +191,7 @@ def test_wrong_credentials_are_not_retried(store, proxy, monkeypatch):
         before = proxy.requests
         with pytest.raises(StorageError, match="403 SignatureDoesNotMatch; check AWS_ACCESS_KEY_ID"):
             refused.get_range("a", 0, 5)
-        with pytest.raises(StorageError, match="403 Forbidden; check AWS_ACCESS_KEY_ID"):
+        with pytest.raises(StorageError, match="403 Forbidden, also with credentials looked up anew"):
             refused.size("a")
         with pytest.raises(StorageError, match="access was refused"):
             refused.put("b", b"x")
@@ -207,6 +207,9 @@ def test_credentials_that_changed_are_found(store, proxy, monkeypatch):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
         proxy.inject("status", status=403, code="ExpiredToken")
         assert renewed.get_range("a", 0, 5) == DATA[:5]
+        proxy.inject("status", status=403, code="ExpiredToken", method="HEAD")  # whose code nobody sees
+        assert renewed.size("a") == len(DATA)
+        assert all(fault.times == 0 for fault in proxy.faults)
 
 
 def test_a_connection_the_server_closed_meanwhile_is_no_fault(shared, proxy):

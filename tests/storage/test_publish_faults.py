@@ -124,6 +124,21 @@ def test_a_truncated_or_missing_shard_is_named(published):
         read_all(published)
 
 
+def test_wrong_bytes_in_every_block_at_once_do_not_stop_the_reader(tmp_path):
+    """All threads read a block again at the same time, and none waits for another."""
+    write_checkpoint(tmp_path / "large", hidden=512, vocabulary=12_000)
+    with ObjectStore.open(tmp_path / "store") as store:
+        publish(tmp_path / "large", store, shards=1, form=FORM)
+    (shard,) = tmp_path.glob("store/*/shard-*.bin")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with PublishedModel.open(tmp_path / "store") as model:
+        unit = model.manifest.units["head"]
+        assert unit.block_count > model.store.options.threads
+        assert unit.block_bytes > model.store.request_bytes(unit.block_bytes)
+        with pytest.raises(StorageError, match=r"\(head, block \d\) are corrupt"):
+            model.read_unit("head", memoryview(bytearray(unit.nbytes)))
+
+
 def test_a_shard_of_another_version_is_refused(published, tmp_path):
     write_checkpoint(tmp_path / "other", seed=9)
     with ObjectStore.open(tmp_path / "elsewhere") as store:

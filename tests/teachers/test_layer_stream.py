@@ -64,7 +64,7 @@ def test_passes_give_the_right_bytes_in_any_order_of_use(models, contents, order
 
 def test_later_passes_are_read_while_an_earlier_one_is_used(models):
     stream = LayerStream(prefetch_bytes=10**6)
-    first, second = (stream.ask(model, list(model.manifest.units)) for model in models)
+    first, second = (stream.ask(model, list(model.manifest.units)) for model in reversed(models))
     units = stream.units(first)
     next(units)
     with stream._changed:
@@ -101,6 +101,36 @@ def test_an_error_reaches_the_one_who_asked_and_no_other(models, tmp_path):
         with pytest.raises(StorageError, match="shard-00000"):
             list(stream.units(broken))
         assert len(list(stream.units(whole))) == 5
+        stream.close()
+
+
+def test_a_pass_that_failed_leaves_the_later_ones_as_they_are(models, tmp_path):
+    _, url = publish(tiny.model(), tmp_path / "gone")
+    with PublishedModel.open(url) as gone:
+        for shard in (tmp_path / "gone").rglob("shard-*"):
+            shard.unlink()
+        stream = LayerStream(prefetch_bytes=10**6)
+        broken = stream.ask(gone, list(gone.manifest.units))
+        whole = stream.ask(models[0], list(models[0].manifest.units))
+        with stream._changed:
+            assert stream._changed.wait_for(lambda: len(whole.ready) == len(whole.units), 30)
+        with pytest.raises(StorageError, match="shard-00000"):
+            list(stream.units(broken))
+        assert not whole.cancelled
+        before = models[0].bytes_read
+        assert len(list(stream.units(whole))) == 5
+        assert models[0].bytes_read == before
+        stream.close()
+
+
+def test_a_small_model_gets_a_small_buffer_whatever_the_budget(models):
+    for model in models:
+        stream = LayerStream(prefetch_bytes=2**40)
+        units = list(model.manifest.units)
+        for _ in range(2):
+            assert len(list(stream.units(stream.ask(model, units)))) == 5
+        assert stream.nbytes == stream.meter.take_peak()
+        assert stream.nbytes <= 2 * (model.manifest.nbytes + 256 * len(units))
         stream.close()
 
 

@@ -92,11 +92,12 @@ def expected(teachers):
 
 @pytest.fixture(scope="module")
 def two_ranks(teachers, tmp_path_factory):
-    """The folder two ranks wrote, after a task where rank 1 cannot read and one where all is well."""
+    """The folder two ranks wrote: rank 1 cannot read, all is well, rank 1 dies in its first layer."""
     folder = tmp_path_factory.mktemp("two")
     urls = {name: url for name, (_, url) in teachers.items()}
     broken = urls | {"b": str(broken_copy(urls["b"], folder / "broken"))}
-    run(folder, 2, [task("broken", [urls, broken], [0, 1] * 4), task("whole", urls, UNEVEN)])
+    dies = task("dies", urls, [0, 1] * 4) | {"dies": 1}
+    run(folder, 2, [task("broken", [urls, broken], [0, 1] * 4), task("whole", urls, UNEVEN), dies])
     return folder
 
 
@@ -143,6 +144,13 @@ def test_every_rank_stops_where_one_cannot_read(two_ranks):
     assert (first["error"], second["error"]) == ("TeacherError", "StorageError")
     assert "rank 1 could not read its part of layer." in first["message"]
     assert "shard-00001-of-00002" in second["message"]
+
+
+def test_a_rank_that_dies_ends_the_others_with_a_sentence(two_ranks):
+    result = json.loads((two_ranks / "dies-0.json").read_text())
+    assert result["error"] == "TeacherError"
+    assert "was not gathered, another rank is gone" in result["message"]
+    assert not (two_ranks / "dies-1.json").exists()
 
 
 @pytest.mark.slow
