@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,9 +27,11 @@ def read_head(
     Raises `StorageError` from the reader, and `ModelError` if it has fewer rows than `vocabulary`.
     """
     unit, entry = model.manifest.units[UNIT], model.manifest.head
-    host = torch.empty(unit.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    cuda = device.type == "cuda"
+    host = torch.empty(unit.nbytes, dtype=torch.uint8, pin_memory=True) if cuda else own_pages(unit.nbytes)
     model.read_part(UNIT, 0, 1, host.numpy().data)
-    tensors = unit_tensors(unit, host.to(device), dtype)
+    read = unit_tensors(unit, host.to(device))
+    tensors = {name: _converted(tensor, dtype) for name, tensor in read.items()}
     weight = next(tensor for name, tensor in tensors.items() if name.endswith(".weight"))
     bias = next((tensor for name, tensor in tensors.items() if name.endswith(".bias")), None)
     if vocabulary is not None and vocabulary > weight.shape[0]:
@@ -37,6 +40,24 @@ def read_head(
             f" than the {vocabulary} tokens asked for; use the tokenizer the model was made for."
         )
     return Head(weight, bias=bias, scale=entry.scale, softcap=entry.softcap, vocab_size=vocabulary)
+
+
+def own_pages(nbytes: int) -> Tensor:
+    """[nbytes] uint8 of pages that go back to the system with the last tensor on them.
+
+    Heads are read by one thread after another; what `malloc` gives a thread, it keeps for threads of that
+    arena after it is freed: several heads' worth for ten teachers.
+    """
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype == dtype or not tensor.is_floating_point():
+        return tensor
+    if tensor.device.type != "cpu":
+        return tensor.to(dtype)
+    copy = own_pages(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape)
+    return copy.copy_(tensor)
 
 
 def head_bytes(head: Head) -> int:
