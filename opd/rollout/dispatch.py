@@ -6,11 +6,11 @@ import math
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from opd.errors import OpdError, RolloutError
-from opd.rollout.engine_calls import Call, Event, Failed, InlineSource, ThreadSource
+from opd.rollout.engine_calls import Call, Event, Failed, InlineSource, ThreadSource, words
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.hedging import Overlap
 from opd.rollout.ledger import ENDS, Ledger
@@ -45,7 +45,8 @@ class Dispatch(Iterator[DecodeStep]):
         """Failures in a row without a token that are borne: enough to find one bad request among all."""
         self._strikes: Counter[str] = Counter()
         self._lengths: dict[str, int] = {}
-        self._began = time.monotonic()
+        self._began = self._served = time.monotonic()
+        """`_served`: when an engine was last free, resting or at work."""
         self._open = True
 
     @property
@@ -102,13 +103,17 @@ class Dispatch(Iterator[DecodeStep]):
 
     def _wait(self) -> None:
         """No engine can serve now."""
-        seconds = self._pool.next_return()
+        seconds, now, limit = self._pool.next_return(), time.monotonic(), self._pool.policy.silence_limit
         if seconds is None:
-            error = RolloutError("no engine holds the current weights; restart with --resume.")
-            self._give_up(list(self._pending), error)
+            error: Exception = RolloutError("no engine holds the current weights; restart with --resume.")
+        elif seconds == 0 and now - self._served > limit:
+            error = TimeoutError(f"no engine has answered for {limit:g} s")
+        else:
+            self._served = now if seconds else self._served
+            self._check_deadline()
+            time.sleep(min(max(seconds, 0.001), LOOK))
             return
-        self._check_deadline()
-        time.sleep(min(max(seconds, 0.001), LOOK))
+        self._give_up(list(self._pending), error)
 
     def _start(self, index: int, uids: list[str]) -> None:
         """Ask engine `index` for `uids`."""
@@ -137,6 +142,7 @@ class Dispatch(Iterator[DecodeStep]):
             self._failed(call, error)
             return
         self._calls[index] = call
+        self._served = time.monotonic()
         if source is ThreadSource:
             call.source = thread = ThreadSource(steps, self._inbox, self._pool.gate)
             thread.start(call)
@@ -153,9 +159,12 @@ class Dispatch(Iterator[DecodeStep]):
                 assert isinstance(call.source, InlineSource)
                 self._handle(call, call.source.take())
             return
+        over = [call for call in self._calls.values() if call.source.done]
         try:
             key, event = self._inbox.get(timeout=LOOK)
         except queue.Empty:
+            for call in over:
+                self._failed(call, TimeoutError("it was in a step that a pause could not wait for"))
             self._check_time_outs()
         else:
             assert isinstance(key, Call)
@@ -180,11 +189,15 @@ class Dispatch(Iterator[DecodeStep]):
     def _take(self, call: Call, step: DecodeStep) -> None:
         """A decode step of an engine."""
         call.tokens += len(step.uids)
-        self._pool.health[call.engine].heard(len(step.uids))
+        self._pool.health[call.engine].heard(time.monotonic(), len(step.uids))
         if step.uids:
             self._fruitless = 0
         if self._overlap.active:
             step = self._overlap.due(call, step)
+        early = self._ledger.stopped(step)
+        if early:
+            step = replace(step, finished=step.finished | early)
+            self._tell(call, early)
         if not step.finished:
             self._ledger.accept(step)
             return
@@ -194,7 +207,16 @@ class Dispatch(Iterator[DecodeStep]):
         more = self._ledger.accept(step if not stopped else replace(step, finished=ends))
         self._pending.extend(more)
         self._return(stopped)
-        self._overlap.ended(uid for uid in ends if uid not in more)
+        self._overlap.ended(ends)
+        if call.over and not call.open:
+            self._let_go(call.engine)  # what it still writes is not wanted
+
+    def _tell(self, call: Call, ended: Iterable[str]) -> None:
+        """Let an engine know that requests have ended, if it can be told."""
+        abort = getattr(self._pool.engines[call.engine], "abort", None)
+        names = call.leave(ended)
+        if abort is not None:
+            abort(names)
 
     def _return(self, uids: list[str]) -> None:
         """Requests that an engine stopped before their end go to the end of the queue."""
@@ -239,13 +261,13 @@ class Dispatch(Iterator[DecodeStep]):
             if isinstance(error, OpdError):
                 raise error
             raise RolloutError(
-                f"request {uids[0]!r} and {len(uids) - 1} more cannot be finished: {_words(error)}; what was"
+                f"request {uids[0]!r} and {len(uids) - 1} more cannot be finished: {words(error)}; what was"
                 " written is kept, so mend the engine and restart with --resume."
             ) from error
         waiting = set(uids)
         self._pending = deque(uid for uid in self._pending if uid not in waiting)
         for uid in uids:
-            self._ledger.close(uid, Status.FAILED, _words(error))
+            self._ledger.close(uid, Status.FAILED, words(error))
         self._overlap.ended(uids)
 
     def _check_time_outs(self) -> None:
@@ -275,8 +297,3 @@ class Dispatch(Iterator[DecodeStep]):
         if call is not None:
             call.source.stop()
             self._pool.occupy(index, call.source)
-
-
-def _words(error: BaseException) -> str:
-    text = str(error).rstrip(".")
-    return text if isinstance(error, OpdError | TimeoutError) else f"{type(error).__name__}: {text}"

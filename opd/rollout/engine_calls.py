@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from opd.types import DecodeStep
+from opd.errors import OpdError
+from opd.types import DecodeStep, Status
 
 AHEAD = 4
 """Decode steps a threaded engine may be ahead of the log."""
@@ -63,18 +64,46 @@ class Call:
     source: Source
     open: set[str] = field(default_factory=set)
     """Requests that have not ended."""
+    over: set[str] = field(default_factory=set)
+    """Requests that ended without this engine's knowing: nothing it still says of them is heard."""
     tokens: int = 0
 
+    def leave(self, uids: Iterable[str]) -> list[str]:
+        """Hear no more of those of `uids` that are still open here; returns the engine's names for them."""
+        gone = self.open.intersection(uids)
+        self.open -= gone
+        self.over |= gone
+        names = {uid: name for name, (uid, _) in self.turns.items()}
+        return [names.get(uid, uid) for uid in gone]
+
     def translate(self, step: DecodeStep) -> DecodeStep:
-        """`step` in the caller's uids and positions."""
-        if not self.turns:
+        """`step` in the caller's uids and positions, without what is over."""
+        step = self._renamed(step) if self.turns else step
+        if not self.over:
             return step
+        keep = [row for row, uid in enumerate(step.uids) if uid not in self.over]
+        return part_of(step, keep, {u: status for u, status in step.finished.items() if u not in self.over})
+
+    def _renamed(self, step: DecodeStep) -> DecodeStep:
         names = [self.turns.get(uid, (uid, 0)) for uid in step.uids]
         starts = np.array([start for _, start in names], dtype=np.int32)
         finished = {self.turns.get(uid, (uid, 0))[0]: status for uid, status in step.finished.items()}
         return replace(
             step, uids=[uid for uid, _ in names], positions=step.positions + starts, finished=finished
         )
+
+
+def part_of(step: DecodeStep, keep: Sequence[int], finished: dict[str, Status]) -> DecodeStep:
+    """The rows `keep` of `step`, with other ends."""
+    rows = np.array(keep, dtype=np.int64)
+    return replace(
+        step,
+        uids=[step.uids[row] for row in keep],
+        positions=step.positions[rows],
+        token_ids=step.token_ids[rows],
+        logprobs=step.logprobs[rows],
+        finished=finished,
+    )
 
 
 class InlineSource:
@@ -178,6 +207,10 @@ class ThreadSource:
                 self._gate.opened.wait(POLL)
                 continue
             if not isinstance(event, DecodeStep):
+                if self._stop.is_set():
+                    event = (
+                        None  # it was paused or left in the middle of a step: that is no failure of its own
+                    )
                 break
             self._inbox.put((self.key, event))
         else:
@@ -201,6 +234,12 @@ class ThreadSource:
                 return Failed(error)
             finally:
                 self._began = None
+
+
+def words(error: BaseException) -> str:
+    """Why something failed, for people."""
+    text = str(error).rstrip(".")
+    return text if isinstance(error, OpdError | TimeoutError) else f"{type(error).__name__}: {text}"
 
 
 def _close(steps: Iterator[DecodeStep]) -> None:

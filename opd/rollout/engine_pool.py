@@ -55,7 +55,9 @@ class EnginePool:
     def ready(self) -> list[int]:
         """Engines that can take requests now."""
         now = time.monotonic()
-        self._occupied = {i: source for i, source in self._occupied.items() if not source.done}
+        self._occupied = {
+            i: source for i, source in self._occupied.items() if not (source.done or self._replaceable(i))
+        }
         return [i for i in self._alive() if not self.health[i].rests(now) and i not in self._occupied]
 
     def next_return(self) -> float | None:
@@ -68,7 +70,7 @@ class EnginePool:
         """Engine `index`, rebuilt first if it failed and can be rebuilt. Raises `RolloutError` if what was
         rebuilt holds another policy version.
         """
-        if self._revive is not None and (self.health[index].in_a_row or self.health[index].stale):
+        if self._revive is not None and self._replaceable(index):
             self.engines[index] = self._revive(index)
             self.health[index].stale = False
         held = self.engines[index].policy_version
@@ -134,6 +136,11 @@ class EnginePool:
                     f" {first}; replace one of them."
                 )
         return digests[first]
+
+    def _replaceable(self, index: int) -> bool:
+        """Whether a new engine takes its place: then a step in which it hangs is not waited for."""
+        health = self.health[index]
+        return self._revive is not None and (health.in_a_row > 0 or health.stale)
 
     def _alive(self) -> list[int]:
         return [i for i, health in enumerate(self.health) if not health.stale or self._revive is not None]

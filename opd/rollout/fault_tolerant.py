@@ -14,12 +14,15 @@ from opd.rollout.engine_pool import EnginePool
 from opd.rollout.health import EngineHealth, RetryPolicy
 from opd.rollout.ledger import Books, Environment, Ledger
 from opd.rollout.preemption import WRITE_SPEED, KVStore, Preemption, Suspendable
+from opd.rollout.stop_strings import StopStrings
 from opd.types import DecodeStep, RolloutRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 DEFAULT_POLICY = RetryPolicy()
+ENGINE_COUNTS = {"prefilled_tokens": "prefilled_tokens", "kv_restored_tokens": "restored_tokens"}
+"""Counter -> attribute of an engine that grows with it."""
 
 
 class FaultTolerantRollout:
@@ -45,12 +48,14 @@ class FaultTolerantRollout:
         policy: RetryPolicy = DEFAULT_POLICY,
         describe: Callable[[RolloutRequest], Mapping[str, Any]] = lambda request: {},
         environment: Environment | None = None,
+        stops: StopStrings | None = None,
         preemption: Preemption | None = None,
         kv: KVStore | None = None,
         revive: Callable[[int], RolloutEngine] | None = None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`describe`: metadata to log with a request. `kv`: where keys and values go when the rollout is
+        """`describe`: metadata to log with a request. `stops`: strings that end a response (or a turn) beside
+        its stop ids. `kv`: where keys and values go when the rollout is
         preempted; without it they are rebuilt by prefill. `revive(i)`: a new engine with the current weights
         in place of engine `i`, which failed. `note`: one line for the person who watches.
 
@@ -62,9 +67,10 @@ class FaultTolerantRollout:
         self.failures: dict[str, str] = {}
         """Why requests of the newest call failed."""
         self._pool = EnginePool(engines, policy, revive)
-        self._books = Books(log, describe, environment, self.counters, self.failures)
+        self._books = Books(log, describe, environment, stops, self.counters, self.failures)
         self._preemption, self._kv, self._note = preemption, kv, note
         self._active: weakref.ref[Dispatch] | None = None
+        self._counted = self._count_engines()
 
     @property
     def policy_version(self) -> int:
@@ -142,10 +148,22 @@ class FaultTolerantRollout:
         self._pool.resume()
 
     def take_counters(self) -> dict[str, float]:
-        """The counters since they were last taken, for the metrics."""
+        """The counters since they were last taken, for the metrics. `prefilled_tokens` were computed, and
+        `kv_restored_tokens` taken from kept keys and values instead, by engines that say so.
+        """
+        counts = self._count_engines()
+        self.counters.update({name: n for name in counts if (n := counts[name] - self._counted[name]) > 0})
+        self._counted = counts
         counters = {name: float(value) for name, value in self.counters.items()}
         self.counters.clear()
         return counters
+
+    def _count_engines(self) -> dict[str, int]:
+        engines = self._pool.engines
+        return {
+            name: sum(int(getattr(engine, attribute, 0)) for engine in engines)
+            for name, attribute in ENGINE_COUNTS.items()
+        }
 
     def _between_steps(self) -> None:
         asked = self._preemption

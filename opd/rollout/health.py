@@ -21,6 +21,8 @@ class RetryPolicy:
     """Failures in a row after which the rest counts as quarantine."""
     step_timeout: float | None = None
     """An engine that gives no decode step for so long is left alone until it answers again."""
+    silence_limit: float = 600.0
+    """When every engine is in a step that does not end: time until the requests are given up."""
     deadline: float | None = None
     """Time a request may take, from the call of `generate`. It ends long responses more often than short
     ones: a safety net, not a way to save time."""
@@ -43,12 +45,15 @@ class EngineHealth:
     quarantines: int = 0
     resting_until: float = 0.0
     """Monotonic seconds."""
+    last_heard: float | None = None
+    """Monotonic seconds of its last decode step: steps are its heartbeat."""
     stale: bool = False
     """It missed a weight update, and serves again only with weights of the current version."""
     last_error: str | None = None
 
-    def heard(self, tokens: int) -> None:
-        """It gave `tokens` tokens."""
+    def heard(self, now: float, tokens: int) -> None:
+        """It gave a step of `tokens` tokens at `now`."""
+        self.last_heard = now
         if tokens:
             self.tokens += tokens
             self.in_a_row = 0

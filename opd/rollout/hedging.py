@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 
-import numpy as np
-
-from opd.rollout.engine_calls import Call
+from opd.rollout.engine_calls import Call, part_of
 from opd.rollout.ledger import Ledger
 from opd.types import DecodeStep
 
@@ -68,15 +65,7 @@ class Overlap:
             for uid, status in step.finished.items()
             if uid not in self._ledger.ended and (id(call), uid) not in self._diverged
         }
-        rows = np.array(keep, dtype=np.int64)
-        return replace(
-            step,
-            uids=[step.uids[row] for row in keep],
-            positions=step.positions[rows],
-            token_ids=step.token_ids[rows],
-            logprobs=step.logprobs[rows],
-            finished=finished,
-        )
+        return part_of(step, keep, finished)
 
     def only_here(self, uids: list[str]) -> list[str]:
         """Those of `uids` that no running call carries any more."""
@@ -84,10 +73,12 @@ class Overlap:
         return [uid for uid in uids if uid not in carried and uid not in self._ledger.ended]
 
     def ended(self, uids: Iterable[str]) -> None:
-        """These have ended: their copies are not waited for."""
-        gone = set(uids)
+        """These have ended, or their turn has: what their copies still say is not waited for, nor heard."""
+        gone = list(uids)
         for call in self._calls.values():
-            call.open -= gone
+            call.leave(gone)
+        for uid in gone:
+            self._heard.pop(uid, None)
 
     def _diverge(self, call: Call, uid: str) -> None:
         self._diverged.add((id(call), uid))

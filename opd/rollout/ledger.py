@@ -12,6 +12,7 @@ import numpy as np
 from opd.errors import RolloutError
 from opd.protocols import TokenLog
 from opd.rollout.recovery import NO_IDS, look_up, plain, replay, turn_of
+from opd.rollout.stop_strings import StopStrings, StopWatch
 from opd.rollout.transcript import ObservationStep, Tokens, Transcript
 from opd.types import DecodeStep, RolloutRequest, Status
 
@@ -37,6 +38,7 @@ class Books:
     log: TokenLog | None
     describe: Callable[[RolloutRequest], Mapping[str, Any]]
     environment: Environment | None
+    stops: StopStrings | None
     counters: Counter[str]
     failures: dict[str, str]
 
@@ -67,11 +69,18 @@ class Ledger:
         if books.log is not None:
             known |= self._read(books.log, requests, version)
         self.transcript = Transcript(known)
+        self._watch = StopWatch(books.stops) if books.stops is not None else None
+        self._stopped: set[str] = set()
+        """Requests that were interrupted after a stop string, before its end was dealt with."""
         for uid in self.resumed:
+            if self._watch is not None and self._watch.begin(uid, _turn(known[uid])):
+                self._stopped.add(uid)
             # Interrupted after an observation that filled the response, before its end was logged.
             tokens, limit = known[uid], self.requests[uid].sampling.max_new_tokens
             if len(tokens) >= limit and not tokens.loss_mask[-1]:
                 self.close(uid, Status.TRUNCATED)
+            elif uid in self._stopped and books.environment is None:
+                self.close(uid, Status.COMPLETED)
 
     @property
     def unfinished(self) -> list[str]:
@@ -81,6 +90,14 @@ class Ledger:
     def ask(self, uid: str) -> tuple[RolloutRequest, int]:
         """What to ask an engine for, and the response position its turn begins at."""
         return turn_of(self.requests[uid], self.transcript.tokens(uid))
+
+    def stopped(self, step: DecodeStep) -> dict[str, Status]:
+        """The requests that `step` ends by a stop string, which the engine does not know of."""
+        watch = self._watch
+        if watch is None:
+            return {}
+        columns = zip(step.uids, step.token_ids.tolist(), strict=True)
+        return {uid: Status.COMPLETED for uid, token in columns if watch.add(uid, token)}
 
     def accept(self, step: DecodeStep) -> list[str]:
         """Log a step of an engine and make it ready; returns the requests whose next turn is to be written.
@@ -121,6 +138,8 @@ class Ledger:
         if self.transcript.length(uid) >= request.sampling.max_new_tokens:
             self.close(uid, Status.TRUNCATED)
             return False
+        if self._watch is not None:
+            self._watch.begin(uid, [])
         return True
 
     def turn_has_ended(self, uid: str) -> bool:
@@ -129,7 +148,7 @@ class Ledger:
         stops = self.requests[uid].sampling.stop_ids
         if self._books.environment is None or not len(known) or not known.loss_mask[-1]:
             return False
-        return int(known.token_ids[-1]) in stops
+        return int(known.token_ids[-1]) in stops or uid in self._stopped
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
         """End a request outside a decode step."""
@@ -173,6 +192,12 @@ def _open(log: TokenLog, requests: list[tuple[RolloutRequest, Mapping[str, Any]]
         return
     for request, metadata in requests:
         log.open(request, metadata)
+
+
+def _turn(known: Tokens) -> list[int]:
+    """The tokens after the environment's last."""
+    seen = np.flatnonzero(~known.loss_mask)
+    return known.token_ids[seen[-1] + 1 if len(seen) else 0 :].tolist()
 
 
 def _prefix(request: RolloutRequest, version: int) -> Tokens:

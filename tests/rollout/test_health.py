@@ -1,0 +1,245 @@
+"""Heartbeat, quarantine and return, hung engines, and hedged turns: whatever happens, the counts add up."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from faulty_engines import FaultyEngine, hangs_once
+from memory_log import MemoryLog
+
+from opd.errors import RolloutError
+from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.health import EngineHealth, RetryPolicy
+from opd.rollout.torch_engine import TorchEngine
+from opd.rollout.transcript import Tokens
+from opd.types import RolloutRequest, SamplingParams, Status
+
+Fixture = Callable[..., Any]
+
+QUICK = RetryPolicy(backoff=0.001, backoff_limit=0.01)
+SAMPLING = SamplingParams(max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def models(build: Fixture) -> list[Any]:
+    return [build()[0] for _ in range(2)]
+
+
+@pytest.fixture
+def requests(requests_of: Fixture) -> list[RolloutRequest]:
+    return requests_of(4, samples=2, sampling=SAMPLING, seed=7)
+
+
+@pytest.fixture
+def expected(models: list[Any], requests: list[RolloutRequest], collect: Fixture) -> dict[str, list[int]]:
+    return tokens(collect(TorchEngine(models[0]).generate(requests)))
+
+
+def tokens(responses: dict[str, Any]) -> dict[str, list[int]]:
+    return {uid: response.token_ids for uid, response in responses.items()}
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """Frees whoever hangs, at the latest when the test is over."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_rests_double_to_a_limit_and_a_token_ends_the_row() -> None:
+    policy, health, rng = RetryPolicy(backoff=1.0, backoff_limit=6.0), EngineHealth(), random.Random(0)
+    rests = []
+    for _ in range(5):
+        health.failed(100.0, OSError("gone"), policy, rng)
+        rests.append(health.resting_until - 100.0)
+        assert health.rests(100.0)
+        assert not health.rests(health.resting_until)
+    for rest, plain in zip(rests, (1.0, 2.0, 4.0, 6.0, 6.0), strict=True):
+        assert plain <= rest <= 1.25 * plain
+    assert health.quarantines == 1
+    health.heard(200.0, 0)
+    assert health.in_a_row == 5
+    health.heard(201.0, 3)
+    assert (health.in_a_row, health.last_heard, health.tokens) == (0, 201.0, 3)
+
+
+def test_an_engine_goes_into_quarantine_and_comes_back(
+    models: list[Any], requests: list[RolloutRequest], expected: dict[str, list[int]], collect: Fixture
+) -> None:
+    healed = threading.Event()
+
+    def ill(engine: FaultyEngine, uids: list[str], number: int) -> None:
+        if not healed.is_set():
+            raise OSError("out of order")
+
+    def slowly(engine: FaultyEngine, uids: list[str], number: int) -> None:
+        time.sleep(0.02)
+        if len(engine.sampled) > 20:
+            healed.set()
+
+    bad, good = FaultyEngine(TorchEngine(models[0]), ill), FaultyEngine(TorchEngine(models[1]), slowly)
+    rollout = FaultTolerantRollout([bad, good], MemoryLog(), policy=QUICK)
+    many = [replace(r, uid=f"{r.uid}/{i}") for i in range(3) for r in requests]
+    assert len(collect(rollout.generate(many))) == len(many)
+    assert healed.is_set()
+    assert rollout.health[0].quarantines == 1
+    assert "out of order" in (rollout.health[0].last_error or "")
+    for _ in range(100):
+        if rollout._pool.ready() == [0, 1]:
+            break
+        time.sleep(0.02)
+    assert tokens(collect(rollout.generate(requests))) == expected
+    assert rollout.health[0].tokens > 0, "it did not come back"
+    assert rollout.health[0].in_a_row == 0
+    assert rollout.health[0].last_heard is not None
+
+
+@pytest.mark.parametrize("exhausted", ["raise", "fail"])
+def test_engines_that_all_hang_are_given_up(
+    models: list[Any],
+    requests: list[RolloutRequest],
+    collect: Fixture,
+    release: threading.Event,
+    exhausted: Any,
+) -> None:
+    hung = FaultyEngine(TorchEngine(models[0]), hangs_once(3, release))
+    policy = replace(QUICK, step_timeout=0.1, silence_limit=0.3, exhausted=exhausted)
+    log = MemoryLog()
+    rollout = FaultTolerantRollout([hung], log, policy=policy)
+    if exhausted == "raise":
+        with pytest.raises(RolloutError, match=r"no engine has answered for 0.3 s; .*--resume"):
+            list(rollout.generate(requests))
+        assert all(entry.status is Status.PENDING for entry in log.entries.values())
+        return
+    responses = collect(rollout.generate(requests))
+    assert {response.status for response in responses.values()} == {Status.FAILED}
+    assert rollout.counters["failed"] == rollout.counters["requests"] == len(requests)
+    assert set(rollout.failures.values()) == {"no engine has answered for 0.3 s"}
+
+
+def test_a_hung_engine_that_can_be_replaced_is(
+    models: list[Any],
+    requests: list[RolloutRequest],
+    expected: dict[str, list[int]],
+    collect: Fixture,
+    release: threading.Event,
+) -> None:
+    hung = FaultyEngine(TorchEngine(models[0]), hangs_once(3, release))
+    rollout = FaultTolerantRollout(
+        [hung],
+        MemoryLog(),
+        policy=replace(QUICK, step_timeout=0.2),
+        revive=lambda index: TorchEngine(models[1]),
+    )
+    assert tokens(collect(rollout.generate(requests))) == expected
+    assert rollout.counters["engine_timeouts"] == 1
+
+
+def test_a_step_that_a_pause_could_not_wait_for_ends_its_call_and_not_the_requests(
+    models: list[Any],
+    requests: list[RolloutRequest],
+    expected: dict[str, list[int]],
+    collect: Fixture,
+    release: threading.Event,
+) -> None:
+    slow = FaultyEngine(TorchEngine(models[0]), hangs_once(3, release))
+    rollout = FaultTolerantRollout([slow], MemoryLog(), policy=replace(QUICK, step_timeout=0.2))
+    steps = rollout.generate(requests)
+    seen = [next(steps) for _ in range(3)]
+    while rollout._pool.gate._sources[0].busy_since() is None:
+        time.sleep(0.01)
+    rollout.pause()
+    release.set()
+    while not rollout._pool.gate._sources[0].done:
+        time.sleep(0.01)
+    rollout.resume()
+    assert tokens(collect([*seen, *steps])) == expected
+
+
+class Tool:
+    """Answers the first turn of every response, and remembers whom it answered."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def observe(self, request: RolloutRequest, response: Tokens) -> np.ndarray | None:
+        self.asked.append(request.uid)
+        return None if not response.loss_mask.all() else np.array([20, 21], dtype=np.int32)
+
+
+def test_a_hedged_turn_is_answered_once(
+    models: list[Any], requests_of: Fixture, release: threading.Event
+) -> None:
+    sampling = SamplingParams(max_new_tokens=40, stop_ids=(2, 3, 4, 5, 6, 7))
+    requests = requests_of(4, samples=2, sampling=sampling, seed=7)
+    whole, hedged, tool = MemoryLog(), MemoryLog(), Tool()
+    list(FaultTolerantRollout([TorchEngine(models[0])], whole, environment=Tool()).generate(requests))
+
+    def awake_in_the_middle(engine: FaultyEngine, uids: list[str], number: int) -> None:
+        if any("@turn1" in uid for uid in uids) and number == 1:
+            release.set()
+            time.sleep(0.3)
+
+    rollout = FaultTolerantRollout(
+        [
+            FaultyEngine(TorchEngine(models[0]), hangs_once(1, release)),
+            FaultyEngine(TorchEngine(models[1]), awake_in_the_middle),
+        ],
+        hedged,
+        environment=tool,
+        policy=replace(QUICK, hedge_after=0.1),
+    )
+    list(rollout.generate(requests))
+    assert rollout.counters["hedged_requests"] > 0
+    assert release.is_set(), "the slow engine never came back"
+    assert max(tool.asked.count(request.uid) for request in requests) == 2
+    for request in requests:
+        first, second = whole.find(request.uid), hedged.find(request.uid)
+        assert first is not None
+        assert second is not None
+        assert first.token_ids.tolist() == second.token_ids.tolist()
+        assert first.loss_mask.tolist() == second.loss_mask.tolist()
+        assert first.status == second.status
+
+
+def test_counters_say_which_path_keys_and_values_took(
+    models: list[Any], requests: list[RolloutRequest], collect: Fixture
+) -> None:
+    class Store:
+        kept: Any = None
+
+        def save(self, tensors: Any) -> None:
+            self.kept = dict(tensors)
+
+        def load(self) -> Any:
+            return self.kept
+
+        def clear(self) -> None:
+            self.kept = None
+
+    prefilled = {}
+    for name, store in (("restored", Store()), ("computed", None)):
+        rollout = FaultTolerantRollout([TorchEngine(models[0])], MemoryLog(), kv=store)
+        steps = rollout.generate(requests)
+        for _ in range(5):
+            next(steps)
+        rollout.suspend()
+        rollout.wake()
+        collect(steps)
+        counters = rollout.take_counters()
+        prefilled[name] = counters["prefilled_tokens"]
+        assert (counters.get("kv_restored_tokens", 0) > 0) == (store is not None)
+    assert prefilled["computed"] >= prefilled["restored"] + 4 * len(requests)
