@@ -107,6 +107,7 @@ class FaultTolerantRollout:
         ledger = Ledger(requests, self._books, self._pool.version)
         if ledger.resumed:
             self._restore()
+        self._counted = self._count_engines()  # others may have used the engines in the meantime
         dispatch = Dispatch(self._pool, ledger, self.counters, self._between_steps)
         self._active = weakref.ref(dispatch)
         return dispatch
@@ -151,9 +152,6 @@ class FaultTolerantRollout:
         """The counters since they were last taken, for the metrics. `prefilled_tokens` were computed, and
         `kv_restored_tokens` taken from kept keys and values instead, by engines that say so.
         """
-        counts = self._count_engines()
-        self.counters.update({name: n for name in counts if (n := counts[name] - self._counted[name]) > 0})
-        self._counted = counts
         counters = {name: float(value) for name, value in self.counters.items()}
         self.counters.clear()
         return counters
@@ -166,6 +164,11 @@ class FaultTolerantRollout:
         }
 
     def _between_steps(self) -> None:
+        counts = self._count_engines()
+        if counts != self._counted:
+            grown = {name: count - self._counted[name] for name, count in counts.items()}
+            self.counters.update({name: count for name, count in grown.items() if count > 0})
+            self._counted = counts
         asked = self._preemption
         if asked is None or not asked.pending:
             return

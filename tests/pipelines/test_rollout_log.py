@@ -1,0 +1,72 @@
+"""What a run tells about its rollouts: what the log cost, and counts that add up."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recipes import tiny_recipe
+
+from opd.config import RolloutConfig
+from opd.monitor.metrics import read_metrics
+from opd.pipelines.run import run_pipeline
+from opd.pipelines.run_folder import RunFolder
+
+FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 3}
+SETTINGS = {"distill": FEW, "baselines": {"methods": []}, "evaluation": {"prompts_per_domain": 10}}
+
+
+def run(path: Path, **changes) -> dict:
+    recipe = tiny_recipe(**SETTINGS, **changes)
+    with RunFolder.create(path, recipe) as folder:
+        run_pipeline(recipe, folder)
+        done = folder.stage_done("merge")
+    assert done is not None
+    return done
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """A run with the default settings, and what its merge recorded."""
+    path = tmp_path_factory.mktemp("log") / "run"
+    return path, run(path)
+
+
+def test_the_log_is_used_by_default():
+    log = RolloutConfig().log
+    assert log is not None
+    assert log.fsync == "interval"
+
+
+def test_the_cost_of_the_log_is_in_metrics_results_and_report(logged):
+    path, done = logged
+    seconds = done["counters"]["rollout/log_seconds"]
+    rows = read_metrics(path / "stages/merge/metrics.jsonl")
+    assert sum(row["rollout/log_seconds"] for row in rows) == pytest.approx(seconds)
+    assert 0 < seconds < done["phases"]["rollout"]
+    assert json.loads((path / "results.json").read_text())["counters"]["rollout/log_seconds"] == seconds
+    page = (path / "report.html").read_text()
+    assert re.search(r"Waited for the log.{0,80}[0-9.]+\s*%\s*of rollout", page, re.DOTALL), (
+        "not in the report"
+    )
+
+
+def test_every_response_is_counted_once(logged):
+    _, done = logged
+    counters = {name.removeprefix("rollout/"): n for name, n in done["counters"].items()}
+    distill = tiny_recipe(**SETTINGS).distill
+    assert counters["requests"] == 4 * 2 * distill.prompts_per_domain * distill.samples_per_prompt
+    assert counters["requests"] == counters.get("completed", 0) + counters.get("truncated", 0)
+    assert counters["tokens"] == done["student_tokens"]
+    assert counters["prefilled_tokens"] > 0
+
+
+def test_the_log_does_not_change_the_weights(logged, tmp_path):
+    _, with_log = logged
+    without = run(tmp_path / "run", rollout={"max_new_tokens": 5, "max_sequence": 16, "log": None})
+    assert without["digest"] == with_log["digest"]
+    assert "rollout/log_seconds" not in without["counters"]
