@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from opd.algorithms.advantages import build_advantage
+from opd.algorithms.corrections import Correction, correct
 from opd.algorithms.normalise import per_teacher_weights, token_weights
 from opd.algorithms.opd_term import opd_advantages
 from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
@@ -127,10 +128,12 @@ class DistillRun:
         if needs_policy_stream(self.config):
             old = backend.logprobs(samples)
             advantages, more = self._advantages(groups, samples, old)
-            metrics |= more
+            correction = self._correct(samples, old)
+            metrics |= more | correction.metrics
         else:
             old = advantages = [np.zeros(len(s.response_ids), dtype=np.float32) for s in samples]
-        batch = self.schedule.sort(self._batch(samples, old, advantages))
+            correction = None
+        batch = self.schedule.sort(self._batch(samples, old, advantages, correction))
         metrics |= backend.forward_backward(batch) | self.probe.take()
         self.schedule.release()
         return metrics
@@ -158,21 +161,40 @@ class DistillRun:
         )
         return advantages, {"kl/mean": float(ratios.mean())} if len(ratios) else {}
 
+    def _correct(self, samples: list[Sample], old: list[np.ndarray]) -> Correction:
+        """The importance correction of the policy stream. The distillation stream needs none: its gradient is
+        exact at every state, whatever policy led there."""
+        return correct(
+            policy_loss(self.config).correction,
+            [s.rollout_logprobs for s in samples],
+            old,
+            [s.loss_mask for s in samples],
+        )
+
     def _batch(
-        self, samples: list[Sample], old: list[np.ndarray], advantages: list[np.ndarray]
+        self,
+        samples: list[Sample],
+        old: list[np.ndarray],
+        advantages: list[np.ndarray],
+        correction: Correction | None,
     ) -> RolloutBatch:
-        masks = [s.loss_mask for s in samples]
-        if self.config.normalise == "teacher":
-            weights = per_teacher_weights(masks, [s.teacher for s in samples], self._shares(samples))
-        else:
-            weights = token_weights(masks)
+        kl_weights = policy_weights = self._weights(samples, [s.loss_mask for s in samples])
+        if correction is not None:
+            kept = self._weights(samples, correction.masks)
+            policy_weights = [a * b for a, b in zip(kept, correction.weights, strict=True)]
         terms = []
-        for sample, old_logprobs, advantage, weight in zip(samples, old, advantages, weights, strict=True):
+        columns = (samples, old, advantages, kl_weights, policy_weights)
+        for sample, old_logprobs, advantage, kl_weight, policy_weight in zip(*columns, strict=True):
             term = TokenTerms.zeros(len(sample.response_ids))
-            term.kl_weight = term.policy_weight = weight
+            term.kl_weight, term.policy_weight = kl_weight, policy_weight
             term.old_logprobs, term.advantages = old_logprobs, advantage
             terms.append(term)
         return RolloutBatch(samples, terms)
+
+    def _weights(self, samples: list[Sample], masks: list[np.ndarray]) -> list[np.ndarray]:
+        if self.config.normalise == "teacher":
+            return per_teacher_weights(masks, [s.teacher for s in samples], self._shares(samples))
+        return token_weights(masks)
 
     def _shares(self, samples: list[Sample]) -> dict[str, float]:
         """Each route's share of the loss: its domains' weights, shared out by the samples they sent it."""
@@ -218,11 +240,15 @@ def needs_policy_stream(config: DistillConfig) -> bool:
     return config.rl_coef > 0 or isinstance(config.loss, SampledTokenK1)
 
 
+def policy_loss(config: DistillConfig) -> PolicyLossConfig:
+    """The settings of the policy stream: those of k1, which lives there, or the defaults."""
+    return config.loss.loss if isinstance(config.loss, SampledTokenK1) else PolicyLossConfig()
+
+
 def loss_terms(config: DistillConfig, schedule: TeacherSchedule) -> list[LossTerm]:
     """The streams of the merge's loss."""
     terms: list[LossTerm] = []
     if needs_policy_stream(config):
-        k1 = config.loss if isinstance(config.loss, SampledTokenK1) else None
-        terms.append(PolicyTerm(k1.loss if k1 else PolicyLossConfig()))
+        terms.append(PolicyTerm(policy_loss(config)))
     stream = build_distill_term(config, schedule)
     return [*terms, stream] if stream else terms

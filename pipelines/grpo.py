@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from opd.algorithms.advantages import build_advantage
+from opd.algorithms.corrections import correct
 from opd.algorithms.filters import drop_zero_variance
 from opd.algorithms.normalise import policy_weights
 from opd.algorithms.reference_kl import reference_kl_advantages
@@ -136,7 +137,14 @@ class GRPORun:
             masks = [s.loss_mask for s in samples]
             coef = self.config.reference_kl.coef
             advantages = reference_kl_advantages(advantages, old, references, masks, coef=coef)
-        rows = list(zip(samples, old, advantages, references or [None] * len(samples), strict=True))
+        correction = correct(
+            self.config.policy_loss.correction,
+            [s.rollout_logprobs for s in samples],
+            old,
+            [s.loss_mask for s in samples],
+        )
+        columns = (samples, old, advantages, references or [None] * len(samples))
+        rows = [Row(*row) for row in zip(*columns, correction.masks, correction.weights, strict=True)]
         totals: dict[str, float] = {}
         parts = _split(rows, self.config.minibatches)
         for part in parts:
@@ -144,7 +152,7 @@ class GRPORun:
             update = self.student.backend.forward_backward(batch) | self.student.backend.step(lr)
             for name, value in update.items():
                 totals[name] = totals.get(name, 0.0) + value / len(parts)
-        return totals | mismatch_metrics(samples, old)
+        return totals | correction.metrics | mismatch_metrics(samples, old)
 
     def _references(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
         if self.reference is None:
@@ -152,24 +160,35 @@ class GRPORun:
         backend = self.student.backend
         return response_logprobs(self.reference, samples, backend.temperature, self.config.batch)
 
-    def _batch(
-        self, rows: Sequence[tuple[Sample, np.ndarray, np.ndarray, np.ndarray | None]]
-    ) -> RolloutBatch:
+    def _batch(self, rows: Sequence[Row]) -> RolloutBatch:
         weights = policy_weights(
-            [sample.loss_mask for sample, *_ in rows],
-            self.config.policy_loss.aggregation,
-            self.max_new_tokens,
+            [row.mask for row in rows], self.config.policy_loss.aggregation, self.max_new_tokens
         )
         terms = []
-        for (sample, old, advantage, reference), weight in zip(rows, weights, strict=True):
-            term = TokenTerms.zeros(len(sample.response_ids))
-            term.old_logprobs, term.advantages, term.policy_weight = old, advantage, weight
-            term.ref_logprobs = reference
+        for row, weight in zip(rows, weights, strict=True):
+            term = TokenTerms.zeros(len(row.sample.response_ids))
+            term.old_logprobs, term.advantages = row.old_logprobs, row.advantages
+            term.policy_weight = weight * row.weight
+            term.ref_logprobs = row.ref_logprobs
             terms.append(term)
-        return RolloutBatch([sample for sample, *_ in rows], terms)
+        return RolloutBatch([row.sample for row in rows], terms)
 
 
-def _split(rows: list[Any], parts: int) -> list[list[Any]]:
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample with what an update needs of it, `[R]` each."""
+
+    sample: Sample
+    old_logprobs: np.ndarray
+    advantages: np.ndarray
+    ref_logprobs: np.ndarray | None
+    mask: np.ndarray
+    """The loss mask without rejected tokens."""
+    weight: np.ndarray
+    """The importance correction of each token."""
+
+
+def _split(rows: list[Row], parts: int) -> list[list[Row]]:
     """`rows` in at most `parts` consecutive pieces of nearly equal size, none empty."""
     parts = min(parts, len(rows))
     bounds = [round(i * len(rows) / parts) for i in range(parts + 1)]

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from opd.config.base import Config
+from opd.config.corrections import CorrectionConfig
 from opd.config.train import BatchConfig, OptimConfig
 
 
@@ -53,6 +54,9 @@ class PolicyLossConfig(Config):
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """`token`: every token of the step weighs the same; `sequence`: every response; `constant`: sums divided
     by `max_new_tokens` times the number of responses (Dr. GRPO)."""
+    correction: CorrectionConfig | None = None
+    """What to do about tokens drawn with another probability than the trainer gives them: `{type: tis}`,
+    `mis`, `icepop` or `seq_mask_tis`. Off by default: in a synchronous run on one machine the ratio is 1."""
 
 
 class ReferenceKLConfig(Config):

@@ -47,6 +47,7 @@ def run(path: Path, stage: str, **settings) -> list[dict]:
         ({"reference_kl": {"coef": 0.1, "estimator": "k3"}}, "reference_kl"),
         ({"reference_kl": {"coef": 0.1, "estimator": "k1", "placement": "advantage"}}, "policy/clip_ratio"),
         ({"filter_zero_variance": False}, "frac_reward_zero_std"),
+        ({"policy_loss": {"correction": {"type": "seq_mask_tis"}}}, "correction/ess"),
     ],
     ids=str,
 )
@@ -84,6 +85,7 @@ def merge(whole, path, **distill):
         {"type": "full", "kind": "jsd", "beta": 0.3},
         {"type": "k1"},
         {"type": "k1", "baseline": "none", "discount": 0.9},
+        {"type": "k1", "loss": {"correction": {"type": "tis"}}},
         {"type": "k2"},
         {"type": "topk", "k": 4, "form": "tail"},
         {"type": "topk", "k": 4, "form": "hybrid"},
