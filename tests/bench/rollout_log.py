@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import tempfile
 import time
@@ -138,7 +139,8 @@ def main() -> None:
             speeds = f"{row['tokens_per_second']:,.0f} | {row['engine_tokens_per_second']:,.0f}"
             print(f"| {batch} | {name} | {speeds} | {100 * row['overhead']:.1f} % |", flush=True)
     if options.json:
-        header = {"hidden": options.hidden, "clock": options.clock}
+        machine = f"{os.cpu_count()} cores, {platform.machine()}"
+        header = {"machine": machine, "hidden": options.hidden, "new": options.new, "clock": options.clock}
         options.json.write_text(json.dumps(header | {"rows": rows}, indent=1) + "\n")
 
 

@@ -1,13 +1,8 @@
-"""The fault-tolerant rollout on the real write-ahead log, down to kill -9 of a generating process."""
+"""The fault-tolerant rollout on the real write-ahead log; `tests/crash` kills it."""
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +14,6 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import preempted_process
-import tiny
 from faulty_engines import FaultyEngine, sound
 
 from opd.errors import StorageError
@@ -91,28 +84,3 @@ def test_failures_keep_their_reason(build: Fixture, requests_of: Fixture, tmp_pa
 def test_two_rollouts_cannot_share_a_log(tmp_path: Path) -> None:
     with TokenWAL(tmp_path), pytest.raises(StorageError):
         TokenWAL(tmp_path)
-
-
-@pytest.mark.slow
-def test_kill_9_at_random_moments(tmp_path: Path, collect: Fixture) -> None:
-    """Real processes on one log, each killed while it decodes; the last one here ends the requests."""
-    expected = collect(TorchEngine(tiny.model()).generate(preempted_process.requests()))
-    rng, last = random.Random(0), {}
-    for _ in range(4):
-        command = [sys.executable, preempted_process.__file__, str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("step"):
-                    break
-            time.sleep(rng.random() * 0.2)
-            os.kill(process.pid, signal.SIGKILL)
-        with TokenWAL(tmp_path / "wal") as log:
-            found = {uid: logged.token_ids.tolist() for uid, logged in log.requests().items()}
-        for uid, tokens in last.items():
-            assert found[uid][: len(tokens)] == tokens, "a logged token was lost"
-        last = found
-    with TokenWAL(tmp_path / "wal") as log:
-        steps = FaultTolerantRollout([TorchEngine(tiny.model())], log).generate(preempted_process.requests())
-        responses = collect(steps)
-    assert {u: r.token_ids for u, r in responses.items()} == {u: r.token_ids for u, r in expected.items()}

@@ -188,16 +188,16 @@ def test_a_hedged_turn_is_answered_once(
     whole, hedged, tool = MemoryLog(), MemoryLog(), Tool()
     list(FaultTolerantRollout([TorchEngine(models[0])], whole, environment=Tool()).generate(requests))
 
-    def awake_in_the_middle(engine: FaultyEngine, uids: list[str], number: int) -> None:
-        if any("@turn1" in uid for uid in uids) and number == 1:
+    slow = FaultyEngine(TorchEngine(models[0]), hangs_once(1, release))
+
+    def in_its_second_turn(engine: FaultyEngine, uids: list[str], number: int) -> None:
+        copied = {uid for asked in engine.asked for uid in asked if uid in slow.asked[0]}
+        if number == 1 and {f"{uid}@turn1" for uid in copied}.intersection(uids):
             release.set()
             time.sleep(0.3)
 
     rollout = FaultTolerantRollout(
-        [
-            FaultyEngine(TorchEngine(models[0]), hangs_once(1, release)),
-            FaultyEngine(TorchEngine(models[1]), awake_in_the_middle),
-        ],
+        [slow, FaultyEngine(TorchEngine(models[1]), in_its_second_turn)],
         hedged,
         environment=tool,
         policy=replace(QUICK, hedge_after=0.1),

@@ -1,0 +1,63 @@
+"""Files of the operating system under a process that kills itself in the middle of using them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from zlib import crc32
+
+from opd.storage.wal import LogIO
+
+
+class DyingIO(LogIO):
+    """Kills its own process before the `count`-th operation at `place`, and says so to `pipe`."""
+
+    def __init__(self, place: str, count: int, pipe: int) -> None:
+        self._place, self._left, self._pipe = place, count, pipe
+        self._doing = "opening"
+        self.is_open = False
+
+    def _at(self, place: str) -> bool:
+        """Whether this operation is the one to die before."""
+        place = place if self.is_open or place == "compaction" else "opening"
+        if self._place not in ("any", place):
+            return False
+        self._left -= 1
+        if self._left >= 0:
+            return False
+        os.write(self._pipe, f"d {place}\n".encode())
+        return True
+
+    def _maybe_die(self, place: str) -> None:
+        if self._at(place):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def create(self, path: Path) -> int:
+        self._doing = "compaction" if ".snapshot" in path.name else "rotation"
+        self._maybe_die(self._doing)
+        return super().create(path)
+
+    def append(self, file: int, buffers: list) -> None:
+        if self._at(self._doing):
+            data = b"".join(bytes(part) for part in buffers)
+            super().append(file, [data[: crc32(data) % (len(data) + 1)]])
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().append(file, buffers)
+
+    def sync(self, file: int) -> None:
+        self._maybe_die(self._doing)
+        super().sync(file)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._maybe_die(self._doing)
+        super().rename(source, target)
+
+    def sync_folder(self, folder: Path) -> None:
+        self._maybe_die(self._doing)
+        super().sync_folder(folder)
+        self._doing = "write"
+
+    def remove(self, path: Path) -> None:
+        self._maybe_die("compaction")
+        super().remove(path)

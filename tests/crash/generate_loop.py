@@ -1,0 +1,253 @@
+"""`kill -9` of a process that generates: a model, an engine, the fault-tolerant rollout and its log.
+
+    python tests/crash/generate_loop.py --kills 1000 [--seed 0] [--folder DIR] [--json FILE]
+
+The process writes batch after batch, says each token once it was given out, and retires a batch when it is
+whole. It is killed at a random moment, or before an operation of the system chosen at random: an append (then
+half of it is written), a step of beginning a new file, of compaction, or of opening the log. After the kill
+the log must hold every token that was given out, and at most the step under way besides; each must be the
+token an undisturbed process writes at that position, since the noise is a function of (seed, uid, position).
+The next process continues. A reader reads all the while and is killed as well. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import tiny
+import torch
+from dying_io import DyingIO
+from kill_loop import fork, read_until_killed, wait_for_death
+
+from opd.models.causal_lm import CausalLM
+from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.torch_engine import TorchEngine
+from opd.storage.wal import TokenWAL, read_log
+from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+
+REQUESTS, RUNNING = 8, 6
+SEGMENT_BYTES = 1500
+PLACES = ("any", "write", "rotation", "compaction", "opening", "time")
+LIMIT = 1.0
+"""Seconds after which a process that did not come to its place is killed where it is."""
+
+
+def requests_of(batch: int) -> list[RolloutRequest]:
+    """Different prompts, limits and stop ids; the uids name the batch."""
+    rng = np.random.default_rng(batch)
+    return [
+        RolloutRequest(
+            f"{batch}/{i}",
+            rng.integers(0, 10, 4).astype(np.int32),
+            SamplingParams(max_new_tokens=int(rng.integers(4, 40)), stop_ids=(int(rng.integers(0, 10)),)),
+            seed=batch,
+        )
+        for i in range(REQUESTS)
+    ]
+
+
+class CheckedEngine(TorchEngine):
+    """Refuses to be asked for a token that the log holds already."""
+
+    log: TokenWAL
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+        for request in requests:
+            logged = self.log.find(request.uid)
+            assert logged is not None
+            assert logged.token_ids.tolist() == request.prefix_ids.tolist()
+        return super().generate(requests)
+
+
+def generate_until_killed(
+    model: CausalLM, folder: Path, batch: int, policy: str, place: str, count: int, pipe: int
+) -> None:
+    """Write one batch after another."""
+    io = DyingIO(place, count, pipe)
+    log = TokenWAL(folder, fsync=policy, segment_bytes=SEGMENT_BYTES, interval_seconds=0.001, io=io)  # type: ignore[arg-type]
+    io.is_open = True
+    engine = CheckedEngine(model, max_running=RUNNING)
+    engine.log = log
+    rollout = FaultTolerantRollout([engine], log)
+    while True:
+        requests = requests_of(batch)
+        for step in rollout.generate(requests):
+            pairs = zip(step.uids, step.positions.tolist(), step.token_ids.tolist(), strict=True)
+            said = [f"t {uid} {position} {token}\n" for uid, position, token in pairs]
+            said += [f"e {uid} {status}\n" for uid, status in step.finished.items()]
+            os.write(pipe, "".join(said).encode())
+        os.write(pipe, f"r {batch}\n".encode())
+        log.retire([request.uid for request in requests])
+        batch += 1
+        os.write(pipe, f"b {batch}\n".encode())
+
+
+@dataclass
+class Expected:
+    """What undisturbed processes write; each batch is computed once."""
+
+    model: CausalLM
+    known: dict[str, tuple[list[int], list[float], Status]] = field(default_factory=dict)
+
+    def of(self, uid: str) -> tuple[list[int], list[float], Status]:
+        """(token ids, log-probabilities, end) of a request."""
+        if uid not in self.known:
+            for request in requests_of(int(uid.partition("/")[0])):
+                self.known[request.uid] = ([], [], Status.PENDING)
+            for step in TorchEngine(self.model).generate(requests_of(int(uid.partition("/")[0]))):
+                for name, token, logprob in zip(step.uids, step.token_ids, step.logprobs, strict=True):
+                    self.known[name][0].append(int(token))
+                    self.known[name][1].append(float(logprob))
+                for name, status in step.finished.items():
+                    self.known[name] = (*self.known[name][:2], status)
+        return self.known[uid]
+
+
+@dataclass
+class Told:
+    """What killed processes said, all together."""
+
+    batch: int = 0
+    retiring: int = -1
+    given: dict[str, int] = field(default_factory=dict)
+    """Tokens given out, of the requests of the present batch."""
+    ended: dict[str, str] = field(default_factory=dict)
+    tokens: int = 0
+
+    def hear(self, line: str, expected: Expected) -> None:
+        """Take in one line; whatever is said must be what an undisturbed process says."""
+        kind, *words = line.split()
+        if kind == "t":
+            uid, position, token = words[0], int(words[1]), int(words[2])
+            assert expected.of(uid)[0][position] == token, f"{uid}: another token at {position}"
+            self.tokens += position >= self.given.get(uid, 0)
+            self.given[uid] = max(position + 1, self.given.get(uid, 0))
+        elif kind == "e":
+            self.ended[words[0]] = words[1]
+        elif kind == "r":
+            self.retiring = int(words[0])
+        elif kind == "b":
+            self.batch = int(words[0])
+            self.given, self.ended = {}, {}
+
+
+def compare(folder: Path, told: Told, expected: Expected, counts: collections.Counter) -> None:
+    """Nothing given out is missing, nothing is invented, nothing is there twice."""
+    contents = read_log(folder)
+    assert contents.report.damage is None, contents.report.damage
+    found = contents.requests()
+    if told.retiring == told.batch and not found:  # it had been retired when the process died
+        told.batch += 1
+        told.given, told.ended = {}, {}
+        return
+    assert set(told.given) <= set(found), "a request was lost"
+    in_flight = 0
+    for uid, logged in found.items():
+        assert int(uid.partition("/")[0]) == told.batch, f"{uid} was retired"
+        ids, logprobs, end = expected.of(uid)
+        length = len(logged.token_ids)
+        assert logged.token_ids.tolist() == ids[:length], f"{uid}: invented or doubled"
+        np.testing.assert_allclose(logged.logprobs, logprobs[:length], atol=1e-5)
+        assert length >= told.given.get(uid, 0), f"{uid}: a token that was given out is lost"
+        assert length <= told.given.get(uid, 0) + 1, f"{uid}: more than the step under way"
+        in_flight += length > told.given.get(uid, 0)
+        assert (logged.status is Status.PENDING) == (length < len(ids))
+        assert logged.status in (Status.PENDING, end)
+        assert told.ended.get(uid, logged.status) == logged.status
+    counts["in_flight_kept"] += in_flight > 0
+    counts["torn"] += contents.report.cut_bytes > 0
+
+
+def listen(process: int, pipe: int, patience: float) -> bytes:
+    """Everything a process says until it dies; it is killed after `patience` seconds."""
+    said, until = b"", time.monotonic() + patience
+    while True:
+        remaining = until - time.monotonic()
+        if remaining <= 0:
+            os.kill(process, signal.SIGKILL)
+        if remaining <= 0 or select.select([pipe], [], [], remaining)[0]:
+            data = os.read(pipe, 1 << 20)
+            if not data:
+                break
+            said += data
+    wait_for_death(process)
+    os.close(pipe)
+    return said
+
+
+def kill_once(
+    folder: Path, rng: random.Random, told: Told, expected: Expected, counts: collections.Counter
+) -> None:
+    """Let a process generate for a while, kill it, and look at what it left."""
+    place, policy = rng.choice(PLACES), rng.choice(("os", "interval", "always"))
+    count = rng.randrange({"any": 200, "write": 60, "rotation": 30, "compaction": 20}.get(place, 6))
+    patience = rng.random() * 0.1 if place == "time" else LIMIT
+    work = (expected.model, folder, told.batch, policy, place, count)
+    process, pipe = fork(lambda sink: generate_until_killed(*work, sink))
+    lines = listen(process, pipe, patience).decode().split("\n")
+    assert lines.pop() == "", "half a line"
+    died = "time"
+    for line in lines:
+        if line.startswith("d "):
+            died = line[2:]
+        else:
+            told.hear(line, expected)
+    counts.update({"kills": 1, f"killed in {died}": 1})
+    compare(folder, told, expected, counts)
+
+
+def run(folder: Path, kills: int, seed: int) -> dict[str, int]:
+    """Kill so many generating processes on one log; returns what happened how often."""
+    torch.set_num_threads(1)
+    TokenWAL(folder, fsync="os").shutdown()
+    rng, counts = random.Random(seed), collections.Counter()
+    told, expected = Told(), Expected(tiny.model())
+    for number in range(kills):
+        reading = number % 3 == 0
+        reader, pipe = fork(lambda sink: read_until_killed(folder, sink)) if reading else (0, -1)
+        try:
+            kill_once(folder, rng, told, expected, counts)
+        finally:
+            if reading:
+                os.kill(reader, signal.SIGKILL)
+                wait_for_death(reader)
+                with os.fdopen(pipe, "rb") as file:
+                    counts.update({"reads": len(file.read()), "killed readers": 1})
+    counts.update(batches=told.batch, tokens=told.tokens)
+    return dict(sorted(counts.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", help="where to put the log")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        counts = run(Path(folder) / "log", options.kills, options.seed)
+    print(json.dumps(counts))
+    if options.json:
+        seconds = round(time.perf_counter() - begin, 1)
+        options.json.write_text(json.dumps(counts | {"seconds": seconds}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
