@@ -201,6 +201,7 @@ class FaultTolerantRollout:
         """Give kept keys and values back to their engines; whoever finds none prefills."""
         tensors = self._kv.load() if self._kv is not None else None
         if self._kv is None or not tensors:
+            self._note("keys and values are computed again from the tokens")
             return
         for index, engine in self._suspendable().items():
             start = f"{index}."

@@ -8,7 +8,10 @@ from opd.errors import RolloutError
 
 
 class StopStrings:
-    """Looks for `strings` in the text of a turn. The tokens that hold the string are kept."""
+    """Looks for `strings` in the text of a turn. The tokens that hold the string are kept.
+
+    Every token of every request costs one call of `decode`: give stop ids where they will do.
+    """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
         """`decode`: token ids to text, special tokens included. Raises `RolloutError` for an empty string."""

@@ -1,4 +1,4 @@
-"""A write-ahead log of tokens. See `storage/README.md` for what it promises and how its files look."""
+"""A write-ahead log of tokens. See `storage/wal/README.md` for what it promises."""
 
 from opd.storage.wal.io import LogIO
 from opd.storage.wal.reader import LogContents, read_log

@@ -101,14 +101,15 @@ def test_without_a_store_the_cache_is_prefilled_again(
     requests = requests_of(5, samples=2, seed=3)
     undisturbed = TorchEngine(model)
     expected = collect(undisturbed.generate(requests))
-    engine = TorchEngine(model)
-    rollout = FaultTolerantRollout([engine], MemoryLog())
+    engine, notes = TorchEngine(model), []
+    rollout = FaultTolerantRollout([engine], MemoryLog(), note=notes.append)
     steps, seen = rollout.generate(requests), []
     for number, step in enumerate(steps):
         seen.append(step)
         if number == 4:
             rollout.suspend()
             rollout.wake()
+    assert notes == ["keys and values are computed again from the tokens"]
     responses = collect(seen)
     assert {u: r.token_ids for u, r in responses.items()} == {u: r.token_ids for u, r in expected.items()}
     assert engine.restored_tokens == 0
