@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
+
+from opd.config import Recipe, TopKKL
+from opd.errors import ConfigError
 from opd.pipelines.context import StageContext
 from opd.pipelines.publish import publish_checkpoint
 from opd.protocols import Teacher
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.teachers.cached_scores import CachedScores
 from opd.teachers.download import download, is_published
+from opd.teachers.megatron_teacher import megatron_teachers
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.sglang_teacher import Asked, SGLangTeacher
 from opd.teachers.streamed_teacher import Placement, streamed_teachers
 from opd.teachers.torch_teacher import TorchTeacher
 
@@ -21,15 +28,28 @@ MIB = 1 << 20
 
 
 @contextmanager
-def open_schedule(context: StageContext, vocabulary: int) -> Iterator[TeacherSchedule]:
+def open_schedule(
+    context: StageContext, vocabulary: int, *, group: dist.ProcessGroup | None = None
+) -> Iterator[TeacherSchedule]:
     """The schedule over every teacher of the recipe, cut to `vocabulary` tokens, while the block runs.
+
+    With a `group`, its ranks read streamed teachers together, 1/N of every layer each. All of them open the
+    schedule, and score, release and close it equally often, whichever samples each of them has.
 
     Raises `StorageError` or `CheckpointError` if a teacher cannot be published or read.
     """
     recipe = context.recipe
     router = Router.from_recipe(recipe)
     with ExitStack() as stack:
-        teachers = _open_teachers(context, router.teachers, vocabulary, stack)
+        # The background threads of the teachers gather in a group of their own.
+        reading = None if group is None else dist.new_group(dist.get_process_group_ranks(group))
+        served = {name: t for name, t in recipe.teachers.items() if name in router.teachers and t.server}
+        local = [name for name in router.teachers if name not in served]
+        teachers = dict(_open_teachers(context, local, vocabulary, reading, stack)) if local else {}
+        for name in served:
+            teachers[name] = open_served(context, name, vocabulary)
+            stack.callback(teachers[name].close)
+        teachers = {name: teachers[name] for name in router.teachers}
         cache = None
         if recipe.distill.teachers == "streamed" and recipe.storage.cache_mb:
             # What a power cut takes from the cache is computed again: it need not be flushed.
@@ -39,17 +59,25 @@ def open_schedule(context: StageContext, vocabulary: int) -> Iterator[TeacherSch
                 durable=False,
                 on_warning=context.note,
             )
-            cache = CachedScores(stack.enter_context(files), variant=recipe.model.dtype)
-        yield TeacherSchedule(teachers, router, cache=cache)
+            # Back ends round differently: what one has computed is not what another would.
+            backend = "" if recipe.distill.backend == "torch" else f"/{recipe.distill.backend}"
+            cache = CachedScores(stack.enter_context(files), variant=recipe.model.dtype + backend)
+        yield TeacherSchedule(teachers, router, cache=cache, group=group)
 
 
 def _open_teachers(
-    context: StageContext, names: list[str], vocabulary: int, stack: ExitStack
+    context: StageContext,
+    names: list[str],
+    vocabulary: int,
+    group: dist.ProcessGroup | None,
+    stack: ExitStack,
 ) -> Mapping[str, Teacher]:
     recipe = context.recipe
     placement = Placement(
         recipe.model.dtype, recipe.model.device, recipe.distill.batch.max_tokens, vocabulary
     )
+    if recipe.distill.backend == "megatron":
+        return stack.enter_context(_megatron_teachers(context, names, placement))
     if recipe.distill.teachers == "resident":
         return {
             name: TorchTeacher(
@@ -66,10 +94,56 @@ def _open_teachers(
         {name: published_teacher(context, name) for name in names},
         placement,
         prefetch_bytes=recipe.storage.prefetch_mb * MIB,
+        group=group,
     )
     for teacher in streamed.values():
         stack.callback(teacher.close)
     return streamed
+
+
+def _megatron_teachers(
+    context: StageContext, names: list[str], placement: Placement
+) -> AbstractContextManager[Mapping[str, Teacher]]:
+    keep = context.recipe.distill.teachers == "resident"
+    source = context.teacher_source if keep else partial(published_teacher, context)
+    return megatron_teachers(
+        {name: str(source(name)) for name in names},
+        placement,
+        tensor_parallel=context.recipe.distill.megatron.tensor_parallel,
+        keep=keep,
+    )
+
+
+def open_served(context: StageContext, name: str, vocabulary: int) -> SGLangTeacher:
+    """Teacher `name` of the recipe, which runs on servers; its head is read from what is published.
+
+    Raises `ConfigError` if its signal does not fit the loss.
+    """
+    recipe = context.recipe
+    server, loss = recipe.teachers[name].server, recipe.distill.loss
+    assert server is not None
+    check_signal(recipe, name)
+    return SGLangTeacher(
+        name,
+        published_teacher(context, name),
+        server,
+        asked=Asked(recipe.rollout.temperature, loss.k if isinstance(loss, TopKKL) else 1),
+        placement=Placement(recipe.model.dtype, recipe.model.device, vocabulary=vocabulary),
+    )
+
+
+def check_signal(recipe: Recipe, name: str) -> None:
+    """`ConfigError` if the loss needs more than the servers of teacher `name` are asked for."""
+    server, distill = recipe.teachers[name].server, recipe.distill
+    if server is None or server.signal == "hidden":
+        return
+    enough = distill.loss.type in ("k1", "k2") or (distill.loss.type, server.signal) == ("topk", "topk")
+    if not enough or distill.mixture == "geometric":
+        what = f"distill.loss {distill.loss.type} with mixture {distill.mixture}"
+        raise ConfigError(
+            f"teachers.{name}.server.signal is {server.signal}, which is too little for {what}; set it to"
+            " hidden, or choose another loss."
+        )
 
 
 def published_teacher(context: StageContext, name: str) -> str:

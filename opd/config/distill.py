@@ -57,6 +57,13 @@ DistillLossConfig = Annotated[
 ]
 
 
+class MegatronConfig(Config):
+    """Teachers on Megatron-Core, with `backend: megatron`."""
+
+    tensor_parallel: int = Field(default=1, gt=0)
+    """Ranks that share a teacher. Above 1 needs that many processes with a process group."""
+
+
 class DistillConfig(Config):
     """Multi-teacher on-policy distillation of the student."""
 
@@ -75,6 +82,11 @@ class DistillConfig(Config):
     teachers: Literal["streamed", "resident"] = "streamed"
     """`streamed`: layers are read from published shards as they are needed, so that any number of teachers
     takes the memory of one; `resident`: every teacher stays in memory, faster where they all fit."""
+    backend: Literal["torch", "megatron"] = "torch"
+    """What teachers run on. `torch`: Hugging Face models; `megatron`: Megatron-Core (extra `megatron`), where
+    teachers of one architecture take turns on one module. `streamed` then reads a teacher's shards whenever
+    its turn comes, `resident` keeps every teacher's weights in host memory."""
+    megatron: MegatronConfig = MegatronConfig()
     rl_coef: float = Field(default=0.0, ge=0)
     """Weight of the reward's policy gradient beside the distillation; 0 is pure distillation."""
     advantage: AdvantageConfig = GRPOAdvantage()

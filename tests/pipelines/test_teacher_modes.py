@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -59,6 +61,19 @@ def test_published_teachers_give_the_same_weights_and_are_evaluated(trained, tmp
     assert done["digest"] == json.loads((trained / "stages/merge/done.json").read_text())["digest"]
     models = {m["name"]: m for m in json.loads((tmp_path / "run/results.json").read_text())["models"]}
     assert models["specialist:sort"]["domains"]["sort"]["sampled"]["total"] == 20
+
+
+@pytest.mark.parametrize("mode", ["streamed", "resident"])
+def test_megatron_teachers_give_the_same_student(trained, tmp_path, mode):
+    pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)
+    merge_again(trained, tmp_path / "run", folders(trained), backend="megatron", teachers=mode)
+    ours = load_file(tmp_path / "run/merged/model.safetensors")
+    theirs = load_file(trained / "merged/model.safetensors")
+    start = load_file(trained / "base/model.safetensors")
+    moved = max(float((theirs[name] - start[name]).abs().max()) for name in theirs)
+    apart = max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
+    assert apart <= 1e-2 * moved  # four steps of AdamW: what rounding can become
+    assert not dist.is_initialized()
 
 
 def test_a_finished_stage_keeps_no_log_and_no_cache(trained):

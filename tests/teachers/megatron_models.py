@@ -1,0 +1,74 @@
+"""Tiny random models of every family a Megatron-Core teacher can be, and what a test compares them by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tiny
+import torch
+
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.pipelines.publish import publish_checkpoint
+from opd.train.packing import pack_tokens
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict] = {
+    "llama": {"tie_word_embeddings": False},
+    "llama-tied": {"model_type": "llama", "num_key_value_heads": 4},
+    "llama-3-rope": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "mistral": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": False},
+    "qwen3_moe": EXPERTS | {"moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "qwen3_moe-not-renormalised": EXPERTS
+    | {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "norm_topk_prob": False},
+    "mixtral": EXPERTS,
+}
+LENGTHS = [(3, 4), (5, 0), (2, 1), (7, 12), (1, 6), (4, 2)]
+
+
+def model(family: str, seed: int = 3, **changes) -> CausalLM:
+    """Large random weights, so that a wrong layout, mask or norm shows in the numbers."""
+    config = {"model_type": family, "initializer_range": 0.3} | FAMILIES[family] | changes
+    made = tiny.model(seed=seed, **config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in made.module.named_parameters():
+            if name.endswith(("norm.weight", ".bias")):  # transformers makes them all ones and zeros
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return made
+
+
+def save(made: CausalLM, folder: Path, *, shards: int = 2) -> tuple[Path, str]:
+    """(checkpoint, published folder) below `folder`."""
+    checkpoint = save_checkpoint(made, tiny.tokenizer(), folder / "checkpoint", {})
+    publish_checkpoint(checkpoint, folder / "published", shards=shards)
+    return checkpoint, str(folder / "published")
+
+
+@torch.no_grad()
+def transformers_logits(made: CausalLM) -> torch.Tensor:
+    """[N, V] of plain transformers, one sequence at a time, at the rows that predict a response."""
+    logits = []
+    for sample in tiny.samples(LENGTHS):
+        ids = torch.from_numpy(sample.token_ids.astype("int64"))[None]
+        made.module.set_attn_implementation("eager")
+        out = made.module(input_ids=ids, use_cache=False).logits[0]
+        logits.append(out[len(sample.prompt_ids) - 1 : len(ids[0]) - 1])
+    return torch.cat(logits)
+
+
+def packed() -> tuple[torch.Tensor, ...]:
+    """`pack_tokens` of the samples."""
+    return pack_tokens(tiny.samples(LENGTHS))

@@ -1,0 +1,94 @@
+"""One rank of a Megatron-Core group; run by test_megatron_ranks.py, one process a rank.
+
+    python megatron_rank.py RANK WORLD FOLDER
+
+`FOLDER/tasks.json` lists what to score, one after the other; `FOLDER/NAME-R.json` says how a task went on a
+rank, and `FOLDER/NAME-R.safetensors` holds what it computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import megatron_models as models
+import tiny
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from opd.errors import OpdError
+from opd.kernels import vocab_parallel
+from opd.teachers.megatron_head import cut_like
+from opd.teachers.megatron_teacher import MegatronTeacher, megatron_teachers
+from opd.teachers.streamed_teacher import Placement
+
+VOCABULARY = 13
+"""Of the tokenizer; the heads have 15 rows, so both ranks hold padding or tokens that are cut off."""
+TEMPERATURE = 0.7
+
+
+def divergence(teacher: MegatronTeacher, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The KL of a tiny student to `rows` [N, D], from shards of both heads, and its gradients."""
+    student = tiny.model(seed=77, hidden_size=32)
+    shard = teacher.load_head_shard()
+    own = cut_like(student.head(VOCABULARY), shard)
+    own.head.weight.retain_grad()
+    input_ids, position_ids, cu_seqlens, at = models.packed()
+    hidden = student.hidden(input_ids, position_ids, cu_seqlens)[at].detach().requires_grad_()
+    values = vocab_parallel.linear_kl(hidden, own, rows, shard, temperature=TEMPERATURE)
+    values.sum().backward()
+    assert hidden.grad is not None
+    assert own.head.weight.grad is not None
+    return {"kl": values.detach(), "grad_hidden": hidden.grad, "grad_head": own.head.weight.grad}
+
+
+def one_task(task: dict, rank: int) -> tuple[dict, dict[str, torch.Tensor]]:
+    """How it went, and what was computed."""
+    sources = task["sources"][rank] if isinstance(task["sources"], list) else task["sources"]
+    samples = tiny.samples(models.LENGTHS)
+    placement = Placement(max_tokens=24, vocabulary=VOCABULARY)
+    found: dict[str, torch.Tensor] = {}
+    with megatron_teachers(sources, placement, tensor_parallel=2, keep=task["keep"]) as teachers:
+        opened = {name: teacher.bytes_read for name, teacher in teachers.items()}
+        for _ in range(2):
+            for name, teacher in teachers.items():
+                rows = teacher.score(samples).rows
+                found[f"{name}/rows"] = rows
+                found[f"{name}/logits"] = teacher.load_head().logits(rows)
+                found |= {f"{name}/{key}": value for key, value in divergence(teacher, rows).items()}
+        read = {name: teacher.bytes_read - opened[name] for name, teacher in teachers.items()}
+        loads = next(iter(teachers.values())).tags.loads
+    return {"read": read, "loads": loads}, {name: t.contiguous().clone() for name, t in found.items()}
+
+
+def main() -> None:
+    """Run the tasks and write down how they went."""
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
+    )
+    for task in json.loads((folder / "tasks.json").read_text()):
+        try:
+            result, tensors = one_task(task, rank)
+            save_file(tensors, folder / f"{task['name']}-{rank}.safetensors")
+        except OpdError as error:
+            result = {"error": type(error).__name__, "message": str(error)}
+        (folder / f"{task['name']}-{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Converters between Hugging Face and Megatron-Core: bit for bit, for any shape and any number of ranks."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opd.errors import ModelError
+from opd.teachers.megatron_convert import check_tensors, from_megatron, to_megatron
+from opd.teachers.megatron_form import MegatronForm
+from opd.teachers.megatron_layout import HEAD, pieces
+
+
+@st.composite
+def forms(draw):
+    """(form, ranks that can share it)."""
+    ranks = draw(st.sampled_from([1, 2, 3, 4]))
+    family = draw(st.sampled_from(["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]))
+    layers, groups = draw(st.integers(1, 3)), ranks * draw(st.integers(1, 2))
+    moe = family in ("qwen3_moe", "mixtral")
+    form = MegatronForm(
+        family=family,
+        layers=layers,
+        hidden_size=draw(st.integers(1, 7)),
+        heads=groups * draw(st.integers(1, 3)),
+        groups=groups,
+        head_dim=2 * draw(st.integers(1, 3)),
+        ffn=ranks * draw(st.integers(1, 4)),
+        vocabulary=draw(st.integers(1, 13)),
+        norm_eps=1e-6,
+        tied=draw(st.booleans()),
+        rope=(1.0,),
+        windows=(None,) * layers,
+        qkv_bias=family == "qwen2",
+        qk_norm=family.startswith("qwen3"),
+        experts=3 if moe else 0,
+        experts_per_token=2 if moe else 0,
+        expert_ffn=ranks * draw(st.integers(1, 3)) if moe else 0,
+        moe_layers=tuple(draw(st.integers(0, 1)) for _ in range(layers)) if moe else (),
+    )
+    return form, ranks
+
+
+def weights_of(form: MegatronForm) -> dict[str, torch.Tensor]:
+    """A model's tensors by Hugging Face's names, written down independently of the converter."""
+    width, queries, keys = form.hidden_size, form.heads * form.head_dim, form.groups * form.head_dim
+    shapes = {"model.embed_tokens.weight": (form.vocabulary, width), "model.norm.weight": (width,)}
+    if not form.tied:
+        shapes["lm_head.weight"] = (form.vocabulary, width)
+    for layer in range(form.layers):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            shapes[f"{at}.self_attn.{name}_proj.weight"] = (rows, width)
+            if form.qkv_bias:
+                shapes[f"{at}.self_attn.{name}_proj.bias"] = (rows,)
+        shapes[f"{at}.self_attn.o_proj.weight"] = (width, queries)
+        if form.qk_norm:
+            shapes |= {f"{at}.self_attn.{name}_norm.weight": (form.head_dim,) for name in "qk"}
+        if form.moe_layers and form.moe_layers[layer]:
+            mixtral = form.family == "mixtral"
+            block = f"{at}.block_sparse_moe" if mixtral else f"{at}.mlp"
+            gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+            shapes[f"{block}.gate.weight"] = (form.experts, width)
+            for expert in range(form.experts):
+                for name in (gate, up):
+                    shapes[f"{block}.experts.{expert}.{name}.weight"] = (form.expert_ffn, width)
+                shapes[f"{block}.experts.{expert}.{down}.weight"] = (width, form.expert_ffn)
+        else:
+            for name in ("gate", "up"):
+                shapes[f"{at}.mlp.{name}_proj.weight"] = (form.ffn, width)
+            shapes[f"{at}.mlp.down_proj.weight"] = (width, form.ffn)
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@settings(max_examples=60)
+@given(forms())
+def test_there_and_back_is_the_same_model(case):
+    form, ranks = case
+    weights = weights_of(form)
+    check_tensors(form, {name: tensor.shape for name, tensor in weights.items()}, "the model")
+    shards = [to_megatron(form, weights, rank, ranks) for rank in range(ranks)]
+    back = from_megatron(form, shards)
+    assert set(back) == set(weights)
+    assert all(torch.equal(back[name], tensor) for name, tensor in weights.items())
+    # Ranks hold the same shapes, and together every number once but for what they share and padding.
+    assert len({tuple((name, tuple(t.shape)) for name, t in shard.items()) for shard in shards}) == 1
+
+
+@given(forms())
+def test_ranks_cut_what_one_rank_has(case):
+    """A rank's query heads are those of its key-value heads, and its gate those of its up projection."""
+    form, ranks = case
+    weights = weights_of(form)
+    whole = to_megatron(form, weights)
+    shards = [to_megatron(form, weights, rank, ranks) for rank in range(ranks)]
+    qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
+    assert torch.equal(torch.cat([shard[qkv] for shard in shards]), whole[qkv])
+    per_group = (form.heads // form.groups + 2) * form.head_dim
+    first = whole[qkv][:per_group]
+    queries = weights["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(first[: -2 * form.head_dim], queries[: form.heads // form.groups * form.head_dim])
+    back = "decoder.layers.0.self_attention.linear_proj.weight"
+    assert torch.equal(torch.cat([shard[back] for shard in shards], 1), whole[back])
+    rows = torch.cat([shard[HEAD] for shard in shards])
+    assert torch.equal(rows[: form.vocabulary], whole[HEAD])
+    assert not rows[form.vocabulary :].any()
+
+
+FORM = MegatronForm("llama", 1, 4, 2, 2, 2, 6, 5, 1e-6, False, (1.0,), (None,))
+
+
+def test_weights_that_do_not_fit_are_named():
+    weights = weights_of(FORM)
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    with pytest.raises(ModelError, match=r"has no tensor model\.norm\.weight"):
+        check_tensors(FORM, {n: s for n, s in shapes.items() if n != "model.norm.weight"}, "it")
+    with pytest.raises(ModelError, match=r"q_proj\.weight of it has shape \[4, 4\].*asks for 8"):
+        check_tensors(dataclasses.replace(FORM, heads=4), shapes, "it")
+    with pytest.raises(ModelError, match=r"o_proj\.bias of it has no place"):
+        check_tensors(FORM, shapes | {"model.layers.0.self_attn.o_proj.bias": (4,)}, "it")
+    check_tensors(FORM, shapes | {"model.layers.0.self_attn.rotary_emb.inv_freq": (1,)}, "it")
+    with pytest.raises(ModelError, match=r"no tensor model\.norm\.weight"):
+        to_megatron(FORM, {n: t for n, t in weights.items() if n != "model.norm.weight"})
+
+
+def test_parameters_that_are_not_of_one_model_are_refused():
+    shards = [to_megatron(FORM, weights_of(FORM), rank, 2) for rank in range(2)]
+    other = dict(shards[1], **{"decoder.final_layernorm.weight": torch.zeros(4)})
+    with pytest.raises(ModelError, match="other values in decoder"):
+        from_megatron(FORM, [shards[0], other])
+    with pytest.raises(ModelError, match=r"rank 1 has no parameter embedding"):
+        from_megatron(FORM, [shards[0], {}])
+    with pytest.raises(ModelError, match=r"3 rows, but 5 are needed"):
+        from_megatron(FORM, [shards[0]])
+
+
+def test_heads_and_widths_must_be_divisible():
+    FORM.check_divisible(2)
+    with pytest.raises(ModelError, match="2 key-value heads cannot be cut into 4"):
+        FORM.check_divisible(4)
+    with pytest.raises(ModelError, match="7 units of an MLP cannot be cut into 2"):
+        dataclasses.replace(FORM, ffn=7).check_divisible(2)
+
+
+def test_every_rank_has_every_piece_even_without_tokens():
+    form = dataclasses.replace(FORM, vocabulary=1)
+    empty = pieces(form, 1, 2)[0]
+    assert (empty.cuts, empty.padding) == ((), 1)
