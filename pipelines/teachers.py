@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from opd.config import Recipe, TopKKL
+from opd.errors import ConfigError
 from opd.pipelines.context import StageContext
 from opd.pipelines.publish import publish_checkpoint
 from opd.protocols import Teacher
@@ -18,6 +20,7 @@ from opd.teachers.download import download, is_published
 from opd.teachers.megatron_teacher import megatron_teachers
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.sglang_teacher import Asked, SGLangTeacher
 from opd.teachers.streamed_teacher import Placement, streamed_teachers
 from opd.teachers.torch_teacher import TorchTeacher
 
@@ -40,7 +43,13 @@ def open_schedule(
     with ExitStack() as stack:
         # The background threads of the teachers gather in a group of their own.
         reading = None if group is None else dist.new_group(dist.get_process_group_ranks(group))
-        teachers = _open_teachers(context, router.teachers, vocabulary, reading, stack)
+        served = {name: t for name, t in recipe.teachers.items() if name in router.teachers and t.server}
+        local = [name for name in router.teachers if name not in served]
+        teachers = dict(_open_teachers(context, local, vocabulary, reading, stack)) if local else {}
+        for name in served:
+            teachers[name] = open_served(context, name, vocabulary)
+            stack.callback(teachers[name].close)
+        teachers = {name: teachers[name] for name in router.teachers}
         cache = None
         if recipe.distill.teachers == "streamed" and recipe.storage.cache_mb:
             # What a power cut takes from the cache is computed again: it need not be flushed.
@@ -103,6 +112,38 @@ def _megatron_teachers(
         tensor_parallel=context.recipe.distill.megatron.tensor_parallel,
         keep=keep,
     )
+
+
+def open_served(context: StageContext, name: str, vocabulary: int) -> SGLangTeacher:
+    """Teacher `name` of the recipe, which runs on servers; its head is read from what is published.
+
+    Raises `ConfigError` if its signal does not fit the loss.
+    """
+    recipe = context.recipe
+    server, loss = recipe.teachers[name].server, recipe.distill.loss
+    assert server is not None
+    check_signal(recipe, name)
+    return SGLangTeacher(
+        name,
+        published_teacher(context, name),
+        server,
+        asked=Asked(recipe.rollout.temperature, loss.k if isinstance(loss, TopKKL) else 1),
+        placement=Placement(recipe.model.dtype, recipe.model.device, vocabulary=vocabulary),
+    )
+
+
+def check_signal(recipe: Recipe, name: str) -> None:
+    """`ConfigError` if the loss needs more than the servers of teacher `name` are asked for."""
+    server, distill = recipe.teachers[name].server, recipe.distill
+    if server is None or server.signal == "hidden":
+        return
+    enough = distill.loss.type in ("k1", "k2") or (distill.loss.type, server.signal) == ("topk", "topk")
+    if not enough or distill.mixture == "geometric":
+        what = f"distill.loss {distill.loss.type} with mixture {distill.mixture}"
+        raise ConfigError(
+            f"teachers.{name}.server.signal is {server.signal}, which is too little for {what}; set it to"
+            " hidden, or choose another loss."
+        )
 
 
 def published_teacher(context: StageContext, name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from opd.storage.published import PublishedModel
 
 
+_HAS_READ, _FAILED, _LEAVES = 0, 1, 2
+
+
 class UnitGather:
     """Reads into memory of `device`; with a `group`, together with its other ranks."""
 
@@ -24,6 +27,7 @@ class UnitGather:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world = dist.get_world_size(group) if group is not None else 1
+        self._broken: TeacherError | None = None
         self._cuda = device.type == "cuda"
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if self._cuda else None
@@ -36,8 +40,10 @@ class UnitGather:
         """All bytes of `unit` [nbytes] uint8, at the beginning of `into`, which has at least `room` bytes.
 
         Raises `StorageError` from the reader; the other ranks then raise `TeacherError`, and so do all that
-        are left when a rank has died.
+        are left when a rank has left or died, now and at every later call.
         """
+        if self._broken is not None:
+            raise self._broken
         if not self._cuda:
             return self._read(model, unit, into)
         with torch.cuda.stream(self._stream):
@@ -45,6 +51,12 @@ class UnitGather:
         assert self._stream is not None
         self._stream.synchronize()
         return flat
+
+    def leave(self, model: PublishedModel, unit: str) -> None:
+        """Take no part in reading `unit`, the next one of the other ranks, nor any later one."""
+        if self._broken is None:
+            with suppress(TeacherError):  # whoever else has left does not wait
+                self._tell(model, unit, _LEAVES)
 
     def finish_compute(self) -> None:
         """Wait until kernels that use the last unit are done, so that its memory can be written again."""
@@ -63,7 +75,7 @@ class UnitGather:
             return into[:nbytes]
         self._agree(model, unit, error)
         if part:
-            with naming_lost_ranks(_not_gathered(model, unit)):
+            with self._lasting(), naming_lost_ranks(_not_gathered(model, unit)):
                 dist.all_gather_into_tensor(parts, mine, group=self.group)
         self._close_gaps(model, unit, parts)
         return into[:nbytes]
@@ -87,18 +99,36 @@ class UnitGather:
 
     def _agree(self, model: PublishedModel, unit: str, error: Exception | None) -> None:
         """Stop on all ranks if one of them could not read: a gather without it would wait for ever."""
-        failed = torch.zeros(self.world, dtype=torch.int32, device=self.device)
-        failed[self.rank] = error is not None
-        with naming_lost_ranks(_not_gathered(model, unit)):
-            dist.all_reduce(failed, group=self.group)
+        said = self._tell(model, unit, _HAS_READ if error is None else _FAILED)
         if error is not None:
             raise error
-        if failed.any():
-            ranks = ", ".join(str(rank) for rank in failed.nonzero().flatten().tolist())
+        if ranks := _ranks(said, _FAILED):
             raise TeacherError(
                 f"rank {ranks} could not read its part of {unit} of teacher weights"
                 f" {model.manifest.digest[:12]}; its own error says why."
             )
+
+    def _tell(self, model: PublishedModel, unit: str, state: int) -> list[int]:
+        """What every rank says of `unit`. Raises `TeacherError` if one is gone, for good."""
+        said = torch.zeros(self.world, dtype=torch.int32, device=self.device)
+        said[self.rank] = state
+        with self._lasting(), naming_lost_ranks(_not_gathered(model, unit)):
+            dist.all_reduce(said, group=self.group)
+            if (ranks := _ranks(said.tolist(), _LEAVES)) and state != _LEAVES:
+                raise TeacherError(
+                    f"{_not_gathered(model, unit)}, rank {ranks} has stopped to read teachers; look for that"
+                    " rank's own error."
+                )
+        return said.tolist()
+
+    @contextmanager
+    def _lasting(self) -> Iterator[None]:
+        """Remember a `TeacherError`: who goes on without a rank waits for it for ever."""
+        try:
+            yield
+        except TeacherError as error:
+            self._broken = error
+            raise
 
     def _close_gaps(self, model: PublishedModel, unit: str, parts: Tensor) -> None:
         """Move the parts together where they are not all of one size, except the last."""
@@ -108,6 +138,10 @@ class UnitGather:
             if start != rank * part and stop > start:
                 moved = parts[rank * part : rank * part + stop - start].clone()
                 parts[start:stop] = moved
+
+
+def _ranks(said: list[int], state: int) -> str:
+    return ", ".join(str(rank) for rank, own in enumerate(said) if own == state)
 
 
 def _not_gathered(model: PublishedModel, unit: str) -> str:

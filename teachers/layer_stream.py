@@ -124,7 +124,11 @@ class LayerStream:
             self.drop(asked)
 
     def close(self) -> None:
-        """Stop reading and free the buffer. With a group, close on every rank after the same use."""
+        """Stop reading and free the buffer.
+
+        With a group, a rank that goes on reading gets a `TeacherError`, and a rank that closes with units
+        still to be read ahead waits until the others have come as far or have ended.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -186,6 +190,16 @@ class LayerStream:
                 self._finish(asked, start, None, error)
             else:
                 self._finish(asked, start, flat, None)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Tell the other ranks that this one reads no more, if they are about to wait for it."""
+        if not self.collective:
+            return
+        with self._changed:
+            job = self._start_next()
+        if job is not None:
+            self.gather.leave(job[0].model, job[1])
 
     def _finish(self, asked: UnitPass, start: int, flat: Tensor | None, error: BaseException | None) -> None:
         with self._changed:

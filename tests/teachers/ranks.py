@@ -14,7 +14,6 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np

@@ -1,16 +1,14 @@
 """Several processes read published teachers together: 1/N each, the same step, and no rank left waiting."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import ranks
 import tiny
 import torch
+from rank_processes import run_ranks
 from safetensors.torch import load_file
 from tiny_published import publish
 
@@ -29,23 +27,7 @@ UNEVEN = [0, 0, 1, 0, 0, 1, 0, 0]
 def run(folder: Path, world: int, tasks: list[dict]) -> None:
     """Start `world` ranks on `tasks` and wait until they have ended well."""
     (folder / "tasks.json").write_text(json.dumps(tasks))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, ranks.__file__, str(rank), str(world), str(folder)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors.decode()[-2000:]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    run_ranks(ranks.__file__, world, folder)
 
 
 def task(name: str, urls: dict | list, owner: list[int]) -> dict:

@@ -1,0 +1,87 @@
+"""One rank of a merge whose ranks read the teachers together; run by test_s3_merge.py, one process a rank.
+
+    python merge_ranks.py RANK WORLD FOLDER
+
+Runs the merge of `FOLDER/recipe.yaml` twice, in the run folders `FOLDER/MODE-RANK`:
+
+replicated: every rank makes the whole step; only the reading of the teachers is shared.
+parallel: every rank scores and trains its own samples; the gradients are added up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Self
+from zlib import crc32
+
+import torch.distributed as dist
+import yaml
+
+from opd.config import Recipe
+from opd.pipelines import distill, teachers
+from opd.pipelines.context import StageContext
+from opd.pipelines.run import run_stage
+from opd.pipelines.run_folder import RunFolder
+from opd.types import RolloutBatch, Sample
+
+
+def is_mine(sample: Sample) -> bool:
+    """Whether this rank scores and trains `sample`."""
+    return crc32(sample.uid.encode()) % dist.get_world_size() == dist.get_rank()
+
+
+class ParallelRun(distill.DistillRun):
+    """Every rank writes all responses, which keeps them the same, and scores and trains its own."""
+
+    @classmethod
+    def open(cls, context: StageContext, start: Path, stack: ExitStack) -> Self:
+        """As the run of one process, with its schedule and trainer kept to this rank's samples."""
+        run = super().open(context, start, stack)
+        backend, score, train = run.student.backend, run.schedule.score, run.student.backend.forward_backward
+
+        def score_mine(samples: Sequence[Sample]) -> None:
+            score([sample for sample in samples if is_mine(sample)])
+
+        def train_mine(batch: RolloutBatch) -> dict[str, float]:
+            # The weights of the terms are normalised over the samples of all ranks already.
+            kept = [(sample, terms) for sample, terms in batch if is_mine(sample)]
+            metrics = train(RolloutBatch([sample for sample, _ in kept], [terms for _, terms in kept]))
+            for parameter in backend.model.module.parameters():
+                dist.all_reduce(parameter.grad)
+            return metrics
+
+        run.schedule.score, backend.forward_backward = score_mine, train_mine
+        return run
+
+
+MODES = {"replicated": distill.DistillRun, "parallel": ParallelRun}
+
+
+def main() -> None:
+    """Join the group and run both merges."""
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
+    )
+    recipe = Recipe.model_validate(yaml.safe_load((folder / "recipe.yaml").read_text()))
+    # What a launcher of several ranks would pass to the stage.
+    distill.open_schedule = partial(teachers.open_schedule, group=dist.group.WORLD)
+    for mode, run in MODES.items():
+        distill.DistillRun = run
+        with RunFolder.create(folder / f"{mode}-{rank}", recipe) as own:
+            run_stage(recipe, own, "merge")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
