@@ -30,6 +30,22 @@ def check_hidden(name: str, hidden: Tensor, head: Head) -> None:
         )
 
 
+def check_pair(student_hidden: Tensor, student: Head, teacher_hidden: Tensor, teacher: Head) -> None:
+    """Student and teacher fit their heads, and one another in tokens and vocabulary."""
+    check_hidden("student", student_hidden, student)
+    check_hidden("teacher", teacher_hidden, teacher)
+    check_same_tokens(student_hidden, teacher_hidden)
+    check_vocabularies(student.vocabulary, teacher.vocabulary)
+
+
+def check_logits(name: str, logits: Tensor) -> None:
+    """Floating point `[N, V]` with a vocabulary of at least one token."""
+    if logits.dtype not in FLOATS:
+        raise TypeError(f"the {name} logits are {logits.dtype}; give one of {', '.join(map(str, FLOATS))}")
+    if logits.ndim != 2 or logits.shape[1] == 0:
+        raise ValueError(f"the {name} logits have shape {list(logits.shape)}; they must be [tokens, V]")
+
+
 def check_same_tokens(student: Tensor, teacher: Tensor) -> None:
     """Row `i` of both must be the same token."""
     if student.shape[0] != teacher.shape[0]:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opd.kernels.chunked_logits import logits_kl, selective_log_softmax, topk_log_probs
 from opd.kernels.chunked_logprobs import (
     geometric_floor,
     linear_logprobs,
     linear_logprobs_entropy,
     linear_topk,
-    selective_log_softmax,
 )
 from opd.kernels.head import Head, statistics_dtype
 from opd.kernels.projection import (
@@ -33,7 +33,13 @@ from opd.kernels.projection import (
     take,
     write_logits,
 )
-from opd.kernels.rows import ALL_COLUMNS, Columns, RowKernel, divergence_, log_softmax_, row_blocks
+from opd.kernels.rows import (
+    ALL_COLUMNS,
+    Columns,
+    RowKernel,
+    divergence_,
+    log_softmax_,
+)
 
 __all__ = [
     "geometric_floor",
@@ -43,11 +49,12 @@ __all__ = [
     "linear_mixture_kl",
     "linear_topk",
     "logits_kl",
+    "score_kl",
     "selective_log_softmax",
+    "topk_log_probs",
 ]
 
-# How far, relative to each token's own, the upstream gradient may stray from a multiple of the declared
-# weight.
+# How far, relatively, each token's upstream gradient may stray from a multiple of its declared weight.
 PROPORTIONAL = 1e-6
 
 
@@ -165,8 +172,10 @@ def _rescale(gradients: Gradients, upstream: Tensor, token_weight: Tensor) -> bo
 def _apply(hidden: Tensor, head: Head, weight: Tensor | None, spec: _Divergence) -> Tensor:
     if weight is None:
         weight = torch.ones(hidden.shape[0], device=hidden.device)
-    declared = weight.detach().to(spec.dtype)
-    return _LinearDivergence.apply(hidden, head.weight, head.bias, declared, head, spec)
+    declared, leaves = weight.detach().to(spec.dtype), (hidden, head.weight, head.bias)
+    if not torch.is_grad_enabled():  # a function sees that an input asks for a gradient even then
+        leaves = tuple(None if leaf is None else leaf.detach() for leaf in leaves)
+    return _LinearDivergence.apply(*leaves, declared, head, spec)
 
 
 def linear_kl(
@@ -195,6 +204,14 @@ def linear_kl(
     dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
     spec = _Divergence(teacher, kind, beta, temperature, chunk, dtype, row_kernel, columns)
     return _apply(student_hidden, student_head, weight, spec)
+
+
+@torch.no_grad()
+def score_kl(
+    student_hidden: Tensor, student_head: Head, teacher_hidden: Tensor, teacher_head: Head, **options: Any
+) -> Tensor:
+    """See `opd.kernels.ops.score_kl`."""
+    return linear_kl(student_hidden, student_head, teacher_hidden, teacher_head, weight=None, **options)
 
 
 def linear_mixture_kl(
@@ -227,61 +244,3 @@ def linear_mixture_kl(
     dtype = statistics_dtype(*tensors)
     spec = _Divergence(teacher, "reverse", 0.5, temperature, chunk, dtype, row_kernel, columns)
     return _apply(student_hidden, student_head, weight, spec)
-
-
-def tempered_copy(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """Contiguous logits `[R, V]` divided by the temperature; a lone row is doubled (see `row_blocks`)."""
-    copy = torch.empty(max(2, len(logits)), logits.shape[1], dtype=dtype, device=logits.device)
-    return copy.copy_(logits).div_(temperature)
-
-
-class _LogitsDivergence(torch.autograd.Function):
-    """Rows are independent, so scaling the stored gradient row by row is exact for every upstream
-    gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        student: Tensor,
-        teacher: Tensor,
-        divergence: tuple[str, float],
-        temperature: float,
-        row_kernel: RowKernel,
-    ) -> Tensor:
-        dtype = statistics_dtype(student, teacher)
-        tokens, vocabulary = student.shape
-        values = torch.empty(tokens, dtype=dtype, device=student.device)
-        wanted = ctx.needs_input_grad[0]
-        shape = student.shape if wanted else (0, vocabulary)
-        gradient = torch.empty(shape, dtype=dtype, device=student.device)
-        for block in row_blocks(student):
-            z_s, z_t = (tempered_copy(logits[block], temperature, dtype) for logits in (student, teacher))
-            coef = torch.full_like(z_s[:, 0], 1 / temperature) if wanted else None
-            count = block.stop - block.start
-            values[block] = row_kernel(z_s, z_t, *divergence, coef)[:count]
-            if wanted:
-                gradient[block] = z_s[:count]
-        ctx.save_for_backward(gradient)
-        ctx.dtype = student.dtype
-        return values
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * upstream.unsqueeze(1)).to(ctx.dtype), None, None, None, None
-
-
-def logits_kl(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    *,
-    kind: str,
-    beta: float,
-    temperature: float,
-    row_kernel: RowKernel = divergence_,
-) -> Tensor:
-    """See `opd.kernels.ops.logits_kl`."""
-    return _LogitsDivergence.apply(
-        student_logits, teacher_logits.detach(), (kind, beta), temperature, row_kernel
-    )

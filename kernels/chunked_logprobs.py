@@ -1,4 +1,4 @@
-"""The chunked operations on log-probabilities: selected tokens, entropy, top-k, and the geometric floor."""
+"""The chunked operations on log-probabilities: picked tokens, entropy, top-k, and the geometric floor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from torch import Tensor
 
 from opd.kernels.head import Head, statistics_dtype
 from opd.kernels.projection import Gradients, blocks_with_slope, chunks, matmul_rows, take, write_logits
-from opd.kernels.rows import ALL_COLUMNS, Columns, row_blocks, shift_, token_gradient_, token_statistics_
+from opd.kernels.rows import (
+    ALL_COLUMNS,
+    Columns,
+    shift_,
+    token_gradient_,
+    token_statistics_,
+)
 
 
 class _Settings(NamedTuple):
@@ -95,7 +101,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return (*gradients.as_inputs(hidden, head), None, None, None)
 
 
-def _as_matrix(ids: Tensor) -> Tensor:
+def as_matrix(ids: Tensor) -> Tensor:
     """`[N]` -> `[N, 1]`, `[N, K]` as it is; int64."""
     return ids.long().unsqueeze(1) if ids.ndim == 1 else ids.long()
 
@@ -110,7 +116,7 @@ def linear_logprobs(
     columns: Columns = ALL_COLUMNS,
 ) -> Tensor:
     """See `opd.kernels.ops.linear_logprobs`; `columns`: what part of the vocabulary the head holds."""
-    matrix, settings = _as_matrix(ids), _Settings(temperature, chunk, False, columns)
+    matrix, settings = as_matrix(ids), _Settings(temperature, chunk, False, columns)
     logprobs, _ = _LinearLogprobs.apply(hidden, head.weight, head.bias, matrix, head, settings)
     return logprobs.reshape(ids.shape)
 
@@ -126,7 +132,7 @@ def linear_logprobs_entropy(
 ) -> tuple[Tensor, Tensor]:
     """See `opd.kernels.ops.linear_logprobs_entropy`; `columns`: what part of the vocabulary the head
     holds."""
-    matrix, settings = _as_matrix(ids), _Settings(temperature, chunk, True, columns)
+    matrix, settings = as_matrix(ids), _Settings(temperature, chunk, True, columns)
     logprobs, entropy = _LinearLogprobs.apply(hidden, head.weight, head.bias, matrix, head, settings)
     return logprobs.reshape(ids.shape), entropy
 
@@ -151,13 +157,13 @@ def linear_topk(
     for rows in chunks(tokens, chunk):
         part = take(hidden, rows, chunk)
         logits = write_logits(part, head, temperature, buffer[: len(part)])
-        found = [_block_topk_(logits[block], k, columns) for block in columns.blocks(logits)]
+        found = [block_topk_(logits[block], k, columns) for block in columns.blocks(logits)]
         for result, parts in zip((ids, logprobs, tail), zip(*found, strict=True), strict=True):
             result[rows] = torch.cat(parts)[: len(result[rows])]
     return ids, logprobs, tail
 
 
-def _block_topk_(logits: Tensor, k: int, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+def block_topk_(logits: Tensor, k: int, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
     """Ids and log-probabilities `[R, k]` and the rest's probability `[R]`; overwrites `logits`."""
     shift_(logits, columns)
     top, top_ids = columns.topk(logits, k)
@@ -202,35 +208,3 @@ def geometric_floor(
             log_sums[block] -= total.squeeze(1).log() + largest
         floor[rows] = log_sums[:count].to(dtype)
     return floor.clamp_min_(0)
-
-
-class _SelectiveLogSoftmax(torch.autograd.Function):
-    """Keeps only the logits it was given: the backward forms the softmax block by block."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, ids: Tensor) -> Tensor:
-        dtype = statistics_dtype(logits)
-        values = torch.empty(ids.shape, dtype=dtype, device=logits.device)
-        for block in row_blocks(logits):
-            values[block], _ = token_statistics_(
-                logits[block].to(dtype, copy=True), ids[block], entropy=False
-            )
-        ctx.save_for_backward(logits, ids)
-        return values
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        logits, ids = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        for block in row_blocks(logits):
-            part = logits[block].to(upstream.dtype, copy=True)
-            token_gradient_(part, ids[block], upstream[block], None)
-            gradient[block] = part
-        return gradient, None
-
-
-def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
-    """See `opd.kernels.ops.selective_log_softmax`."""
-    matrix = _as_matrix(ids)
-    return _SelectiveLogSoftmax.apply(logits, matrix).reshape(ids.shape)

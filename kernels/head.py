@@ -38,8 +38,8 @@ class Head:
     """Rows that stand for tokens; the rest is padding and takes no probability. `None`: all."""
     allow_bf16_logits: bool = False
     """Let the matmul of bfloat16 hidden states and weights round the logits to bfloat16, as a model in
-    bfloat16 does itself: an error of 2^-9 of each logit, for speed where no matmul with a float32 result
-    exists (on a CPU)."""
+    bfloat16 does itself: an error of up to 2^-8 of each logit, for speed where no matmul with a float32
+    result exists (on a CPU)."""
 
     def __post_init__(self) -> None:
         if self.weight.dtype not in FLOATS:

@@ -13,17 +13,14 @@ finite. Empty input (no tokens) works. No operation has a second derivative.
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from opd.kernels import checks, chunked, reference, tilelang_target
-from opd.kernels.head import FLOATS, Head
+from opd.kernels import checks
+from opd.kernels.choice import implementation
+from opd.kernels.head import Head
 
 __all__ = [
     "Head",
@@ -36,39 +33,12 @@ __all__ = [
     "linear_mixture_kl",
     "linear_topk",
     "logits_kl",
+    "score_kl",
     "selective_log_softmax",
+    "topk_log_probs",
 ]
 
 Kind = Literal["reverse", "forward", "jsd"]
-
-_IMPLEMENTATIONS = ("auto", "chunked", "reference", "tilelang")
-
-
-def implementation() -> ModuleType:
-    """The module `OPD_KERNELS` names. Asking for one that is not there is a `ValueError`, never a
-    fallback.
-
-    `auto` is `tilelang` where a GPU, TileLang and its compiler are there, else `chunked`: on a CPU the
-    compiled kernels are faster too, but their first use waits for a compiler.
-    """
-    name = os.environ.get("OPD_KERNELS", "auto")
-    if name not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"OPD_KERNELS is {name!r}; set it to one of {', '.join(_IMPLEMENTATIONS)}, or unset it"
-        )
-    if name == "reference":
-        return reference
-    if name == "tilelang":
-        return _tilelang()
-    on_gpu = name == "auto" and torch.cuda.is_available() and tilelang_target.missing("cuda") is None
-    return _tilelang() if on_gpu else chunked
-
-
-def _tilelang() -> ModuleType:
-    reason = tilelang_target.missing("cuda" if torch.cuda.is_available() else "cpu")
-    if reason is not None:
-        raise ValueError(f"OPD_KERNELS is 'tilelang', which cannot run here: {reason}")
-    return importlib.import_module("opd.kernels.tilelang_ops")
 
 
 def linear_kl(
@@ -99,10 +69,7 @@ def linear_kl(
 
     At most `chunk` tokens have their logits in memory, two buffers `[chunk, V]`: `[T, V]` is never held.
     """
-    checks.check_hidden("student", student_hidden, student_head)
-    checks.check_hidden("teacher", teacher_hidden, teacher_head)
-    checks.check_same_tokens(student_hidden, teacher_hidden)
-    checks.check_vocabularies(student_head.vocabulary, teacher_head.vocabulary)
+    checks.check_pair(student_hidden, student_head, teacher_hidden, teacher_head)
     checks.check_divergence(kind, beta)
     checks.check_scalars(temperature, chunk)
     checks.check_token_weight(weight, len(student_hidden))
@@ -121,6 +88,33 @@ def linear_kl(
         chunk=chunk,
     )
     checks.check_finite_result("divergence", values.detach())
+    return values
+
+
+def score_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    *,
+    kind: Kind = "reverse",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> Tensor:
+    """The divergence `[T]` of `linear_kl` without a gradient, in the least memory.
+
+    The compiled kernels keep logits in registers (`chunk` is then without effect); they take float32 and
+    float16 on a CPU, bfloat16 and float16 on a GPU, and raise `TypeError` for others.
+    """
+    checks.check_pair(student_hidden, student_head, teacher_hidden, teacher_head)
+    checks.check_divergence(kind, beta)
+    checks.check_scalars(temperature, chunk)
+    checks.check_finite_hidden("student", student_hidden.detach())
+    checks.check_finite_hidden("teacher", teacher_hidden.detach())
+    options = {"kind": kind, "beta": beta, "temperature": temperature, "chunk": chunk}
+    values = implementation().score_kl(student_hidden, student_head, teacher_hidden, teacher_head, **options)
+    checks.check_finite_result("divergence", values)
     return values
 
 
@@ -199,7 +193,7 @@ def logits_kl(
     """Per-token divergence `[T]` between given logits `[T, V]`, differentiable in the student's; see
     `linear_kl`."""
     for name, logits in (("student", student_logits), ("teacher", teacher_logits)):
-        _check_logits(name, logits)
+        checks.check_logits(name, logits)
     checks.check_same_tokens(student_logits, teacher_logits)
     checks.check_vocabularies(student_logits.shape[1], teacher_logits.shape[1])
     checks.check_divergence(kind, beta)
@@ -254,11 +248,20 @@ def linear_topk(
 def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
     """Log-probabilities of `ids` (`[N]` or `[N, K]`, and so is the result) under `logits` `[N, V]`;
     differentiable."""
-    _check_logits("given", logits)
+    checks.check_logits("given", logits)
     checks.check_ids(ids, logits.shape[0], logits.shape[1])
     values = implementation().selective_log_softmax(logits, ids)
     checks.check_finite_result("log-probability", values.detach())
     return values
+
+
+def topk_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`linear_topk` of given `logits` `[N, V]`: ids, log-probabilities, and the probability of all others."""
+    checks.check_logits("given", logits)
+    checks.check_k(k, logits.shape[1])
+    ids, logprobs, tail = implementation().topk_log_probs(logits.detach(), k)
+    checks.check_finite_result("log-probability", logprobs)
+    return ids, logprobs, tail
 
 
 def _check_token_inputs(hidden: Tensor, head: Head, ids: Tensor, temperature: float, chunk: int) -> None:
@@ -266,10 +269,3 @@ def _check_token_inputs(hidden: Tensor, head: Head, ids: Tensor, temperature: fl
     checks.check_ids(ids, len(hidden), head.vocabulary)
     checks.check_scalars(temperature, chunk)
     checks.check_finite_hidden("given", hidden.detach())
-
-
-def _check_logits(name: str, logits: Tensor) -> None:
-    if logits.dtype not in FLOATS:
-        raise TypeError(f"the {name} logits are {logits.dtype}; give one of {', '.join(map(str, FLOATS))}")
-    if logits.ndim != 2 or logits.shape[1] == 0:
-        raise ValueError(f"the {name} logits have shape {list(logits.shape)}; they must be [tokens, V]")

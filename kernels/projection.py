@@ -132,6 +132,7 @@ class Gradients:
     ) -> None:
         self.head = head
         self.narrow = dtype == torch.float32 and narrow_matmul(hidden, head.weight)
+        self.first = True
         device = hidden.device
         self.hidden = self.weight = self.bias = None
         if needs[0]:
@@ -140,7 +141,9 @@ class Gradients:
             )
         if needs[1]:
             kept = head.weight.dtype if self.narrow and single else dtype
-            self.weight = torch.zeros(head.weight.shape, dtype=kept, device=device)
+            # Written, not added to, by the first chunk: zeros would cost one more pass over it.
+            self.weight = torch.empty(head.weight.shape, dtype=kept, device=device)
+            self.weight[head.vocabulary :].zero_()
         if needs[2]:
             self.bias = torch.zeros(head.weight.shape[0], dtype=dtype, device=device)
 
@@ -160,6 +163,7 @@ class Gradients:
             self.hidden[rows] = self._hidden_part(grad_logits)[:tokens]
         if self.weight is not None:
             self._add_weight(self.weight[:vocabulary], grad_logits, hidden.detach())
+        self.first = False
 
     def _hidden_part(self, grad_logits: Tensor) -> Tensor:
         weight = self.head.weight.detach()[: self.head.vocabulary]
@@ -171,19 +175,26 @@ class Gradients:
         return part
 
     def _add_weight(self, total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+        beta, transposed = 0 if self.first else 1, grad_logits.t()
         if not self.narrow:
-            total.addmm_(grad_logits.t(), hidden.to(grad_logits.dtype))
+            total.addmm_(transposed, hidden.to(grad_logits.dtype), beta=beta)
         elif total.dtype == torch.bfloat16:
-            torch.mm(grad_logits.t(), hidden, out=total)
+            torch.mm(transposed, hidden, out=total)
         elif hidden.is_cuda:
-            torch.addmm(total, grad_logits.t(), hidden, out_dtype=total.dtype, out=total)
+            torch.addmm(total, transposed, hidden, beta=beta, out_dtype=total.dtype, out=total)
         else:
             for start in range(0, len(total), TILE_ROWS):
                 columns = slice(start, min(start + TILE_ROWS, len(total)))
-                total[columns] += grad_logits[:, columns].t() @ hidden
+                part = transposed[columns] @ hidden
+                if self.first:
+                    total[columns] = part
+                else:
+                    total[columns] += part
 
     def as_inputs(self, hidden: Tensor, head: Head) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The three gradients in their inputs' dtypes."""
+        if self.first and self.weight is not None:
+            self.weight.zero_()
         bias = None if self.bias is None or head.bias is None else self.bias.to(head.bias.dtype)
         return (
             None if self.hidden is None else self.hidden.to(hidden.dtype),

@@ -36,6 +36,23 @@ def linear_kl(
     return _scatter(_divergence(student, teacher, kind, beta), rows, len(student_hidden))
 
 
+@torch.no_grad()
+def score_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    *,
+    kind: str,
+    beta: float,
+    temperature: float,
+    chunk: int,
+) -> Tensor:
+    """See `opd.kernels.ops.score_kl`."""
+    options = {"kind": kind, "beta": beta, "temperature": temperature, "weight": None, "chunk": chunk}
+    return linear_kl(student_hidden, student_head, teacher_hidden, teacher_head, **options)
+
+
 def linear_mixture_kl(
     student_hidden: Tensor,
     student_head: Head,
@@ -95,9 +112,7 @@ def linear_topk(
     hidden: Tensor, head: Head, k: int, *, temperature: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `opd.kernels.ops.linear_topk`."""
-    logprobs = _logprobs(hidden, head, temperature, statistics_dtype(hidden, head.weight))
-    top, ids = logprobs.topk(k, dim=1)
-    return ids, top, logprobs.exp().scatter(1, ids, 0).sum(dim=1)
+    return _topk(_logprobs(hidden, head, temperature, statistics_dtype(hidden, head.weight)), k)
 
 
 @torch.no_grad()
@@ -121,6 +136,17 @@ def geometric_floor(
 def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
     """See `opd.kernels.ops.selective_log_softmax`."""
     return _gather(logits.to(statistics_dtype(logits)).log_softmax(dim=1), ids)
+
+
+@torch.no_grad()
+def topk_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `opd.kernels.ops.topk_log_probs`."""
+    return _topk(logits.to(statistics_dtype(logits)).log_softmax(dim=1), k)
+
+
+def _topk(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    top, ids = logprobs.topk(k, dim=1)
+    return ids, top, logprobs.exp().scatter(1, ids, 0).sum(dim=1)
 
 
 def _logprobs(hidden: Tensor, head: Head, temperature: float, dtype: torch.dtype) -> Tensor:

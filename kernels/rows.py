@@ -39,6 +39,12 @@ def row_blocks(logits: Tensor) -> Iterator[slice]:
         start = stop
 
 
+def tempered_copy(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    """Contiguous logits `[R, V]` divided by the temperature; a lone row is doubled (see `row_blocks`)."""
+    copy = torch.empty(max(2, len(logits)), logits.shape[1], dtype=dtype, device=logits.device)
+    return copy.copy_(logits).div_(temperature)
+
+
 class Columns:
     """Which columns of the whole vocabulary a block of logits `[R, V]` holds: here, all.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch import Tensor
+
 from opd.kernels import chunked
 from opd.kernels.chunked import (
     geometric_floor,
@@ -15,8 +17,11 @@ from opd.kernels.chunked import (
     linear_logprobs_entropy,
     linear_topk,
     selective_log_softmax,
+    topk_log_probs,
 )
+from opd.kernels.head import Head
 from opd.kernels.tilelang_rows import divergence_
+from opd.kernels.tilelang_score import fused_kl
 
 __all__ = [
     "geometric_floor",
@@ -26,9 +31,27 @@ __all__ = [
     "linear_mixture_kl",
     "linear_topk",
     "logits_kl",
+    "score_kl",
     "selective_log_softmax",
+    "topk_log_probs",
 ]
 
 linear_kl = partial(chunked.linear_kl, row_kernel=divergence_)
 linear_mixture_kl = partial(chunked.linear_mixture_kl, row_kernel=divergence_)
 logits_kl = partial(chunked.logits_kl, row_kernel=divergence_)
+
+
+def score_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    *,
+    kind: str,
+    beta: float,
+    temperature: float,
+    chunk: int,
+) -> Tensor:
+    """See `opd.kernels.ops.score_kl`."""
+    options = {"kind": kind, "beta": beta, "temperature": temperature}
+    return fused_kl(student_hidden, student_head, teacher_hidden, teacher_head, **options).values

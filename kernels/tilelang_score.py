@@ -1,6 +1,6 @@
 """Divergences from hidden states with fused kernels: no logits in memory, values and gradient apart.
 
-`score_kl` needs `5 * 4 * T * V / 128` bytes beyond its inputs on a GPU, a thirteenth of one model's logits in
+`fused_kl` needs `5 * 4 * T * V / 128` bytes beyond its inputs on a GPU, a thirteenth of one model's logits in
 bf16.
 `logits_gradient` recomputes the product and writes the gradient at the student's logits once, in the inputs'
 dtype, for the two library matmuls that make `dH` and `dW` of it. Training is faster with
@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opd.kernels.checks import check_divergence, check_hidden, check_same_tokens, check_vocabularies
+from opd.kernels.checks import check_divergence, check_pair
 from opd.kernels.head import Head
 from opd.kernels.tilelang_fused import tile_results, tile_statistics
 from opd.kernels.tilelang_logits import SHAPES, Problem
-from opd.kernels.tilelang_target import build, target_of
+from opd.kernels.tilelang_target import Target, build, target_of
 
 CPU_DTYPES = (torch.float32, torch.float16)
 # In float32 a GPU's matrix units would round the operands to 10 bits.
@@ -40,7 +40,7 @@ class _Side(NamedTuple):
     capped: bool
 
 
-def score_kl(
+def fused_kl(
     student_hidden: Tensor,
     student_head: Head,
     teacher_hidden: Tensor,
@@ -50,15 +50,12 @@ def score_kl(
     beta: float = 0.5,
     temperature: float = 1.0,
 ) -> Scores:
-    """Per-token divergence `[T]` as `opd.kernels.ops.linear_kl`, without a gradient.
+    """Per-token divergence `[T]` as `opd.kernels.ops.score_kl`, with the statistics its gradient needs.
 
     Raises `TypeError` for dtypes the machine's fused kernels do not take, `ValueError` for what does not fit
     together, `RuntimeError` where TileLang or a compiler is missing.
     """
-    check_hidden("student", student_hidden, student_head)
-    check_hidden("teacher", teacher_hidden, teacher_head)
-    check_same_tokens(student_hidden, teacher_hidden)
-    check_vocabularies(student_head.vocabulary, teacher_head.vocabulary)
+    check_pair(student_hidden, student_head, teacher_hidden, teacher_head)
     check_divergence(kind, beta)
     target = target_of(student_hidden)
     student, teacher = (
@@ -103,7 +100,7 @@ def logits_gradient(
 ) -> Tensor:
     """`coef * d divergence / d z` `[T, V]` at the tempered logits `z`, in the dtype of the hidden states.
 
-    `totals` are those of `score_kl` on the same inputs, `coef` `[T]` the loss gradient at each divergence. A
+    `totals` are those of `fused_kl` on the same inputs, `coef` `[T]` the loss gradient at each divergence. A
     softcap's slope is not in it.
     """
     target = target_of(student_hidden)
@@ -136,6 +133,16 @@ def _combine(partial: Tensor) -> tuple[Tensor, Tensor]:
     return totals, total_mean - (total_p / total_q).log()
 
 
+def check_width(width: int, target: Target) -> None:
+    """A GPU copies 16 bytes at a time, and its pipeline needs more than one step along the width."""
+    depth = SHAPES[target.name].depth
+    if not target.is_cpu and (width <= depth or width % 8):
+        raise ValueError(
+            f"fused kernels on a GPU take hidden states wider than {depth}, in steps of 8, not of width "
+            f"{width}; use OPD_KERNELS=chunked"
+        )
+
+
 def _side(hidden: Tensor, head: Head, temperature: float) -> _Side:
     """One model's arrays `[T, D]`, `[V, D]`, `[V]`, and the numbers of its logits."""
     allowed = CPU_DTYPES if hidden.device.type == "cpu" else CUDA_DTYPES
@@ -145,6 +152,7 @@ def _side(hidden: Tensor, head: Head, temperature: float) -> _Side:
         raise TypeError(
             f"hidden states are {hidden.dtype} and the head is {weight.dtype}; give fused kernels {names}"
         )
+    check_width(head.hidden_size, target_of(hidden))
     if head.bias is None:
         bias = torch.zeros(head.vocabulary, device=hidden.device)
     else:

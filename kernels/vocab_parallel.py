@@ -68,9 +68,7 @@ def linear_kl(
 ) -> Tensor:
     """`opd.kernels.ops.linear_kl` `[T]`; the student shard's weight and bias get their rows' gradient."""
     _check_shards(student, teacher)
-    checks.check_hidden("student", student_hidden, student.head)
-    checks.check_hidden("teacher", teacher_hidden, teacher.head)
-    checks.check_same_tokens(student_hidden, teacher_hidden)
+    checks.check_pair(student_hidden, student.head, teacher_hidden, teacher.head)
     checks.check_divergence(kind, beta)
     counted = _check_tokens(student_hidden, weight, temperature, chunk)
     checks.check_finite_hidden("teacher", teacher_hidden.detach(), counted)

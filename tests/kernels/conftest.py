@@ -1,7 +1,14 @@
-"""Many tiny tensors: more threads only wait for one another."""
+"""Many tiny tensors: more threads only wait for one another. The tests' helpers are importable by name."""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kl_problems import IMPLEMENTATIONS
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +17,9 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("OPD_KERNELS", request.param)
+    return request.param

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from kl_problems import IMPLEMENTATIONS
 from torch import Tensor
 
 from opd.kernels import ops
@@ -28,6 +29,11 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "reference"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPD_KERNELS", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +86,9 @@ def selections() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tokens_divergence_and_gradient_do_not_depend_on_its_batch(threads: int, kind, dtype) -> None:
+def test_a_tokens_divergence_and_gradient_do_not_depend_on_its_batch(
+    threads: int, kernels: None, kind: str, dtype: torch.dtype
+) -> None:
     batch = Batch(dtype)
     everything = batch.kl(torch.arange(TOKENS), kind)
     for name, rows in selections().items():
@@ -98,7 +106,9 @@ def test_a_tokens_logprobs_entropy_and_topk_do_not_depend_on_its_batch(threads: 
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [*((kind, 3) for kind in KINDS), ("reverse", 100)])
-def test_other_chunks_a_softcap_and_a_vocabulary_of_one_row_per_block(threads: int, kind, chunk) -> None:
+def test_other_chunks_a_softcap_and_a_vocabulary_of_one_row_per_block(
+    threads: int, kernels: None, kind: str, chunk: int
+) -> None:
     batch = Batch(torch.float32, vocabulary=140_001 if chunk == 100 else 301, softcap=2.0)
     rows = torch.arange(64)  # fills the matmul, so that a token stands in its last row too
     everything = batch.kl(rows, kind, chunk)
@@ -118,7 +128,7 @@ def test_tokens_left_out_change_nothing_for_the_others(threads: int, dtype) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_given_logits_are_batch_invariant(threads: int, kind) -> None:
+def test_given_logits_are_batch_invariant(threads: int, kernels: None, kind: str) -> None:
     batch = Batch(torch.float32, vocabulary=140_001)
     student, teacher = (
         head.logits(hidden[:5])
@@ -127,6 +137,23 @@ def test_given_logits_are_batch_invariant(threads: int, kind) -> None:
     everything = ops.logits_kl(student, teacher, kind=kind)
     for rows in (slice(2, 3), slice(1, 4), slice(4, 5)):
         assert torch.equal(ops.logits_kl(student[rows], teacher[rows], kind=kind), everything[rows])
+
+
+def test_the_best_and_the_picked_of_given_logits_are_batch_invariant(threads: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, 140_001, generator=generator)
+    ids = torch.randint(0, 140_001, (5, 2), generator=generator)
+
+    def results(rows: slice) -> list[Tensor]:
+        part = logits[rows].clone().requires_grad_()
+        picked = ops.selective_log_softmax(part, ids[rows])
+        (gradient,) = torch.autograd.grad(picked.sum(), part)
+        return [picked.detach(), gradient, *ops.topk_log_probs(logits[rows], 4)]
+
+    everything = results(slice(0, 5))
+    for rows in (slice(2, 3), slice(1, 4), slice(4, 5)):
+        for got, whole in zip(results(rows), everything, strict=True):
+            assert torch.equal(got, whole[rows])
 
 
 def test_deterministic_mode_uses_one_shape(deterministic: None, threads: int) -> None:
@@ -138,7 +165,7 @@ def test_deterministic_mode_uses_one_shape(deterministic: None, threads: int) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_bits_twice(threads: int, dtype) -> None:
+def test_the_same_bits_twice(threads: int, kernels: None, dtype: torch.dtype) -> None:
     batch = Batch(dtype)
 
     def gradients() -> list[Tensor]:

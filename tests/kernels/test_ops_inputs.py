@@ -66,9 +66,7 @@ def with_nan(token: int, width: int, value: float = torch.nan) -> torch.Tensor:
         ),
     ],
 )
-@pytest.mark.parametrize("name", ["chunked", "reference"])
-def test_linear_kl_refuses(name, changes, error, words, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPD_KERNELS", name)
+def test_linear_kl_refuses(kernels: str, changes, error, words) -> None:
     assert call().shape == (4,)
     with pytest.raises(error, match=words):
         call(**changes)
@@ -103,6 +101,8 @@ def test_other_operations_name_the_token_with_a_nan() -> None:
         ops.geometric_floor([torch.ones(4, 3), spoiled], [STUDENT, STUDENT], [0.5, 0.5])
     with pytest.raises(FloatingPointError, match=f"teacher 0 {message}"):
         ops.linear_mixture_kl(torch.ones(4, 3), STUDENT, [spoiled], [STUDENT], [1.0])
+    with pytest.raises(FloatingPointError, match=f"student {message}"):
+        ops.score_kl(spoiled, STUDENT, torch.ones(4, 2), TEACHER)
     masked = torch.ones(4, 5)
     masked[:, 2] = -torch.inf
     with pytest.raises(FloatingPointError, match="never with -inf"):
@@ -122,6 +122,8 @@ def test_mixture_weights_are_checked(weights: list[float]) -> None:
 def test_topk_refuses_a_k_outside_the_vocabulary(k: int) -> None:
     with pytest.raises(ValueError, match=f"k is {k}"):
         ops.linear_topk(torch.ones(4, 3), STUDENT, k)
+    with pytest.raises(ValueError, match=f"k is {k}"):
+        ops.topk_log_probs(torch.ones(4, 5), k)
 
 
 def test_implementation_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,11 +167,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["chunked", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_memory_layout_gives_the_same(name, dtype, layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPD_KERNELS", name)
+def test_any_memory_layout_gives_the_same(kernels: str, dtype, layout) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def results(arrange) -> list[torch.Tensor]:

@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kl_problems import DTYPES, for_each_implementation
 from torch import Tensor
 
 from opd.kernels import ops
 from opd.kernels.head import Head
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENT_ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-IMPLEMENTATIONS = ("chunked", "reference")
 
 
 class Random:
@@ -29,23 +28,6 @@ class Random:
 
     def ids(self, *shape: int, vocabulary: int) -> Tensor:
         return torch.randint(vocabulary, shape, generator=self.generator)
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("OPD_KERNELS", request.param)
-    return request.param
-
-
-def for_each_implementation(test):
-    """Run a hypothesis test once per implementation."""
-
-    @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-    def wrapped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("OPD_KERNELS", name)
-        test()
-
-    return wrapped
 
 
 def wide_logprobs(hidden: Tensor, head: Head, temperature: float = 1.0) -> Tensor:
@@ -145,6 +127,20 @@ def test_topk(seed: int, dtype: torch.dtype, tokens: int, k: int, spread: float)
     # Relative precision: a tail of 1e-12 is not rounded to 0.
     exact_tail = exact.exp().scatter(1, ids, 0).sum(dim=1)
     torch.testing.assert_close(tail.double(), exact_tail, rtol=1e-3, atol=1e-37)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_topk_of_given_logits(kernels: str, tokens: int, dtype: torch.dtype) -> None:
+    logits = (Random(7, dtype).normal(tokens, 40) * 9).requires_grad_()
+    exact = logits.detach().double().log_softmax(dim=1)
+    for k in (1, 6, 40):
+        ids, logprobs, tail = ops.topk_log_probs(logits, k)
+        assert (ids.shape, tail.shape, logprobs.requires_grad) == ((tokens, k), (tokens,), False)
+        torch.testing.assert_close(logprobs.double(), exact.topk(k, dim=1).values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logprobs.double(), exact.gather(1, ids), rtol=1e-5, atol=1e-5)
+        exact_tail = exact.exp().scatter(1, ids, 0).sum(dim=1)
+        torch.testing.assert_close(tail.double(), exact_tail, rtol=1e-3, atol=1e-37)
 
 
 @for_each_implementation

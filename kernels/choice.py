@@ -1,0 +1,38 @@
+"""Which implementation of the operations runs: `OPD_KERNELS`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+
+import torch
+
+from opd.kernels import chunked, reference, tilelang_target
+
+NAMES = ("auto", "chunked", "reference", "tilelang")
+
+
+def implementation() -> ModuleType:
+    """The module `OPD_KERNELS` names. Asking for one that is not there is a `ValueError`, never a
+    fallback.
+
+    `auto` is `tilelang` where a GPU, TileLang and its compiler are there, else `chunked`: on a CPU the
+    compiled kernels are faster too, but their first use waits for a compiler.
+    """
+    name = os.environ.get("OPD_KERNELS", "auto")
+    if name not in NAMES:
+        raise ValueError(f"OPD_KERNELS is {name!r}; set it to one of {', '.join(NAMES)}, or unset it")
+    if name == "reference":
+        return reference
+    if name == "tilelang":
+        return _tilelang()
+    on_gpu = name == "auto" and torch.cuda.is_available() and tilelang_target.missing("cuda") is None
+    return _tilelang() if on_gpu else chunked
+
+
+def _tilelang() -> ModuleType:
+    reason = tilelang_target.missing("cuda" if torch.cuda.is_available() else "cpu")
+    if reason is not None:
+        raise ValueError(f"OPD_KERNELS is 'tilelang', which cannot run here: {reason}")
+    return importlib.import_module("opd.kernels.tilelang_ops")

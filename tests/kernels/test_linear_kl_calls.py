@@ -1,0 +1,160 @@
+"""`linear_kl` as it is called: what is frozen, left out, empty or equal, and what is never held."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kl_problems import KINDS, true_divergence
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opd.kernels import chunked
+from opd.kernels.head import Head
+from opd.kernels.ops import linear_kl
+from opd.kernels.rows import divergence_
+
+
+def small(dtype: torch.dtype = torch.float32, tokens: int = 7) -> tuple[Tensor, Head, Tensor, Head]:
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    student, teacher = normal(tokens, 4).requires_grad_(), normal(tokens, 3)
+    return student, Head(normal(11, 4).requires_grad_()), teacher, Head(normal(11, 3))
+
+
+def test_frozen_head_and_frozen_hidden_states(kernels: str) -> None:
+    student, head, teacher, teacher_head = small()
+    both = torch.autograd.grad(
+        linear_kl(student, head, teacher, teacher_head).square().sum(), (student, head.weight)
+    )
+    frozen_head = Head(head.weight.detach())
+    loss = linear_kl(student, frozen_head, teacher, teacher_head).square().sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, student)[0], both[0])
+    loss = linear_kl(student.detach(), head, teacher, teacher_head).square().sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, head.weight)[0], both[1])
+    assert not linear_kl(student.detach(), frozen_head, teacher, teacher_head).requires_grad
+
+
+def test_a_second_backward_through_a_retained_graph_gives_the_same(kernels: str) -> None:
+    student, head, teacher, teacher_head = small()
+    loss = 0.5 * linear_kl(student, head, teacher, teacher_head, chunk=3).mean()
+    first = torch.autograd.grad(loss, (student, head.weight), retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    second = torch.autograd.grad(loss, (student, head.weight))
+    for a, b, c in zip(first, second, kept, strict=True):
+        torch.testing.assert_close(a, b)
+        assert torch.equal(a, c)
+
+
+def test_tokens_of_weight_zero_are_never_read(kernels: str) -> None:
+    student, head, teacher, teacher_head = small()
+    weight = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    clean = linear_kl(student, head, teacher, teacher_head, weight=weight)
+    spoiled = student.detach().clone()
+    spoiled[1], spoiled[4] = torch.nan, torch.inf
+    spoiled.requires_grad_()
+    values = linear_kl(spoiled, head, teacher, teacher_head, weight=weight)
+    assert torch.equal(values, clean)
+    values.sum().backward()
+    assert spoiled.grad is not None
+    assert torch.isfinite(spoiled.grad).all()
+    assert (spoiled.grad[[1, 4]] == 0).all()
+
+
+def test_all_weights_zero(kernels: str) -> None:
+    student, head, teacher, teacher_head = small()
+    values = linear_kl(student, head, teacher, teacher_head, weight=torch.zeros(7))
+    values.sum().backward()
+    assert values.abs().sum() == 0
+    assert head.weight.grad is not None
+    assert head.weight.grad.abs().sum() == 0
+
+
+def test_empty_input(kernels: str) -> None:
+    student, head, teacher, teacher_head = small(tokens=0)
+    values = linear_kl(student, head, teacher, teacher_head)
+    values.sum().backward()
+    assert values.shape == (0,)
+    assert student.grad is not None
+    assert student.grad.shape == (0, 4)
+
+
+def test_student_equal_to_teacher_has_no_divergence_and_no_gradient(kernels: str) -> None:
+    student, head, _, _ = small()
+    for kind in KINDS:
+        values = linear_kl(student, head, student.detach(), Head(head.weight.detach()), kind=kind)
+        gradients = torch.autograd.grad(values.sum(), (student, head.weight))
+        assert float(values.detach().max()) <= 1e-7
+        assert max(float(gradient.abs().max()) for gradient in gradients) <= 1e-6
+
+
+def test_no_gradient_is_made_where_none_can_be_asked_for() -> None:
+    wanted: list[bool] = []
+
+    def kernel(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /) -> Tensor:
+        wanted.append(coef is not None)
+        return divergence_(student, teacher, kind, beta, coef)
+
+    student, head, teacher, teacher_head = small()
+    options = {"kind": "reverse", "beta": 0.5, "temperature": 1.0, "row_kernel": kernel}
+    with torch.no_grad():
+        values = chunked.linear_kl(student, head, teacher, teacher_head, weight=None, chunk=4, **options)
+        logits = head.logits(student).requires_grad_()
+        given = chunked.logits_kl(logits, teacher_head.logits(teacher), **options)
+    torch.testing.assert_close(values, given, rtol=1e-5, atol=1e-6)
+    assert not any(wanted)
+    chunked.linear_kl(student, head, teacher, teacher_head, weight=None, chunk=4, **options)
+    assert wanted[-1]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest tensor any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+@pytest.mark.parametrize("proportional", [True, False])
+def test_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch, proportional: bool) -> None:
+    tokens, vocabulary, width, chunk = 64, 500, 4, 5
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=generator).requires_grad_()
+    head = Head(torch.randn(vocabulary, width, generator=generator).requires_grad_())
+    upstream = torch.ones(tokens) if proportional else torch.randn(tokens, generator=generator)
+
+    def largest(name: str) -> int:
+        monkeypatch.setenv("OPD_KERNELS", name)
+        with LargestTensor() as seen:
+            values = linear_kl(hidden, head, hidden.detach() + 1, Head(head.weight.detach()), chunk=chunk)
+            (values * upstream).sum().backward()
+        return seen.elements
+
+    assert largest("chunked") == chunk * vocabulary
+    assert largest("reference") == tokens * vocabulary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spread", [0.0, 1e-4, 1e-2, 1.0])
+def test_precision_over_a_large_vocabulary(kernels: str, kind: str, spread: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # The identity as hidden states makes the head's weight the logits.
+    hidden = torch.eye(3)
+    student = torch.randn(30011, 3, generator=generator)
+    student[:, 0] = 0  # one uniform row: every rounding error has the same sign
+    teacher = student + spread * torch.randn(30011, 3, generator=generator)
+    values = linear_kl(hidden, Head(student), hidden, Head(teacher), kind=kind)
+    exact = true_divergence(student.t().double(), teacher.t().double(), kind, 0.5)
+    # The plain reference sums rounded log-probabilities, each near log V.
+    torch.testing.assert_close(
+        values.double(), exact, rtol=1e-5, atol=1e-6 if kernels == "reference" else 2e-7
+    )
