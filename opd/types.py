@@ -202,6 +202,8 @@ class TopKLogprobs:
     """[N, K] int64."""
     logprobs: Tensor
     """[N, K] float32, nats, at the sampling temperature."""
+    sampled: Tensor | None = None
+    """[N] float32, nats: the response tokens' own log-probabilities, where the teacher gave them too."""
 
 
 @dataclass(slots=True)

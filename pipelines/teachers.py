@@ -45,11 +45,11 @@ def open_schedule(
         reading = None if group is None else dist.new_group(dist.get_process_group_ranks(group))
         served = {name: t for name, t in recipe.teachers.items() if name in router.teachers and t.server}
         local = [name for name in router.teachers if name not in served]
-        teachers = dict(_open_teachers(context, local, vocabulary, reading, stack)) if local else {}
+        found = dict(_open_teachers(context, local, vocabulary, reading, stack)) if local else {}
         for name in served:
-            teachers[name] = open_served(context, name, vocabulary)
-            stack.callback(teachers[name].close)
-        teachers = {name: teachers[name] for name in router.teachers}
+            found[name] = teacher = open_served(context, name, vocabulary)
+            stack.callback(teacher.close)
+        teachers = {name: found[name] for name in router.teachers}
         cache = None
         if recipe.distill.teachers == "streamed" and recipe.storage.cache_mb:
             # What a power cut takes from the cache is computed again: it need not be flushed.

@@ -7,9 +7,10 @@ The order never changes the step: a gradient is a sum over samples.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,18 @@ from torch import Tensor
 from opd.errors import TeacherError
 from opd.protocols import Teacher
 from opd.teachers.gather import naming_lost_ranks
+from opd.teachers.given_logprobs import GivenLogprobs
 from opd.teachers.resident_heads import Prefetching, ResidentHeads
 from opd.teachers.routing import Route, Router
-from opd.train.distill_terms import TeacherView
-from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample
+from opd.train.distill_terms import TeacherView, View
+from opd.types import (
+    HiddenStates,
+    MicroBatch,
+    RolloutBatch,
+    Sample,
+    TokenLogprobs,
+    TopKLogprobs,
+)
 
 
 @dataclass(slots=True)
@@ -60,6 +69,15 @@ class ScoreCache(Protocol):
         ...
 
 
+@runtime_checkable
+class Overlapping(Protocol):
+    """What a teacher offers beyond `Teacher` when it computes elsewhere while this process works."""
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        """Begin to score `samples`; `score` waits for them. A second call changes nothing."""
+        ...
+
+
 class TeacherSchedule:
     """Scores samples teacher by teacher and hands their targets to the loss.
 
@@ -92,6 +110,8 @@ class TeacherSchedule:
         self._group = group
         self._routes: dict[str, Route] = {}
         self._rows: dict[tuple[str, str], Tensor] = {}
+        self._given = GivenLogprobs()
+        self._waited: dict[str, float] = {}
         self._heads = ResidentHeads(self._teachers)
         self._plan: list[str] = []
         self._first: str | None = None
@@ -105,11 +125,20 @@ class TeacherSchedule:
             self._routes[route.name] = route
             sample.teacher = route.name
 
+    def begin(self, samples: Sequence[Sample]) -> None:
+        """Begin to score those of `samples` whose teachers compute elsewhere; `score` waits for them."""
+        elsewhere = {n: t for n, t in self._teachers.items() if isinstance(t, Overlapping)}
+        if elsewhere:
+            self.assign(samples)
+        for name, teacher in elsewhere.items():
+            teacher.begin(self._not_cached(name, samples))
+
     def score(self, samples: Sequence[Sample]) -> None:
-        """Run each teacher once over its samples and keep the hidden states until `release`.
+        """Run each teacher once over its samples and keep what it gave until `release`.
 
         Raises `TeacherError` if a teacher returns the wrong number of rows or a number that is not finite.
         """
+        self.begin(samples)
         waiting = {name: self._not_cached(name, samples) for name in self._teachers}
         order = self._used(waiting)
         self._first = order[0] if order else None
@@ -131,17 +160,23 @@ class TeacherSchedule:
         order = sorted(range(len(batch.samples)), key=lambda i: self._place(batch.samples[i].teacher or ""))
         return RolloutBatch([batch.samples[i] for i in order], [batch.terms[i] for i in order])
 
-    def __call__(self, micro: MicroBatch) -> list[TeacherView]:
+    def __call__(self, micro: MicroBatch) -> list[View]:
         """The teachers of a micro-batch whose samples share one route."""
         return self.views(micro.samples)
 
-    def views(self, samples: Sequence[Sample]) -> list[TeacherView]:
-        """The teachers of `samples`, which share one route; their heads become the resident ones."""
+    def views(self, samples: Sequence[Sample]) -> list[View]:
+        """The teachers of `samples`, which share one route; their heads become the resident ones. A teacher
+        that gave log-probabilities needs no head.
+        """
         route = self._routes[samples[0].teacher or ""]
-        hidden = {name: self.hidden(name, samples) for name in route.teachers}
-        heads = self._heads.bring(route.teachers, self._following(route))
+        scored = {name for name in route.teachers if self._given.has(name, samples[0])}
+        whole = tuple(name for name in route.teachers if name not in scored)
+        hidden = {name: self.hidden(name, samples) for name in whole}
+        heads = self._heads.bring(whole, self._following(route))
         return [
-            TeacherView(name, weight, hidden[name], heads[name])
+            self._given.view(name, weight, samples, self._device)
+            if name in scored
+            else TeacherView(name, weight, hidden[name], heads[name])
             for name, weight in zip(route.teachers, route.weights, strict=True)
         ]
 
@@ -162,6 +197,7 @@ class TeacherSchedule:
         stream's budget goes, while the student writes. With a group, every rank calls this equally often.
         """
         self._rows.clear()
+        self._given.clear()
         self._heads.release()
         self._plan.clear()
         if self._cache is not None:
@@ -183,7 +219,9 @@ class TeacherSchedule:
                 taken.stall_seconds += now[1] - before[1]
                 taken.weight_bytes_peak = max(taken.weight_bytes_peak, teacher.take_weight_bytes_peak())
                 self._taken[name] = now
-        return {name: float(value) for name, value in asdict(taken).items()}
+        waited, self._waited = self._waited, {}
+        seconds = {f"teacher/{name}/wait_seconds": value for name, value in waited.items()}
+        return {name: float(value) for name, value in asdict(taken).items()} | seconds
 
     def _place(self, route: str) -> tuple[int, ...]:
         # By the teachers' own order, not by which route was met first: a resumed run must sort the same way.
@@ -200,6 +238,7 @@ class TeacherSchedule:
         """The samples teacher `name` has to run on; the rows of its others are taken from the cache."""
         answered = (s for s in samples if len(s.response_ids))
         mine = [s for s in answered if name in self._routes[s.teacher or ""].teachers]
+        mine = [s for s in mine if (name, s.uid) not in self._rows]
         if self._cache is None:
             return mine
         waiting = []
@@ -236,8 +275,14 @@ class TeacherSchedule:
 
     def _score(self, name: str, mine: Sequence[Sample]) -> None:
         teacher = self._teachers[name]
+        begin = time.perf_counter()
         targets = teacher.score(mine)
+        self._waited[name] = self._waited.get(name, 0.0) + time.perf_counter() - begin
         counts = [len(s.response_ids) for s in mine]
+        self.counters.teacher_tokens += sum(counts)
+        if isinstance(targets, TokenLogprobs | TopKLogprobs):
+            self._given.keep(name, mine, targets)
+            return
         if not isinstance(targets, HiddenStates) or len(targets.rows) != sum(counts):
             raise TeacherError(
                 f"teacher {name} returned {type(targets).__name__} for {sum(counts)} response tokens,"
@@ -247,7 +292,6 @@ class TeacherSchedule:
             raise TeacherError(
                 f"teacher {name} returned hidden states that are not finite; check its weights and dtype."
             )
-        self.counters.teacher_tokens += sum(counts)
         rows = list(targets.rows.split(counts))
         if self._cache is not None:
             rows = self._cache.store(teacher, mine, rows)

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from opd.kernels.ops import linear_logprobs
 from opd.teachers.schedule import TeacherSchedule
-from opd.train.distill_terms import TeacherView
+from opd.train.distill_terms import ScoredView, View
 from opd.types import Sample
 
 CHUNK = 4096
@@ -28,14 +29,7 @@ def sampled_logprobs(
     found = {s.uid: np.zeros(0, dtype=np.float32) for s in samples}
     for group, views in _by_route(schedule, samples):
         ids = torch.from_numpy(np.concatenate([s.response_ids for s in group]).astype(np.int64))
-        per_view = torch.stack(
-            [
-                linear_logprobs(
-                    v.hidden, v.head, ids.to(v.hidden.device), temperature=temperature, chunk=CHUNK
-                )
-                for v in views
-            ]
-        )
+        per_view = torch.stack([_logprobs(view, ids, temperature) for view in views])
         weights = per_view.new_tensor([v.weight for v in views])[:, None]
         if mixture == "arithmetic":
             pooled = torch.logsumexp(per_view + weights.log(), dim=0)
@@ -47,9 +41,17 @@ def sampled_logprobs(
     return [found[s.uid] for s in samples]
 
 
+def _logprobs(view: View, ids: Tensor, temperature: float) -> Tensor:
+    """[N] of the response tokens `ids`."""
+    if isinstance(view, ScoredView):
+        return view.sampled
+    ids = ids.to(view.hidden.device)
+    return linear_logprobs(view.hidden, view.head, ids, temperature=temperature, chunk=CHUNK)
+
+
 def _by_route(
     schedule: TeacherSchedule, samples: Sequence[Sample]
-) -> Iterator[tuple[list[Sample], list[TeacherView]]]:
+) -> Iterator[tuple[list[Sample], list[View]]]:
     for route in schedule.routes(samples):
         group = [s for s in samples if s.teacher == route and len(s.response_ids)]
         yield group, schedule.views(group)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from opd.config.base import Config
+from opd.config.served import TeacherServerConfig
 from opd.config.storage import TokenLogConfig
 
 
@@ -35,6 +36,8 @@ class TeacherConfig(Config):
 
     path: str
     """A Hugging Face folder, or the URL of a published teacher (`opd publish`)."""
+    server: TeacherServerConfig | None = None
+    """Servers that run the model at `path`; `null` runs it in this process, as `distill` says."""
 
 
 class RolloutConfig(Config):
@@ -53,5 +56,16 @@ class RolloutConfig(Config):
     """Prompt plus response tokens a request may take."""
     log: TokenLogConfig | None = TokenLogConfig()
     """`null` writes no log: a resumed stage then repeats the rollouts since its last checkpoint."""
+    schedule: Literal["in_turn", "ahead", "async"] = "in_turn"
+    """`in_turn`: the student writes a batch, learns from it, writes the next. `ahead`: it writes the next one
+    while it learns, with weights one version older. `async`: the same up to `max_ahead` batches early, and
+    new weights reach responses in the middle (each token keeps its version). For both consider a correction
+    of the policy loss."""
+    max_ahead: int = Field(default=1, gt=0)
+    """Batches that may be begun before their turn with `schedule: async`; no token is older than that many
+    versions when it is learnt from."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Tokens older than this many versions leave the loss. They occur beyond `max_ahead` only where a resumed
+    stage finishes responses of an earlier attempt."""
     reward_timeout: float = Field(default=60.0, gt=0)
     """Seconds a reward function may take for one batch."""

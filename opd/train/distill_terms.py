@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opd.config.distill import DistillConfig, FullVocabularyKL, TopKKL
+from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import geometric_floor, linear_kl, linear_logprobs, linear_mixture_kl, linear_topk
 from opd.losses.sampled import sampled_k2
@@ -31,10 +33,27 @@ class TeacherView:
     head: Head
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredView:
+    """One teacher that gave log-probabilities in place of hidden states; computed at the temperature 1."""
+
+    name: str
+    weight: float
+    sampled: Tensor
+    """[N] float32, nats: of the response tokens."""
+    top_ids: Tensor | None = None
+    """[N, K] int64."""
+    top_logprobs: Tensor | None = None
+    """[N, K] float32, nats."""
+
+
+View = TeacherView | ScoredView
+
+
 class TeacherViews(Protocol):
     """Hands out the teachers of a micro-batch; the schedule in `opd.teachers` is one."""
 
-    def __call__(self, micro: MicroBatch) -> list[TeacherView]: ...
+    def __call__(self, micro: MicroBatch) -> Sequence[View]: ...
 
 
 class DistillTerm(ABC):
@@ -53,7 +72,7 @@ class DistillTerm(ABC):
             per_token = self.mixture_divergence(micro, student, views)
         counted = micro.kl_weight != 0
         if len(views) > 1 and self.mixture == "geometric":
-            floor = pooled_floor(views, student)
+            floor = pooled_floor([_whole(view) for view in views], student)
             sums.add("kl/floor", torch.where(counted, floor, 0.0).sum(), counted.sum())
         total = torch.where(counted, per_token.detach(), 0.0).sum()
         route = micro.samples[0].teacher
@@ -62,10 +81,10 @@ class DistillTerm(ABC):
         return (micro.kl_weight * per_token).sum()
 
     @abstractmethod
-    def divergence(self, micro: MicroBatch, student: StudentRows, view: TeacherView) -> Tensor:
+    def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
         """[N]: per-token loss against one teacher."""
 
-    def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: list[TeacherView]) -> Tensor:
+    def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: Sequence[View]) -> Tensor:
         """[N]: per-token loss against the arithmetic mixture of `views`."""
         raise TypeError(f"{type(self).__name__} cannot score an arithmetic mixture of teachers")
 
@@ -77,7 +96,8 @@ class FullVocabularyTerm(DistillTerm):
         super().__init__(teachers, mixture)
         self.config = config
 
-    def divergence(self, micro: MicroBatch, student: StudentRows, view: TeacherView) -> Tensor:
+    def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
+        view = _whole(view)
         return linear_kl(
             student.hidden,
             student.head,
@@ -90,13 +110,14 @@ class FullVocabularyTerm(DistillTerm):
             chunk=student.chunk,
         )
 
-    def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: list[TeacherView]) -> Tensor:
+    def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: Sequence[View]) -> Tensor:
+        whole = [_whole(view) for view in views]
         return linear_mixture_kl(
             student.hidden,
             student.head,
-            [view.hidden for view in views],
-            [view.head for view in views],
-            [view.weight for view in views],
+            [view.hidden for view in whole],
+            [view.head for view in whole],
+            [view.weight for view in whole],
             temperature=student.temperature,
             weight=micro.kl_weight,
             chunk=student.chunk,
@@ -106,7 +127,7 @@ class FullVocabularyTerm(DistillTerm):
 class K2Term(DistillTerm):
     """`(log p_s - log p_t)^2 / 2` on the sampled tokens."""
 
-    def divergence(self, micro: MicroBatch, student: StudentRows, view: TeacherView) -> Tensor:
+    def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
         teacher = teacher_logprobs(view, micro.targets, student)
         # The square is no estimate of the KL: keep its gradient, report k1 as the value.
         return with_gradient(student.logprobs - teacher, sampled_k2(student.logprobs, teacher))
@@ -119,11 +140,8 @@ class TopKTerm(DistillTerm):
         super().__init__(teachers, mixture)
         self.config = config
 
-    def divergence(self, micro: MicroBatch, student: StudentRows, view: TeacherView) -> Tensor:
-        k = min(self.config.k, student.head.vocabulary)
-        ids, logprobs, _ = linear_topk(
-            view.hidden, view.head, k, temperature=student.temperature, chunk=student.chunk
-        )
+    def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
+        ids, logprobs = self._support(student, view)
         on_support = linear_logprobs(
             student.hidden, student.head, ids, temperature=student.temperature, chunk=student.chunk
         )
@@ -136,9 +154,36 @@ class TopKTerm(DistillTerm):
             )
         return topk_reverse_kl(on_support, logprobs, form=self.config.form, sampled=sampled)
 
+    def _support(self, student: StudentRows, view: View) -> tuple[Tensor, Tensor]:
+        k = min(self.config.k, student.head.vocabulary)
+        if isinstance(view, TeacherView):
+            return linear_topk(
+                view.hidden, view.head, k, temperature=student.temperature, chunk=student.chunk
+            )[:2]
+        if view.top_ids is None or view.top_logprobs is None or view.top_ids.shape[1] != k:
+            raise TeacherError(
+                f"teacher {view.name} gave no log-probabilities of its {k} most likely tokens; set"
+                f" teachers.{view.name}.server.signal to topk or hidden."
+            )
+        return view.top_ids, view.top_logprobs
 
-def teacher_logprobs(view: TeacherView, ids: Tensor, student: StudentRows) -> Tensor:
-    """[N] float32: the teacher's log-probabilities of `ids [N]` at the student's temperature; no gradient."""
+
+def _whole(view: View) -> TeacherView:
+    """`view`, if it gives the whole vocabulary."""
+    if isinstance(view, TeacherView):
+        return view
+    raise TeacherError(
+        f"teacher {view.name} gave log-probabilities of a few tokens, but this loss or mixture needs the"
+        f" whole vocabulary; set teachers.{view.name}.server.signal to hidden."
+    )
+
+
+def teacher_logprobs(view: View, ids: Tensor, student: StudentRows) -> Tensor:
+    """[N] float32: the teacher's log-probabilities of the response tokens `ids [N]` at the student's
+    temperature; no gradient.
+    """
+    if isinstance(view, ScoredView):
+        return view.sampled
     with torch.no_grad():
         return linear_logprobs(
             view.hidden, view.head, ids, temperature=student.temperature, chunk=student.chunk

@@ -1,0 +1,46 @@
+"""Models behind HTTP: where the servers are and how patiently they are asked."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from opd.config.base import Config
+
+
+class ServerConfig(Config):
+    """SGLang servers of one model (extra `sglang`)."""
+
+    urls: list[str] = Field(min_length=1)
+    """`http://HOST:PORT` of every server; requests go to the one with the fewest tokens in flight."""
+    api_key_env: str | None = None
+    """Environment variable that holds the servers' API key; the key itself is never written anywhere."""
+    timeout: float = Field(default=300.0, gt=0)
+    """Seconds one attempt at a request may take."""
+    connect_timeout: float = Field(default=5.0, gt=0)
+    patience: float = Field(default=180.0, ge=0)
+    """Seconds without an answer from any server after which the run stops; a server that is killed and
+    started again within them costs nothing but time."""
+    attempts: int = Field(default=5, gt=0)
+    """Bad answers to one request (a status of 5xx, incomplete, not finite) after which the run stops."""
+    hedge_after: float | None = Field(default=None, gt=0)
+    """Seconds after which a copy of a silent request goes to another server; `null` sends no copies."""
+    max_in_flight_tokens: int = Field(default=65_536, gt=0)
+    """Tokens of requests given to one server at once; the others wait here."""
+
+
+class TeacherServerConfig(ServerConfig):
+    """SGLang servers of a teacher."""
+
+    signal: Literal["hidden", "topk", "sampled"] = "hidden"
+    """What is asked for. `hidden`: last hidden states, from which the published head rebuilds the whole
+    vocabulary here, at any temperature; `topk`: the `distill.loss.k` most likely tokens; `sampled`: the
+    student's own tokens alone. A server gives log-probabilities at temperature 1 only, so the last two need
+    `rollout.temperature: 1`."""
+    weight_version: str | None = None
+    """The version the servers must report; `null` takes what they report first. Either way a change stops the
+    run."""
+    checksum: str | None = None
+    """The servers' own checksum over all weights, which `opd doctor` prints; `null` compares the model's
+    outputs alone."""

@@ -1,0 +1,1 @@
+"""Models behind HTTP: one client for teachers and rollout engines."""

@@ -1,0 +1,164 @@
+"""What is asked of an SGLang server about given tokens, and what a good answer looks like.
+
+Token ids are sent and come back with the log-probabilities: an answer of another length, in another order or
+for other tokens is never taken for the right one. Temperatures are not sent: a server scores given tokens at
+temperature 1 whatever it is told.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from opd.served.faults import UnavailableError
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Score `tokens[start + 1:]`, each given those before it."""
+
+    uid: str
+    tokens: np.ndarray
+    """[T] int32."""
+    start: int
+    """The first position whose prediction is wanted: that of token `start + 1`."""
+
+    @property
+    def count(self) -> int:
+        """How many tokens are scored."""
+        return len(self.tokens) - 1 - self.start
+
+
+def logprob_body(question: Question, top_k: int = 0) -> dict[str, Any]:
+    """Log-probabilities of the tokens and, with `top_k`, of the most likely ones, at temperature 1."""
+    body: dict[str, Any] = {
+        "input_ids": question.tokens.tolist(),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+        "return_logprob": True,
+        "logprob_start_len": question.start,
+    }
+    if top_k:
+        flat = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
+        body |= {"top_logprobs_num": top_k} | flat
+    return body
+
+
+def hidden_body(question: Question) -> dict[str, Any]:
+    """Last hidden states at the positions `start ... T - 2`.
+
+    The last token predicts nothing that is wanted, so it is left out; one token is generated, since a server
+    returns no hidden states otherwise. Asking for log-probabilities from `start` on makes it compute those
+    positions even where a cached prefix covers them.
+    """
+    return {
+        "input_ids": question.tokens[:-1].tolist(),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        "return_logprob": True,
+        "logprob_start_len": question.start,
+        "return_hidden_states": True,
+    }
+
+
+def logprobs_of(answer: dict[str, Any], tokens: np.ndarray, start: int, rows: int) -> np.ndarray:
+    """[T - 1 - start] float32: log-probabilities of `tokens[start + 1:]`. Raises `UnavailableError`.
+
+    `rows`: rows of the model's head. A server shows the last of its ids as 0, and scores it as what it is.
+    """
+    entries = _meta(answer).get("input_token_logprobs")
+    count = len(tokens) - 1 - start
+    if not isinstance(entries, list) or len(entries) != count + 1:
+        got = len(entries) if isinstance(entries, list) else "no"
+        raise UnavailableError(f"{got} log-probabilities came where {count + 1} were due", answered=True)
+    ids, sent = np.array([entry[1] for entry in entries]), tokens[start:]
+    if ((ids != sent) & ((ids != 0) | (sent < rows - 1))).any():
+        raise UnavailableError("log-probabilities came for other tokens than were sent", answered=True)
+    values = np.array([entry[0] for entry in entries[1:]], dtype=np.float32)
+    if not np.isfinite(values).all() or (values > 1e-3).any():
+        raise UnavailableError("a log-probability is not finite or above 0", answered=True)
+    return values
+
+
+def top_logprobs_of(
+    answer: dict[str, Any], count: int, top_k: int, vocabulary: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """ids [count, K] int64 and log-probabilities [count, K] float32. Raises `UnavailableError`."""
+    meta = _meta(answer)
+    if "input_top_logprobs_val_flat_b64" in meta:
+        values = _decoded(meta["input_top_logprobs_val_flat_b64"], "<f4", (count, top_k))
+        ids = _decoded(meta["input_top_logprobs_idx_flat_b64"], "<i4", (count, top_k))
+    else:
+        rows = (meta.get("input_top_logprobs") or [])[1:]
+        if len(rows) != count or any(len(row) != top_k for row in rows):
+            raise UnavailableError(
+                f"top-k log-probabilities of {len(rows)} positions, not {count}", answered=True
+            )
+        values = np.array([[e[0] for e in row] for row in rows], dtype=np.float32).reshape(count, top_k)
+        ids = np.array([[e[1] for e in row] for row in rows], dtype=np.int32).reshape(count, top_k)
+    if not np.isfinite(values).all() or (values > 1e-3).any():
+        raise UnavailableError("a top-k log-probability is not finite or above 0", answered=True)
+    if count and (ids.min() < 0 or ids.max() >= vocabulary):
+        raise UnavailableError(f"a top-k token lies outside the vocabulary of {vocabulary}", answered=True)
+    return ids.astype(np.int64), values
+
+
+def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int) -> np.ndarray:
+    """[count, D] float32: the answer to `hidden_body` of a model whose head is [rows, D]. Raises
+    `UnavailableError`.
+    """
+    logprobs_of(answer, question.tokens[:-1], question.start, rows)
+    meta = _meta(answer)
+    states = meta.get("hidden_states")
+    prefill = states[0] if isinstance(states, list) and states else []
+    cached = int(meta.get("cached_tokens") or 0)
+    sent = len(question.tokens) - 1
+    if len(prefill) != sent - cached or cached > question.start:
+        raise UnavailableError(
+            f"{len(prefill)} hidden states came for {sent} tokens ({cached} of them cached)", answered=True
+        )
+    found = np.asarray(prefill[question.start - cached :], dtype=np.float32)
+    if found.shape != (question.count, width):
+        raise UnavailableError(
+            f"hidden states of shape {list(found.shape)} came where [{question.count}, {width}] were due",
+            answered=True,
+        )
+    if not np.isfinite(found).all():
+        raise UnavailableError("a hidden state is not finite", answered=True)
+    return found
+
+
+def versions_of(answer: dict[str, Any]) -> set[str]:
+    """The weight versions an answer was computed with."""
+    meta = _meta(answer)
+    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
+    return {str(span.get("version")) for span in spans}
+
+
+def check_finished(answer: dict[str, Any]) -> None:
+    """`UnavailableError` if the server gave the request up."""
+    reason = _meta(answer).get("finish_reason") or {}
+    if reason.get("type") == "abort":
+        raise UnavailableError(
+            f"the server aborted the request ({reason.get('message', 'no reason')})", answered=True
+        )
+
+
+def _meta(answer: dict[str, Any]) -> dict[str, Any]:
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(meta, dict):
+        raise UnavailableError("the answer has no meta_info", answered=True)
+    return meta
+
+
+def _decoded(text: str, dtype: str, shape: tuple[int, int]) -> np.ndarray:
+    try:
+        flat = np.frombuffer(base64.b64decode(text), dtype=dtype)
+    except (ValueError, TypeError):
+        raise UnavailableError("top-k log-probabilities are not readable", answered=True) from None
+    if flat.size != shape[0] * shape[1]:
+        raise UnavailableError(
+            f"{flat.size} top-k log-probabilities, not {shape[0]} x {shape[1]}", answered=True
+        )
+    return flat.reshape(shape)

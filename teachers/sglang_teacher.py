@@ -1,0 +1,246 @@
+"""A teacher behind HTTP: SGLang servers score the student's tokens, the published head stays here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from opd.config.served import ServerConfig, TeacherServerConfig
+from opd.errors import ConfigError, TeacherError
+from opd.kernels.head import Head
+from opd.models.causal_lm import torch_device, torch_dtype
+from opd.served.faults import Patience
+from opd.served.http_pool import HTTPPool, PoolOptions, Server
+from opd.served.loop_thread import LoopThread
+from opd.served.sglang_answers import (
+    Question,
+    check_finished,
+    hidden_body,
+    hidden_of,
+    logprob_body,
+    logprobs_of,
+    top_logprobs_of,
+)
+from opd.storage.published import PublishedModel
+from opd.teachers.sglang_identity import Expected, admit, check_versions
+from opd.teachers.streamed_head import read_head
+from opd.teachers.streamed_teacher import Placement
+from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a loss needs of a served teacher beside the kind of its signal."""
+
+    temperature: float = 1.0
+    """Sampling temperature, at which the loss compares."""
+    top_k: int = 64
+    """Support of the signal `topk`."""
+
+
+def pool_options(config: ServerConfig) -> PoolOptions:
+    """The client's settings of a recipe."""
+    patience = Patience(
+        timeout=config.timeout,
+        connect_timeout=config.connect_timeout,
+        unreachable=config.patience,
+        attempts=config.attempts,
+        hedge_after=config.hedge_after,
+    )
+    return PoolOptions(config.urls, config.api_key_env, config.max_in_flight_tokens, patience)
+
+
+class SGLangTeacher:
+    """Implements `opd.protocols.Teacher` on servers of a published model.
+
+    Every sample is one request, identified here: whatever happens on the way it is scored once, or the call
+    raises. Answers are checked for length, order, finite numbers and the version of the weights.
+
+    Args:
+        name: How recipes and metrics call it.
+        url: What `opd publish` wrote of the model the servers run: its head, and what it must be.
+        config: Servers and signal.
+        asked: Temperature and size of a top-k support.
+        placement: Dtype and device of hidden states and head, and the tokenizer's vocabulary.
+
+    Raises `ConfigError` for a signal that cannot be had at the temperature, or for a padded vocabulary.
+    """
+
+    def __init__(
+        self, name: str, url: str, config: TeacherServerConfig, *, asked: Asked, placement: Placement
+    ) -> None:
+        self.name, self.url = name, url
+        self.signal, self._asked, self._placement = config.signal, asked, placement
+        if self.signal != "hidden" and asked.temperature != 1.0:
+            raise ConfigError(
+                f"teacher {name}: servers give log-probabilities at temperature 1 only, but"
+                f" rollout.temperature is {asked.temperature:g}; set teachers.{name}.server.signal to hidden,"
+                " or the temperature to 1."
+            )
+        self.published = PublishedModel.open(url)
+        self._head = self.published.manifest.head
+        rows = self._head.vocabulary
+        self._vocabulary = placement.vocabulary or rows
+        if self.signal != "hidden" and rows != self._vocabulary:
+            raise ConfigError(
+                f"teacher {name}: its head has {rows} rows for {self._vocabulary} tokens, and a server's"
+                f" log-probabilities count the padding; set teachers.{name}.server.signal to hidden."
+            )
+        self._expected = Expected(
+            self.published, self.signal == "hidden", config.weight_version, config.checksum
+        )
+        self.pool = HTTPPool(f"teacher {name}", pool_options(config), TeacherError, self._admit)
+        self._begun: dict[str, tuple[Question, Future[Any]]] = {}
+
+    @cached_property
+    def _loop(self) -> LoopThread:
+        return LoopThread(f"teacher-{self.name}")
+
+    @property
+    def digest(self) -> str:
+        """Identity of the published weights and of the version the servers report. Asks them."""
+        self.connect()
+        named = f"{self.published.manifest.digest} served as {self._expected.weight_version}"
+        return hashlib.sha256(named.encode()).hexdigest()
+
+    def connect(self) -> None:
+        """Check one server now. Raises `TeacherError` if none answers or the wrong model does."""
+        if self._expected.logprobs is None:
+            self._loop.run(self._ask_limits())
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        """Ask for the scores of `samples` now; `score` waits for them. A second call changes nothing."""
+        for sample in samples:
+            if len(sample.response_ids):
+                self._future(sample)
+
+    def score(self, samples: Sequence[Sample]) -> TeacherTargets:
+        """Targets of the response tokens of `samples`, in order: `HiddenStates` [N, D], `TokenLogprobs` [N]
+        or `TopKLogprobs` [N, K], as the signal says.
+
+        Raises `TeacherError` if a sample cannot be scored.
+        """
+        futures = [self._future(sample) for sample in samples if len(sample.response_ids)]
+        try:
+            found = [future.result() for future in futures]
+        except BaseException:
+            for _, future in self._begun.values():
+                future.cancel()
+            raise
+        finally:
+            for sample in samples:
+                self._begun.pop(sample.uid, None)
+        return self._targets(found)
+
+    def load_head(self) -> Head:
+        """The published head, read now. The caller's to keep and to drop."""
+        place = self._placement
+        return read_head(
+            self.published, torch_dtype(place.dtype), torch_device(place.device), place.vocabulary
+        )
+
+    def close(self) -> None:
+        """Give up what still runs, close the connections and let the store go."""
+        if "_loop" in self.__dict__:
+            self._loop.run(self.pool.close())
+            self._loop.close()
+        self.published.close()
+
+    def _future(self, sample: Sample) -> Future[Any]:
+        question = Question(sample.uid, sample.token_ids.astype(np.int32), len(sample.prompt_ids) - 1)
+        begun = self._begun.get(sample.uid)
+        if begun is not None and np.array_equal(begun[0].tokens, question.tokens):
+            return begun[1]
+        if begun is not None:
+            begun[1].cancel()
+        self._check_question(question)
+        future = self._loop.start(self._score(question))
+        self._begun[sample.uid] = question, future
+        return future
+
+    async def _admit(self, server: Server) -> None:
+        await admit(self.pool, server, self._expected)
+
+    async def _score(self, question: Question) -> Any:
+        if self._expected.logprobs is None:
+            # One server must have told its limits before anything long is sent.
+            await self._ask_limits()
+        self._check_length(question)
+        if self.signal == "hidden":
+            width, rows = self._head.hidden, self._head.vocabulary
+            return await self._ask(
+                question, hidden_body(question), lambda answer: hidden_of(answer, question, width, rows)
+            )
+        top_k = min(self._asked.top_k, self._vocabulary) if self.signal == "topk" else 0
+        return await self._ask(
+            question, logprob_body(question, top_k), lambda answer: self._logprobs(answer, question, top_k)
+        )
+
+    async def _ask(self, question: Question, body: dict[str, Any], read: Any) -> Any:
+        def check(answer: dict[str, Any]) -> Any:
+            check_finished(answer)
+            check_versions(self.pool.owner, answer, self._expected)
+            return read(answer)
+
+        return await self.pool.post("/generate", body, len(question.tokens), check)
+
+    async def _ask_limits(self) -> None:
+        question = Question("limits", np.array([1, 2], dtype=np.int32), 0)
+        await self._ask(question, logprob_body(question), lambda answer: None)
+
+    def _logprobs(self, answer: dict[str, Any], question: Question, top_k: int) -> Any:
+        sampled = logprobs_of(answer, question.tokens, question.start, self._head.vocabulary)
+        if not top_k:
+            return sampled
+        return *top_logprobs_of(answer, question.count, top_k, self._vocabulary), sampled
+
+    def _check_question(self, question: Question) -> None:
+        """An id outside the vocabulary may end a server: it is never sent."""
+        tokens = question.tokens
+        if question.start < 0:
+            raise TeacherError(f"sample {question.uid} has no prompt; every prompt needs at least one token.")
+        if tokens.min() < 0 or tokens.max() >= self._vocabulary:
+            outside = int(tokens.min() if tokens.min() < 0 else tokens.max())
+            raise TeacherError(
+                f"sample {question.uid} holds token id {outside}, outside the vocabulary of"
+                f" {self._vocabulary} tokens of teacher {self.name}; use a teacher with the student's"
+                " tokenizer."
+            )
+
+    def _check_length(self, question: Question) -> None:
+        length, limit = len(question.tokens), self._expected.context
+        if limit is not None and length > limit:
+            raise TeacherError(
+                f"sample {question.uid} has {length} tokens, the servers of teacher {self.name} take {limit};"
+                " start them with a larger --context-length."
+            )
+        chunk = self._expected.chunk
+        if self.signal == "hidden" and chunk is not None and length - 1 > chunk:
+            raise TeacherError(
+                f"sample {question.uid} has {length} tokens, the servers of teacher {self.name} prefill"
+                f" {chunk} at once and lose the hidden states before; start them with --chunked-prefill-size"
+                " -1."
+            )
+
+    def _targets(self, found: list[Any]) -> TeacherTargets:
+        place = self._placement
+        device = torch_device(place.device)
+        if self.signal == "hidden":
+            empty = np.zeros((0, self._head.hidden), dtype=np.float32)
+            rows = torch.from_numpy(np.concatenate([empty, *found]))
+            return HiddenStates(rows.to(device, torch_dtype(place.dtype)))
+        none = np.zeros(0, dtype=np.float32)
+        if self.signal == "sampled":
+            return TokenLogprobs(torch.from_numpy(np.concatenate([none, *found])).to(device))
+        width = min(self._asked.top_k, self._vocabulary)
+        ids = np.concatenate([np.zeros((0, width), dtype=np.int64), *(ids for ids, _, _ in found)])
+        logprobs = np.concatenate([none.reshape(0, 1).repeat(width, 1), *(values for _, values, _ in found)])
+        sampled = np.concatenate([none, *(own for _, _, own in found)])
+        return TopKLogprobs(*(torch.from_numpy(part).to(device) for part in (ids, logprobs, sampled)))
