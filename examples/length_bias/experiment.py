@@ -2,7 +2,7 @@
 
     python examples/length_bias/experiment.py [--count 20480] [--hazards 0.005 0.02 0.05] [--out FOLDER]
 
-Writes results.json, table.md and the figures. About ten minutes on one core.
+Writes results.json, table.md and the figures. Five to ten minutes on one core.
 """
 
 from __future__ import annotations
