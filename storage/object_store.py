@@ -108,9 +108,10 @@ class ObjectStore(ABC):
         )
 
     def request_bytes(self, wanted: int) -> int:
-        """How large requests should be, so that `wanted` bytes keep every thread busy."""
-        share = -(-wanted // self.options.threads)
-        return min(self.options.chunk_bytes, max(LEAST_BYTES, share))
+        """How large requests should be, so that `wanted` bytes keep every thread busy to the end."""
+        threads = self.options.threads
+        rounds = max(1, -(-wanted // (threads * self.options.chunk_bytes)))
+        return max(LEAST_BYTES, -(-wanted // (threads * rounds)))
 
     def read_range(self, wanted: Range) -> None:
         """Fill one range by one request, in the calling thread: also from inside `arrived`, below."""

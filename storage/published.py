@@ -80,13 +80,13 @@ class PublishedModel:
 
     def read_parts(self, units: Sequence[str], rank: int, world: int, into: Sequence[memoryview]) -> None:
         """`read_part` of several units at once, which keeps every connection busy also for small parts."""
-        pieces: dict[tuple[str, int], tuple[Unit, int]] = {}
+        blocks: dict[tuple[str, int], tuple[Unit, int]] = {}
         ranges = []
         for name, buffer in zip(units, into, strict=True):
-            for piece, first in self._pieces(name, rank, world, buffer):
-                ranges.append(piece)
-                pieces[piece.path, piece.start] = self.manifest.unit(name), first
-        self.store.read_ranges(ranges, lambda piece: self._verify(piece, *pieces[piece.path, piece.start]))
+            for block, index in self._blocks(name, rank, world, buffer):
+                ranges.append(block)
+                blocks[block.path, block.start] = self.manifest.unit(name), index
+        self.store.read_ranges(ranges, lambda block: self._verify(block, *blocks[block.path, block.start]))
 
     def read_unit(self, unit: str, into: memoryview) -> None:
         """Fill `into[: nbytes]` with the whole unit: `read_part` for a world of one."""
@@ -111,8 +111,8 @@ class PublishedModel:
     def _path(self, below_url: str) -> str:
         return below_url if self._folder else below_url.partition("/")[2]
 
-    def _pieces(self, name: str, rank: int, world: int, into: memoryview) -> Iterator[tuple[Range, int]]:
-        """What to read, request by request, and the first block of each."""
+    def _blocks(self, name: str, rank: int, world: int, into: memoryview) -> Iterator[tuple[Range, int]]:
+        """What to read, block by block, and the number of each."""
         unit = self.manifest.unit(name)
         start, stop = unit.part(rank, world)
         buffer = into.cast("B") if into.format != "B" or into.ndim != 1 else into
@@ -121,25 +121,17 @@ class PublishedModel:
                 f"the buffer for {name} has {len(buffer)} bytes and rank {rank} of {world} owns"
                 f" {stop - start}; use part_bytes to size it."
             )
-        step = max(1, self.store.request_bytes(stop - start) // unit.block_bytes)
         for extent in self.manifest.extents(name, rank, world):
             path = self._path(self.manifest.shard_path(extent.shard))
-            last = -(-extent.stop // unit.block_bytes)
-            for first in range(extent.start // unit.block_bytes, last, step):
-                low, high = unit.block(first)[0], unit.block(min(first + step, last) - 1)[1]
+            for index in range(extent.start // unit.block_bytes, -(-extent.stop // unit.block_bytes)):
+                low, high = unit.block(index)
                 at = extent.offset + low - extent.start
-                yield Range(path, at, buffer[low - start : high - start]), first
+                yield Range(path, at, buffer[low - start : high - start]), index
 
-    def _verify(self, run: Range, unit: Unit, first: int) -> None:
-        at, index = 0, first
-        while at < len(run.into):
-            start, stop = unit.block(index)
-            view = run.into[at : at + stop - start]
-            if block_checksum(view) != unit.block_checksum(index):
-                self._reread(unit, index, Range(run.path, run.start + at, view))
-            at, index = at + stop - start, index + 1
-
-    def _reread(self, unit: Unit, index: int, block: Range) -> None:
+    def _verify(self, block: Range, unit: Unit, index: int) -> None:
+        """Read a block with a wrong checksum again, a few times."""
+        if block_checksum(block.into) == unit.block_checksum(index):
+            return
         for _ in range(self.store.options.rereads):
             with self._lock:
                 self._corrupt_blocks += 1

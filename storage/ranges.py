@@ -52,24 +52,25 @@ class Request:
         return found
 
 
-def join(ranges: Sequence[Range], most: int) -> list[Request]:
-    """`ranges`, in their order, as requests of at most `most` bytes where they are neighbours.
+def join(ranges: Sequence[Range], size: int) -> list[Request]:
+    """`ranges`, in their order, as requests of about `size` bytes where they are neighbours.
 
-    A range larger than `most` is a request of its own.
+    A run of neighbours is cut where ranges end, as near as can be to every multiple of `size`: its requests
+    are equally large, and as many as `size` asks for.
     """
     groups: list[list[Range]] = []
+    edge = 0  # where the last request should end
     for wanted in ranges:
-        last = groups[-1] if groups else None
-        near = (
-            last is not None
-            and last[-1].path == wanted.path
-            and 0 <= wanted.start - last[-1].stop <= MAX_GAP
-            and wanted.stop - last[0].start <= most
-        )
-        if last is not None and near:
-            last.append(wanted)
-        else:
-            groups.append([wanted])
+        middle = (wanted.start + wanted.stop) // 2
+        before = groups[-1][-1] if groups else None
+        near = before and before.path == wanted.path and 0 <= wanted.start - before.stop <= MAX_GAP
+        if near and middle <= edge:
+            groups[-1].append(wanted)
+            continue
+        groups.append([wanted])
+        edge = edge if near else wanted.start
+        while edge < middle:
+            edge += size
     return [Request(group) for group in groups]
 
 

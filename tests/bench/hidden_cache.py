@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -170,20 +171,34 @@ def readers(data: Arrays, fresh: Folder) -> dict[str, Callable[[bytes], np.ndarr
     }
 
 
-def best(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of the best round of each case; the rounds alternate."""
+def best(
+    cases: dict[str, Callable[[], object]], rounds: int, afterwards: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """Seconds of the best round of each case; the rounds alternate. `afterwards` runs after each, untimed."""
     times = dict.fromkeys(cases, float("inf"))
     for _ in range(rounds):
         for name, run in cases.items():
             start = time.perf_counter()
             run()
             times[name] = min(times[name], time.perf_counter() - start)
+            afterwards()
     return times
 
 
-def measure(data: Arrays, fresh: Folder, rounds: int) -> list[dict[str, Any]]:
-    """One row a way to read or write `data`."""
+def measure(data: Arrays, root: Path, rounds: int) -> list[dict[str, Any]]:
+    """One row a way to read or write `data` below `root`."""
     total = sum(rows.nbytes for rows in data.values())
+    if shutil.disk_usage(root).free < 8 * total:
+        raise SystemExit(f"{root} has less than {8 * total} bytes free; use another --folder")
+    written = root / "written"
+
+    def fresh() -> Path:
+        return Path(tempfile.mkdtemp(dir=root)) / "store"
+
+    def fresh_written() -> Path:
+        written.mkdir()
+        return written / "store"
+
     target = np.empty(next(iter(data.values())).nbytes, np.uint8)
 
     def reading(get: Callable[[bytes], np.ndarray], copy: bool) -> Callable[[], None]:
@@ -198,7 +213,7 @@ def measure(data: Arrays, fresh: Folder, rounds: int) -> list[dict[str, Any]]:
     gets = readers(data, fresh)
     read = best({name: reading(get, True) for name, get in gets.items()}, rounds)
     lookup = best({name: reading(get, False) for name, get in gets.items()}, rounds)
-    write = best(writers(data, fresh), rounds)
+    write = best(writers(data, fresh_written), rounds, lambda: shutil.rmtree(written))
     table = [
         {"way": f"read: {name}", "us": 1e6 * lookup[name] / len(data), "GB/s": total / read[name] / 1e9,
          "ratio": read["memcpy"] / read[name]}
@@ -225,7 +240,7 @@ def main() -> None:
     for rows in options.rows:
         data = arrays(rows, options.width, options.blobs)
         with tempfile.TemporaryDirectory(prefix="opd-bench-", dir=options.folder) as root:
-            table = measure(data, lambda: Path(tempfile.mkdtemp(dir=root)) / "store", options.rounds)
+            table = measure(data, Path(root), options.rounds)
         print(f"\n{options.blobs} blobs of [{rows}, {options.width}] bfloat16")
         print(f"{'':34}{'us a blob':>12}{'GB/s':>8}{'ratio':>8}   (read: to memcpy; write: to plain files)")
         for line in table:

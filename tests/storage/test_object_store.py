@@ -3,6 +3,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from mmap import mmap
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.errors import StorageError
-from opd.storage.object_store import ObjectStore
+from opd.storage.object_store import LEAST_BYTES, ObjectStore
 from opd.storage.ranges import MAX_GAP, Range, join, rest
-from opd.storage.store_faults import StoreOptions, TransientError, with_retries
+from opd.storage.store_faults import MIB, StoreOptions, TransientError, with_retries
 
 FAST = StoreOptions(attempts=3, backoff_seconds=0.001, chunk_bytes=1000)
 
@@ -138,19 +139,20 @@ def test_the_default_pauses_outlast_ten_seconds_away():
 
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), min_size=1, max_size=12),
-    most=st.integers(1, 200),
+    size=st.integers(1, 200),
     start=st.integers(0, 30),
     done=st.integers(0, 100),
 )
-def test_joined_ranges_read_the_same_bytes(lengths, most, start, done):
+def test_joined_ranges_read_the_same_bytes(lengths, size, start, done):
     content, ranges, at = random.Random(0).randbytes(1000), [], start
     for length, gap in lengths:
         ranges.append(Range("a", at, memoryview(bytearray(length))))
         at += length + gap
-    requests = join(ranges, most)
+    requests = join(ranges, size)
     assert [wanted for request in requests for wanted in request.ranges] == ranges
     for request in requests:
-        assert len(request.ranges) == 1 or request.stop - request.start <= most
+        longest = max(len(wanted.into) for wanted in request.ranges)
+        assert request.stop - request.start <= size + longest
         views = request.views()
         assert sum(map(len, views)) == request.stop - request.start
         data, skipped = content[request.start : request.stop], min(done, request.stop - request.start)
@@ -160,6 +162,22 @@ def test_joined_ranges_read_the_same_bytes(lengths, most, start, done):
                 position += len(view)
             assert position == len(data)
     assert all(bytes(wanted.into) == content[wanted.start : wanted.stop] for wanted in ranges)
+
+
+@given(pieces=st.integers(1, 200), threads=st.integers(1, 8), chunk=st.integers(2, 32))
+def test_every_thread_gets_as_many_requests_as_the_others(tmp_path_factory, pieces, threads, chunk):
+    options = StoreOptions(threads=threads, chunk_bytes=chunk * MIB)
+    store = ObjectStore.open(tmp_path_factory.getbasetemp(), options=options)
+    piece = 3 * MIB
+    size = store.request_bytes(pieces * piece)
+    assert size <= max(chunk * MIB, LEAST_BYTES)
+    content = memoryview(mmap(-1, pieces * piece))
+    requests = join(
+        [Range("a", i * piece, content[i * piece : (i + 1) * piece]) for i in range(pieces)], size
+    )
+    assert all(request.stop - request.start <= size + piece for request in requests)
+    if size >= 2 * piece:
+        assert len(requests) % threads == 0
 
 
 def test_ranges_far_apart_or_of_other_objects_are_not_joined(tmp_path):
