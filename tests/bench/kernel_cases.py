@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from opd.kernels import tilelang_target
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl
 
@@ -109,6 +110,17 @@ def liger(inputs: Inputs, compiled: bool, chunk: int) -> float:
     return loss.item()
 
 
+def liger_triton(inputs: Inputs) -> float:
+    """Liger-Kernel's fused linear Jensen-Shannon divergence in Triton, which needs a GPU; beta 1 is this
+    KL."""
+    from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
+
+    loss_module = LigerFusedLinearJSD(jsd_beta=1.0)
+    loss = loss_module(inputs.student, inputs.student_weight, inputs.teacher, inputs.teacher_weight, None)
+    loss.backward()
+    return loss.item()
+
+
 @torch.no_grad()
 def matmuls(inputs: Inputs) -> float:
     """The four matmuls no exact method can do without: both logits, and the student's two gradients.
@@ -128,18 +140,43 @@ def matmuls(inputs: Inputs) -> float:
     return float("nan")
 
 
-def cases(chunks: list[int], dtype: str, only: list[str]) -> dict[str, Callable[[Inputs], float]]:
+@torch.no_grad()
+def matmuls_unrounded(inputs: Inputs) -> float:
+    """`matmuls` with float32 logits of bfloat16 inputs: what an exact method costs where no matmul gives an
+    unrounded result, as on a CPU."""
+    kept = inputs.kept
+    if "wide" not in kept:
+        for name in ("student", "student_weight", "teacher", "teacher_weight"):
+            kept[f"wide {name}"] = getattr(inputs, name).float()
+        kept["wide"] = kept["wide student"] @ kept["wide student_weight"].t()
+        kept["narrow"] = kept["wide"].to(inputs.student.dtype)
+        kept["narrow hidden"] = torch.empty_like(inputs.student)
+        kept["narrow weight"] = torch.empty_like(inputs.student_weight)
+    for model in ("teacher", "student"):
+        torch.mm(kept[f"wide {model}"], kept[f"wide {model}_weight"].t(), out=kept["wide"])
+    torch.mm(kept["narrow"], inputs.student_weight, out=kept["narrow hidden"])
+    torch.mm(kept["narrow"].t(), inputs.student, out=kept["narrow weight"])
+    return float("nan")
+
+
+def cases(
+    chunks: list[int], dtype: str, device: str, only: list[str]
+) -> dict[str, Callable[[Inputs], float]]:
     """What is compared, by the name it has in the table; `only` keeps the names that contain one of it."""
     found: dict[str, Callable[[Inputs], float]] = {"matmuls alone": matmuls, "full logits": full_logits}
+    if dtype == "bfloat16" and device == "cpu":
+        found["matmuls, float32 logits"] = matmuls_unrounded
     found["full logits, compiled"] = partial(full_logits, function=torch.compile(naive_loss))
     if importlib.util.find_spec("liger_kernel"):
         found["liger"] = partial(liger, compiled=False, chunk=1024)
         found["liger, compiled"] = partial(liger, compiled=True, chunk=1024)
+        if device == "cuda":
+            found["liger, triton"] = liger_triton
     for size in chunks:
         found[f"opd, {size} tokens"] = partial(ours, chunk=size)
         if dtype == "bfloat16":
             found[f"opd, {size} tokens, bf16 logits"] = partial(ours, chunk=size, rounded=True)
-        if importlib.util.find_spec("tilelang"):
+        if tilelang_target.missing(device) is None:
             found[f"opd tilelang, {size} tokens"] = partial(ours, chunk=size, kernels="tilelang")
             if dtype == "bfloat16":
                 found[f"opd tilelang, {size} tokens, bf16 logits"] = partial(

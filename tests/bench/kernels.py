@@ -2,13 +2,14 @@
 
     python -m tests.bench.kernels [--size default] [--dtype float32] [--chunk 1024] [--json PATH]
 
-Compared: the four matmuls alone, full logits (plain and under torch.compile), Liger-Kernel's chunked loss
-where it is installed, and `opd.kernels` (PyTorch, and TileLang where it can run). Times are taken in one
-process, the cases in turn, and the best of the rounds counts. Memory is the growth of the peak over the
-inputs', each case in a process of its own; "above gradients" leaves out the gradients of the student's head
-and hidden states, which every case must produce, and "buffers" is 2 C V numbers of 4 bytes, what the method
-says it needs. The error is that of the loss, relative to float64 on the same inputs. Compare processor
-seconds where other work keeps the cores busy. THP_MEM_ALLOC_ENABLE=1 makes PyTorch ask Linux for huge pages.
+Compared: the four matmuls alone (for bfloat16 on a CPU also with float32 logits), full logits (plain and
+under torch.compile), Liger-Kernel's chunked loss where it is installed, and `opd.kernels` (PyTorch, and
+TileLang where it can run). Times are taken in one process, the cases in turn, and the best of the rounds
+counts; "vs liger" is against Liger's default, compiled. Memory is the growth of the peak over the inputs',
+each case in a process of its own; "above gradients" leaves out the gradients of the student's head and hidden
+states, which every case must produce, and "buffers" is 2 C V numbers of 4 bytes, what the method says it
+needs. The error is that of the loss, relative to float64 on the same inputs. Compare processor seconds where
+other work keeps the cores busy. THP_MEM_ALLOC_ENABLE=1 makes PyTorch ask Linux for huge pages.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kernel_cases import Inputs, cases
 SIZES = {
     "small": (256, 256, 8192),
     "default": (2048, 1024, 32768),
-    "half": (512, 1024, 32768),
+    "half": (1024, 1024, 32768),
     "wide": (512, 2048, 151936),
     "large": (8192, 4096, 128256),
 }
@@ -42,7 +43,7 @@ MIB = 1 << 20
 
 def chosen(arguments: argparse.Namespace) -> dict:
     """The cases this run compares."""
-    return cases(arguments.chunk, arguments.dtype, arguments.only)
+    return cases(arguments.chunk, arguments.dtype, arguments.device, arguments.only)
 
 
 def build_inputs(arguments: argparse.Namespace, size: tuple[int, int, int] | None = None) -> Inputs:
@@ -129,11 +130,14 @@ def compare(arguments: argparse.Namespace) -> dict:
     for name, seconds in best_times(arguments, inputs).items():
         memory = memory_in_child(name, arguments)
         rows[name] = {**seconds, **memory, "above_gradients": memory["extra_bytes"] - gradient_bytes}
-    base = rows["matmuls alone"]
+    base, rival = rows["matmuls alone"], rows.get("liger, compiled")
     for name, row in rows.items():
         row["time_over_matmuls"] = row["seconds"] / base["seconds"]
         row["processor_over_matmuls"] = row["processor_seconds"] / base["processor_seconds"]
         row["relative_error"] = abs(row["loss"] - exact) / exact
+        if rival is not None:
+            row["times_faster_than_liger"] = rival["seconds"] / row["seconds"]
+            row["liger_memory_over_this"] = rival["above_gradients"] / max(1, row["above_gradients"])
         if name.startswith("opd"):
             size = min(tokens, int(name.split(",")[1].split()[0]))
             row["above_gradients_over_buffers"] = row["above_gradients"] / (2 * size * vocabulary * 4)
@@ -149,9 +153,13 @@ def compare(arguments: argparse.Namespace) -> dict:
     }
 
 
-def machine(device: str) -> dict[str, str]:
+def machine(device: str) -> dict[str, str | int]:
     """What ran this, in words that name no host."""
-    found = {"processor": platform.machine(), "vector_units": torch.backends.cpu.get_cpu_capability()}
+    found: dict[str, str | int] = {
+        "processor": platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "vector_units": torch.backends.cpu.get_cpu_capability(),
+    }
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
     huge_pages = os.environ.get("THP_MEM_ALLOC_ENABLE", "0")
@@ -164,7 +172,8 @@ def print_table(result: dict) -> None:
         f"forward + backward of KL(student || teacher), N={result['tokens']}, d={result['width']}, "
         f"V={result['vocabulary']}, {result['dtype']}, {result['threads']} thread(s)"
     )
-    columns = ["wall", "x matmuls", "processor", "x matmuls", "above gradients", "x buffers", "loss error"]
+    columns = ["wall", "x matmuls", "processor", "x matmuls", "vs liger", "above gradients", "x buffers"]
+    columns.append("loss error")
     print(f"{'':38}" + "".join(f"{column:>16}" for column in columns))
     for name, row in result["cases"].items():
         cells = [
@@ -172,6 +181,7 @@ def print_table(result: dict) -> None:
             f"{row['time_over_matmuls']:.2f}",
             f"{row['processor_seconds']:.3f} s",
             f"{row['processor_over_matmuls']:.2f}",
+            f"{row['times_faster_than_liger']:.2f}x faster" if "times_faster_than_liger" in row else "",
             f"{row['above_gradients'] / MIB:.0f} MiB",
             f"{row['above_gradients_over_buffers']:.2f}" if name.startswith("opd") else "",
             f"{row['relative_error']:.1e}",
@@ -201,6 +211,7 @@ def main() -> None:
     result = compare(arguments)
     print_table(result)
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
