@@ -17,34 +17,53 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class MappedFile:
-    """A private map of a whole file; `np.asarray` of it is a `[B]` uint8 view that keeps it alive.
+    """A map of a file from `offset` on; `np.asarray` of it is a `[B]` uint8 view that keeps it alive.
 
     Python's own `mmap` keeps a descriptor open for each map; thousands of them would exhaust the process's.
-    The map is private, so writing to it changes neither the file nor what anybody else sees.
+    The map is private, so writing to it changes neither the file nor what anybody else sees; with `shared` it
+    cannot be written to, and takes none of the memory the system may promise, however large it is.
     """
 
     _unmap = staticmethod(_libc.munmap)
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        """`size` is at least 1. Raises `OSError` if the system has no room for another map."""
+    def __init__(self, descriptor: int, size: int, offset: int = 0, *, shared: bool = False) -> None:
+        """`size` is at least 1, `offset` a multiple of `mmap.ALLOCATIONGRANULARITY`. Raises `OSError` if the
+        system has no room for another map.
+        """
         self._address = 0
         self._size = size
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _libc.mmap(None, size, protection, mmap.MAP_PRIVATE, descriptor, 0)
+        self._shared = shared
+        protection = mmap.PROT_READ if shared else mmap.PROT_READ | mmap.PROT_WRITE
+        kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        address = _libc.mmap(None, size, protection, kind, descriptor, offset)
         if address == ctypes.c_void_p(-1).value:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         self._address = address
 
-    def load(self) -> bool:
-        """Read every page; False if the disk cannot, where touching the page would end the process."""
-        if _libc.madvise(self._address, self._size, _POPULATE_READ) == 0:
+    def load(self, start: int = 0, stop: int | None = None) -> bool:
+        """Read every page that holds one of the bytes `start ... stop - 1`; False if the disk cannot, where
+        touching the page would end the process.
+        """
+        if self._advise(_POPULATE_READ, start, stop) == 0:
             return True
         return ctypes.get_errno() not in (errno.EFAULT, errno.EIO)  # older systems know no such advice
 
+    def forget(self, start: int = 0, stop: int | None = None) -> None:
+        """Give back the memory of those pages. They are read anew when they are touched again; what was
+        written to a private map is lost.
+        """
+        self._advise(mmap.MADV_DONTNEED, start, stop)
+
+    def _advise(self, advice: int, start: int, stop: int | None) -> int:
+        first = start - start % mmap.PAGESIZE
+        length = (self._size if stop is None else stop) - first
+        return _libc.madvise(self._address + first, length, advice) if length > 0 else 0
+
     @property
     def __array_interface__(self) -> dict[str, object]:
-        return {"version": 3, "typestr": "|u1", "shape": (self._size,), "data": (self._address, False)}
+        place = (self._address, self._shared)
+        return {"version": 3, "typestr": "|u1", "shape": (self._size,), "data": place}
 
     def __del__(self) -> None:
         if self._address:

@@ -1,0 +1,22 @@
+"""`TrajectoryStore`: light metadata of every trajectory, and heavy fields that are mapped when needed."""
+
+from opd.storage.trajectories.batch import TrajectoryBatch
+from opd.storage.trajectories.fields import SAMPLE_FIELDS, Field
+from opd.storage.trajectories.samples import put_samples, record_of
+from opd.storage.trajectories.store import TrajectoryStore
+from opd.storage.trajectories.table import TrajectoryRecord, TrajectoryTable
+from opd.storage.trajectories.upload import upload
+from opd.storage.trajectories.writer import TrajectoryWriter
+
+__all__ = [
+    "SAMPLE_FIELDS",
+    "Field",
+    "TrajectoryBatch",
+    "TrajectoryRecord",
+    "TrajectoryStore",
+    "TrajectoryTable",
+    "TrajectoryWriter",
+    "put_samples",
+    "record_of",
+    "upload",
+]

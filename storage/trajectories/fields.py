@@ -1,0 +1,158 @@
+"""The heavy fields a store keeps of each trajectory, and the file that says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from opd.errors import StorageError
+
+if TYPE_CHECKING:
+    from opd.storage.trajectories.table import TrajectoryTable
+
+FORMAT = 1
+HEADER = "store.json"
+MAX_FIELDS = 32
+_DTYPES = {
+    "bool": np.dtype(np.bool_),
+    "uint8": np.dtype("u1"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "float32": np.dtype("<f4"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One heavy field: a row for each token of a trajectory."""
+
+    name: str
+    dtype: str
+    """`bool`, `uint8`, `int32`, `int64`, `float16`, `float32`, or `bfloat16` (as its uint16 bits)."""
+    width: int = 0
+    """0: rows are numbers and arrays `[R]`; `D`: rows are vectors and arrays `[R, D]`."""
+    rows: Literal["sequence", "response"] = "response"
+    """Whether there is a row for prompt and response tokens, or for response tokens alone."""
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or self.dtype not in _DTYPES or self.width < 0:
+            raise ValueError(
+                f"field {self.name!r} of {self.dtype!r}, width {self.width}: give an identifier, one of"
+                f" {', '.join(_DTYPES)}, and a width that is not negative"
+            )
+
+    @property
+    def numpy(self) -> np.dtype:
+        """How its numbers lie in memory."""
+        return _DTYPES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.numpy.itemsize * max(1, self.width)
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """Of an array of so many rows."""
+        return (rows, self.width) if self.width else (rows,)
+
+    def bytes_of(self, values: np.ndarray) -> memoryview:
+        """The bytes of `values` (`[R]` or `[R, D]`). Raises `ValueError` for another shape or dtype."""
+        array = np.asarray(values)
+        if array.dtype != self.numpy or array.shape[1:] != self.shape(0)[1:] or array.ndim == 0:
+            raise ValueError(
+                f"field {self.name} takes {self.numpy} {['R', *self.shape(0)[1:]]}, not {array.dtype}"
+                f" {list(array.shape)}; convert it"
+            )
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+SAMPLE_FIELDS = (
+    Field("token_ids", "int32", rows="sequence"),
+    Field("rollout_logprobs", "float32"),
+    Field("policy_versions", "int32"),
+    Field("loss_mask", "bool"),
+)
+"""What a `Sample` holds of each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHeader:
+    """What is fixed when a store is made."""
+
+    identity: str
+    """Random; tells the local copies of different remote stores apart."""
+    fields: tuple[Field, ...]
+    block_bytes: int
+    """Most bytes under one checksum; a block holds whole rows."""
+
+    def index(self, name: str) -> int:
+        """The place of field `name`. Raises `StorageError` if the store has no such field."""
+        for place, field in enumerate(self.fields):
+            if field.name == name:
+                return place
+        known = ", ".join(field.name for field in self.fields)
+        raise StorageError(
+            f"this trajectory store has no field {name}; it has {known or 'none'}, which is fixed when a"
+            " store is made"
+        )
+
+    def block_rows(self, field: Field) -> int:
+        """Rows under one checksum."""
+        return max(1, self.block_bytes // field.row_bytes)
+
+    def rows(self, field: Field, table: TrajectoryTable, row: Any) -> Any:
+        """How many rows of `field` a trajectory (or each of several) of `table` has."""
+        prompt = table.prompt_tokens[row] if field.rows == "sequence" else 0
+        return prompt + table.response_tokens[row]
+
+    def encode(self, **more: object) -> bytes:
+        document = {"format": FORMAT, "identity": self.identity, "block_bytes": self.block_bytes}
+        document |= {"fields": [asdict(field) for field in self.fields], **more}
+        return json.dumps(document, indent=1).encode()
+
+
+def decode_header(data: bytes, where: str) -> tuple[StoreHeader, dict]:
+    """The header, and the whole document. Raises `StorageError` for a newer format or other content."""
+    try:
+        document = json.loads(data)
+        written = int(document["format"])
+        if written > FORMAT:
+            raise StorageError(
+                f"{where} has format {written} of trajectory stores, this version reads up to {FORMAT};"
+                " update opd"
+            )
+        fields = tuple(Field(**entry) for entry in document["fields"])
+        return StoreHeader(document["identity"], check_fields(fields), int(document["block_bytes"])), document
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            f"{where} is not the header of a trajectory store ({error}); check the path, or restore the file"
+        ) from error
+
+
+def find_header(path: Path, fields: Sequence[Field]) -> StoreHeader | None:
+    """The header of the store whose file is at `path`; None if there is none. Raises `StorageError` if it was
+    made with other fields than `fields`.
+    """
+    if not path.exists():
+        return None
+    header, _ = decode_header(path.read_bytes(), str(path))
+    if header.fields != tuple(fields):
+        raise StorageError(
+            f"{path} was made with other fields ({', '.join(field.name for field in header.fields)}) than are"
+            f" asked for ({', '.join(field.name for field in fields)}); use another folder"
+        )
+    return header
+
+
+def check_fields(fields: Sequence[Field]) -> tuple[Field, ...]:
+    """`fields`, unless two share a name or there are too many (`ValueError`)."""
+    names = [field.name for field in fields]
+    if len(set(names)) < len(names) or len(names) > MAX_FIELDS:
+        raise ValueError(f"fields {names}: give at most {MAX_FIELDS}, each with a name of its own")
+    return tuple(fields)

@@ -1,0 +1,219 @@
+"""Segments: one file for each field, in which many trajectories lie one after another, and their checksums.
+
+    segments/000001.token_ids    rows of trajectories, each beginning at a multiple of 64 bytes
+    segments/000001.checks       xxh3-128 of every block, 16 bytes each
+
+A trajectory that is being written owns a range as long as it may become. What it does not use stays a hole in
+the file and takes no disk; so do rows that are all zero.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from opd.storage.trajectories.fields import Field
+
+CHECK_BYTES = 16
+_ALIGNMENT = 64
+_BUFFERED = 32 * 1024
+_PAGE = 4096
+_NAME = re.compile(r"(\d{6,})\.\w+")
+_PUNCH_HOLE_KEEP_SIZE = 3
+
+_libc = ctypes.CDLL(None, use_errno=True)
+if hasattr(_libc, "fallocate"):
+    _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def segment_path(folder: Path, number: int, name: str) -> Path:
+    """The file of field `name`, or of `checks`, in segment `number`."""
+    return folder / "segments" / f"{number:06d}.{name}"
+
+
+def segment_numbers(folder: Path) -> set[int]:
+    """Every segment of which there is a file."""
+    names = os.listdir(folder / "segments")
+    return {int(match[1]) for match in map(_NAME.fullmatch, names) if match}
+
+
+def segment_files(folder: Path, number: int) -> list[Path]:
+    return sorted((folder / "segments").glob(f"{number:06d}.*"))
+
+
+def lease_key(number: int) -> bytes:
+    """What `LeaseTable` knows segment `number` by."""
+    return (number << 2).to_bytes(8, "little")
+
+
+def punch(path: Path, start: int, stop: int) -> None:
+    """Give back the disk under those whole pages, where the file system can; they then read as zeros."""
+    first, last = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
+    if first >= last or not hasattr(_libc, "fallocate"):
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        _libc.fallocate(descriptor, _PUNCH_HOLE_KEEP_SIZE, first, last - first)
+    finally:
+        os.close(descriptor)
+
+
+def punch_gaps(path: Path, starts: np.ndarray, sizes: np.ndarray) -> None:
+    """Give back everything of a file outside the ranges at `starts` (`[k]`) of `sizes` (`[k]` bytes)."""
+    place = 0
+    for i in np.argsort(starts).tolist():
+        punch(path, place, int(starts[i]))
+        place = max(place, int(starts[i] + sizes[i]))
+    punch(path, place, os.path.getsize(path))
+
+
+class SegmentWriter:
+    """The files of one segment, open for writing."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.number = number
+        self.users = 0
+        """Trajectories being written to it."""
+        self.written = 0
+        """Bytes of rows given to it."""
+        self._folder = folder
+        self._files: dict[str, int] = {}
+        self._ends: dict[str, int] = {}
+        self._checks = 0
+        self._new = False
+
+    @property
+    def reserved(self) -> int:
+        """The longest of its files, holes included."""
+        return max(self._ends.values(), default=0)
+
+    def reserve(self, name: str, size: int) -> int:
+        """A range of `size` bytes in the file of field `name`; returns its first byte."""
+        start = -(-self._ends.get(name, 0) // _ALIGNMENT) * _ALIGNMENT
+        self._ends[name] = start + size
+        return start
+
+    def shrink(self, name: str, reserved_end: int, end: int) -> None:
+        """Take back what a finished range does not use, if nothing follows it."""
+        if self._ends[name] == reserved_end:
+            self._ends[name] = end
+
+    def write(self, name: str, data: memoryview, offset: int) -> None:
+        """Write rows; zeros are left as holes."""
+        self.written += len(data)
+        if not np.frombuffer(data, np.uint8).any():
+            return
+        file = self._file(name)
+        while data:
+            count = os.pwrite(file, data, offset)
+            data, offset = data[count:], offset + count
+
+    def cover(self, name: str, end: int) -> None:
+        """Make the file at least `end` bytes long: its last rows may be a hole."""
+        file = self._file(name)
+        if os.fstat(file).st_size < end:
+            os.ftruncate(file, end)
+
+    def write_checks(self, digests: list[bytes]) -> int:
+        """Append checksums; returns the number of the first."""
+        first = self._checks
+        data, offset = memoryview(b"".join(digests)), first * CHECK_BYTES
+        while data:
+            count = os.pwrite(self._file("checks"), data, offset)
+            data, offset = data[count:], offset + count
+        self._checks += len(digests)
+        return first
+
+    def discard(self, name: str, start: int, stop: int) -> None:
+        """Give back the disk of a range that was given up; nothing else is ever written there."""
+        if name in self._files:
+            punch(segment_path(self._folder, self.number, name), start, stop)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Return when these files are on the disk."""
+        for name in names:
+            if name in self._files:
+                os.fdatasync(self._files[name])
+
+    def take_new(self) -> bool:
+        """Whether files were made since the last call, whose names may not be on the disk."""
+        new, self._new = self._new, False
+        return new
+
+    def close(self) -> None:
+        """Give back the descriptors."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _file(self, name: str) -> int:
+        if name not in self._files:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            self._files[name] = os.open(segment_path(self._folder, self.number, name), flags, 0o666)
+            self._new = True
+        return self._files[name]
+
+
+class FieldStream:
+    """One field of one trajectory on its way to the disk: pieces are gathered, written, and summed up."""
+
+    def __init__(self, segment: SegmentWriter, field: Field, capacity_rows: int, block_rows: int) -> None:
+        self.field = field
+        self.rows = 0
+        self.capacity_rows = capacity_rows
+        self.digests: list[bytes] = []
+        self.start = segment.reserve(field.name, capacity_rows * field.row_bytes)
+        self._reserved_end = self.start + capacity_rows * field.row_bytes
+        self._segment = segment
+        self._place = self.start
+        self._buffer = bytearray()
+        self._block_bytes = block_rows * field.row_bytes
+        self._block_left = self._block_bytes
+        self._hash = xxhash.xxh3_128()
+
+    def append(self, data: memoryview) -> None:
+        """Add rows, already checked to be whole and to fit."""
+        self.rows += len(data) // self.field.row_bytes
+        if len(self._buffer) + len(data) < _BUFFERED:
+            self._buffer += data
+            return
+        self._flush()
+        self._write(data)
+
+    def finish(self) -> None:
+        """Write what is left; afterwards `digests` has one checksum a block."""
+        self._flush()
+        if self._block_left < self._block_bytes:
+            self._end_block()
+        self._segment.shrink(self.field.name, self._reserved_end, self._place)
+        self._segment.cover(self.field.name, self._place)
+
+    def abandon(self) -> None:
+        """Give back what was written."""
+        self._buffer.clear()
+        self._segment.discard(self.field.name, self.start, self._reserved_end)
+
+    def _flush(self) -> None:
+        if self._buffer:
+            whole, self._buffer = self._buffer, bytearray()
+            self._write(memoryview(whole))
+
+    def _write(self, data: memoryview) -> None:
+        while data:
+            part, data = data[: self._block_left], data[self._block_left :]
+            self._segment.write(self.field.name, part, self._place)
+            self._hash.update(part)
+            self._place += len(part)
+            self._block_left -= len(part)
+            if self._block_left == 0:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self.digests.append(self._hash.digest())
+        self._hash = xxhash.xxh3_128()
+        self._block_left = self._block_bytes
