@@ -4,7 +4,8 @@
 
 Side by side in every round, best round reported: plain sockets into a preallocated buffer (the bound), a
 published model (all units at once, and unit by unit as a streamed teacher asks), s3fs `cat_ranges` over the
-same bytes, and runai-model-streamer where it is installed. Server and client share the machine's cores.
+same bytes and over the rank's share of every tensor of the unsharded file, and, of the whole model, the same
+and runai-model-streamer where it is installed. Server and client share the machine's cores.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from safetensors.numpy import save_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from seaweedfs import BUCKET, aws_environment, seaweedfs
 
+from opd.storage.checkpoint_source import read_headers
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
@@ -60,7 +62,7 @@ def checkpoint(folder: Path, mib: int, layers: int = 16) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": layers}))
 
 
-def raw_reader(endpoint: str, key: str, nbytes: int) -> Callable[[], int]:
+def raw_reader(endpoint: str, key: str, nbytes: int, chunk: int) -> Callable[[], int]:
     """Plain sockets, `recv_into` a buffer, as many connections and as large ranges as ours."""
     from botocore.auth import S3SigV4Auth
     from botocore.awsrequest import AWSRequest
@@ -71,7 +73,7 @@ def raw_reader(endpoint: str, key: str, nbytes: int) -> Callable[[], int]:
     buffer = memoryview(bytearray(nbytes))
 
     def fetch(start: int) -> None:
-        stop = min(start + CHUNK, nbytes)
+        stop = min(start + chunk, nbytes)
         request = AWSRequest("GET", f"{endpoint}/{BUCKET}/{key}", {"Range": f"bytes={start}-{stop - 1}"})
         S3SigV4Auth(credentials, "s3", "us-east-1").add_auth(request)
         lines = [f"GET /{BUCKET}/{key} HTTP/1.1", f"Host: {address.netloc}", "Connection: close"]
@@ -91,7 +93,7 @@ def raw_reader(endpoint: str, key: str, nbytes: int) -> Callable[[], int]:
 
     def read() -> int:
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(fetch, range(0, nbytes, CHUNK)))
+            list(pool.map(fetch, range(0, nbytes, chunk)))
         return nbytes
 
     return read
@@ -115,17 +117,27 @@ def our_readers(model: PublishedModel, rank: int, world: int) -> dict[str, Calla
     return {"opd read_parts": at_once, "opd read_part, unit by unit": unit_by_unit}
 
 
-def s3fs_reader(endpoint: str, path: str, nbytes: int) -> Callable[[], int]:
+def s3fs_reader(endpoint: str, path: str, ranges: list[tuple[int, int]]) -> Callable[[], int]:
     import s3fs
 
     store = s3fs.S3FileSystem(endpoint_url=endpoint, skip_instance_cache=True)
-    starts = list(range(0, nbytes, CHUNK))
+    starts, stops = ([one[i] for one in ranges] for i in range(2))
 
     def read() -> int:
-        stops = [min(start + CHUNK, nbytes) for start in starts]
         return sum(map(len, store.cat_ranges([path] * len(starts), starts, stops)))
 
     return read
+
+
+def pieces(nbytes: int) -> list[tuple[int, int]]:
+    """`nbytes` as ranges of `CHUNK`."""
+    return [(start, min(start + CHUNK, nbytes)) for start in range(0, nbytes, CHUNK)]
+
+
+def first_of_each(folder: Path, ranks: int) -> list[tuple[int, int]]:
+    """The first rank's part of every tensor of a checkpoint in one file: what it reads of it unpublished."""
+    sources = read_headers(folder).values()
+    return [(source.start, source.start + source.nbytes // ranks) for source in sources]
 
 
 def runai_reader(path: str) -> Callable[[], int] | None:
@@ -173,15 +185,23 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 store.put("model.safetensors", lambda: iter(lambda: file.read(MIB), b""))
             shard = manifest.shard_path(0)
             model = PublishedModel(store, manifest, manifest.version)
-            readers = {"raw sockets": raw_reader(server.endpoint, f"bench/{shard}", manifest.sizes[0])}
+            size, step = manifest.sizes[0], store.request_bytes(manifest.sizes[0])
+            readers = {"raw sockets": raw_reader(server.endpoint, f"bench/{shard}", size, step)}
             readers |= our_readers(model, 0, options.ranks)
-            path = f"{BUCKET}/bench/{shard}"
-            readers["s3fs cat_ranges"] = s3fs_reader(server.endpoint, path, manifest.sizes[0])
-            runai = runai_reader(f"s3://{BUCKET}/bench/model.safetensors")
+            path, single = f"{BUCKET}/bench/{shard}", f"{BUCKET}/bench/model.safetensors"
+            readers["s3fs cat_ranges"] = s3fs_reader(server.endpoint, path, pieces(size))
+            shares = first_of_each(folder / "model", options.ranks)
+            readers["s3fs cat_ranges, unsharded file"] = s3fs_reader(server.endpoint, single, shares)
+            size = weights.stat().st_size
+            whole = {"raw sockets": raw_reader(server.endpoint, "bench/model.safetensors", size, CHUNK)}
+            whole["opd read_parts"] = our_readers(model, 0, 1)["opd read_parts"]
+            whole["s3fs cat_ranges"] = s3fs_reader(server.endpoint, single, pieces(size))
+            runai = runai_reader(f"s3://{single}")
             if runai is not None:
-                readers["runai-model-streamer (whole)"] = runai
-                readers["opd read_parts (whole)"] = our_readers(model, 0, 1)["opd read_parts"]
-            rows = measure(readers, options.rounds)
+                whole["runai-model-streamer"] = runai
+            rows = measure(
+                readers | {f"{name} (whole)": read for name, read in whole.items()}, options.rounds
+            )
     return {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "model_bytes": manifest.nbytes,
@@ -201,12 +221,15 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = run(options, Path(folder))
-    bound = found["readers"]["raw sockets"]["mb_per_s"]
+    bound, whole_bound = (
+        found["readers"][name]["mb_per_s"] for name in ("raw sockets", "raw sockets (whole)")
+    )
     print(f"{found['model_bytes'] / MIB:.0f} MiB for {options.ranks} ranks; {found['machine']}")
     print(f"{'reader':32} {'MB/s':>7} {'of raw':>7} {'CPU s/GiB':>10}")
     for name, row in found["readers"].items():
         rate = row["mb_per_s"]
-        print(f"{name:32} {rate:7.0f} {rate / bound:7.2f} {row['cpu_s_per_gib']:10.2f}")
+        of_bound = rate / (whole_bound if name.endswith("(whole)") else bound)
+        print(f"{name:32} {rate:7.0f} {of_bound:7.2f} {row['cpu_s_per_gib']:10.2f}")
     print(f"bytes of a rank: {found['share_of_bytes']:.4f} / {options.ranks} of the model")
     print(f"publishing: {found['publish_mb_per_s']:.0f} MB/s")
     if options.json:
