@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from kl_problems import KINDS, true_divergence
@@ -79,6 +81,31 @@ def test_empty_input(kernels: str) -> None:
     assert values.shape == (0,)
     assert student.grad is not None
     assert student.grad.shape == (0, 4)
+
+
+@pytest.fixture
+def unwritten_is_nan() -> Iterator[None]:
+    """New memory holds NaN until something is written to it."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 2, 7])
+def test_padding_and_tokens_left_out_get_a_gradient_of_zero(
+    kernels: str, unwritten_is_nan: None, dtype: torch.dtype, tokens: int
+) -> None:
+    student, head, teacher, teacher_head = small(dtype, tokens)
+    heads = Head(head.weight, vocab_size=9), Head(teacher_head.weight, vocab_size=9)
+    for counted in (1.0, 0.0):
+        weight = torch.full((tokens,), counted)
+        values = linear_kl(student, heads[0], teacher, heads[1], weight=weight, chunk=3)
+        at_hidden, at_weight = torch.autograd.grad(values.sum(), (student, head.weight))
+        assert torch.isfinite(at_hidden).all()
+        assert torch.isfinite(at_weight).all()
+        assert (at_weight[9:] == 0).all()
+        assert (at_weight.abs().sum() > 0) == (tokens > 0 and counted > 0)
 
 
 def test_student_equal_to_teacher_has_no_divergence_and_no_gradient(kernels: str) -> None:
