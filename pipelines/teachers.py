@@ -43,6 +43,7 @@ def open_schedule(
     with ExitStack() as stack:
         # The background threads of the teachers gather in a group of their own.
         reading = None if group is None else dist.new_group(dist.get_process_group_ranks(group))
+        assert not isinstance(reading, int)  # what a process outside of the group would get
         served = {name: t for name, t in recipe.teachers.items() if name in router.teachers and t.server}
         local = [name for name in router.teachers if name not in served]
         found = dict(_open_teachers(context, local, vocabulary, reading, stack)) if local else {}
@@ -144,6 +145,17 @@ def check_signal(recipe: Recipe, name: str) -> None:
             f"teachers.{name}.server.signal is {server.signal}, which is too little for {what}; set it to"
             " hidden, or choose another loss."
         )
+
+
+def wait_shares(metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """`teacher/NAME/wait_share` of a step that took `seconds`: how much of it was spent waiting for each."""
+    ends = "/wait_seconds"
+    waits = {
+        name: value for name, value in metrics.items() if name.startswith("teacher/") and name.endswith(ends)
+    }
+    return {
+        name.removesuffix(ends) + "/wait_share": value / max(seconds, 1e-9) for name, value in waits.items()
+    }
 
 
 def published_teacher(context: StageContext, name: str) -> str:
