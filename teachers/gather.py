@@ -52,11 +52,11 @@ class UnitGather:
         self._stream.synchronize()
         return flat
 
-    def leave(self, model: PublishedModel, unit: str) -> None:
-        """Take no part in reading `unit`, the next one of the other ranks, nor any later one."""
-        if self._broken is None:
-            with suppress(TeacherError):  # whoever else has left does not wait
-                self._tell(model, unit, _LEAVES)
+    def leave(self) -> None:
+        """Read no more. Waits for the other ranks, who leave too, or learn of it at their next unit."""
+        if self.world > 1 and self._broken is None:
+            with suppress(TeacherError):  # one that is gone needs not be told
+                self._tell("", _LEAVES)
 
     def finish_compute(self) -> None:
         """Wait until kernels that use the last unit are done, so that its memory can be written again."""
@@ -99,7 +99,7 @@ class UnitGather:
 
     def _agree(self, model: PublishedModel, unit: str, error: Exception | None) -> None:
         """Stop on all ranks if one of them could not read: a gather without it would wait for ever."""
-        said = self._tell(model, unit, _HAS_READ if error is None else _FAILED)
+        said = self._tell(_not_gathered(model, unit), _HAS_READ if error is None else _FAILED)
         if error is not None:
             raise error
         if ranks := _ranks(said, _FAILED):
@@ -108,16 +108,15 @@ class UnitGather:
                 f" {model.manifest.digest[:12]}; its own error says why."
             )
 
-    def _tell(self, model: PublishedModel, unit: str, state: int) -> list[int]:
-        """What every rank says of `unit`. Raises `TeacherError` if one is gone, for good."""
+    def _tell(self, failure: str, state: int) -> list[int]:
+        """What every rank says of the next unit. Raises `TeacherError` if one is gone, for good."""
         said = torch.zeros(self.world, dtype=torch.int32, device=self.device)
         said[self.rank] = state
-        with self._lasting(), naming_lost_ranks(_not_gathered(model, unit)):
+        with self._lasting(), naming_lost_ranks(failure):
             dist.all_reduce(said, group=self.group)
             if (ranks := _ranks(said.tolist(), _LEAVES)) and state != _LEAVES:
                 raise TeacherError(
-                    f"{_not_gathered(model, unit)}, rank {ranks} has stopped to read teachers; look for that"
-                    " rank's own error."
+                    f"{failure}, rank {ranks} has stopped to read teachers; look for that rank's own error."
                 )
         return said.tolist()
 

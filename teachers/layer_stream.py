@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from opd.storage.published import PublishedModel
 
 
+_PATIENCE = 60.0
+"""Seconds a rank that closes its stream waits for the others."""
+
+
 @dataclass(eq=False)
 class UnitPass:
     """Some units of one model, asked for in this order, to be used once."""
@@ -126,14 +130,16 @@ class LayerStream:
     def close(self) -> None:
         """Stop reading and free the buffer.
 
-        With a group, a rank that goes on reading gets a `TeacherError`, and a rank that closes with units
-        still to be read ahead waits until the others have come as far or have ended.
+        With a group, all ranks close together: this waits for the others, though not for ever, since one that
+        failed may be waiting for this one elsewhere. A rank that goes on reading gets a `TeacherError`.
         """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_PATIENCE if self.collective else None)
+            if self._thread.is_alive():
+                return  # it waits for a rank that may never come, and needs its buffer if it does
         self._queue.clear()
         self.meter.let_go(self._arena.nbytes)
         self._ring, self._arena = ByteRing(0), torch.empty(0, dtype=torch.uint8)
@@ -190,16 +196,7 @@ class LayerStream:
                 self._finish(asked, start, None, error)
             else:
                 self._finish(asked, start, flat, None)
-        self._leave()
-
-    def _leave(self) -> None:
-        """Tell the other ranks that this one reads no more, if they are about to wait for it."""
-        if not self.collective:
-            return
-        with self._changed:
-            job = self._start_next()
-        if job is not None:
-            self.gather.leave(job[0].model, job[1])
+        self.gather.leave()
 
     def _finish(self, asked: UnitPass, start: int, flat: Tensor | None, error: BaseException | None) -> None:
         with self._changed:

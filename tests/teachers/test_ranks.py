@@ -74,12 +74,13 @@ def expected(teachers):
 
 @pytest.fixture(scope="module")
 def two_ranks(teachers, tmp_path_factory):
-    """The folder two ranks wrote: rank 1 cannot read, all is well, rank 1 dies in its first layer."""
+    """The folder two ranks wrote: rank 1 cannot read, all is well, rank 1 closes its stream, rank 1 dies."""
     folder = tmp_path_factory.mktemp("two")
     urls = {name: url for name, (_, url) in teachers.items()}
     broken = urls | {"b": str(broken_copy(urls["b"], folder / "broken"))}
     dies = task("dies", urls, [0, 1] * 4) | {"dies": 1}
-    run(folder, 2, [task("broken", [urls, broken], [0, 1] * 4), task("whole", urls, UNEVEN), dies])
+    broken_task, whole = task("broken", [urls, broken], [0, 1] * 4), task("whole", urls, UNEVEN)
+    run(folder, 2, [broken_task, whole, task("leaves", urls, []), dies])
     return folder
 
 
@@ -126,6 +127,13 @@ def test_every_rank_stops_where_one_cannot_read(two_ranks):
     assert (first["error"], second["error"]) == ("TeacherError", "StorageError")
     assert "rank 1 could not read its part of layer." in first["message"]
     assert "shard-00001-of-00002" in second["message"]
+
+
+def test_a_rank_that_closes_its_stream_ends_the_others_with_a_sentence(two_ranks):
+    first, second = results(two_ranks, "leaves", 2)
+    assert second == {"units": 1}
+    assert first["error"] == "TeacherError"
+    assert "was not gathered, rank 1 has stopped to read teachers" in first["message"]
 
 
 def test_a_rank_that_dies_ends_the_others_with_a_sentence(two_ranks):
