@@ -6,7 +6,7 @@ import math
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from opd.errors import OpdError, RolloutError
@@ -24,10 +24,16 @@ class Dispatch(Iterator[DecodeStep]):
     """Iterator over the decode steps of a call; closing or dropping it lets the engines go."""
 
     def __init__(
-        self, pool: EnginePool, ledger: Ledger, counters: Counter[str], between: Callable[[], None]
+        self,
+        pool: EnginePool,
+        ledger: Ledger,
+        counters: Counter[str],
+        between: Callable[[], None],
+        at_end: Callable[[], None],
     ) -> None:
-        """`between` runs before every step and may raise."""
-        self._pool, self._ledger, self._counters, self._between = pool, ledger, counters, between
+        """`between` runs before every step and may raise; `at_end` once, when no more steps come."""
+        self._pool, self._ledger, self._counters = pool, ledger, counters
+        self._between, self._at_end = between, at_end
         self._inbox: queue.SimpleQueue[tuple[object, Event]] = queue.SimpleQueue()
         self._calls: dict[int, Call] = {}
         self._overlap = Overlap(ledger, self._calls)
@@ -67,8 +73,11 @@ class Dispatch(Iterator[DecodeStep]):
             if not self._pending and not any(call.open for call in self._calls.values()):
                 self.close()
                 break
-            self._assign()
+            if self._pending or self._pool.policy.hedge_after is not None:
+                self._assign()
             self._listen()
+            if self._ledger.ready:
+                return self._ledger.ready.popleft()
         raise StopIteration
 
     def close(self) -> None:
@@ -77,6 +86,7 @@ class Dispatch(Iterator[DecodeStep]):
             self._open = False
             for index in list(self._calls):
                 self._let_go(index)
+            self._at_end()
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
@@ -127,7 +137,6 @@ class Dispatch(Iterator[DecodeStep]):
             if length > self._lengths.get(uid, -1):
                 self._lengths[uid] = length
                 self._strikes.pop(uid, None)
-        source = ThreadSource if self._pool.threaded else InlineSource
         call = Call(index, uids, turns, InlineSource(iter(())), set(uids))
         try:
             steps = self._pool.take(index).generate(requests)
@@ -143,7 +152,7 @@ class Dispatch(Iterator[DecodeStep]):
             return
         self._calls[index] = call
         self._served = time.monotonic()
-        if source is ThreadSource:
+        if self._pool.threaded:
             call.source = thread = ThreadSource(steps, self._inbox, self._pool.gate)
             thread.start(call)
         else:
@@ -180,8 +189,7 @@ class Dispatch(Iterator[DecodeStep]):
         elif isinstance(event, Failed):
             self._failed(call, event.error)
         elif call.open:
-            first = min(call.open)
-            self._failed(call, RuntimeError(f"the engine ended without finishing request {first}"))
+            self._failed(call, RuntimeError(f"the engine ended without finishing {min(call.open)}"))
         else:
             self._calls.pop(call.engine)
             self._limit = min(2 * self._limit, len(self._ledger.requests))
@@ -197,7 +205,7 @@ class Dispatch(Iterator[DecodeStep]):
         early = self._ledger.stopped(step)
         if early:
             step = replace(step, finished=step.finished | early)
-            self._tell(call, early)
+            call.tell(self._pool.engines[call.engine], early)
         if not step.finished:
             self._ledger.accept(step)
             return
@@ -210,13 +218,6 @@ class Dispatch(Iterator[DecodeStep]):
         self._overlap.ended(ends)
         if call.over and not call.open:
             self._let_go(call.engine)  # what it still writes is not wanted
-
-    def _tell(self, call: Call, ended: Iterable[str]) -> None:
-        """Let an engine know that requests have ended, if it can be told."""
-        abort = getattr(self._pool.engines[call.engine], "abort", None)
-        names = call.leave(ended)
-        if abort is not None:
-            abort(names)
 
     def _return(self, uids: list[str]) -> None:
         """Requests that an engine stopped before their end go to the end of the queue."""
@@ -274,10 +275,9 @@ class Dispatch(Iterator[DecodeStep]):
         limit = self._pool.policy.step_timeout
         if limit is None:
             return
-        now = time.monotonic()
         for call in list(self._calls.values()):
             since = call.source.busy_since()
-            if since is not None and now - since > limit:
+            if since is not None and time.monotonic() - since > limit:
                 self._counters["engine_timeouts"] += 1
                 self._failed(call, TimeoutError(f"no decode step in {limit:g} s"))
 

@@ -76,6 +76,13 @@ class Call:
         names = {uid: name for name, (uid, _) in self.turns.items()}
         return [names.get(uid, uid) for uid in gone]
 
+    def tell(self, engine: object, ended: Iterable[str]) -> None:
+        """As `leave`, and let the engine know, if it can be told."""
+        abort = getattr(engine, "abort", None)
+        names = self.leave(ended)
+        if abort is not None:
+            abort(names)
+
     def translate(self, step: DecodeStep) -> DecodeStep:
         """`step` in the caller's uids and positions, without what is over."""
         step = self._renamed(step) if self.turns else step

@@ -108,7 +108,7 @@ class FaultTolerantRollout:
         if ledger.resumed:
             self._restore()
         self._counted = self._count_engines()  # others may have used the engines in the meantime
-        dispatch = Dispatch(self._pool, ledger, self.counters, self._between_steps)
+        dispatch = Dispatch(self._pool, ledger, self.counters, self._between_steps, self._count_call)
         self._active = weakref.ref(dispatch)
         return dispatch
 
@@ -163,12 +163,13 @@ class FaultTolerantRollout:
             for name, attribute in ENGINE_COUNTS.items()
         }
 
-    def _between_steps(self) -> None:
+    def _count_call(self) -> None:
+        """Add what engines did in the call that is over."""
         counts = self._count_engines()
-        if counts != self._counted:
-            grown = {name: count - self._counted[name] for name, count in counts.items()}
-            self.counters.update({name: count for name, count in grown.items() if count > 0})
-            self._counted = counts
+        grown = {name: count - self._counted[name] for name, count in counts.items()}
+        self.counters.update({name: count for name, count in grown.items() if count > 0})
+
+    def _between_steps(self) -> None:
         asked = self._preemption
         if asked is None or not asked.pending:
             return
