@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 
@@ -34,6 +35,7 @@ class TrajectoryBatch:
         self.rows = list(rows)
         self._segments, self._checks, self._still_there = segments, checks, still_there
         self._held: list[int] = []
+        self._owner = os.getpid()
         self._maps: dict[tuple[int, str], MappedRows] = {}
         self._mutex = threading.Lock()
         used = table.locations["segment"][self.rows]
@@ -125,7 +127,7 @@ class TrajectoryBatch:
         for mapped in maps.values():
             mapped.forget(0, mapped.rows)
         for number in held:
-            self._segments.release(number)
+            self._segments.release(number, self._owner)
 
     def __enter__(self) -> TrajectoryBatch:
         return self

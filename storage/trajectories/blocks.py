@@ -32,7 +32,9 @@ class Segments(Protocol):
         """Keep the files of a segment until `release`; False if they are being removed."""
         ...
 
-    def release(self, number: int) -> None: ...
+    def release(self, number: int, owner: int) -> None:
+        """Give back what process `owner` acquired; in another process, made by a fork, it does nothing."""
+        ...
 
     def generation(self, number: int, name: str) -> int:
         """Changes when a file was removed and made anew; never while its segment is held."""
@@ -57,8 +59,8 @@ class LocalSegments:
     def acquire(self, number: int) -> bool:
         return self._leases.acquire(lease_key(number))
 
-    def release(self, number: int) -> None:
-        self._leases.release(lease_key(number), os.getpid())
+    def release(self, number: int, owner: int) -> None:
+        self._leases.release(lease_key(number), owner)
 
     def generation(self, number: int, name: str) -> int:
         del number, name

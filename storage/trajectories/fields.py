@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import xxhash
 
 from opd.errors import StorageError
 
@@ -114,7 +115,7 @@ class StoreHeader:
     def encode(self, **more: object) -> bytes:
         document = {"format": FORMAT, "identity": self.identity, "block_bytes": self.block_bytes}
         document |= {"fields": [asdict(field) for field in self.fields], **more}
-        return json.dumps(document, indent=1).encode()
+        return json.dumps(document | {"checksum": _checksum(document)}, indent=1).encode()
 
 
 def decode_header(data: bytes, where: str) -> tuple[StoreHeader, dict]:
@@ -127,12 +128,18 @@ def decode_header(data: bytes, where: str) -> tuple[StoreHeader, dict]:
                 f"{where} has format {written} of trajectory stores, this version reads up to {FORMAT};"
                 " update opd"
             )
+        if document.pop("checksum") != _checksum(document):
+            raise ValueError("wrong checksum")
         fields = tuple(Field(**entry) for entry in document["fields"])
         return StoreHeader(document["identity"], check_fields(fields), int(document["block_bytes"])), document
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(
             f"{where} is not the header of a trajectory store ({error}); check the path, or restore the file"
         ) from error
+
+
+def _checksum(document: dict) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(document, sort_keys=True).encode())
 
 
 def find_header(path: Path, fields: Sequence[Field]) -> StoreHeader | None:

@@ -114,8 +114,8 @@ class RemoteSegments:
         with self._mutex:
             return self._copy(number, name).generation
 
-    def release(self, number: int) -> None:
-        self._leases.release(lease_key(number), os.getpid())
+    def release(self, number: int, owner: int) -> None:
+        self._leases.release(lease_key(number), owner)
 
     def bring(self, number: int, name: str, start: int, stop: int) -> None:
         self._bring(number, name, start, stop, again=False)
