@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from opd.errors import TeacherError
 from opd.kernels.ops import linear_logprobs
 from opd.served.faults import RefusedError
-from opd.served.http_pool import HTTPPool, Server
+from opd.served.http_client import Server
+from opd.served.http_pool import HTTPPool
 from opd.served.sglang_answers import Question, hidden_body, hidden_of, logprob_body, logprobs_of, versions_of
 from opd.storage.published import PublishedModel
 from opd.teachers.streamed_head import read_head
@@ -23,13 +25,29 @@ PROBE = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7, 2, 3], dtype=np.int32)
 """Ids below 8: every vocabulary has them, also a wrong one."""
 
 
+Rebuild = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Of the head's weight, padding included."""
+
+    rows: int
+    width: int
+
+
 @dataclass(slots=True)
 class Expected:
     """What a server must be; what the recipe leaves open is what the first server was."""
 
-    published: PublishedModel
+    config: Mapping[str, Any]
+    """The model's Hugging Face configuration."""
+    head: HeadShape
     hidden: bool
     """Whether hidden states are needed."""
+    rebuild: Rebuild | None = None
+    """Log-probabilities of ids [N] from hidden rows [N, D], by the right head; `None` compares servers with
+    each other only."""
     weight_version: str | None = None
     checksum: str | None = None
     logprobs: np.ndarray | None = None
@@ -64,7 +82,7 @@ async def checksum(pool: HTTPPool, server: Server) -> str:
 
 def _check_kind(owner: str, server: Server, info: dict[str, Any], expected: Expected) -> None:
     for key in ("architectures", "model_type"):
-        there, here = info.get(key), expected.published.manifest.config.get(key)
+        there, here = info.get(key), expected.config.get(key)
         if there and here and there != here:
             raise TeacherError(
                 f"{owner}: {server.url} serves {info.get('model_path')} with {key} {there}, the recipe's"
@@ -131,19 +149,19 @@ async def _check_outputs(
 
     A server without hidden states can only be compared with the first one.
     """
-    head = expected.published.manifest.head
+    head = expected.head
     question = Question("probe", PROBE, 0)
     if expected.hidden or settings.get("enable_return_hidden_states"):
         answer = await pool.ask(server, "POST", "/generate", hidden_body(question))
-        served = logprobs_of(answer, PROBE[:-1], 0, head.vocabulary)
-        check_width(pool.owner, server, answer, head.hidden)
-        if expected.logprobs is None:
-            rows = hidden_of(answer, question, head.hidden, head.vocabulary)[:-1]
-            rebuilt = await asyncio.to_thread(_rebuild, expected.published, rows, PROBE[1:-1])
+        served = logprobs_of(answer, PROBE[:-1], 0, head.rows)
+        check_width(pool.owner, server, answer, head.width)
+        if expected.logprobs is None and expected.rebuild is not None:
+            rows = hidden_of(answer, question, head.width, head.rows)[:-1]
+            rebuilt = await asyncio.to_thread(expected.rebuild, rows, PROBE[1:-1])
             _compare(pool.owner, server, served, rebuilt, expected.tolerance, "the published head gives")
     else:
         answer = await pool.ask(server, "POST", "/generate", logprob_body(Question("probe", PROBE[:-1], 0)))
-        served = logprobs_of(answer, PROBE[:-1], 0, head.vocabulary)
+        served = logprobs_of(answer, PROBE[:-1], 0, head.rows)
     if expected.logprobs is None:
         expected.logprobs = served
     _compare(pool.owner, server, served, expected.logprobs, expected.tolerance, "the first server gave")
@@ -171,9 +189,13 @@ def _compare(
         )
 
 
-def _rebuild(published: PublishedModel, rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """[N] log-probabilities of `ids` from hidden `rows`, over all rows of the head, as a server has them."""
-    head = read_head(published, torch.float32, torch.device("cpu"))
-    with torch.no_grad():
-        hidden, tokens = torch.from_numpy(rows), torch.from_numpy(ids.astype(np.int64))
-        return linear_logprobs(hidden, head, tokens).float().numpy()
+def rebuild_with(published: PublishedModel) -> Rebuild:
+    """By the head of `published`, over all of its rows, as a server has them; read at each call."""
+
+    def rebuild(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        head = read_head(published, torch.float32, torch.device("cpu"))
+        with torch.no_grad():
+            hidden, tokens = torch.from_numpy(rows), torch.from_numpy(ids.astype(np.int64))
+            return linear_logprobs(hidden, head, tokens).float().numpy()
+
+    return rebuild

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,8 @@ from opd.errors import ConfigError, TeacherError
 from opd.kernels.head import Head
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.served.faults import Patience
-from opd.served.http_pool import HTTPPool, PoolOptions, Server
+from opd.served.http_client import PoolOptions, Server
+from opd.served.http_pool import HTTPPool
 from opd.served.loop_thread import LoopThread
 from opd.served.sglang_answers import (
     Question,
@@ -29,7 +30,7 @@ from opd.served.sglang_answers import (
     top_logprobs_of,
 )
 from opd.storage.published import PublishedModel
-from opd.teachers.sglang_identity import Expected, admit, check_versions
+from opd.teachers.sglang_identity import Expected, HeadShape, admit, check_versions, rebuild_with
 from opd.teachers.streamed_head import read_head
 from opd.teachers.streamed_teacher import Placement
 from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
@@ -57,6 +58,15 @@ def pool_options(config: ServerConfig) -> PoolOptions:
     return PoolOptions(config.urls, config.api_key_env, config.max_in_flight_tokens, patience)
 
 
+def check_temperature(name: str, signal: str, temperature: float) -> None:
+    """`ConfigError` if servers cannot give `signal` at `temperature`: they score at 1 and say nothing."""
+    if signal != "hidden" and temperature != 1.0:
+        raise ConfigError(
+            f"teacher {name}: servers give log-probabilities at temperature 1 only, but rollout.temperature"
+            f" is {temperature:g}; set teachers.{name}.server.signal to hidden, or the temperature to 1."
+        )
+
+
 class SGLangTeacher:
     """Implements `opd.protocols.Teacher` on servers of a published model.
 
@@ -78,12 +88,7 @@ class SGLangTeacher:
     ) -> None:
         self.name, self.url = name, url
         self.signal, self._asked, self._placement = config.signal, asked, placement
-        if self.signal != "hidden" and asked.temperature != 1.0:
-            raise ConfigError(
-                f"teacher {name}: servers give log-probabilities at temperature 1 only, but"
-                f" rollout.temperature is {asked.temperature:g}; set teachers.{name}.server.signal to hidden,"
-                " or the temperature to 1."
-            )
+        check_temperature(name, config.signal, asked.temperature)
         self.published = PublishedModel.open(url)
         self._head = self.published.manifest.head
         rows = self._head.vocabulary
@@ -94,7 +99,12 @@ class SGLangTeacher:
                 f" log-probabilities count the padding; set teachers.{name}.server.signal to hidden."
             )
         self._expected = Expected(
-            self.published, self.signal == "hidden", config.weight_version, config.checksum
+            self.published.manifest.config,
+            HeadShape(rows, self._head.hidden),
+            self.signal == "hidden",
+            rebuild_with(self.published),
+            config.weight_version,
+            config.checksum,
         )
         self.pool = HTTPPool(f"teacher {name}", pool_options(config), TeacherError, self._admit)
         self._begun: dict[str, tuple[Question, Future[Any]]] = {}
@@ -129,7 +139,9 @@ class SGLangTeacher:
         """
         futures = [self._future(sample) for sample in samples if len(sample.response_ids)]
         try:
-            found = [future.result() for future in futures]
+            wait(futures, return_when=FIRST_EXCEPTION)  # whichever it is: the others may wait for long
+            failed = next((f for f in futures if f.done() and f.exception() is not None), None)
+            found = [future.result() for future in ([failed] if failed else futures)]
         except BaseException:
             for _, future in self._begun.values():
                 future.cancel()

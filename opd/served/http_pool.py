@@ -3,68 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from opd.errors import ConfigError, MissingExtraError, OpdError
-from opd.served.faults import Patience, RefusedError, UnavailableError, pause
-
-if TYPE_CHECKING:
-    import aiohttp
-
-RETRIED = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses that a later attempt may not meet."""
+from opd.errors import OpdError
+from opd.served.faults import RefusedError, UnavailableError, pause
+from opd.served.http_client import HTTPClient, PoolOptions, Server
 
 
-@dataclass(slots=True, eq=False)
-class Server:
-    """One URL and what is known of it."""
+@dataclass(slots=True, kw_only=True)
+class Trouble:
+    """How often one request has failed."""
 
-    url: str
-    in_flight: int = 0
-    """Tokens of the requests it works on."""
-    failures: int = 0
-    """In a row."""
-    resting_until: float = 0.0
-    """On the monotonic clock."""
-    admitted: bool = False
-    """Whether it was checked since it was last away."""
-    last_error: str = ""
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while it is checked."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """Who is asked, and how much at once."""
-
-    urls: Sequence[str]
-    api_key_env: str | None = None
-    """Environment variable that holds the key. The key itself is never logged or shown."""
-    max_in_flight_tokens: int = 65_536
-    """Per server; more wait here, so that a server's queue stays short."""
-    patience: Patience = field(default_factory=Patience)
+    bad_answers: int = 0
+    since: float | None = None
+    """When it failed first."""
 
 
 @dataclass(slots=True)
-class PoolCounters:
-    """What happened since the counters were last taken."""
-
-    requests: int = 0
-    retries: int = 0
-    hedges: int = 0
-    sent_tokens: int = 0
-    received_bytes: int = 0
-
-
-@dataclass(slots=True)
-class _Call:
+class _Call(Trouble):
     """One request, however often it is tried."""
 
     path: str
@@ -73,12 +34,9 @@ class _Call:
     check: Callable[[dict[str, Any]], Any]
     asked: list[Server] = field(default_factory=list)
     """Servers that have it now, or had it last."""
-    bad_answers: int = 0
-    since: float | None = None
-    """When it failed first."""
 
 
-class HTTPPool:
+class HTTPPool(HTTPClient):
     """JSON over pooled connections. Everything but the constructor belongs to one event loop.
 
     A server that fails rests for a while, longer each time, and is checked by `admit` before it works again.
@@ -98,13 +56,13 @@ class HTTPPool:
         error: type[OpdError],
         admit: Callable[[Server], Awaitable[None]] | None = None,
     ) -> None:
-        self.owner, self.options, self._error, self._admit = owner, options, error, admit
+        super().__init__(owner, options)
+        self._error, self._admit = error, admit
         self.servers = [Server(url.rstrip("/")) for url in options.urls]
-        self.counters = PoolCounters()
-        self._headers = _headers(owner, options.api_key_env)
         self._rng = random.Random()
         self._freed = asyncio.Condition()
-        self._session: aiohttp.ClientSession | None = None
+        self._trouble_since: float | None = None
+        """When a server failed first since one last answered well."""
 
     async def post(
         self, path: str, body: dict[str, Any], tokens: int, check: Callable[[dict[str, Any]], Any]
@@ -122,70 +80,23 @@ class HTTPPool:
             except RefusedError as refusal:
                 raise self._error(f"{self.owner}: {refusal}; check the request and the server.") from None
             except UnavailableError as trouble:
-                self._bear(call, trouble)
+                self.bear(call, trouble)
 
-    def _bear(self, call: _Call, trouble: UnavailableError) -> None:
+    def bear(self, call: Trouble, trouble: UnavailableError) -> None:
         """Note a failed attempt. Raises the pool's error when it was one too many."""
         limits, now = self.options.patience, time.monotonic()
         call.bad_answers += trouble.answered
         call.since = call.since or now
-        if call.bad_answers >= limits.attempts or now - call.since > limits.unreachable:
+        # Servers that always fail are tried by one request after another: their failures count together.
+        since = min(call.since, self._trouble_since or now)
+        all_bad = all(server.bad_answers >= limits.attempts for server in self.servers)
+        if all_bad or call.bad_answers >= limits.attempts or now - since > limits.unreachable:
             names = ", ".join(server.url for server in self.servers)
             raise self._error(
-                f"{self.owner}: no usable answer from {names} in the {now - call.since:.0f} seconds after the"
+                f"{self.owner}: no usable answer from {names} in the {now - since:.0f} seconds after the"
                 f" first failure ({trouble}); mend or start it and continue with --resume."
             )
         self.counters.retries += 1
-
-    async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One attempt at one server. Raises `UnavailableError` or `RefusedError`."""
-        import aiohttp
-
-        session = self._open_session()
-        try:
-            async with session.request(method, server.url + path, json=body) as answer:
-                content = await answer.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
-            what = (
-                "timed out" if isinstance(trouble, TimeoutError) else f"{type(trouble).__name__}: {trouble}"
-            )
-            raise UnavailableError(f"{server.url}{path} {what}", answered=False) from None
-        self.counters.received_bytes += len(content)
-        where = f"{server.url}{path} answered {answer.status}"
-        if answer.status in RETRIED:
-            raise UnavailableError(where, answered=True)
-        if answer.status >= 400:
-            raise RefusedError(f"{where} {_excerpt(content)}".rstrip())
-        try:
-            return json.loads(content) if content else None
-        except ValueError:
-            if method == "POST" and path != "/generate":
-                return None  # some control requests answer with a line of text
-            raise UnavailableError(f"{where} with something that is not JSON", answered=True) from None
-
-    @asynccontextmanager
-    async def stream(self, server: Server, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
-        """The open answer to a streaming request; its reads may raise what aiohttp raises."""
-        import aiohttp
-
-        limits = self.options.patience
-        # A stream may last as long as it likes, as long as something comes now and then.
-        quiet = aiohttp.ClientTimeout(
-            total=None, sock_connect=limits.connect_timeout, sock_read=limits.timeout
-        )
-        async with self._open_session().post(server.url + path, json=body, timeout=quiet) as answer:
-            if answer.status in RETRIED:
-                raise UnavailableError(f"{server.url}{path} answered {answer.status}", answered=True)
-            if answer.status >= 400:
-                text = _excerpt(await answer.read())
-                raise RefusedError(f"{server.url}{path} answered {answer.status} {text}".rstrip())
-            yield answer
-
-    async def close(self) -> None:
-        """Close the connections."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
 
     async def _hedged(self, call: _Call) -> Any:
         after = self.options.patience.hedge_after
@@ -200,28 +111,37 @@ class HTTPPool:
         return await _first_success([first, asyncio.ensure_future(self._once(call))])
 
     async def _once(self, call: _Call) -> Any:
-        path, body, tokens, check = call.path, call.body, call.tokens, call.check
-        server = await self._take(tokens, call.asked)
-        call.asked.append(server)
-        self.counters.sent_tokens += tokens
+        self.counters.sent_tokens += call.tokens
+        async with self.lease(call.tokens, call.asked) as server:
+            return call.check(await self.ask(server, "POST", call.path, call.body))
+
+    @asynccontextmanager
+    async def lease(
+        self, tokens: int, asked: list[Server], preferred: Server | None = None
+    ) -> AsyncIterator[Server]:
+        """A server to give `tokens` to, once one has room; it is added to `asked`. An `UnavailableError` of
+        the block counts as its failure, a block that ends well as its success.
+        """
+        server = await self._take(tokens, asked, preferred)
+        asked.append(server)
         try:
             if not server.admitted:
                 await self._check(server)
-            found = check(await self.ask(server, "POST", path, body))
+            yield server
         except UnavailableError as trouble:
             self._failed(server, trouble)
             raise
         else:
-            server.failures = 0
-            return found
+            server.failures = server.bad_answers = 0
+            self._trouble_since = None
         finally:
             server.in_flight -= tokens
             async with self._freed:
                 self._freed.notify_all()
 
-    async def _take(self, tokens: int, asked: list[Server]) -> Server:
-        """The server with the fewest tokens in flight that is not resting and has room; waits for one. One
-        that was asked already comes last.
+    async def _take(self, tokens: int, asked: list[Server], preferred: Server | None) -> Server:
+        """`preferred`, or the server with the fewest tokens in flight, that is not resting and has room;
+        waits for one. One that was asked already comes last.
         """
         while True:
             now = time.monotonic()
@@ -229,7 +149,9 @@ class HTTPPool:
             free = [s for s in ready if self._has_room(s, tokens)]
             if free:
                 # Among equals by chance: requests of one moment must not all go to the first.
-                server = min(free, key=lambda s: (s in asked, s.in_flight, self._rng.random()))
+                server = min(
+                    free, key=lambda s: (s in asked, s is not preferred, s.in_flight, self._rng.random())
+                )
                 server.in_flight += tokens
                 return server
             ends = [s.resting_until - now for s in self.servers if s.resting_until > now]
@@ -260,40 +182,10 @@ class HTTPPool:
         server.admitted = False
         server.last_error = str(trouble)
         if server.resting_until <= time.monotonic():  # many requests that fail at once are one failure
+            self._trouble_since = self._trouble_since or time.monotonic()
             server.failures += 1
+            server.bad_answers += trouble.answered
             server.resting_until = time.monotonic() + pause(server.failures, self._rng)
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            import aiohttp
-
-            limits = self.options.patience
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=limits.timeout, sock_connect=limits.connect_timeout),
-                headers=self._headers,
-            )
-        return self._session
-
-
-def _headers(owner: str, variable: str | None) -> dict[str, str]:
-    try:
-        import aiohttp  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("a served model", "sglang") from None
-    if variable is None:
-        return {}
-    key = os.environ.get(variable)
-    if not key:
-        raise ConfigError(
-            f"{owner}: api_key_env names the environment variable {variable}, which is not set;"
-            " export it or leave api_key_env out."
-        )
-    return {"Authorization": f"Bearer {key}"}
-
-
-def _excerpt(content: bytes) -> str:
-    return " ".join(content[:300].decode(errors="replace").split())
 
 
 async def _wait(tasks: list[asyncio.Future], seconds: float | None) -> tuple[set, set]:

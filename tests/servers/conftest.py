@@ -1,4 +1,4 @@
-"""One S3 server a session; a fault proxy in front of it and a published model, per test."""
+"""One S3 server and one SGLang server a session; fault proxies in front of them and published models."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from checkpoints import write_checkpoint
 from fault_proxy import FaultProxy, fault_proxy
 from seaweedfs import BUCKET, S3Server, aws_environment, seaweedfs, weed
+from served_models import write_served_models
+from sglang_server import SGLangServer, installing, sglang_server
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The SGLang server is installed while other tests run: the first time takes a minute or more."""
+    wanted = any("sglang" in getattr(item, "fixturenames", ()) for item in session.items)
+    if wanted and not session.config.option.collectonly:
+        installing()
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +57,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
     write_checkpoint(folder, hidden=128, vocabulary=700)
     return folder
+
+
+@pytest.fixture(scope="session")
+def served_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three folders of one architecture with a head padded beyond the tokenizer: `a`, `b` and `bad`, whose
+    head holds a number that is not finite.
+    """
+    return write_served_models(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="session")
+def sglang(
+    served_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangServer]:
+    """A real server of model `a`."""
+    pytest.importorskip("aiohttp", reason="needs the extra sglang")
+    reason = installing().result()
+    if reason is not None:
+        pytest.skip(f"no SGLang server: {reason}")
+    with sglang_server(served_models["a"], tmp_path_factory.mktemp("sglang")) as server:
+        yield server

@@ -143,7 +143,8 @@ class FaultProxy:
             return True
         chunked, length = b"transfer-encoding: chunked" in head.lower(), _content_length(head)
         if chunked:
-            client[0].sendall(_read_chunked(server[1]))
+            for chunk in _read_chunks(server[1]):
+                client[0].sendall(chunk)
             return True
         return self._send_body(client[0], server[1], length, fault)
 
@@ -234,13 +235,13 @@ def _content_length(head: bytes) -> int:
     return 0
 
 
-def _read_chunked(file: object) -> bytes:
-    data = b""
+def _read_chunks(file: object) -> Iterator[bytes]:
+    """Each chunk as it comes: an answer may be a stream."""
     while True:
         size = file.readline()  # type: ignore[attr-defined]
-        data += size + file.read(int(size, 16) + 2)  # type: ignore[attr-defined]
+        yield size + file.read(int(size, 16) + 2)  # type: ignore[attr-defined]
         if int(size, 16) == 0:
-            return data
+            return
 
 
 def _answer(fault: Fault) -> bytes:

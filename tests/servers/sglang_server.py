@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import signal
 import subprocess
@@ -11,12 +13,23 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from seaweedfs import free_ports
 
 CPU_SERVER = Path(__file__).resolve().parents[2] / "examples" / "sglang_teachers" / "cpu_server"
 INSTALL_SECONDS, START_SECONDS = 900, 300
+
+
+@functools.cache
+def installing() -> Future[str | None]:
+    """The installation, begun in the background; its result as `install` gives it."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="sglang-install")
+    try:
+        return executor.submit(install)
+    finally:
+        executor.shutdown(wait=False)
 
 
 def install() -> str | None:
@@ -76,6 +89,26 @@ class SGLangServer:
                     f"the server did not start: {self.log.read_text(errors='replace')[-3000:]}"
                 )
             time.sleep(0.3)
+
+    def control(self, path: str, **body: object) -> dict:
+        """The answer to one of the server's own verbs."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read()
+        return json.loads(text) if text.startswith(b"{") else {}
+
+    def load(self, model: Path, version: str) -> None:
+        """Serve the weights of the folder `model` from now on; refused until aborted requests are gone."""
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                self.control("/update_weights_from_disk", model_path=str(model), weight_version=version)
+                return
+            except urllib.error.HTTPError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
     def kill(self) -> None:
         """Kill the process and those it started, at once."""

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Trains two specialists, serves each with SGLang on this machine's CPU, and merges them through the servers.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+source examples/install.sh sglang
+here=examples/sglang_teachers runs=runs/sglang-teachers
+ports=(31610 31611)
+
+[ -e "$runs/specialists/specialists/add3/config.json" ] ||
+  .venv/bin/opd specialist "$here/recipe.yaml" --out "$runs/specialists"
+
+PYTHON=$python bash "$here/cpu_server/install.sh" >/dev/null
+servers=()
+trap 'for pid in "${servers[@]}"; do kill -- "-$pid" 2>/dev/null || true; done' EXIT
+for index in 0 1; do
+  name=$([ "$index" = 0 ] && echo reverse || echo add3)
+  setsid bash "$here/cpu_server/serve.sh" "$runs/specialists/specialists/$name" "${ports[$index]}" \
+    --context-length 64 >"$runs/$name.log" 2>&1 &
+  servers+=($!)
+done
+for port in "${ports[@]}"; do
+  for _ in $(seq 300); do
+    "$python" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$port/ready', timeout=5)" 2>/dev/null && break
+    sleep 1
+  done
+done
+
+.venv/bin/opd doctor "$here/recipe.yaml" "$here/merge.yaml"
+.venv/bin/opd distill "$here/recipe.yaml" "$here/merge.yaml" --out "$runs/merge" "$@"

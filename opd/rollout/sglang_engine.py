@@ -1,0 +1,278 @@
+"""The served rollout engine: SGLang workers stream tokens with log-probabilities and take new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import queue
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from opd.errors import OpdError, RolloutError
+from opd.rollout.requests import Limits, queue_requests
+from opd.rollout.sglang_streams import Piece, Stream, decode_steps
+from opd.rollout.sglang_workers import Workers
+from opd.served.faults import RefusedError, UnavailableError
+from opd.served.http_client import PoolOptions, Server
+from opd.served.http_pool import Trouble
+from opd.types import DecodeStep, RolloutRequest, Status
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from opd.rollout.sglang_sync import WeightFolder
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the workers serve."""
+
+    vocabulary: int
+    """Tokens of the tokenizer: others are never sent or taken."""
+    max_sequence: int
+    """Prompt plus response tokens of a request."""
+
+
+class SGLangEngine:
+    """Implements `opd.protocols.RolloutEngine` on SGLang workers of one model.
+
+    The responses to one prompt go to one worker, the first of them ahead, so that its prefix cache computes
+    the prompt once. A request whose worker fails goes on with another after the tokens that have arrived.
+    Paused requests give their cache back and rebuild it with the new weights; each token knows its version.
+
+    Args:
+        options: The workers and limits.
+        model: What they serve.
+        folder: Where new weights are written for them; `None` cannot update weights.
+        version: Of the weights they hold now.
+    """
+
+    def __init__(
+        self, options: PoolOptions, model: ServedModel, folder: WeightFolder | None = None, version: int = 0
+    ) -> None:
+        self._workers = Workers(options, folder, version)
+        self._limits = Limits(model.vocabulary, model.max_sequence)
+        self._active: _Generation | None = None
+        self.cached_tokens = 0
+        """Prompt tokens that workers had in their prefix cache, in all calls so far."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that sample the next token."""
+        return self._workers.version
+
+    @property
+    def paused(self) -> bool:
+        """Whether sampling is stopped."""
+        return self._workers.paused
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+        """Stream all `requests`; each step holds what has arrived, one token a request.
+
+        Raises `RolloutError` for a request that cannot be served, before anything is sampled, and if an
+        earlier call is still in flight. The iterator raises it when no worker is left, or while paused.
+        """
+        if self._active is not None and self._active.open:
+            raise RolloutError(
+                "an earlier generate call is still in flight; exhaust or close its iterator before"
+                " starting another."
+            )
+        ended = queue_requests(requests, self._limits).ended
+        self._active = _Generation(self, self._workers, list(requests), ended)
+        return self._active
+
+    def pause(self) -> None:
+        """Stop sampling on every worker; requests in flight stay, without their cache."""
+        self._workers.pause()
+
+    def flush(self) -> None:
+        """Drop every cached key and value."""
+        self._workers.flush()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Write `weights` to the folder, have every worker read it, verify what each holds, and return the
+        digest. A worker that is away gets them before it works again.
+
+        Raises `RolloutError` if the engine is not paused, `version` does not grow, or a worker holds other
+        weights afterwards.
+        """
+        return self._workers.update_weights(weights, version)
+
+    def resume(self) -> None:
+        """Continue sampling."""
+        self._workers.resume()
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Stop these requests of the call in flight; a step reports them as aborted."""
+        if self._active is not None:
+            self._active.abort(uids)
+
+    def close(self) -> None:
+        """End the call in flight and the connections; the workers go on."""
+        if self._active is not None:
+            self._active.close()
+        self._workers.close()
+
+
+class _Generation(Iterator[DecodeStep]):
+    """One call: a stream a request, read in the background, handed out as steps."""
+
+    def __init__(
+        self,
+        engine: SGLangEngine,
+        workers: Workers,
+        requests: list[RolloutRequest],
+        ended: dict[str, Status],
+    ) -> None:
+        self._engine, self._workers = engine, workers
+        self._arrived: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
+        self._steps: Iterator[DecodeStep] = decode_steps(
+            [Piece(uid, 0, [], [], [], status) for uid, status in ended.items()], workers.version
+        )
+        waiting = [request for request in requests if request.uid not in ended]
+        self._left = {request.uid for request in waiting}
+        self._aborted: set[str] = set()
+        self.open = True
+        self._work = workers.loop.start(self._stream_all(waiting))
+
+    def __next__(self) -> DecodeStep:
+        while self.open:
+            step = next(self._steps, None)
+            if step is not None:
+                return step
+            if not self._left:
+                self.close()
+                break
+            self._steps = decode_steps(self._take(), self._workers.version)
+        raise StopIteration
+
+    def close(self) -> None:
+        """Let the workers go: closing its stream aborts a request there."""
+        self.open = False
+        self._work.cancel()
+
+    def abort(self, uids: Collection[str]) -> None:
+        """These end with what has arrived."""
+        for uid in set(uids) & self._left - self._aborted:
+            self._aborted.add(uid)
+            self._arrived.put(Piece(uid, 0, [], [], [], Status.ABORTED))
+
+    def _take(self) -> list[Piece]:
+        """What has arrived, waiting for the first."""
+        pieces, first = [], True
+        while first or not self._arrived.empty():
+            if first and self._workers.paused and self._arrived.empty():
+                raise RolloutError("the engine is paused; call resume() before the next decode step.")
+            found = self._arrived.get()
+            first = False
+            if isinstance(found, BaseException):
+                self.close()
+                raise found
+            if found.uid in self._left and (found.uid not in self._aborted or found.finished is not None):
+                pieces.append(found)
+                if found.finished is not None:
+                    self._left.discard(found.uid)
+        return pieces
+
+    async def _stream_all(self, requests: list[RolloutRequest]) -> None:
+        groups: dict[bytes, list[RolloutRequest]] = {}
+        for request in requests:
+            groups.setdefault(np.asarray(request.prompt_ids, dtype=np.int32).tobytes(), []).append(request)
+        servers = self._workers.pool.servers
+        homes = [servers[place % len(servers)] for place in range(len(groups))]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for home, group in zip(homes, groups.values(), strict=True):
+                    tasks.create_task(self._stream_group(group, home))
+        except BaseExceptionGroup as errors:
+            self._arrived.put(_first_error(errors))
+
+    async def _stream_group(self, group: list[RolloutRequest], home: Server) -> None:
+        cached = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._stream(group[0], home, cached))
+            if len(group) > 1:
+                await cached.wait()
+            for request in group[1:]:
+                tasks.create_task(self._stream(request, home, cached))
+
+    async def _stream(self, request: RolloutRequest, home: Server, cached: asyncio.Event) -> None:
+        """One response to its end, on as many workers as it takes."""
+        written = [int(token) for token in request.prefix_ids]
+        trouble = Trouble()
+        try:
+            while True:
+                try:
+                    if await self._attempt(request, written, home, cached):
+                        return
+                except UnavailableError as failure:
+                    self._workers.pool.bear(trouble, failure)
+                except RefusedError as refusal:
+                    raise RolloutError(f"request {request.uid!r}: {refusal}; check the request.") from None
+        finally:
+            cached.set()
+
+    async def _attempt(
+        self, request: RolloutRequest, written: list[int], home: Server, cached: asyncio.Event
+    ) -> bool:
+        """Stream after `written`, which grows; whether the response has ended."""
+        pool, body = self._workers.pool, request_body(request, written)
+        tokens = len(request.prompt_ids) + request.sampling.max_new_tokens
+        stream = Stream(request.uid, len(written), self._workers.versions, self._limits_vocabulary)
+        async with pool.lease(tokens, [], home) as server, pool.stream(server, "/generate", body) as lines:
+            async for line in lines:
+                piece = stream.read(line)
+                if piece is None:
+                    continue
+                if request.uid in self._aborted:
+                    return True
+                if piece.finished is Status.ABORTED:
+                    raise UnavailableError(f"{server.url} aborted {request.uid}", answered=True)
+                written += piece.token_ids
+                self._arrived.put(piece)
+                cached.set()
+                if piece.finished is not None:
+                    self._engine.cached_tokens += stream.cached_tokens
+                    return True
+        raise UnavailableError(f"{server.url} ended the stream of {request.uid} early", answered=False)
+
+    @property
+    def _limits_vocabulary(self) -> int:
+        return self._engine._limits.vocab_size
+
+
+def request_body(request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
+    """What a worker is asked to write after the prompt and `written`."""
+    sampling = request.sampling
+    named = f"{request.seed}/{request.uid}".encode()
+    return {
+        "input_ids": [*map(int, request.prompt_ids), *written],
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "max_new_tokens": sampling.max_new_tokens - len(written),
+            "stop_token_ids": list(sampling.stop_ids),
+            "sampling_seed": int.from_bytes(hashlib.blake2b(named, digest_size=4).digest(), "big") >> 1,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        },
+        "return_logprob": True,
+        "stream": True,
+    }
+
+
+def _first_error(errors: BaseExceptionGroup) -> BaseException:
+    """One error of a group, one for the user before any other."""
+    flat: list[BaseException] = []
+    pending: list[BaseException] = [errors]
+    while pending:
+        error = pending.pop()
+        if isinstance(error, BaseExceptionGroup):
+            pending.extend(error.exceptions)
+        else:
+            flat.append(error)
+    return next((error for error in flat if isinstance(error, OpdError)), flat[0])

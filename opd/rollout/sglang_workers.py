@@ -1,0 +1,147 @@
+"""The workers of a served engine: paused, flushed, given new weights, verified, resumed together."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from opd.errors import RolloutError
+from opd.models.causal_lm import DTYPES, weights_digest
+from opd.rollout.sglang_sync import WeightFolder, check_checksums
+from opd.served.faults import RefusedError, UnavailableError, pause
+from opd.served.http_client import PoolOptions, Server
+from opd.served.http_pool import HTTPPool
+from opd.served.loop_thread import LoopThread
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ATTEMPTS = 4
+"""At a control request, before a worker counts as away."""
+
+
+class Workers:
+    """Workers hold version `version`, or are away; one that comes back is given what it lacks."""
+
+    def __init__(self, options: PoolOptions, folder: WeightFolder | None, version: int) -> None:
+        self.version, self.folder = version, folder
+        self.paused = False
+        self.versions: dict[str, int] = {str(version): version}
+        """What workers call the versions they hold."""
+        self.pool = HTTPPool("the rollout engine", options, RolloutError, self._admit)
+        self._weights: list[tuple[str, Tensor]] = []
+        self._rng = random.Random()
+
+    @cached_property
+    def loop(self) -> LoopThread:
+        """Where requests run."""
+        return LoopThread("sglang-engine")
+
+    def pause(self) -> None:
+        """Stop sampling; running requests go back to the queue of their worker."""
+        self._everywhere(lambda server: self._post(server, "/pause_generation", {"mode": "retract"}))
+        self.paused = True
+
+    def flush(self) -> None:
+        """Drop cached keys and values."""
+        self._everywhere(lambda server: self._post(server, "/flush_cache", {}))
+
+    def resume(self) -> None:
+        """Sample on."""
+        self._everywhere(lambda server: self._post(server, "/continue_generation", {}))
+        self.paused = False
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """See `SGLangEngine.update_weights`."""
+        if not self.paused:
+            raise RolloutError(
+                "weights can change only between decode steps; call pause() before update_weights()."
+            )
+        if version <= self.version:
+            raise RolloutError(
+                f"the policy version must grow, but {version} was given while the engine holds"
+                f" {self.version}."
+            )
+        if self.folder is None:
+            raise RolloutError("the engine has no folder for new weights; give it one that its workers read.")
+        self._weights = self.folder.write(weights, version)
+        self.version = self.versions[str(version)] = version
+        self._everywhere(self._load)
+        return weights_digest(self._weights)
+
+    def close(self) -> None:
+        """Close the connections."""
+        if "loop" in self.__dict__:
+            self.loop.run(self.pool.close())
+            self.loop.close()
+
+    def _everywhere(self, verb: Callable[[Server], Awaitable[Any]]) -> None:
+        """`verb` on every worker at once. Raises `RolloutError` if none is there."""
+        self.loop.run(self._all(verb))
+
+    async def _all(self, verb: Callable[[Server], Awaitable[Any]]) -> None:
+        servers = self.pool.servers
+        done = await asyncio.gather(*map(verb, servers), return_exceptions=True)
+        away = [error for error in done if isinstance(error, UnavailableError)]
+        for server, error in zip(servers, done, strict=True):
+            if isinstance(error, UnavailableError):
+                server.admitted = False
+            elif isinstance(error, RefusedError):
+                raise RolloutError(f"the rollout engine: {error}; check the worker's log.")
+            elif isinstance(error, BaseException):
+                raise error
+        if len(away) == len(servers):
+            raise RolloutError(f"the rollout engine: no worker answers ({away[0]}); start one and --resume.")
+
+    async def _post(self, server: Server, path: str, body: dict[str, Any]) -> Any:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await self.pool.ask(server, "POST", path, body)
+            except UnavailableError:
+                if attempt == ATTEMPTS:
+                    raise
+                await asyncio.sleep(pause(attempt, self._rng))
+
+    async def _load(self, server: Server) -> None:
+        """Have `server` read the newest folder, and verify what it holds then."""
+        assert self.folder is not None
+        done = await self._post(
+            server,
+            "/update_weights_from_disk",
+            {
+                "model_path": str(self.folder.newest),
+                "weight_version": str(self.version),
+                "flush_cache": True,
+                "keep_pause": self.paused,
+            },
+        )
+        if not (done or {}).get("success"):
+            raise RolloutError(
+                f"{server.url} did not take version {self.version}: {(done or {}).get('message')}."
+            )
+        held = str((await self.pool.ask(server, "GET", "/model_info")).get("weight_version"))
+        if held != str(self.version):
+            raise RolloutError(f"after the push of version {self.version} {server.url} says it holds {held}.")
+        await self._verify(server)
+
+    async def _verify(self, server: Server) -> None:
+        """Compare checksums, where the worker computes them as this process can: on one CPU."""
+        settings = await self.pool.ask(server, "GET", "/server_info") or {}
+        if settings.get("device") != "cpu" or settings.get("dtype") not in DTYPES:
+            return
+        answer = await self._post(server, "/weights_checker", {"action": "checksum"})
+        for rank in (answer or {}).get("ranks", [])[:1]:
+            dtype = DTYPES[settings["dtype"]]
+            await asyncio.to_thread(check_checksums, server.url, rank["checksums"], self._weights, dtype)
+
+    async def _admit(self, server: Server) -> None:
+        """A worker that is new or was away: the version it holds, or the newest weights."""
+        held = str((await self.pool.ask(server, "GET", "/model_info")).get("weight_version"))
+        if self.folder is not None and self.folder.newest is not None:
+            if held != str(self.version):
+                await self._load(server)
+        elif held not in self.versions:
+            self.versions[held] = self.version  # what it was started with

@@ -1,0 +1,178 @@
+"""JSON over pooled connections: one attempt at one server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from opd.errors import ConfigError, MissingExtraError
+from opd.served.faults import Patience, RefusedError, UnavailableError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+RETRIED = (408, 425, 429, 500, 502, 503, 504)
+"""Statuses that a later attempt may not meet."""
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One URL and what is known of it."""
+
+    url: str
+    in_flight: int = 0
+    """Tokens of the requests it works on."""
+    failures: int = 0
+    """In a row."""
+    bad_answers: int = 0
+    """Those of the failures that were answers."""
+    resting_until: float = 0.0
+    """On the monotonic clock."""
+    admitted: bool = False
+    """Whether it was checked since it was last away."""
+    last_error: str = ""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """Who is asked, and how much at once."""
+
+    urls: Sequence[str]
+    api_key_env: str | None = None
+    """Environment variable that holds the key. The key itself is never logged or shown."""
+    max_in_flight_tokens: int = 65_536
+    """Per server; more wait here, so that a server's queue stays short."""
+    patience: Patience = field(default_factory=Patience)
+
+
+@dataclass(slots=True)
+class PoolCounters:
+    """What happened since the counters were last taken."""
+
+    requests: int = 0
+    retries: int = 0
+    hedges: int = 0
+    sent_tokens: int = 0
+    received_bytes: int = 0
+
+
+class HTTPClient:
+    """Everything but the constructor belongs to one event loop. Raises `ConfigError` if a key is missing."""
+
+    def __init__(self, owner: str, options: PoolOptions) -> None:
+        self.owner, self.options = owner, options
+        self.counters = PoolCounters()
+        self._headers = _headers(owner, options.api_key_env)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """One attempt at one server. Raises `UnavailableError` or `RefusedError`."""
+        import aiohttp
+
+        session = self._open_session()
+        try:
+            async with session.request(method, server.url + path, json=body) as answer:
+                content = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
+            what = (
+                "timed out" if isinstance(trouble, TimeoutError) else f"{type(trouble).__name__}: {trouble}"
+            )
+            raise UnavailableError(f"{server.url}{path} {what}", answered=False) from None
+        self.counters.received_bytes += len(content)
+        where = f"{server.url}{path} answered {answer.status}"
+        if answer.status in RETRIED:
+            raise UnavailableError(where, answered=True)
+        if answer.status >= 400:
+            raise RefusedError(f"{where} {_excerpt(content)}".rstrip())
+        try:
+            return json.loads(content) if content else None
+        except ValueError:
+            if method == "POST" and path != "/generate":
+                return None  # some control requests answer with a line of text
+            raise UnavailableError(f"{where} with something that is not JSON", answered=True) from None
+
+    @asynccontextmanager
+    async def stream(
+        self, server: Server, path: str, body: dict[str, Any]
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The lines of a streaming answer. Raises `UnavailableError` or `RefusedError`, in the block too."""
+        import aiohttp
+
+        limits = self.options.patience
+        # A stream may last as long as it likes, as long as something comes now and then.
+        quiet = aiohttp.ClientTimeout(
+            total=None, sock_connect=limits.connect_timeout, sock_read=limits.timeout
+        )
+        where = server.url + path
+        try:
+            async with self._open_session().post(where, json=body, timeout=quiet) as answer:
+                if answer.status in RETRIED:
+                    raise UnavailableError(f"{where} answered {answer.status}", answered=True)
+                if answer.status >= 400:
+                    text = _excerpt(await answer.read())
+                    raise RefusedError(f"{where} answered {answer.status} {text}".rstrip())
+                yield _lines(answer)
+        except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
+            raise UnavailableError(f"{where} {_broken(trouble)}", answered=False) from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            import aiohttp
+
+            limits = self.options.patience
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=limits.timeout, sock_connect=limits.connect_timeout),
+                headers=self._headers,
+            )
+        return self._session
+
+
+def _headers(owner: str, variable: str | None) -> dict[str, str]:
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError:
+        raise MissingExtraError("a served model", "sglang") from None
+    if variable is None:
+        return {}
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(
+            f"{owner}: api_key_env names the environment variable {variable}, which is not set;"
+            " export it or leave api_key_env out."
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _excerpt(content: bytes) -> str:
+    return " ".join(content[:300].decode(errors="replace").split())
+
+
+def _broken(trouble: Exception) -> str:
+    if isinstance(trouble, TimeoutError):
+        return "timed out"
+    return f"failed ({type(trouble).__name__}: {trouble})"
+
+
+async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """However long: cumulative messages grow with the response."""
+    rest = b""
+    async for content in answer.content.iter_any():
+        *whole, rest = (rest + content).split(b"\n")
+        for line in whole:
+            yield line
+    if rest:
+        yield rest

@@ -1,0 +1,61 @@
+"""Tiny models that a real server runs and this process runs too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pipelines"))
+
+from recipes import tiny_recipe
+
+from opd.data.load import load_domain
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.pipelines.domains import student_tokenizer
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+PADDED = 24
+"""Rows of the head; the tokenizer has fewer tokens."""
+
+
+def recipe_tokenizer():
+    """That of `tiny_recipe`."""
+    recipe = tiny_recipe()
+    domains = [
+        load_domain(name, config, seed=0, held_out_prompts=4) for name, config in recipe.domains.items()
+    ]
+    return student_tokenizer(recipe, domains)
+
+
+def write_model(path: Path, *, seed: int, broken: bool = False, **config) -> None:
+    """A random model with the recipe's tokenizer; its head is far from uniform, so that a wrong model is far
+    from the right one. `broken`: one weight of the head is not a number.
+    """
+    tokenizer = recipe_tokenizer()
+    model = CausalLM.from_config(config, tokenizer=tokenizer, seed=seed)
+    with torch.no_grad():
+        model.module.lm_head.weight.mul_(20.0)
+        if broken:
+            model.module.lm_head.weight[3, 0] = float("nan")
+    save_checkpoint(model, tokenizer, path, {"base": "-", "method": "-", "results": {}})
+
+
+def write_served_models(folder: Path) -> dict[str, Path]:
+    """`a`, `b` and `bad` below `folder`."""
+    paths = {name: folder / name for name in ("a", "b", "bad")}
+    for seed, (name, path) in enumerate(paths.items()):
+        write_model(path, seed=seed, broken=name == "bad", **QWEN3, vocab_size=PADDED)
+    return paths

@@ -1,0 +1,220 @@
+"""The rollout engine on a real SGLang server: its tokens, its log-probabilities, its weights."""
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from fault_proxy import fault_proxy
+from served_models import PADDED
+from sglang_server import free_ports
+
+from opd.errors import RolloutError
+from opd.kernels.ops import linear_logprobs
+from opd.models.causal_lm import CausalLM
+from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.sglang_engine import ServedModel, SGLangEngine
+from opd.rollout.sglang_sync import WeightFolder
+from opd.served.faults import Patience
+from opd.served.http_client import PoolOptions
+from opd.storage.wal import TokenWAL
+from opd.train.packing import pack_tokens
+from opd.types import RolloutRequest, SamplingParams, Status
+
+QUICK = Patience(timeout=20.0, unreachable=5.0, attempts=3)
+IDS = ([3, 4, 5, 6, 7, 8, 9, 3], [5, 5, 6, 7, 4, 3, 3, 8, 9, 4])
+PROMPTS = [np.array(ids, dtype=np.int32) for ids in IDS]
+
+
+@pytest.fixture(scope="module")
+def models(served_models):
+    return {name: CausalLM.from_pretrained(served_models[name]) for name in ("a", "b")}
+
+
+@pytest.fixture
+def engine(sglang, served_models, tmp_path):
+    """Makes engines; the server holds model `a` under its first name again afterwards."""
+    made = []
+
+    def make(urls=None) -> SGLangEngine:
+        options = PoolOptions(urls or [sglang.url], patience=QUICK)
+        folder = WeightFolder(tmp_path / "weights", served_models["a"])
+        made.append(SGLangEngine(options, ServedModel(PADDED, 128), folder))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.paused:
+            one.resume()
+        one.close()
+    sglang.load(served_models["a"], "default")
+
+
+def requests(count: int, new: int, *, temperature: float = 0.7, stop: tuple[int, ...] = ()):
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=new, stop_ids=stop)
+    return [RolloutRequest(f"r{i}", PROMPTS[i % len(PROMPTS)], sampling) for i in range(count)]
+
+
+def rescored(model: CausalLM, samples, temperature: float) -> list[np.ndarray]:
+    """[R] log-probabilities of each response under `model`."""
+    with torch.no_grad():
+        ids, positions, lengths, rows = pack_tokens(samples)
+        hidden = model.hidden(ids, positions, lengths)[rows]
+        targets = torch.from_numpy(np.concatenate([s.response_ids for s in samples]).astype(np.int64))
+        values = linear_logprobs(hidden, model.head(), targets, temperature=temperature).numpy()
+    return np.split(values, np.cumsum([len(s.response_ids) for s in samples])[:-1])
+
+
+def prompts():
+    return [EncodedPrompt(f"p{i}", "sort", ids, None) for i, ids in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_the_model_at_the_temperature(engine, models, temperature):
+    served = engine()
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=12)
+    groups = collect(served, prompts(), 4, sampling, seed=1)
+    samples = [sample for group in groups for sample in group.samples]
+    for sample, due in zip(samples, rescored(models["a"], samples, temperature), strict=True):
+        assert len(sample.response_ids) > 0
+        np.testing.assert_allclose(sample.rollout_logprobs, due, atol=1e-4)
+        assert (sample.policy_versions == 0).all()
+        assert sample.status in (Status.TRUNCATED, Status.COMPLETED)
+    assert len({sample.response_ids.tobytes() for sample in samples}) > 4
+    # The samples of a prompt share its prefix: all but the first find it in the worker's cache.
+    assert served.cached_tokens >= 3 * sum(len(ids) - 1 for ids in PROMPTS)
+
+
+def test_steps_hold_one_token_a_request_in_order(engine):
+    written: dict[str, list[int]] = {}
+    ended = {}
+    for step in engine().generate(requests(6, 9)):
+        assert len(set(step.uids)) == len(step.uids) == len(step.token_ids)
+        for uid, position in zip(step.uids, step.positions.tolist(), strict=True):
+            assert position == len(written.setdefault(uid, []))
+            written[uid].append(position)
+        ended |= step.finished
+    assert {uid: len(tokens) for uid, tokens in written.items()} == {f"r{i}": 9 for i in range(6)} or any(
+        status is Status.COMPLETED for status in ended.values()
+    )
+    assert set(ended) == set(written) == {f"r{i}" for i in range(6)}
+
+
+def test_greedy_responses_are_the_same_after_an_interruption(engine):
+    served = engine()
+
+    def write(some) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {request.uid: list(request.prefix_ids) for request in some}
+        for step in served.generate(some):
+            for uid, token in zip(step.uids, step.token_ids.tolist(), strict=True):
+                found[uid].append(token)
+        return found
+
+    whole = write(requests(2, 10, temperature=0.0))
+    cut = [
+        RolloutRequest(r.uid, r.prompt_ids, r.sampling, prefix_ids=np.array(whole[r.uid][:4], np.int32))
+        for r in requests(2, 10, temperature=0.0)
+    ]
+    assert write(cut) == whole
+
+
+def test_new_weights_reach_responses_in_flight(engine, models):
+    """Pause, flush, push, verify, resume in the middle: each token has the version that sampled it."""
+    served, wanted = engine(), requests(4, 100)
+    steps = served.generate(wanted)
+    seen = [next(steps) for _ in range(3)]
+    served.pause()
+    served.flush()
+    with pytest.raises(RolloutError, match="must grow"):
+        served.update_weights(models["b"].weights(), 0)
+    digest = served.update_weights(models["b"].weights(), 1)
+    assert digest == models["b"].digest()
+    served.resume()
+    assert served.policy_version == 1
+    seen += list(steps)
+    written = {r.uid: ([], [], []) for r in wanted}
+    for step in seen:
+        for uid, token, logprob in zip(step.uids, step.token_ids, step.logprobs, strict=True):
+            for column, value in zip(written[uid], (token, logprob, step.policy_version), strict=True):
+                column.append(value)
+    samples = tiny.samples([(len(r.prompt_ids), 1) for r in wanted])
+    for sample, request in zip(samples, wanted, strict=True):
+        sample.prompt_ids = request.prompt_ids
+        sample.response_ids = np.array(written[request.uid][0], dtype=np.int32)
+    old, new = (rescored(models[name], samples, 0.7) for name in ("a", "b"))
+    both = 0
+    for request, before, after in zip(wanted, old, new, strict=True):
+        _, logprobs, versions = written[request.uid]
+        assert versions == sorted(versions)
+        both += len(set(versions)) == 2
+        due = np.where(np.array(versions) == 0, before, after)
+        np.testing.assert_allclose(np.array(logprobs), due, atol=1e-4)
+    assert both > 0
+
+
+def test_weights_change_only_while_paused(engine, models):
+    with pytest.raises(RolloutError, match=r"call pause\(\) before"):
+        engine().update_weights(models["b"].weights(), 1)
+
+
+def test_an_aborted_request_ends_and_the_others_go_on(engine):
+    served = engine()
+    steps = served.generate(requests(3, 60))
+    next(steps)
+    served.abort(["r1"])
+    ended = {}
+    for step in steps:
+        ended |= step.finished
+    assert ended["r1"] is Status.ABORTED
+    assert Status.ABORTED not in (ended["r0"], ended["r2"])
+
+
+def test_what_cannot_be_served_is_refused(engine):
+    served = engine()
+    bad = [RolloutRequest("x", np.array([PADDED], np.int32), SamplingParams())]
+    with pytest.raises(RolloutError, match="outside the vocabulary"):
+        served.generate(bad)
+
+
+def test_several_workers_and_one_that_dies(engine, sglang, models):
+    """Streams that break go on with the other worker, after the tokens that have arrived."""
+    with ExitStack() as stack:
+        workers = [stack.enter_context(fault_proxy(("127.0.0.1", sglang.port))) for _ in range(2)]
+        served = engine([worker.endpoint for worker in workers])
+        steps = served.generate(requests(8, 80))
+        seen = [next(steps)]
+        workers[1].stop()
+        seen += list(steps)
+        assert all(worker.requests for worker in workers)
+    counts = {}
+    for step in seen:
+        for uid, position in zip(step.uids, step.positions.tolist(), strict=True):
+            assert position == counts.get(uid, 0)
+            counts[uid] = position + 1
+    assert set(counts) == {f"r{i}" for i in range(8)}
+    assert all(any(uid in step.finished for step in seen) for uid in counts)
+
+
+def test_every_token_is_in_the_log_before_it_is_seen(engine, tmp_path):
+    wanted = requests(4, 8)
+    with TokenWAL(tmp_path / "wal") as log:
+        rollout = FaultTolerantRollout([engine()], log)
+        for step in rollout.generate(wanted):
+            for uid, position, token in zip(step.uids, step.positions, step.token_ids, strict=True):
+                logged = log.find(uid)
+                assert logged is not None
+                assert logged.token_ids[position] == token
+        assert all(log.find(r.uid).status in (Status.COMPLETED, Status.TRUNCATED) for r in wanted)
+
+
+def test_nobody_there(served_models, tmp_path):
+    pytest.importorskip("aiohttp", reason="needs the extra sglang")
+    options = PoolOptions(
+        [f"http://127.0.0.1:{free_ports(1)[0][0]}"], patience=Patience(unreachable=0.3, connect_timeout=1.0)
+    )
+    engine = SGLangEngine(options, ServedModel(PADDED, 128))
+    with pytest.raises(RolloutError, match="no usable answer"):
+        list(engine.generate(requests(2, 3)))
+    engine.close()

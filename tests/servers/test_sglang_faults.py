@@ -1,0 +1,244 @@
+"""Whatever happens to the servers: scores are right, or the run stops with one sentence.
+
+The test that kills the server is the last one, so that the others need not wait for the new process.
+"""
+
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+import tiny
+import torch
+from fault_proxy import fault_proxy
+from served_models import PADDED, QWEN3, recipe_tokenizer, write_model
+from sglang_server import free_ports
+
+from opd.config.served import TeacherServerConfig
+from opd.errors import TeacherError
+from opd.pipelines.publish import publish_checkpoint
+from opd.teachers.sglang_teacher import Asked, SGLangTeacher
+from opd.teachers.streamed_teacher import Placement
+from opd.teachers.torch_teacher import TorchTeacher
+
+TOKENS = len(recipe_tokenizer())
+SAMPLES = [(3, 4), (1, 1), (2, 60), (9, 7), (40, 1), (9, 3), (5, 5), (30, 30)]
+QUICK = {"patience": 2.0, "attempts": 3, "timeout": 20.0}
+
+
+@pytest.fixture(scope="module")
+def published(served_models, tmp_path_factory):
+    root = tmp_path_factory.mktemp("published")
+    for name in ("a", "b"):
+        publish_checkpoint(served_models[name], root / name)
+    return {name: str(root / name) for name in ("a", "b")}
+
+
+@pytest.fixture
+def proxies(sglang):
+    """Makes proxies in front of the server: to a client, replicas of it."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(fault_proxy(("127.0.0.1", sglang.port)))
+
+
+@pytest.fixture
+def served(published):
+    made = []
+
+    def make(urls, model="a", **settings):
+        config = TeacherServerConfig(urls=urls, **(QUICK | settings))
+        vocabulary = TOKENS if config.signal == "hidden" else PADDED
+        placement = Placement(vocabulary=vocabulary)
+        made.append(SGLangTeacher(model, published[model], config, asked=Asked(top_k=5), placement=placement))
+        return made[-1]
+
+    yield make
+    for teacher in made:
+        teacher.close()
+
+
+@pytest.fixture
+def due(served_models):
+    """The right hidden states of `SAMPLES`."""
+    return TorchTeacher("a", served_models["a"], vocabulary=TOKENS).score(tiny.samples(SAMPLES)).rows
+
+
+@pytest.fixture
+def restored(sglang, served_models):
+    """The server holds model `a` again afterwards."""
+    yield
+    sglang.load(served_models["a"], "default")
+
+
+def assert_right(teacher, due) -> None:
+    torch.testing.assert_close(teacher.score(tiny.samples(SAMPLES)).rows, due, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("status", {"status": 500}),
+        ("status", {"status": 503}),
+        ("reset", {"after": 40}),
+        ("short", {"after": 40}),
+    ],
+)
+def test_failed_and_broken_answers_are_asked_for_again(served, proxies, due, kind, options):
+    proxy = proxies()
+    teacher = served([proxy.endpoint], attempts=10)
+    teacher.connect()
+    proxy.inject(kind, times=3, method="POST", path="/generate", **options)
+    assert_right(teacher, due)
+    assert teacher.pool.counters.retries >= 1
+    assert proxy.faults[0].times == 0
+
+
+def test_a_server_that_keeps_failing_stops_the_run(served, proxies):
+    proxy = proxies()
+    teacher = served([proxy.endpoint])
+    teacher.connect()
+    proxy.inject("status", times=1000, status=500, method="POST", path="/generate")
+    with pytest.raises(TeacherError, match=r"teacher a: no usable answer from .*answered 500.*--resume"):
+        teacher.score(tiny.samples(SAMPLES))
+
+
+def test_a_silent_server_is_left_for_another(served, proxies, due):
+    silent, well = proxies(), proxies()
+    silent.inject("stall", times=1000, method="POST", path="/generate")
+    teacher = served([silent.endpoint, well.endpoint], timeout=0.7, patience=20.0)
+    assert_right(teacher, due)
+
+
+def test_a_copy_overtakes_a_silent_server(served, proxies, due):
+    silent, well = proxies(), proxies()
+    teacher = served([silent.endpoint, well.endpoint], hedge_after=0.3, patience=20.0)
+    teacher.connect()
+    silent.inject("stall", times=1000, method="POST", path="/generate")
+    begin = time.monotonic()
+    assert_right(teacher, due)
+    assert time.monotonic() - begin < QUICK["timeout"]
+    assert teacher.pool.counters.hedges > 0
+
+
+def test_a_slow_server_is_waited_for_and_not_flooded(served, proxies, due):
+    proxy = proxies()
+    teacher = served([proxy.endpoint], max_in_flight_tokens=64)
+    proxy.bytes_per_second = 400_000.0
+    assert_right(teacher, due)
+    assert teacher.pool.counters.retries == 0
+
+
+def test_one_of_three_replicas_is_dead(served, proxies, due):
+    replicas = [proxies() for _ in range(3)]
+    teacher = served([proxy.endpoint for proxy in replicas])
+    teacher.connect()
+    replicas[1].stop()
+    assert_right(teacher, due)
+    before = [proxy.requests for proxy in replicas]
+    assert_right(teacher, due)
+    assert before[0] < replicas[0].requests
+    assert before[2] < replicas[2].requests
+    replicas[1].start()
+    deadline = time.monotonic() + 20
+    while replicas[1].requests == before[1]:
+        assert time.monotonic() < deadline
+        assert_right(teacher, due)
+
+
+def test_refused_at_the_start_and_there_soon_after(served, proxies, due):
+    proxy = proxies()
+    proxy.away_for(1.5)
+    teacher = served([proxy.endpoint], patience=20.0)
+    assert_right(teacher, due)
+
+
+def test_nobody_there_stops_the_run(served):
+    port = free_ports(1)[0][0]
+    teacher = served([f"http://127.0.0.1:{port}"], patience=0.5)
+    with pytest.raises(TeacherError, match=r"teacher a: no usable answer from http://127.0.0.1:\d+ in"):
+        teacher.connect()
+
+
+@pytest.mark.parametrize("signal", ["hidden", "topk"])
+def test_another_model_behind_the_url_stops_the_run(served, sglang, signal):
+    teacher = served([sglang.url], model="b", signal=signal)
+    with pytest.raises(TeacherError, match="serves another model, vocabulary or other weights"):
+        teacher.score(tiny.samples(SAMPLES))
+
+
+def test_another_vocabulary_behind_the_url_stops_the_run(sglang, tmp_path):
+    """A head of another size over the same hidden states."""
+    teacher = wrong_teacher(sglang, tmp_path, vocab_size=PADDED + 8)
+    with pytest.raises(TeacherError, match="serves another model, vocabulary or other weights"):
+        teacher.connect()
+    teacher.close()
+
+
+def test_another_width_or_family_behind_the_url_stops_the_run(sglang, tmp_path):
+    for changes, words in (
+        ({"hidden_size": 64}, "hidden states of width 32, the published head takes 64"),
+        ({"model_type": "llama"}, "with architectures .*Qwen3ForCausalLM.* has .*LlamaForCausalLM"),
+    ):
+        teacher = wrong_teacher(sglang, tmp_path / next(iter(changes)), **changes)
+        with pytest.raises(TeacherError, match=words):
+            teacher.connect()
+        teacher.close()
+
+
+def wrong_teacher(sglang, folder, **changes) -> SGLangTeacher:
+    write_model(folder / "model", seed=0, **(QWEN3 | {"vocab_size": PADDED} | changes))
+    publish_checkpoint(folder / "model", folder / "published")
+    config = TeacherServerConfig(urls=[sglang.url], **QUICK)
+    return SGLangTeacher(
+        "a", str(folder / "published"), config, asked=Asked(), placement=Placement(vocabulary=TOKENS)
+    )
+
+
+def test_weights_that_change_stop_the_run(served, sglang, served_models, due, restored):
+    teacher = served([sglang.url])
+    assert_right(teacher, due)
+    sglang.load(served_models["b"], "2")
+    with pytest.raises(TeacherError, match="computed with weight version 2, but default is due"):
+        teacher.score(tiny.samples(SAMPLES))
+    late = served([sglang.url], weight_version="default")
+    with pytest.raises(TeacherError, match="holds weight version 2, but default is due"):
+        late.connect()
+
+
+def test_a_checksum_in_the_recipe_is_held_against_the_server(served, sglang):
+    ranks = sglang.control("/weights_checker", action="checksum")["ranks"]
+    right = ranks[0]["per_gpu_checksum"]
+    served([sglang.url], checksum=right).connect()
+    with pytest.raises(TeacherError, match=f"have checksum {right}, the recipe says 0000"):
+        served([sglang.url], checksum="0000").connect()
+
+
+def test_numbers_that_are_not_finite_never_reach_a_loss(served, sglang, served_models, restored):
+    teacher = served([sglang.url], signal="sampled")
+    teacher.connect()
+    sglang.load(served_models["bad"], "default")
+    with pytest.raises(TeacherError, match="not finite"):
+        teacher.score(tiny.samples(SAMPLES))
+
+
+def test_killed_and_started_again_while_it_scores(served, sglang, proxies, due):
+    """The server dies with requests in flight: each is scored once, rightly, by the new process."""
+    proxy = proxies()
+    proxy.bytes_per_second = 100_000.0
+    teacher = served([proxy.endpoint], patience=300.0)
+    teacher.connect()
+    found = []
+    scoring = threading.Thread(target=lambda: found.append(teacher.score(tiny.samples(SAMPLES)).rows))
+    scoring.start()
+    while proxy.body_bytes < 12_000:
+        time.sleep(0.01)
+    sglang.kill()
+    proxy.stop()
+    proxy.bytes_per_second = None
+    assert not found
+    sglang.launch()
+    proxy.start()
+    sglang.wait()
+    scoring.join(120)
+    torch.testing.assert_close(found[0], due, atol=1e-5, rtol=1e-5)
+    assert teacher.pool.counters.retries > 0

@@ -1,0 +1,191 @@
+"""A teacher on a real SGLang server gives what the same model gives in this process."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from recipes import tiny_recipe
+from served_models import PADDED, recipe_tokenizer
+
+from opd.config.distill import DistillConfig
+from opd.config.served import TeacherServerConfig
+from opd.errors import ConfigError, TeacherError
+from opd.kernels.ops import linear_kl, linear_logprobs, linear_topk
+from opd.pipelines.publish import publish_checkpoint
+from opd.pipelines.run import run_pipeline
+from opd.pipelines.run_folder import RunFolder
+from opd.teachers.routing import Router
+from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.sglang_teacher import Asked, SGLangTeacher
+from opd.teachers.signals import sampled_logprobs
+from opd.teachers.streamed_teacher import Placement
+from opd.teachers.torch_teacher import TorchTeacher
+
+LENGTHS = [(3, 4), (1, 1), (5, 0), (2, 60), (9, 7), (40, 1), (9, 3)]
+TOKENS = len(recipe_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def published(served_models, tmp_path_factory):
+    """The URL of each model, published."""
+    root = tmp_path_factory.mktemp("published")
+    for name in ("a", "b"):
+        publish_checkpoint(served_models[name], root / name)
+    return {name: str(root / name) for name in ("a", "b")}
+
+
+@pytest.fixture
+def served(sglang, published):
+    """Makes teachers of model `a` on the server; all are closed."""
+    made = []
+
+    def make(signal="hidden", *, vocabulary=TOKENS, asked=Asked(), **settings):  # noqa: B008
+        config = TeacherServerConfig(urls=[sglang.url], signal=signal, **settings)
+        placement = Placement(vocabulary=vocabulary)
+        made.append(SGLangTeacher("a", published["a"], config, asked=asked, placement=placement))
+        return made[-1]
+
+    yield make
+    for teacher in made:
+        teacher.close()
+
+
+@pytest.fixture(scope="module")
+def here(served_models):
+    """Makes the same teacher in this process."""
+    return lambda vocabulary=TOKENS: TorchTeacher("a", served_models["a"], vocabulary=vocabulary)
+
+
+def response_ids(samples) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([s.response_ids for s in samples]).astype(np.int64))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_hidden_states_rebuild_the_whole_vocabulary(served, here, temperature):
+    samples = tiny.samples(LENGTHS)
+    teacher, reference = served(asked=Asked(temperature)), here()
+    got, due = teacher.score(samples).rows, reference.score(samples).rows
+    assert got.shape == (sum(r for _, r in LENGTHS), 32)
+    torch.testing.assert_close(got, due, atol=1e-5, rtol=1e-5)
+    ids, heads = response_ids(samples), (teacher.load_head(), reference.load_head())
+    assert heads[0].vocabulary == heads[1].vocabulary == TOKENS < PADDED
+    logprobs = [
+        linear_logprobs(rows, head, ids, temperature=temperature)
+        for rows, head in zip((got, due), heads, strict=True)
+    ]
+    torch.testing.assert_close(*logprobs, atol=1e-4, rtol=0)
+    student = TorchTeacher("student", reference.path, vocabulary=TOKENS)
+    rows = student.score(samples).rows * 1.1
+    kls = [
+        linear_kl(rows, heads[1], t, h, temperature=temperature)
+        for t, h in zip((got, due), heads, strict=True)
+    ]
+    torch.testing.assert_close(*kls, atol=1e-4, rtol=0)
+    assert kls[0].mean() > 1e-3
+
+
+def test_log_probabilities_of_sampled_and_likely_tokens(served, here):
+    samples, reference = tiny.samples(LENGTHS), here(PADDED)
+    samples[0].response_ids[-1] = PADDED - 1  # the last id is shown as 0 by the server
+    rows, head, ids = reference.score(samples).rows, reference.load_head(), response_ids(samples)
+    due = linear_logprobs(rows, head, ids)
+    sampled = served("sampled", vocabulary=PADDED).score(samples)
+    torch.testing.assert_close(sampled.logprobs, due, atol=1e-4, rtol=0)
+    top_ids, top, _ = linear_topk(rows, head, 5)
+    topk = served("topk", vocabulary=PADDED, asked=Asked(top_k=5)).score(samples)
+    assert torch.equal(topk.ids, top_ids)
+    torch.testing.assert_close(topk.logprobs, top, atol=1e-4, rtol=0)
+    torch.testing.assert_close(topk.sampled, due, atol=1e-4, rtol=0)
+
+
+def test_what_a_server_cannot_give_is_refused(served):
+    with pytest.raises(ConfigError, match="temperature 1 only"):
+        served("sampled", asked=Asked(temperature=0.7), vocabulary=PADDED)
+    with pytest.raises(ConfigError, match="count the padding"):
+        served("topk")
+    samples = tiny.samples([(2, 3)])
+    samples[0].response_ids[1] = TOKENS
+    with pytest.raises(TeacherError, match=f"token id {TOKENS}, outside the vocabulary of {TOKENS}"):
+        served().score(samples)
+    with pytest.raises(TeacherError, match="has 300 tokens, the servers of teacher a take 256"):
+        served().score(tiny.samples([(200, 100)]))
+
+
+def test_nothing_is_asked_about_empty_responses(served):
+    teacher = served()
+    assert teacher.score(tiny.samples([(3, 0)])).rows.shape == (0, 32)
+    assert teacher.pool.counters.requests == 0
+
+
+def test_what_was_begun_is_asked_once(served, here):
+    teacher, samples = served(), tiny.samples(LENGTHS)
+    teacher.begin(samples[:3])
+    teacher.begin(samples)
+    rows = teacher.score(samples).rows
+    torch.testing.assert_close(rows, here().score(samples).rows, atol=1e-5, rtol=1e-5)
+    answered = sum(r > 0 for _, r in LENGTHS)
+    assert teacher.pool.counters.requests <= 2 * answered  # each sample, and a first question for the limits
+    assert all(server.in_flight == 0 for server in teacher.pool.servers)
+
+
+def test_an_api_key_comes_from_the_environment(served, monkeypatch):
+    monkeypatch.delenv("OPD_TEST_KEY", raising=False)
+    with pytest.raises(ConfigError, match="OPD_TEST_KEY, which is not set"):
+        served(api_key_env="OPD_TEST_KEY")
+
+
+@pytest.mark.parametrize("loss", [{"type": "k1"}, {"type": "k2"}, {"type": "topk", "k": 5}])
+def test_the_schedule_takes_log_probabilities(served, here, loss):
+    """What the losses read is the same from a server's log-probabilities as from hidden states."""
+    samples = tiny.samples(LENGTHS, teachers=["a"] * len(LENGTHS))
+    teacher = served("topk", vocabulary=PADDED, asked=Asked(top_k=5))
+    router = Router({"a": {"a": 1.0}}, "one_hot")
+    schedules = [TeacherSchedule({"a": one}, router) for one in (teacher, here(PADDED))]
+    found = []
+    for schedule in schedules:
+        schedule.assign(samples)
+        schedule.score(samples)
+        found.append(np.concatenate(sampled_logprobs(schedule, samples, "one_hot", 1.0)))
+    np.testing.assert_allclose(*found, atol=1e-4)
+    counters = schedules[0].take_counters()
+    assert counters["head_loads"] == 0
+    assert counters["teacher/a/wait_seconds"] > 0
+    assert schedules[1].take_counters()["head_loads"] == 1
+    assert DistillConfig.model_validate({"loss": loss}).loss.type == loss["type"]
+
+
+def merge(recipe_changes, out):
+    recipe = tiny_recipe(**recipe_changes)
+    with RunFolder.create(out, recipe) as folder:
+        run_pipeline(recipe, folder)
+        done = folder.stage_done("merge")
+    lines = (out / "stages/merge/metrics.jsonl").read_text().splitlines()
+    return done, [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("loss", [{"type": "full"}, {"type": "k1"}])
+def test_a_merge_with_served_teachers_is_the_same(sglang, served_models, tmp_path, loss):
+    """At temperature 0.7: the first step to rounding, and every token of the run."""
+    few = {"steps": 3, "prompts_per_domain": 4, "checkpoint_every": 3}
+    settings = {
+        "model": {"path": str(served_models["b"])},
+        "base": None,
+        "rollout": {"max_new_tokens": 5, "max_sequence": 32, "temperature": 0.7},
+        "distill": few | {"loss": loss, "teachers": "resident"},
+        "baselines": {"methods": []},
+        "evaluation": {"prompts_per_domain": 8},
+    }
+    found = []
+    for server in (None, {"urls": [sglang.url]}):
+        entry = {"path": str(served_models["a"])} | ({"server": server} if server else {})
+        changes = settings | {"teachers": {"sort": entry, "add3": entry}}
+        found.append(merge(changes, tmp_path / ("served" if server else "here")))
+    (_, here), (_, there) = found
+    assert len(here) == len(there) == 3
+    for one, other in zip(here, there, strict=True):
+        assert one["kl/mean"] == pytest.approx(other["kl/mean"], abs=1e-4)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+        assert one["tokens/student"] == other["tokens/student"]
+        assert 0 < other["teacher/sort/wait_share"] <= 1
