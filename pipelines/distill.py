@@ -22,7 +22,7 @@ from opd.pipelines.loop import Extent, Step, StepResult, run_loop
 from opd.pipelines.rollout_metrics import generated_tokens, rollout_metrics
 from opd.pipelines.stage_rollout import StageRollout
 from opd.pipelines.student import Student, tokenizer_of
-from opd.pipelines.teachers import open_schedule
+from opd.pipelines.teachers import open_schedule, wait_shares
 from opd.rollout.collect import EncodedPrompt
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
@@ -98,7 +98,9 @@ class DistillRun:
             metrics |= self.student.backend.step(lr)
         with step.timer("sync"):
             self.student.sync(step.index + 1)
-        metrics |= self._counters(step) | self._curve(step)
+        metrics |= self._counters(step)
+        metrics |= wait_shares(metrics, sum(step.timer.seconds.values()))
+        metrics |= self._curve(step)
         kl = metrics.get("kl/mean", 0.0)
         headline = f"KL {kl:.4f}  reward {metrics['reward/mean']:.3f}"
         return StepResult(metrics, generated_tokens(groups), headline)

@@ -13,6 +13,7 @@ from opd.pipelines.doctor_checks import Finding, attempt, check_domains, check_r
 from opd.pipelines.doctor_estimate import check_resources
 from opd.pipelines.doctor_kl import check_kl
 from opd.pipelines.doctor_models import Models, check_models
+from opd.pipelines.doctor_served import check_served
 from opd.pipelines.run_folder import default_path
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def examine(recipe: Recipe, *, run_dir: Path | None = None, thorough: bool = Tru
     findings += check_domains(recipe, domains)
     models = Models()
     findings += check_models(recipe, domains, models)
+    findings += check_served(recipe)
     findings += check_resources(recipe, models, path)
     sound = not any(finding.level == "error" for finding in findings)
     if thorough and sound:
