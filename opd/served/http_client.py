@@ -81,10 +81,7 @@ class HTTPClient:
             async with session.request(method, server.url + path, json=body) as answer:
                 content = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
-            what = (
-                "timed out" if isinstance(trouble, TimeoutError) else f"{type(trouble).__name__}: {trouble}"
-            )
-            raise UnavailableError(f"{server.url}{path} {what}", answered=False) from None
+            raise UnavailableError(f"{server.url}{path} {_broken(trouble)}", answered=False) from None
         self.counters.received_bytes += len(content)
         where = f"{server.url}{path} answered {answer.status}"
         if answer.status in RETRIED:

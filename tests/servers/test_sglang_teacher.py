@@ -8,11 +8,13 @@ import tiny
 import torch
 from recipes import tiny_recipe
 from served_models import PADDED, recipe_tokenizer
+from sglang_server import free_ports
 
 from opd.config.distill import DistillConfig
 from opd.config.served import TeacherServerConfig
 from opd.errors import ConfigError, TeacherError
 from opd.kernels.ops import linear_kl, linear_logprobs, linear_topk
+from opd.pipelines.doctor_served import check_served
 from opd.pipelines.publish import publish_checkpoint
 from opd.pipelines.run import run_pipeline
 from opd.pipelines.run_folder import RunFolder
@@ -189,3 +191,32 @@ def test_a_merge_with_served_teachers_is_the_same(sglang, served_models, tmp_pat
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
         assert one["tokens/student"] == other["tokens/student"]
         assert 0 < other["teacher/sort/wait_share"] <= 1
+
+
+def served_recipe(urls, path, **server):
+    entry = {"path": str(path), "server": {"urls": urls, "patience": 1.0, **server}}
+    return tiny_recipe(
+        model={"path": str(path)},
+        base=None,
+        teachers={"sort": entry, "add3": entry},
+        baselines={"methods": []},
+    )
+
+
+@pytest.mark.parametrize("kind", ["folder", "published"])
+def test_the_doctor_looks_at_every_server(sglang, served_models, published, kind):
+    path = served_models["a"] if kind == "folder" else published["a"]
+    absent = f"http://127.0.0.1:{free_ports(1)[0][0]}"
+    findings = check_served(served_recipe([sglang.url, absent], path))
+    assert [finding.level for finding in findings] == ["ok", "error"] * 2
+    assert "weight version default, checksum " in findings[0].detail
+    assert ("match the published head" in findings[0].detail) == (kind == "published")
+    assert f"{absent}/model_info failed" in findings[1].detail
+    wrong = check_served(served_recipe([sglang.url], path, weight_version="7"))
+    assert "holds weight version default, but 7 is due" in wrong[0].detail
+
+
+def test_the_doctor_refuses_a_signal_that_is_too_little(served_models):
+    findings = check_served(served_recipe(["http://127.0.0.1:1"], served_models["a"], signal="sampled"))
+    assert {finding.level for finding in findings} == {"error"}
+    assert "too little for distill.loss full" in findings[0].detail
