@@ -14,16 +14,21 @@ from opd.config.distill import DistillConfig
 from opd.config.served import TeacherServerConfig
 from opd.errors import ConfigError, TeacherError
 from opd.kernels.ops import linear_kl, linear_logprobs, linear_topk
+from opd.models.causal_lm import CausalLM
 from opd.pipelines.doctor_served import check_served
 from opd.pipelines.publish import publish_checkpoint
 from opd.pipelines.run import run_pipeline
 from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.score_ahead import ScoreAhead
+from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.torch_engine import TorchEngine
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
 from opd.teachers.sglang_teacher import Asked, SGLangTeacher
 from opd.teachers.signals import sampled_logprobs
 from opd.teachers.streamed_teacher import Placement
 from opd.teachers.torch_teacher import TorchTeacher
+from opd.types import SamplingParams
 
 LENGTHS = [(3, 4), (1, 1), (5, 0), (2, 60), (9, 7), (40, 1), (9, 3)]
 TOKENS = len(recipe_tokenizer())
@@ -220,3 +225,32 @@ def test_the_doctor_refuses_a_signal_that_is_too_little(served_models):
     findings = check_served(served_recipe(["http://127.0.0.1:1"], served_models["a"], signal="sampled"))
     assert {finding.level for finding in findings} == {"error"}
     assert "too little for distill.loss full" in findings[0].detail
+
+
+def test_responses_are_scored_while_others_are_written(served, here, served_models):
+    """What ends early is with its teacher before the last token is written, and is asked about once."""
+    teacher = served()
+    schedule = TeacherSchedule({"a": teacher}, Router({"sort": {"a": 1.0}}, "one_hot"))
+    engine = TorchEngine(CausalLM.from_pretrained(served_models["b"]), vocab_size=TOKENS)
+    prompts = [EncodedPrompt(f"p{i}", "sort", np.array([3, 4, 5 + i], np.int32), None) for i in range(4)]
+    sampling = SamplingParams(max_new_tokens=40, stop_ids=tuple(range(3, 8)))
+    early = 0
+
+    class Watching:
+        """Notes how many requests had been sent when the last step came."""
+
+        def generate(self, requests):
+            nonlocal early
+            for step in ScoreAhead(engine, schedule, prompts).generate(requests):
+                early = max(early, len(teacher._begun)) if not step.finished else early
+                yield step
+
+    groups = collect(Watching(), prompts, 4, sampling, seed=0)
+    samples = [sample for group in groups for sample in group.samples]
+    assert len({len(sample.response_ids) for sample in samples}) > 2
+    assert 0 < early < len(samples)
+    schedule.assign(samples)
+    schedule.score(samples)
+    rows = schedule.hidden("a", samples)
+    torch.testing.assert_close(rows, here().score(samples).rows, atol=1e-5, rtol=1e-5)
+    assert teacher.pool.counters.requests <= 2 * len(samples)
