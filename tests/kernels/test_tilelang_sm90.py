@@ -49,7 +49,7 @@ needs_nvcc = pytest.mark.skipif(
 )
 needs_gpu = pytest.mark.skipif(
     GPU_REASON is not None,
-    reason=f"{GPU_REASON}; run `python -m pytest -m gpu {__file__}` on an H100 or H200",
+    reason=f"{GPU_REASON}; run `python -m pytest -m gpu tests/kernels` on an H100 or H200",
 )
 
 

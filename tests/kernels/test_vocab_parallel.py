@@ -12,7 +12,7 @@ import pytest
 
 WORKER = Path(__file__).with_name("vocab_parallel_worker.py")
 WORLD = 4
-CASES_PER_WORLD_SIZE = 2 * 3 * (6 + 2 + 5)
+CASES_PER_FORM = 6 + 2 + 5
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +42,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-13), ("float32", 5e-6)])
+# In bfloat16 every rank rounds its part of the hidden states' gradient, and the sum is rounded once more.
+@pytest.mark.parametrize(
+    ("dtype", "forms", "bound"), [("float64", 3, 1e-13), ("float32", 3, 5e-6), ("bfloat16", 1, 2**-6)]
+)
 @pytest.mark.parametrize("size", [2, 4])
-def test_parts_give_what_the_whole_head_gives(results, size: int, dtype: str, bound: float) -> None:
+def test_parts_give_what_the_whole_head_gives(
+    results, size: int, dtype: str, forms: int, bound: float
+) -> None:
     for rank, result in enumerate(results):
         cases = {
             name: value
             for name, value in result["differences"].items()
             if name.startswith(f"{size} ranks, {dtype}")
         }
-        assert len(cases) == CASES_PER_WORLD_SIZE // 2, rank
+        assert len(cases) == forms * CASES_PER_FORM, rank
         # Not <= through any(): a NaN must fail too.
         assert {name: value for name, value in cases.items() if not value <= bound} == {}, rank
 

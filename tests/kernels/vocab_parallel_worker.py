@@ -195,10 +195,10 @@ def main() -> None:
     results: dict = {"differences": {}, "refusals": {}, "same": {}}
     for group in (pairs[rank // 2], dist.group.WORLD):
         size = dist.get_world_size(group)
-        for (form, settings), dtype in product(FORMS.items(), (torch.float64, torch.float32)):
+        for form, dtype in (*product(FORMS, (torch.float64, torch.float32)), ("plain", torch.bfloat16)):
             cases = {}
             for run in (kl_cases, mixture_cases, logprob_cases):
-                cases.update(run(Problem(dtype, settings), group))
+                cases.update(run(Problem(dtype, FORMS[form]), group))
             for case, value in cases.items():
                 name = f"{size} ranks, {str(dtype).removeprefix('torch.')}, {form}, {case}"
                 results["differences"][name] = value
