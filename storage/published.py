@@ -86,6 +86,8 @@ class PublishedModel:
             for block, index in self._blocks(name, rank, world, buffer):
                 ranges.append(block)
                 blocks[block.path, block.start] = self.manifest.unit(name), index
+        # Units' parts lie side by side in a shard file: in its order they share requests.
+        ranges.sort(key=lambda block: (block.path, block.start))
         self.store.read_ranges(ranges, lambda block: self._verify(block, *blocks[block.path, block.start]))
 
     def read_unit(self, unit: str, into: memoryview) -> None:
