@@ -16,7 +16,8 @@ from opd.errors import ConfigError, OpdError, PreemptedError, RunFolderError
 
 ERROR, INTERRUPTED, PREEMPTED = 2, 130, 143
 _SWITCHES = {"--help", "--version", "--resume", "--dry-run"}
-_WITH_VALUE = {"--out", "--domain", "--shards"}
+_PLAN_NUMBERS = {"ranks": int, "mini-batch": int, "budget-mb": float, "tflops": float, "read-mb": float}
+_WITH_VALUE = {"--out", "--domain", "--shards", "--store", *(f"--{name}" for name in _PLAN_NUMBERS)}
 _STAGES = {
     "run": "the whole pipeline: base, specialists, merge, baselines, evaluation, report",
     "specialist": "train the specialist of one domain (--domain), or of every domain",
@@ -74,6 +75,10 @@ def build_parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write report.html of a run", allow_abbrev=False)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     _wal_parser(commands)
+    plan = _command(commands, "plan", "print who would train on what, and in which order", "*")
+    plan.add_argument("--store", type=Path, metavar="FOLDER", help="plan for the trajectories in this store")
+    for name, kind in _PLAN_NUMBERS.items():
+        plan.add_argument(f"--{name}", type=kind, metavar="N", help="see PlanOptions in pipelines/plan.py")
     return parser
 
 
@@ -87,7 +92,9 @@ def _wal_parser(commands: argparse._SubParsersAction) -> None:
     wal.add_argument("--out", type=Path, metavar="FILE", help="where export writes (default: the screen)")
 
 
-def _command(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse.ArgumentParser:
+def _command(
+    commands: argparse._SubParsersAction, name: str, summary: str, recipes: str = "+"
+) -> argparse.ArgumentParser:
     command = commands.add_parser(
         name,
         help=summary,
@@ -95,7 +102,7 @@ def _command(commands: argparse._SubParsersAction, name: str, summary: str) -> a
         epilog="Any field of the recipe is an option: --distill.lr 3e-5, --seed 1.",
         allow_abbrev=False,
     )
-    command.add_argument("recipe", nargs="+", type=Path, metavar="RECIPE", help="YAML; later files win")
+    command.add_argument("recipe", nargs=recipes, type=Path, metavar="RECIPE", help="YAML; later files win")
     return command
 
 
@@ -138,6 +145,8 @@ def _dispatch(argv: list[str]) -> int:
         return _wal(options, overrides)
     if options.command == "publish":
         return _publish(options, overrides)
+    if options.command == "plan":
+        return _plan(options, overrides)
     recipe = load_recipe(options.recipe, overrides)
     if options.command == "doctor":
         from opd.pipelines.doctor import diagnose
@@ -147,6 +156,17 @@ def _dispatch(argv: list[str]) -> int:
         print(dump_recipe(recipe), end="")
         return 0
     return _run(recipe, options)
+
+
+def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if overrides and not options.recipe:
+        raise ConfigError(f"opd plan without a recipe takes no settings of one; remove {overrides[0]}")
+    from opd.pipelines.plan import PlanOptions, print_plan
+
+    names = [name.replace("-", "_") for name in ("store", *_PLAN_NUMBERS)]
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    recipe = load_recipe(options.recipe, overrides) if options.recipe else None
+    return print_plan(recipe, PlanOptions(**given))
 
 
 def _report(run_dir: Path, overrides: Sequence[str]) -> int:

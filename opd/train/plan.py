@@ -93,8 +93,9 @@ class TrainingPlan:
 
     def __getitem__(self, index: int) -> MicroBatchPlan:
         rows = self.order[self.starts[index] : self.starts[index + 1]]
-        place = (self.mini_batch[index], self.rank[index], self.teacher[index])
-        return MicroBatchPlan(*map(int, place), rows)
+        return MicroBatchPlan(
+            int(self.mini_batch[index]), int(self.rank[index]), int(self.teacher[index]), rows
+        )
 
     def of(self, mini_batch: int, rank: int) -> Iterator[MicroBatchPlan]:
         """The micro-batches of one rank in one mini-batch, in order."""

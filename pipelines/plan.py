@@ -1,0 +1,215 @@
+"""`opd plan`: what one epoch or step would look like, worked out and printed without touching heavy data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from opd.config import Recipe
+from opd.errors import ConfigError, DataError
+from opd.pipelines.doctor_estimate import readable
+from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryStore
+from opd.train.plan import PlanSettings, TrainingPlan, Workload, make_plan
+from opd.train.plan_cost import CostModel, DeviceBudget
+from opd.types import Status
+
+_MIB = 1 << 20
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ACTIVATIONS = 17
+"""Values a decoder layer keeps per token and hidden unit (as in `doctor_estimate`)."""
+_SHOWN = 24
+"""Most micro-batches that are listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the command line says about the machine."""
+
+    store: Path | None = None
+    ranks: int = 1
+    mini_batch: int | None = None
+    """Trajectories of a step; by default what the recipe samples, or 64."""
+    budget_mb: float = 16384.0
+    """Memory of a device for activations, the data of a micro-batch and that of the next (MiB)."""
+    tflops: float = 1.0
+    """What a device computes in a second (1e12 operations)."""
+    read_mb: float = 1000.0
+    """What a device is given of heavy data in a second (MiB)."""
+    overhead_ms: float = 10.0
+    """What a micro-batch costs however small it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Shape of the student; the default is a decoder of a billion parameters."""
+
+    parameters: int = 10**9
+    layers: int = 24
+    hidden_size: int = 2048
+    width: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A workload, with the names of its teachers in their order."""
+
+    work: Workload
+    teachers: list[str]
+    source: str
+
+
+def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
+    """Plan an epoch over the trajectories of `options.store`, or else one step of the recipe's merge with
+    responses as long as they may get, and print it. Returns the exit status.
+
+    Raises `ConfigError` if there is neither, `DataError` if there is nothing to train on, and what is wrong
+    with recipe or store.
+    """
+    if recipe is None and options.store is None:
+        raise ConfigError("opd plan needs a recipe, or --store with a folder of trajectories; give one")
+    model = _Model()
+    task = None
+    if recipe is not None:
+        model, task = _of_recipe(recipe, needs_work=options.store is None)
+    if options.store is not None:
+        task = _of_store(options.store, recipe)
+    assert task is not None
+    if not len(task.work):
+        raise DataError(f"{task.source} has no completed or truncated trajectory; there is nothing to plan")
+    cost, budget = _machine(recipe, model, options)
+    count = options.mini_batch or (_step_size(recipe) if recipe is not None else 64)
+    settings = _settings(count, options.ranks, recipe.seed if recipe is not None else 0)
+    plan = make_plan(task.work, settings, cost, budget)
+    print(f"plan      {task.source}: {plan.mini_batches:,} mini-batches of {count} on {plan.ranks} ranks")
+    print("\n".join(describe(task.work, task.teachers, plan, cost, budget)))
+    return 0
+
+
+def _settings(mini_batch: int, ranks: int, seed: int) -> PlanSettings:
+    try:
+        return PlanSettings(mini_batch, ranks, seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _machine(recipe: Recipe | None, model: _Model, options: PlanOptions) -> tuple[CostModel, DeviceBudget]:
+    speeds = {
+        "operations_per_second": options.tflops * 1e12,
+        "bytes_per_second": options.read_mb * _MIB,
+        "overhead_seconds": options.overhead_ms / 1e3,
+    }
+    try:
+        return (
+            CostModel.of_model(model.parameters, model.layers, model.hidden_size, **speeds),
+            DeviceBudget(
+                max_bytes=options.budget_mb * _MIB,
+                bytes_per_token=_ACTIVATIONS * model.layers * model.hidden_size * model.width,
+                max_tokens=recipe.distill.batch.max_tokens if recipe is not None else None,
+            ),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _step_size(recipe: Recipe) -> int:
+    return len(recipe.domains) * recipe.distill.prompts_per_domain * recipe.distill.samples_per_prompt
+
+
+def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
+    """The trainable trajectories of a store."""
+    from opd.teachers.routing import Router
+
+    with TrajectoryStore.open(folder) as store:
+        table = store.table
+        rows = np.flatnonzero(table.has_status(Status.COMPLETED, Status.TRUNCATED))
+        known = Router.from_recipe(recipe).teachers if recipe is not None else []
+        names = [*known, *sorted(set(table.teacher.names) - set(known))]
+        places = np.array([names.index(name) for name in table.teacher.names], np.int64)
+        teachers = places[table.teacher.codes[rows]] if len(rows) else np.zeros(0, np.int64)
+        work = Workload(table.tokens[rows], teachers, store.heavy_bytes()[rows])
+        return _Task(work, names, f"{len(rows):,} trajectories in {folder}")
+
+
+def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
+    """The student's shape, and the first step of the merge. Reads prompts, configurations and tokenizer."""
+    from opd.data.cursor import PromptCursor
+    from opd.data.load import encode_prompt
+    from opd.data.prompts import Domain
+    from opd.pipelines.doctor_checks import check_domains
+    from opd.pipelines.doctor_models import Models, check_models
+    from opd.teachers.routing import Router
+
+    domains: dict[str, Domain] = {}
+    models = Models()
+    for finding in [*check_domains(recipe, domains), *check_models(recipe, domains, models)]:
+        if finding.level == "error":
+            raise ConfigError(f"{finding.title}: {finding.detail}")
+    shape = models.student
+    assert shape is not None
+    width = _WIDTH[recipe.model.dtype]
+    model = _Model(shape.parameters, shape.layers, shape.hidden_size, width)
+    if not needs_work:
+        return model, None
+    router, config = Router.from_recipe(recipe), recipe.distill
+    lengths, teachers, sizes, names = [], [], [], router.teachers
+    row_bytes = sum(field.row_bytes for field in SAMPLE_FIELDS) + shape.hidden_size * width
+    for name, domain in domains.items():
+        cursor = PromptCursor(domain.train, recipe.seed, name)
+        for number, prompt in enumerate(cursor.take(0, config.prompts_per_domain)):
+            length = len(encode_prompt(prompt, models.tokenizer)) + recipe.rollout.max_new_tokens
+            route = router.route(name, f"{name}/{number}").name
+            names = names if route in names else [*names, route]
+            for _ in range(config.samples_per_prompt):
+                lengths.append(min(length, recipe.rollout.max_sequence))
+                teachers.append(names.index(route))
+                sizes.append(lengths[-1] * row_bytes)
+    columns = [np.array(column, np.int64) for column in (lengths, teachers, sizes)]
+    source = f"one step of {recipe.name}, responses of {recipe.rollout.max_new_tokens} tokens"
+    return model, _Task(Workload(*columns), names, source)
+
+
+def describe(
+    work: Workload, teachers: Sequence[str], plan: TrainingPlan, cost: CostModel, budget: DeviceBudget
+) -> list[str]:
+    """The plan, for people."""
+    operations = cost.operations(work.lengths)
+    attention = cost.quadratic * (work.lengths.astype(np.float64) ** 2).sum() / operations.sum()
+    counts = np.bincount(work.teachers, minlength=len(teachers))
+    tokens, sizes = plan.totals(work.lengths), plan.totals(work.sizes)
+    loads = np.zeros((plan.mini_batches, plan.ranks))
+    np.add.at(loads, (plan.mini_batch, plan.rank), plan.totals(operations))
+    balance = loads.max(axis=1) / loads.mean(axis=1)
+    seconds = plan.seconds(work, cost).max(axis=1)
+    lines = [
+        f"tokens    {work.lengths.sum():,}; trajectories of {work.lengths.min():,} to"
+        f" {work.lengths.max():,}, mean {work.lengths.mean():,.0f}",
+        "teachers  "
+        + ", ".join(f"{t or '(none)'} {n:,}" for t, n in zip(teachers, counts, strict=True) if n),
+        f"cost      {operations.sum():.3g} operations, {100 * attention:.1f} % of them attention",
+        f"balance   slowest rank over mean: {balance.mean():.3f} on average, {balance.max():.3f} at worst",
+        f"micro     {len(plan):,} micro-batches of at most {tokens.max():,} tokens and"
+        f" {readable(sizes.max())} of data, within {readable(budget.max_bytes)}",
+        f"time      {seconds.sum():.3g} s by the model of opd/train/plan_cost.py, {seconds.max():.3g} s the"
+        " longest mini-batch",
+    ]
+    if len(plan.oversize):
+        lines.append(
+            f"oversize  {len(plan.oversize):,} trajectories do not fit the budget even alone; they must be"
+            " read in pieces, or the budget raised"
+        )
+    lines.append("first     " + _row("rank", "teacher", "trajectories", "tokens", "data"))
+    first = [index for index in range(len(plan)) if plan.mini_batch[index] == 0]
+    for index in first[:_SHOWN]:
+        micro = plan[index]
+        cells = (micro.rank, teachers[micro.teacher] or "(none)", len(micro.rows), f"{tokens[index]:,}")
+        lines.append("          " + _row(*cells, readable(sizes[index])))
+    if len(first) > _SHOWN:
+        lines.append(f"          and {len(first) - _SHOWN} more micro-batches")
+    return lines
+
+
+def _row(rank: object, teacher: object, count: object, tokens: object, data: object) -> str:
+    return f"{rank!s:>4}  {teacher!s:20} {count!s:>12} {tokens!s:>14} {data!s:>14}"

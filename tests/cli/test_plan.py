@@ -1,0 +1,106 @@
+"""`opd plan`: printed from metadata alone, with or without a recipe."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opd.pipelines.cli import main
+from opd.storage.trajectories import TrajectoryRecord, TrajectoryWriter
+from opd.types import Status
+
+RECIPE = """\
+name: demo
+model:
+  config: {model_type: llama, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4}
+domains:
+  sort: {source: "procedural:sort"}
+  reverse: {source: "procedural:reverse", teacher: {sort: 0.5, reverse: 0.5}}
+distill: {prompts_per_domain: 6, samples_per_prompt: 2}
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """Twelve trajectories of two teachers, one of which failed; the heavy files are gone."""
+    with TrajectoryWriter(tmp_path / "store", durable=False) as writer:
+        for i in range(12):
+            status = Status.FAILED if i == 5 else Status.COMPLETED
+            record = TrajectoryRecord(
+                f"{i}", 0, 100 * (i + 1), teacher=("zeta", "alpha")[i % 2], status=status
+            )
+            writer.put(record, token_ids=np.ones(100 * (i + 1), np.int32))
+    shutil.rmtree(tmp_path / "store" / "segments")
+    return str(tmp_path / "store")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def test_a_stores_plan_needs_no_recipe_no_heavy_file_and_no_torch(store: str) -> None:
+    code = "import sys; from opd.pipelines.cli import main; main(sys.argv[1:])"
+    code += "; assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "plan", "--store", store, "--ranks", "2", "--mini-batch", "4"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"plan      11 trajectories in {store}: 3 mini-batches of 4 on 2 ranks"
+    assert lines[1] == "tokens    7,200; trajectories of 100 to 1,200, mean 655"
+    assert lines[2] == "teachers  alpha 5, zeta 6"
+    listed = [line.split()[:2] for line in lines if line.startswith("             ")]
+    assert listed == sorted(listed)
+    assert {rank for rank, _ in listed} == {"0", "1"}
+
+
+def test_the_same_plan_every_time_and_another_with_another_seed(store: str, recipe: str, capsys) -> None:
+    printed = []
+    for words in ([], [], ["--seed", "3"]):
+        assert main(["plan", recipe, "--store", store, "--mini-batch", "5", *words]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
+
+
+def test_a_recipes_step_is_planned_teacher_by_teacher(recipe: str, capsys) -> None:
+    assert main(["plan", recipe, "--ranks", "2", "--rollout.max_new_tokens", "50"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "plan      one step of demo, responses of 50 tokens: 1 mini-batches of 24 on 2 ranks"
+    counts = dict(part.split() for part in lines[2].removeprefix("teachers  ").split(", "))
+    assert sum(map(int, counts.values())) == 24
+    assert list(counts) == ["sort", "reverse"]
+    listed = [line.split()[:2] for line in lines if line.startswith("             ")]
+    assert listed == [["0", "sort"], ["0", "reverse"], ["1", "sort"], ["1", "reverse"]]
+
+
+def test_what_does_not_fit_is_said(store: str, capsys) -> None:
+    assert main(["plan", "--store", store, "--budget-mb", "60"]) == 0
+    out = capsys.readouterr().out
+    assert "oversize  " in out
+    assert "trajectories do not fit the budget even alone" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "needs a recipe, or --store"),
+        (["--store", "none"], "there is no trajectory store in none"),
+        (["--store", "{store}", "--seed", "1"], "opd plan without a recipe takes no settings"),
+        (["--store", "{store}", "--ranks", "0"], "must be at least 1"),
+        (["--store", "{store}", "--tflops", "0"], "must be positive"),
+        (["--store", "{store}", "--ranks", "many"], "invalid int value"),
+    ],
+)
+def test_a_users_error_is_one_line(store: str, words: list[str], part: str, capsys) -> None:
+    assert main(["plan", *(word.format(store=store) for word in words)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert part in captured.err
