@@ -221,6 +221,7 @@ class _Generation(Iterator[DecodeStep]):
         """Stream after `written`, which grows; whether the response has ended."""
         pool, body = self._workers.pool, request_body(request, written)
         tokens = len(request.prompt_ids) + request.sampling.max_new_tokens
+        due = self._workers.version
         stream = Stream(request.uid, len(written), self._workers.versions, self._limits_vocabulary)
         async with pool.lease(tokens, [], home) as server, pool.stream(server, "/generate", body) as lines:
             async for line in lines:
@@ -231,6 +232,9 @@ class _Generation(Iterator[DecodeStep]):
                     return True
                 if piece.finished is Status.ABORTED:
                     raise UnavailableError(f"{server.url} aborted {request.uid}", answered=True)
+                if min(piece.versions, default=due) < due:
+                    # It was started again and nobody noticed: it is given the newest weights before more.
+                    raise UnavailableError(f"{server.url} has lost version {due}", answered=True)
                 written += piece.token_ids
                 self._arrived.put(piece)
                 cached.set()

@@ -33,6 +33,8 @@ class Workers:
         """What workers call the versions they hold."""
         self.pool = HTTPPool("the rollout engine", options, RolloutError, self._admit)
         self._weights: list[tuple[str, Tensor]] = []
+        self._checksums: dict[int, str] = {}
+        """Of each version, as the first worker that took it told."""
         self._rng = random.Random()
 
     @cached_property
@@ -128,14 +130,21 @@ class Workers:
         await self._verify(server)
 
     async def _verify(self, server: Server) -> None:
-        """Compare checksums, where the worker computes them as this process can: on one CPU."""
-        settings = await self.pool.ask(server, "GET", "/server_info") or {}
-        if settings.get("device") != "cpu" or settings.get("dtype") not in DTYPES:
-            return
+        """Compare checksums: with the other workers', and with the weights themselves where the worker
+        computes them as this process can, on one CPU.
+        """
         answer = await self._post(server, "/weights_checker", {"action": "checksum"})
-        for rank in (answer or {}).get("ranks", [])[:1]:
-            dtype = DTYPES[settings["dtype"]]
-            await asyncio.to_thread(check_checksums, server.url, rank["checksums"], self._weights, dtype)
+        ranks = (answer or {}).get("ranks", [])
+        whole = "+".join(str(rank["per_gpu_checksum"]) for rank in ranks)
+        if self._checksums.setdefault(self.version, whole) != whole:
+            raise RolloutError(
+                f"after the push of version {self.version} {server.url} holds other weights than another"
+                " worker; restart it and --resume."
+            )
+        settings = await self.pool.ask(server, "GET", "/server_info") or {}
+        if settings.get("device") == "cpu" and settings.get("dtype") in DTYPES and len(ranks) == 1:
+            dtype, held = DTYPES[settings["dtype"]], ranks[0]["checksums"]
+            await asyncio.to_thread(check_checksums, server.url, held, self._weights, dtype)
 
     async def _admit(self, server: Server) -> None:
         """A worker that is new or was away: the version it holds, or the newest weights."""

@@ -16,7 +16,7 @@ from opd.models.causal_lm import CausalLM
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.sglang_engine import ServedModel, SGLangEngine
-from opd.rollout.sglang_sync import WeightFolder
+from opd.rollout.sglang_sync import WeightFolder, check_checksums
 from opd.served.faults import Patience
 from opd.served.http_client import PoolOptions
 from opd.storage.wal import TokenWAL
@@ -152,6 +152,34 @@ def test_new_weights_reach_responses_in_flight(engine, models):
         due = np.where(np.array(versions) == 0, before, after)
         np.testing.assert_allclose(np.array(logprobs), due, atol=1e-4)
     assert both > 0
+
+
+def update(served, model, version: int) -> None:
+    served.pause()
+    served.flush()
+    served.update_weights(model.weights(), version)
+    served.resume()
+
+
+def test_a_worker_that_holds_other_weights_is_found_out(engine, sglang, models):
+    update(engine(), models["b"], 1)
+    held = sglang.control("/weights_checker", action="checksum")["ranks"][0]["checksums"]
+    check_checksums(sglang.url, held, models["b"].weights(), torch.float32)
+    with pytest.raises(RolloutError, match=r"holds another model\.embed_tokens\.weight than"):
+        check_checksums(sglang.url, held, models["a"].weights(), torch.float32)
+
+
+def test_a_worker_that_lost_its_weights_is_given_them_again(engine, sglang, served_models, models):
+    """As after a restart: it serves the folder it was started with, under its first version."""
+    served = engine()
+    update(served, models["b"], 1)
+    list(served.generate(requests(2, 3)))
+    sglang.load(served_models["a"], "default")
+    steps = list(served.generate(requests(4, 10)))
+    assert {step.policy_version for step in steps} == {1}
+    assert sum(len(step.uids) for step in steps) > 4
+    held = sglang.control("/weights_checker", action="checksum")["ranks"][0]["checksums"]
+    check_checksums(sglang.url, held, models["b"].weights(), torch.float32)
 
 
 def test_weights_change_only_while_paused(engine, models):
