@@ -22,6 +22,7 @@ from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.warm_up import new_base
 from opd.storage.published import PublishedModel
 
+pytestmark = pytest.mark.slow  # two processes beside this one, and four merges
 STEPS, PROMPTS = 3, 2
 NAMES = [f"domain{i}" for i in range(10)]
 SETTINGS = {
