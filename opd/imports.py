@@ -10,6 +10,14 @@ from typing import Any
 from opd.errors import OpdError
 
 
+def import_function(path: str, where: str, error: type[OpdError]) -> Any:
+    """`import_attribute` of something that can be called; `error` if it cannot."""
+    found = import_attribute(path, where, error)
+    if not callable(found):
+        raise error(f"{where}: {path!r} is a {type(found).__name__} and not callable; name a function.")
+    return found
+
+
 def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
     """The object at `package.module:name`. `where` is the recipe's key, for the sentence of the `error` that
     is raised if the path has another form, or the module or the name does not exist or fails to import.

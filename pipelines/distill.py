@@ -15,18 +15,20 @@ from opd.algorithms.corrections import Correction, correct
 from opd.algorithms.normalise import per_teacher_weights, token_weights
 from opd.algorithms.opd_term import opd_advantages
 from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
+from opd.pipelines.batches import Batches, open_batches
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import domain_accuracy
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
-from opd.pipelines.rollout_metrics import generated_tokens, rollout_metrics
-from opd.pipelines.stage_rollout import StageRollout
+from opd.pipelines.rollout_metrics import generated_tokens, rollout_metrics, staleness_metrics
+from opd.pipelines.score_ahead import scoring_ahead
 from opd.pipelines.student import Student, tokenizer_of
 from opd.pipelines.teachers import open_schedule, wait_shares
-from opd.rollout.collect import EncodedPrompt
+from opd.rollout.collect import EncodedPrompt, Generates
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
 from opd.teachers.signals import sampled_logprobs
+from opd.train.conversion import convert_batch
 from opd.train.distill_terms import build_distill_term
 from opd.train.schedule import learning_rate
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm
@@ -37,15 +39,16 @@ def distill(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     """Merge the recipe's teachers into the model in `start`, write it to `out`, return the result numbers."""
     with ExitStack() as stack:
         run = DistillRun.open(context, start, stack)
+        batches = run.open_batches(stack)
         config = run.config
         result = run_loop(
             context,
             run.student.backend,
             Extent(steps=config.steps),
             config.checkpoint_every,
-            run.step,
-            run.student.start,
-            run.rollouts.consumed,
+            lambda step: run.step(step, batches),
+            batches.start,
+            batches.consumed,
         )
     card = {
         "base": str(start),
@@ -68,11 +71,10 @@ class DistillRun:
     config: DistillConfig
     teachers: list[str]
     probe: MismatchProbe
-    rollouts: StageRollout
 
     @classmethod
     def open(cls, context: StageContext, start: Path, stack: ExitStack) -> DistillRun:
-        """Load the student and the data, open the teachers and the log; all closed when `stack` unwinds."""
+        """Load the student and the data, open the teachers; all closed when `stack` unwinds."""
         recipe = context.recipe
         config = recipe.distill
         vocabulary = len(tokenizer_of(recipe, start))
@@ -81,39 +83,52 @@ class DistillRun:
         terms = [*loss_terms(config, schedule), probe]
         student = Student.open(recipe, start, config.optim, config.batch, terms)
         data = DomainSet.open(recipe, student.tokenizer)
-        rollouts = student.open_rollouts(context, stack)
         teachers = Router.from_recipe(recipe).teachers
-        return cls(context, student, data, schedule, config, teachers, probe, rollouts)
+        return cls(context, student, data, schedule, config, teachers, probe)
 
-    def step(self, step: Step) -> StepResult:
-        """Rollout, reward, teacher scores, update, sync."""
-        with step.timer("rollout"):
-            groups = self.student.rollout(self.prompts(step.index), self.config.samples_per_prompt)
-        with step.timer("score"):
-            self.score(groups)
-        metrics = rollout_metrics(groups)
-        with step.timer("train"):
-            metrics |= self.accumulate(groups)
-            lr = learning_rate(self.config.optim, step.index, step.progress)
-            metrics |= self.student.backend.step(lr)
-        with step.timer("sync"):
-            self.student.sync(step.index + 1)
-        metrics |= self._counters(step)
-        metrics |= wait_shares(metrics, sum(step.timer.seconds.values()))
-        metrics |= self._curve(step)
-        kl = metrics.get("kl/mean", 0.0)
-        headline = f"KL {kl:.4f}  reward {metrics['reward/mean']:.3f}"
-        return StepResult(metrics, generated_tokens(groups), headline)
+    def open_batches(self, stack: ExitStack) -> Batches:
+        """The batches to learn from, each a function of its number, and their log; closed with `stack`."""
+        rollouts = self.student.open_rollouts(self.context, stack)
+        return open_batches(self.context.recipe.rollout, self.student, rollouts, self.write, stack)
 
-    def prompts(self, step: int) -> list[EncodedPrompt]:
-        """The prompts of step `step`, domain by domain."""
+    def write(self, engine: Generates, index: int) -> list[SampleGroup]:
+        """Batch number `index`."""
+        prompts = self.prompts(index)
+        engine = scoring_ahead(self.context.recipe, engine, self.schedule, prompts)
+        return self.student.rollout(prompts, self.config.samples_per_prompt, engine)
+
+    def prompts(self, index: int) -> list[EncodedPrompt]:
+        """The prompts of batch `index`, domain by domain."""
         count = self.config.prompts_per_domain
         stage = self.context.stage
         return [
             prompt
             for domain in self.context.recipe.domains
-            for prompt in self.data.take(domain, step * count, count, stage)
+            for prompt in self.data.take(domain, index * count, count, stage)
         ]
+
+    def step(self, step: Step, batches: Batches) -> StepResult:
+        """Rollout, reward, teacher scores, update, sync."""
+        with step.timer("rollout"):
+            groups = batches.take(step.index)
+        tokens = generated_tokens(groups)
+        with step.timer("score"):
+            self.score(groups)
+        metrics = rollout_metrics(groups)
+        samples = [s for group in groups for s in group.samples]
+        metrics |= staleness_metrics(samples, step.index, self.context.recipe.rollout.max_staleness)
+        with step.timer("train"):
+            metrics |= self.accumulate(groups)
+            lr = learning_rate(self.config.optim, step.index, step.progress)
+            metrics |= self.student.backend.step(lr)
+        with step.timer("sync"):
+            batches.learnt(step.index + 1)
+        metrics |= self._counters(step) | batches.take_counters(step.counters)
+        metrics |= wait_shares(metrics, sum(step.timer.seconds.values()))
+        metrics |= self._curve(step, batches)
+        kl = metrics.get("kl/mean", 0.0)
+        headline = f"KL {kl:.4f}  reward {metrics['reward/mean']:.3f}"
+        return StepResult(metrics, tokens, headline)
 
     def score(self, groups: Sequence[SampleGroup]) -> None:
         """Reward every sample and let its teacher read it."""
@@ -191,7 +206,7 @@ class DistillRun:
             term.kl_weight, term.policy_weight = kl_weight, policy_weight
             term.old_logprobs, term.advantages = old_logprobs, advantage
             terms.append(term)
-        return RolloutBatch(samples, terms)
+        return convert_batch(RolloutBatch(samples, terms), self.config.to_batch, "distill.to_batch")
 
     def _weights(self, samples: list[Sample], masks: list[np.ndarray]) -> list[np.ndarray]:
         if self.config.normalise == "teacher":
@@ -217,13 +232,13 @@ class DistillRun:
         for name, value in counters.items():
             before = totals.get(name, 0.0)
             totals[name] = max(before, value) if name.endswith("_peak") else before + value
-        return counters | self.rollouts.take_counters(totals)
+        return counters
 
-    def _curve(self, step: Step) -> dict[str, float]:
+    def _curve(self, step: Step, batches: Batches) -> dict[str, float]:
         evaluation = self.context.recipe.evaluation
         if not evaluation.every or (step.index + 1) % evaluation.every:
             return {}
-        with step.timer("evaluate"):
+        with step.timer("evaluate"), batches.idle():
             return {
                 f"accuracy/{domain}": domain_accuracy(
                     self.student.engine,

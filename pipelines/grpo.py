@@ -13,17 +13,25 @@ import numpy as np
 
 from opd.algorithms.advantages import build_advantage
 from opd.algorithms.corrections import correct
-from opd.algorithms.filters import drop_zero_variance
+from opd.algorithms.filters import keep_groups
 from opd.algorithms.normalise import policy_weights
 from opd.algorithms.reference_kl import reference_kl_advantages
-from opd.config import SpecialistConfig
+from opd.config import RolloutConfig, SpecialistConfig
 from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM
+from opd.pipelines.batches import Batches, open_batches
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
-from opd.pipelines.rollout_metrics import generated_tokens, mismatch_metrics, rollout_metrics
+from opd.pipelines.rollout_metrics import (
+    generated_tokens,
+    mismatch_metrics,
+    rollout_metrics,
+    staleness_metrics,
+)
 from opd.pipelines.student import Student, load_model
+from opd.rollout.collect import Generates
+from opd.train.conversion import convert_batch
 from opd.train.schedule import learning_rate
 from opd.train.terms import LossTerm, PolicyTerm, ReferenceTerm
 from opd.train.torch_backend import response_logprobs
@@ -39,11 +47,11 @@ def train_grpo(
     """
     with ExitStack() as stack:
         run = GRPORun.open(context, start, domains)
-        rollouts = run.student.open_rollouts(context, stack)
+        batches = run.open_batches(context, stack)
 
         def step(step: Step) -> StepResult:
-            done = run.step(step)
-            return replace(done, metrics=done.metrics | rollouts.take_counters(step.counters))
+            done = run.step(step, batches)
+            return replace(done, metrics=done.metrics | batches.take_counters(step.counters))
 
         result = run_loop(
             context,
@@ -51,8 +59,8 @@ def train_grpo(
             extent,
             run.config.checkpoint_every,
             step,
-            run.student.start,
-            rollouts.consumed,
+            batches.start,
+            batches.consumed,
         )
     if result["counters"].get("steps_without_signal", 0) >= result["steps"]:
         raise run.no_signal(result["steps"])
@@ -75,7 +83,7 @@ class GRPORun:
     domains: list[str]
     config: SpecialistConfig
     stage: str
-    max_new_tokens: int
+    rollout: RolloutConfig
     reference: CausalLM | None
 
     @classmethod
@@ -91,28 +99,39 @@ class GRPORun:
                 terms.append(ReferenceTerm(config.reference_kl))
         student = Student.open(recipe, start, config.optim, config.batch, terms)
         data = DomainSet.open(recipe, student.tokenizer)
-        return cls(
-            student, data, list(domains), config, context.stage, recipe.rollout.max_new_tokens, reference
-        )
+        return cls(student, data, list(domains), config, context.stage, recipe.rollout, reference)
 
-    def step(self, step: Step) -> StepResult:
-        """Rollout, reward, filter, recompute, estimate, update, sync."""
+    def open_batches(self, context: StageContext, stack: ExitStack) -> Batches:
+        """The batches to learn from, each a function of its number."""
+        rollouts = self.student.open_rollouts(context, stack)
+        return open_batches(self.rollout, self.student, rollouts, self.write, stack)
+
+    def write(self, engine: Generates, index: int) -> list[SampleGroup]:
+        """Batch number `index`."""
         count = self.config.prompts_per_step
+        prompts = self.data.mixed(self.domains, index * count, count, self.stage)
+        return self.student.rollout(prompts, self.config.group_size, engine)
+
+    def step(self, step: Step, batches: Batches) -> StepResult:
+        """Rollout, reward, filter, recompute, estimate, update, sync."""
         with step.timer("rollout"):
-            prompts = self.data.mixed(self.domains, step.index * count, count, self.stage)
-            groups = self.student.rollout(prompts, self.config.group_size)
+            groups = batches.take(step.index)
+        tokens = generated_tokens(groups)
         with step.timer("score"):
-            self.data.rewards.score([s for group in groups for s in group.samples])
+            samples = [s for group in groups for s in group.samples]
+            self.data.rewards.score(samples)
         metrics = rollout_metrics(groups)
-        kept = drop_zero_variance(groups)[0] if self.config.filter_zero_variance else groups
+        metrics |= staleness_metrics(samples, step.index, self.rollout.max_staleness)
+        config = self.config
+        kept = keep_groups(groups, config.group_filter, zero_variance=not config.filter_zero_variance)
         self._watch_signal(step, bool(kept))
         if kept:
             with step.timer("train"):
                 metrics |= self._update(kept, learning_rate(self.config.optim, step.index, step.progress))
-            with step.timer("sync"):
-                self.student.sync(step.index + 1)
+        with step.timer("sync"):
+            batches.learnt(step.index + 1, changed=bool(kept))
         headline = f"reward {metrics['reward/mean']:.3f}"
-        return StepResult(metrics, generated_tokens(groups), headline)
+        return StepResult(metrics, tokens, headline)
 
     def _watch_signal(self, step: Step, signal: bool) -> None:
         silent = 0.0 if signal else step.counters.get("steps_without_signal", 0.0) + 1
@@ -162,7 +181,7 @@ class GRPORun:
 
     def _batch(self, rows: Sequence[Row]) -> RolloutBatch:
         weights = policy_weights(
-            [row.mask for row in rows], self.config.policy_loss.aggregation, self.max_new_tokens
+            [row.mask for row in rows], self.config.policy_loss.aggregation, self.rollout.max_new_tokens
         )
         terms = []
         for row, weight in zip(rows, weights, strict=True):
@@ -171,7 +190,8 @@ class GRPORun:
             term.policy_weight = weight * row.weight
             term.ref_logprobs = row.ref_logprobs
             terms.append(term)
-        return RolloutBatch([row.sample for row in rows], terms)
+        batch = RolloutBatch([row.sample for row in rows], terms)
+        return convert_batch(batch, self.config.to_batch, "specialist.to_batch")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from opd.algorithms.filters import zero_variance_fraction
+from opd.algorithms.staleness import drop_stale, staleness
 from opd.monitor.mismatch import mismatch
 from opd.types import Sample, SampleGroup, Status
 
@@ -38,6 +39,14 @@ def mismatch_metrics(samples: Sequence[Sample], recomputed: Sequence[np.ndarray]
         np.concatenate(list(recomputed)),
         np.concatenate([s.loss_mask for s in samples]),
     )
+
+
+def staleness_metrics(samples: Sequence[Sample], version: int, limit: int | None) -> dict[str, float]:
+    """Ages of the tokens; those beyond `limit` leave the loss masks. Empty if all are of `version`."""
+    metrics = staleness(samples, version)
+    if not metrics.get("staleness/max"):
+        return {}
+    return metrics | (drop_stale(samples, version, limit) if limit is not None else {})
 
 
 def generated_tokens(groups: Sequence[SampleGroup]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,10 +70,10 @@ class StageRollout:
         self.engine = engine
         self._log = log
 
-    def consumed(self) -> None:
-        """A checkpoint holds what was learnt from every response so far: the log may forget them."""
+    def consumed(self, keep: Collection[str] = ()) -> None:
+        """A checkpoint holds what was learnt from every response but `keep`: the log may forget them."""
         if self._log is not None:
-            self._log.retire(self._log.log.uids())
+            self._log.retire([uid for uid in self._log.log.uids() if uid not in keep])
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
         """What happened to requests, engines and log since this was last called, as metrics; added to

@@ -18,8 +18,9 @@ from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.context import StageContext
 from opd.pipelines.stage_rollout import StageRollout, open_rollout
 from opd.protocols import RolloutEngine
-from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.collect import EncodedPrompt, Generates, collect
 from opd.rollout.torch_engine import TorchEngine
+from opd.rollout.user_generate import Generate, load_generate
 from opd.train.terms import LossTerm
 from opd.train.torch_backend import TorchBackend
 from opd.types import SampleGroup, SamplingParams
@@ -71,6 +72,8 @@ class Student:
     engine: TorchEngine
     sampling: SamplingParams
     seed: int
+    generate: Generate = collect
+    """Prompts to sample groups: the recipe's own, if it names one."""
     rollouts: StageRollout | None = None
     """The engine behind the stage's token log, once `open_rollouts` was called."""
 
@@ -88,6 +91,7 @@ class Student:
             make_engine(recipe, load_model(recipe, path)),
             sampling_params(recipe, tokenizer),
             recipe.seed,
+            load_generate(recipe.rollout.generate),
         )
 
     def open_rollouts(self, context: StageContext, stack: ExitStack) -> StageRollout:
@@ -100,9 +104,11 @@ class Student:
         """What responses are sampled with: the engine, or what stands in front of it."""
         return self.engine if self.rollouts is None else self.rollouts.engine
 
-    def rollout(self, prompts: Sequence[EncodedPrompt], group_size: int) -> list[SampleGroup]:
-        """Sample responses with the engine's current weights."""
-        return collect(self.writer, prompts, group_size, self.sampling, self.seed)
+    def rollout(
+        self, prompts: Sequence[EncodedPrompt], group_size: int, engine: Generates
+    ) -> list[SampleGroup]:
+        """Sample responses through `engine`, which stands before the student's own."""
+        return self.generate(engine, prompts, group_size, self.sampling, self.seed)
 
     def start(self, step: int) -> None:
         """Before the first step of an attempt: after a resume the engine needs the restored weights."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,13 +33,14 @@ def gradients(whole: Path, start: Path, name: str | None, draws: int) -> torch.T
     with (
         tempfile.TemporaryDirectory() as scratch,
         RunFolder.create(Path(scratch) / "run", recipe) as folder,
+        ExitStack() as stack,
     ):
         context = StageContext.open(recipe, folder, "merge", lambda *_: None, lambda _: None)
-        run = DistillRun.open(context, start)
+        run = DistillRun.open(context, start, stack)
         parameters = [p for p in run.student.model.module.parameters() if p.requires_grad]
         for draw in range(draws):
             prompts = [replace(prompt, uid=f"{draw}/{prompt.uid}") for prompt in run.prompts(0)]
-            groups = run.student.rollout(prompts, 1)
+            groups = run.student.rollout(prompts, 1, run.student.engine)
             run.score(groups)
             run.accumulate(groups)
             rows.append(torch.cat([p.grad.flatten() for p in parameters]))

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from opd.algorithms.advantages import finite_rewards
+from opd.errors import ConfigError
+from opd.imports import import_function
 from opd.types import SampleGroup
 
 
@@ -25,6 +30,25 @@ def drop_zero_variance(groups: Sequence[SampleGroup]) -> tuple[list[SampleGroup]
     for group in groups:
         (kept if has_signal(group) else dropped).append(group)
     return kept, dropped
+
+
+def keep_groups(groups: Sequence[SampleGroup], keep: str | None, *, zero_variance: bool) -> list[SampleGroup]:
+    """The groups to learn from: with different rewards unless `zero_variance` may stay, and those that the
+    function at the dotted path `keep`, `keep(group) -> bool`, does not refuse.
+
+    Raises `ConfigError` if the function cannot be loaded, or returns something other than a truth value.
+    """
+    kept = list(groups) if zero_variance else drop_zero_variance(groups)[0]
+    if keep is None:
+        return kept
+    found: Any = import_function(keep, "specialist.group_filter", ConfigError)
+    answers = [found(group) for group in kept]
+    for answer in answers:
+        if not isinstance(answer, bool | np.bool_):
+            raise ConfigError(
+                f"specialist.group_filter {keep} returned {answer!r}; return True to keep a group, or False."
+            )
+    return [group for group, answer in zip(kept, answers, strict=True) if answer]
 
 
 def zero_variance_fraction(groups: Sequence[SampleGroup]) -> float:

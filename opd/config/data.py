@@ -67,5 +67,8 @@ class RolloutConfig(Config):
     max_staleness: int | None = Field(default=None, ge=0)
     """Tokens older than this many versions leave the loss. They occur beyond `max_ahead` only where a resumed
     stage finishes responses of an earlier attempt."""
+    generate: str | None = None
+    """Dotted path of `generate(engine, prompts, group_size, sampling, seed) -> groups`, for responses of
+    several turns with an environment, tools or search (`opd.rollout.user_generate`)."""
     reward_timeout: float = Field(default=60.0, gt=0)
     """Seconds a reward function may take for one batch."""

@@ -52,8 +52,17 @@ class TopKKL(Config):
     support only (biased: it leaks mass out of the support; for comparison)."""
 
 
+class CustomDivergence(Config):
+    """A per-token loss of your own against one teacher, by dotted path:
+    `loss(micro, student, view) -> [N]` with a `MicroBatch`, `StudentRows` and a `TeacherView`."""
+
+    type: Literal["custom"] = "custom"
+    path: str
+
+
 DistillLossConfig = Annotated[
-    FullVocabularyKL | SampledTokenK1 | SampledTokenK2 | TopKKL, Field(discriminator="type")
+    FullVocabularyKL | SampledTokenK1 | SampledTokenK2 | TopKKL | CustomDivergence,
+    Field(discriminator="type"),
 ]
 
 
@@ -87,6 +96,8 @@ class DistillConfig(Config):
     teachers of one architecture take turns on one module. `streamed` then reads a teacher's shards whenever
     its turn comes, `resident` keeps every teacher's weights in host memory."""
     megatron: MegatronConfig = MegatronConfig()
+    to_batch: str | None = None
+    """Dotted path of `convert(batch) -> batch`, the last word on every `RolloutBatch` before the trainer."""
     rl_coef: float = Field(default=0.0, ge=0)
     """Weight of the reward's policy gradient beside the distillation; 0 is pure distillation."""
     advantage: AdvantageConfig = GRPOAdvantage()

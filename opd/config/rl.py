@@ -51,6 +51,9 @@ class PolicyLossConfig(Config):
     """The ratio is clipped at `1 + clip_high`."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bound on the loss of tokens with a negative advantage: the ratio counts at most this much."""
+    path: str | None = None
+    """Dotted path of a per-token loss in place of the clipped one:
+    `loss(logprobs, old_logprobs, advantages, config) -> [N]`, tensors in, a tensor out."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """`token`: every token of the step weighs the same; `sequence`: every response; `constant`: sums divided
     by `max_new_tokens` times the number of responses (Dr. GRPO)."""
@@ -92,6 +95,10 @@ class SpecialistConfig(Config):
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     reference_kl: ReferenceKLConfig = ReferenceKLConfig()
     entropy_coef: float = 0.0
+    group_filter: str | None = None
+    """Dotted path of `keep(group) -> bool`: a group it refuses is not learned from."""
+    to_batch: str | None = None
+    """Dotted path of `convert(batch) -> batch`, the last word on every `RolloutBatch` before the trainer."""
     filter_zero_variance: bool = True
     """Drop groups whose rewards are all equal: they carry no policy gradient."""
     optim: OptimConfig = OptimConfig(lr=3e-4, schedule="linear", final_lr_fraction=0.1)

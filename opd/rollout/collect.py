@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from opd.errors import RolloutError
-from opd.protocols import RolloutEngine
 from opd.rollout.transcript import Tokens, Transcript
-from opd.types import RolloutRequest, Sample, SampleGroup, SamplingParams, Status
+from opd.types import DecodeStep, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
+
+
+class Generates(Protocol):
+    """The one verb of a `RolloutEngine` that sampling needs."""
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class EncodedPrompt:
 
 
 def collect(
-    engine: RolloutEngine,
+    engine: Generates,
     prompts: Sequence[EncodedPrompt],
     group_size: int,
     sampling: SamplingParams,
@@ -68,7 +73,7 @@ def collect(
     return groups
 
 
-def _run(engine: RolloutEngine, requests: list[RolloutRequest], samples: dict[str, Sample]) -> None:
+def _run(engine: Generates, requests: list[RolloutRequest], samples: dict[str, Sample]) -> None:
     transcript = Transcript({uid: Tokens.empty() for uid in samples})
     for step in engine.generate(requests):
         transcript.add(step)

@@ -5,19 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from opd.config.distill import DistillConfig, FullVocabularyKL, TopKKL
-from opd.errors import TeacherError
+from opd.config.distill import CustomDivergence, DistillConfig, FullVocabularyKL, TopKKL
+from opd.errors import ConfigError, TeacherError
+from opd.imports import import_function
 from opd.kernels.head import Head
 from opd.kernels.ops import geometric_floor, linear_kl, linear_logprobs, linear_mixture_kl, linear_topk
 from opd.losses.sampled import sampled_k2
 from opd.losses.surrogate import with_gradient
 from opd.losses.topk import SampledTokens, outside_support, topk_reverse_kl
 from opd.train.student_rows import MetricSums, StudentRows
+from opd.train.terms import per_token_loss
 from opd.types import MicroBatch
 
 
@@ -178,6 +180,19 @@ def _whole(view: View) -> TeacherView:
     )
 
 
+class CustomTerm(DistillTerm):
+    """The user's own divergence from a teacher, by dotted path; from a `ScoredView` too."""
+
+    def __init__(self, teachers: TeacherViews, mixture: str, config: CustomDivergence) -> None:
+        """Raises `ConfigError` if the function cannot be loaded."""
+        super().__init__(teachers, mixture)
+        self.path = config.path
+        self._loss: Any = import_function(config.path, "distill.loss.path", ConfigError)
+
+    def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
+        return per_token_loss(self._loss(micro, student, view), micro.kl_weight, self.path)
+
+
 def teacher_logprobs(view: View, ids: Tensor, student: StudentRows) -> Tensor:
     """[N] float32: the teacher's log-probabilities of the response tokens `ids [N]` at the student's
     temperature; no gradient.
@@ -207,6 +222,8 @@ def build_distill_term(config: DistillConfig, teachers: TeacherViews) -> Distill
         return FullVocabularyTerm(teachers, config.mixture, config.loss)
     if isinstance(config.loss, TopKKL):
         return TopKTerm(teachers, config.mixture, config.loss)
+    if isinstance(config.loss, CustomDivergence):
+        return CustomTerm(teachers, config.mixture, config.loss)
     if config.loss.type == "k2":
         return K2Term(teachers, config.mixture)
     return None

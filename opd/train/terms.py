@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from opd.config.rl import PolicyLossConfig, ReferenceKLConfig
+from opd.errors import ConfigError, TrainingError
+from opd.imports import import_function
 from opd.kernels.ops import linear_logprobs
 from opd.losses.kl_estimators import reference_penalty
 from opd.losses.policy import clipped_policy_loss
@@ -29,15 +31,20 @@ class PolicyTerm:
     """Clipped policy gradient on `policy_weight`, with an optional entropy bonus."""
 
     def __init__(self, config: PolicyLossConfig, entropy_coef: float = 0.0) -> None:
+        """Raises `ConfigError` if the loss `config.path` names cannot be loaded."""
         self.config = config
         self.entropy_coef = entropy_coef
+        self._custom: Any = None
+        if config.path is not None:
+            self._custom = import_function(config.path, "policy_loss.path", ConfigError)
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         weight = micro.policy_weight
         counted = weight != 0
-        per_token, stats = clipped_policy_loss(
-            student.logprobs, micro.old_logprobs, micro.advantages, self.config, mask=counted
-        )
+        inputs = (student.logprobs, micro.old_logprobs, micro.advantages, self.config)
+        per_token, stats = clipped_policy_loss(*inputs, mask=counted)
+        if self._custom is not None:
+            per_token = per_token_loss(self._custom(*inputs), student.logprobs, str(self.config.path))
         for name, value in stats.metrics().items():
             if name == "policy/ratio_max":
                 sums.peak(name, value)
@@ -48,6 +55,16 @@ class PolicyTerm:
         if self.entropy_coef:
             loss = loss - self.entropy_coef * (weight * student.entropy).sum()
         return loss
+
+
+def per_token_loss(values: Any, like: Tensor, path: str) -> Tensor:
+    """`values` of a user's loss at `path`; `TrainingError` unless they are a tensor [N] as `like`."""
+    if not isinstance(values, Tensor) or values.shape != like.shape:
+        form = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise TrainingError(
+            f"the loss {path} returned {form}, but one number a token is needed: {list(like.shape)}."
+        )
+    return values
 
 
 class ReferenceTerm:

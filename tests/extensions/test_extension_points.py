@@ -1,0 +1,217 @@
+"""Everything a recipe names by dotted path: called with what is promised, and refused with one sentence."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
+
+import my_code
+from recipes import tiny_recipe
+
+from opd.algorithms.filters import keep_groups
+from opd.config import BatchConfig, DistillConfig, OptimConfig, PolicyLossConfig
+from opd.config.distill import CustomDivergence
+from opd.errors import ConfigError, RolloutError, TrainingError
+from opd.pipelines.doctor import examine
+from opd.pipelines.run import run_stage
+from opd.pipelines.run_folder import RunFolder
+from opd.rollout.collect import EncodedPrompt
+from opd.rollout.torch_engine import TorchEngine
+from opd.rollout.user_generate import load_generate
+from opd.train.conversion import convert_batch
+from opd.train.distill_terms import TeacherView, build_distill_term
+from opd.train.terms import PolicyTerm
+from opd.train.torch_backend import TorchBackend
+from opd.types import RolloutBatch, SampleGroup, SamplingParams, TokenTerms
+
+SAMPLING = SamplingParams(max_new_tokens=6, stop_ids=(1,))
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    my_code.seen.clear()
+
+
+def prompts(count: int = 3) -> list[EncodedPrompt]:
+    return [EncodedPrompt(f"p/{i}", "a", np.array([2 + i, 5, 7], np.int32), None) for i in range(count)]
+
+
+def engine() -> TorchEngine:
+    return TorchEngine(tiny.model(), max_running=8, max_sequence=40)
+
+
+def test_a_generate_of_several_turns_masks_what_the_environment_said():
+    groups = load_generate("my_code:two_turns")(engine(), prompts(), 2, SAMPLING, 0)
+    assert [len(group.samples) for group in groups] == [2, 2, 2]
+    for sample in (sample for group in groups for sample in group.samples):
+        mask = sample.loss_mask
+        assert np.array_equal(sample.response_ids[~mask], my_code.OBSERVATION)
+        assert not sample.rollout_logprobs[~mask].any()
+        assert (sample.rollout_logprobs[mask] < 0).all()
+        assert mask[0]
+        assert mask[-1]
+
+
+def test_what_the_environment_said_has_no_gradient():
+    """The recomputed log-probabilities see it as context; the loss does not count it."""
+    samples = [
+        s for g in load_generate("my_code:two_turns")(engine(), prompts(), 2, SAMPLING, 0) for s in g.samples
+    ]
+    backend = TorchBackend(tiny.model(), OptimConfig(), BatchConfig(), 1.0, [PolicyTerm(PolicyLossConfig())])
+    logprobs = backend.logprobs(samples)
+    for sample, recomputed in zip(samples, logprobs, strict=True):
+        written = sample.loss_mask
+        np.testing.assert_allclose(recomputed[written], sample.rollout_logprobs[written], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("drops_a_prompt", "one group for each prompt"),
+        ("forgets_masks", "of loss_mask; give one each"),
+        ("never_ends", "a status completed or truncated"),
+    ],
+)
+def test_a_generate_that_loses_something_is_refused(name, message):
+    with pytest.raises(RolloutError, match=message):
+        load_generate(f"my_code:{name}")(engine(), prompts(), 2, SAMPLING, 0)
+
+
+def batch() -> RolloutBatch:
+    samples = tiny.samples([(3, 4), (2, 5), (4, 1), (1, 6)], teachers=["t"] * 4)
+    terms = [TokenTerms.zeros(len(s.response_ids)) for s in samples]
+    rng = np.random.default_rng(0)
+    for sample, term in zip(samples, terms, strict=True):
+        sample.teacher = "t"
+        term.policy_weight = term.kl_weight = np.full(len(term.kl_weight), 1 / 16, np.float32)
+        term.advantages = rng.normal(size=len(term.advantages)).astype(np.float32)
+        term.old_logprobs = rng.normal(-2, 0.1, size=len(term.advantages)).astype(np.float32)
+    return RolloutBatch(samples, terms)
+
+
+def gradient(terms) -> torch.Tensor:
+    model = tiny.model(seed=5)
+    TorchBackend(model, OptimConfig(), BatchConfig(), 1.0, terms).forward_backward(batch())
+    grads = [p.grad for p in model.module.parameters() if p.grad is not None]
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def test_a_policy_loss_of_ones_own_replaces_the_clipped_one():
+    found = gradient([PolicyTerm(PolicyLossConfig(path="my_code:plain_policy_gradient"))])
+
+    class Reinforce:
+        def __call__(self, micro, student, sums):
+            return -(micro.policy_weight * micro.advantages * student.logprobs).sum()
+
+    torch.testing.assert_close(found, gradient([Reinforce()]))
+    assert not torch.allclose(found, gradient([PolicyTerm(PolicyLossConfig())]), rtol=1e-2)
+
+
+def views(micro):
+    teacher = tiny.model(seed=9)
+    with torch.no_grad():
+        hidden = teacher.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens)[micro.rows]
+    return [TeacherView("t", 1.0, hidden, teacher.head())]
+
+
+def test_a_divergence_of_ones_own_is_a_stream_of_the_merge():
+    custom = build_distill_term(DistillConfig(loss=CustomDivergence(path="my_code:twice_the_kl")), views)
+    exact = build_distill_term(DistillConfig(), views)
+    torch.testing.assert_close(gradient([custom]), 2 * gradient([exact]), rtol=1e-3, atol=1e-7)
+    assert set(my_code.seen["divergence"]) == {"t"}
+
+
+@pytest.mark.parametrize("loss", ["policy", "distill"])
+def test_a_loss_that_is_no_number_a_token_is_refused(loss):
+    path = "my_code:a_number"
+    if loss == "policy":
+        term = PolicyTerm(PolicyLossConfig(path=path))
+    else:
+        term = build_distill_term(DistillConfig(loss=CustomDivergence(path=path)), views)
+    with pytest.raises(TrainingError, match="one number a token"):
+        gradient([term])
+
+
+def test_a_group_filter_refuses_groups_that_have_signal():
+    groups = [SampleGroup(f"p/{i}", "a", tiny.samples([(2, 2), (2, 2)], seed=i)) for i in range(4)]
+    for group in groups:
+        group.samples[0].reward, group.samples[1].reward = 0.0, 1.0
+    groups[3].samples[1].reward = 0.0
+    kept = keep_groups(groups, "my_code:not_the_first", zero_variance=False)
+    assert [group.uid for group in kept] == ["p/1"]
+    assert my_code.seen["filter"] == ["p/0", "p/1", "p/2"]  # what has no signal is not asked about
+    kept = keep_groups(groups, "my_code:not_the_first", zero_variance=True)
+    assert [group.uid for group in kept] == ["p/1", "p/3"]
+    assert keep_groups(groups, None, zero_variance=True) == groups
+    with pytest.raises(ConfigError, match="returned None; return True"):
+        keep_groups(groups, "my_code:maybe", zero_variance=True)
+
+
+def test_a_conversion_has_the_last_word_on_the_batch():
+    whole = batch()
+    assert convert_batch(whole, None, "distill.to_batch") is whole
+    half = convert_batch(whole, "my_code:first_half", "distill.to_batch")
+    assert half.samples == whole.samples[::2]
+    with pytest.raises(TrainingError, match="my_code:nothing returned NoneType"):
+        convert_batch(whole, "my_code:nothing", "distill.to_batch")
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda path: load_generate(path),
+        lambda path: convert_batch(batch(), path, "distill.to_batch"),
+        lambda path: PolicyTerm(PolicyLossConfig(path=path)),
+        lambda path: keep_groups([], path, zero_variance=True),
+        lambda path: build_distill_term(DistillConfig(loss=CustomDivergence(path=path)), views),
+    ],
+)
+def test_what_cannot_be_loaded_is_named_before_anything_runs(load):
+    with pytest.raises(ConfigError, match="my_code:missing"):
+        load("my_code:missing")
+    with pytest.raises(ConfigError, match="not callable"):
+        load("my_code:not_callable")
+
+
+def test_the_doctor_finds_a_path_that_leads_nowhere(tmp_path):
+    recipe = tiny_recipe(specialist={"group_filter": "my_code:gone", "to_batch": "my_code:first_half"})
+    levels = {f.title: f.level for f in examine(recipe, run_dir=tmp_path / "run", thorough=False)}
+    assert levels["specialist.group_filter"] == "error"
+    assert levels["specialist.to_batch"] == "ok"
+
+
+def test_a_whole_run_uses_all_of_them(tmp_path):
+    """Base, two specialists and the merge, with every extension point of the recipe in use."""
+    recipe = tiny_recipe()
+    domains = {
+        name: domain.model_dump() | {"reward": "my_code:reward"} for name, domain in recipe.domains.items()
+    }
+    settings = recipe.model_dump()
+    settings["domains"] = domains
+    settings["rollout"] |= {"generate": "my_code:two_turns", "max_new_tokens": 3, "max_sequence": 24}
+    settings["base"] |= {"steps": 20}
+    settings["specialist"] |= {
+        "steps": 2,
+        "advantage": {"type": "custom", "path": "my_code:best_of_group"},
+        "policy_loss": {"path": "my_code:plain_policy_gradient"},
+        "group_filter": "my_code:not_the_first",
+        "to_batch": "my_code:first_half",
+    }
+    settings["distill"] |= {
+        "steps": 2,
+        "loss": {"type": "custom", "path": "my_code:twice_the_kl"},
+        "to_batch": "my_code:first_half",
+    }
+    with RunFolder.create(tmp_path / "run", type(recipe).model_validate(settings)) as folder:
+        run_stage(type(recipe).model_validate(settings), folder, "merge")
+        assert folder.stage_done("merge")["steps"] == 2
+    called = {"two_turns", "reward", "advantage", "filter", "policy", "divergence", "to_batch"}
+    assert set(my_code.seen) == called
+    for group in my_code.seen["two_turns"][-1]:
+        assert all((~sample.loss_mask).sum() == 3 for sample in group.samples)
