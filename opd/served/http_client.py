@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -75,6 +74,7 @@ class HTTPClient:
     async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """One attempt at one server. Raises `UnavailableError` or `RefusedError`."""
         import aiohttp
+        import orjson
 
         session = self._open_session()
         try:
@@ -89,7 +89,8 @@ class HTTPClient:
         if answer.status >= 400:
             raise RefusedError(f"{where} {_excerpt(content)}".rstrip())
         try:
-            return json.loads(content) if content else None
+            # Hidden states are megabytes of numbers: in another thread, so that other answers go on.
+            return await asyncio.to_thread(orjson.loads, content) if content else None
         except ValueError:
             if method == "POST" and path != "/generate":
                 return None  # some control requests answer with a line of text
@@ -141,6 +142,7 @@ class HTTPClient:
 def _headers(owner: str, variable: str | None) -> dict[str, str]:
     try:
         import aiohttp  # noqa: F401
+        import orjson  # noqa: F401
     except ImportError:
         raise MissingExtraError("a served model", "sglang") from None
     if variable is None:

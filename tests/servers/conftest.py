@@ -72,7 +72,7 @@ def sglang(
     served_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SGLangServer]:
     """A real server of model `a`."""
-    pytest.importorskip("aiohttp", reason="needs the extra sglang")
+    pytest.importorskip("orjson", reason="needs the extra sglang")
     reason = installing().result()
     if reason is not None:
         pytest.skip(f"no SGLang server: {reason}")

@@ -238,7 +238,7 @@ def test_every_token_is_in_the_log_before_it_is_seen(engine, tmp_path):
 
 
 def test_nobody_there(served_models, tmp_path):
-    pytest.importorskip("aiohttp", reason="needs the extra sglang")
+    pytest.importorskip("orjson", reason="needs the extra sglang")
     options = PoolOptions(
         [f"http://127.0.0.1:{free_ports(1)[0][0]}"], patience=Patience(unreachable=0.3, connect_timeout=1.0)
     )
