@@ -45,6 +45,8 @@ def open_remote(
 ) -> tuple[StoreHeader, RemoteMetadata, RemoteSegments]:
     """What a `TrajectoryStore` of `url` is made of. Raises `StorageError`."""
     store = ObjectStore.open(url, options=options)
+    if not store.exists(HEADER):
+        raise StorageError(f"there is no trajectory store at {url}; check the URL, or upload it again")
     header, document = decode_header(store.get(HEADER), store.name(HEADER))
     folder = cache / header.identity
     with reporting(cache, "used as cache"):
