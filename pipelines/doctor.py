@@ -9,7 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from opd.config import Recipe
-from opd.pipelines.doctor_checks import Finding, attempt, check_domains, check_run_dir, check_sampling
+from opd.pipelines.doctor_checks import (
+    Finding,
+    attempt,
+    check_domains,
+    check_paths,
+    check_run_dir,
+    check_sampling,
+)
 from opd.pipelines.doctor_estimate import check_resources
 from opd.pipelines.doctor_kl import check_kl
 from opd.pipelines.doctor_models import Models, check_models
@@ -36,6 +43,7 @@ def examine(recipe: Recipe, *, run_dir: Path | None = None, thorough: bool = Tru
         path = Path(recipe.run_dir or "runs")
     else:
         findings += check_run_dir(path)
+    findings += check_paths(recipe)
     domains: dict[str, Domain] = {}
     findings += check_domains(recipe, domains)
     models = Models()

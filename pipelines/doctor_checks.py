@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from opd.config import Recipe
-from opd.errors import OpdError
+from opd.errors import ConfigError, OpdError
+from opd.imports import import_function
 
 if TYPE_CHECKING:
     from opd.data.prompts import Domain
@@ -46,6 +47,29 @@ def check_sampling(recipe: Recipe) -> list[Finding]:
         detail = f"{' and '.join(cuts)}: tokens outside the cut are never seen, which biases every estimator"
         return [Finding("warning", "sampling", f"{detail}; use top_p 1 and top_k 0")]
     return [Finding("ok", "sampling", f"whole vocabulary at temperature {rollout.temperature:g}")]
+
+
+def check_paths(recipe: Recipe) -> list[Finding]:
+    """The user's own functions, named by dotted path: can they be loaded?"""
+    specialist, distill = recipe.specialist, recipe.distill
+    paths = {
+        "rollout.generate": recipe.rollout.generate,
+        "specialist.policy_loss.path": specialist.policy_loss.path,
+        "specialist.group_filter": specialist.group_filter,
+        "specialist.to_batch": specialist.to_batch,
+        "distill.loss.path": getattr(distill.loss, "path", None),
+        "distill.to_batch": distill.to_batch,
+    }
+    findings: list[Finding] = []
+    for where, path in paths.items():
+        if path is not None:
+            findings += attempt(where, lambda where=where, path=path: _check_path(path, where))
+    return findings
+
+
+def _check_path(path: str, where: str) -> list[Finding]:
+    import_function(path, where, ConfigError)
+    return [Finding("ok", where, path)]
 
 
 def check_run_dir(path: Path) -> list[Finding]:

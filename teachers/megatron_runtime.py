@@ -94,8 +94,8 @@ def _make_world(tensor_parallel: int) -> bool:
     if not dist.is_initialized():
         if tensor_parallel != 1:
             raise TeacherError(
-                f"tensor parallel size {tensor_parallel} needs {tensor_parallel} processes that share a"
-                " process group; start them with torchrun, or set distill.megatron.tensor_parallel to 1."
+                f"tensor parallel size {tensor_parallel} needs {tensor_parallel} processes with a process"
+                " group, and this one has none; make it first, or set distill.megatron.tensor_parallel to 1."
             )
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
