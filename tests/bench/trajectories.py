@@ -1,6 +1,6 @@
 """The trajectory store and the planner at a million tokens: growth, first mini-batch, memory, against others.
 
-    python tests/bench/trajectories.py [growth | formats | memory | metadata ...] [--gib 1 4 8]
+    python tests/bench/trajectories.py [growth | formats | memory | metadata | table ...] [--gib 1 4 8]
                                        [--folder DIR] [--json FILE] [--plot FILE]
 
 growth    seconds for one trajectory of n = 62,500 ... 1,000,000 tokens: logged token by token, written in
@@ -14,6 +14,7 @@ memory    growth of the resident set while a store of so many GiB is read in min
           proportional share of two such readers against one.
 metadata  1,000 trajectories of 1,000,000 tokens whose heavy fields are zeros, so sparse files: opening,
           planning and the first mini-batch, with heavy bytes counted.
+table     a million trajectories without heavy fields: written, opened, filtered, shuffled, planned.
 
 Best of the rounds for times. Data is real random numbers, except for `metadata`.
 """
@@ -35,18 +36,14 @@ from typing import Any
 
 import numpy as np
 from trajectory_formats import MIB, ROW_BYTES, arrays, child, formats, iterate
+from trajectory_metadata import BUDGET, COST, metadata, plan_child, table
 
-from opd.storage.trajectories import SAMPLE_FIELDS, Field, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
+from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
 from opd.storage.wal import TokenWAL
 from opd.train.plan import PlanSettings, Workload, make_plan
-from opd.train.plan_cost import CostModel, DeviceBudget
 from opd.types import DecodeStep, RolloutRequest, SamplingParams
 
 TOKENS = [62_500, 125_000, 250_000, 500_000, 1_000_000]
-BUDGET = DeviceBudget(4e9, 1e5, 65_536)
-COST = CostModel.of_model(
-    10**9, 24, 2048, operations_per_second=1e14, bytes_per_second=1e9, overhead_seconds=0.01
-)
 
 
 def best(run: Callable[[], object], rounds: int) -> float:
@@ -171,46 +168,6 @@ def pss(pid: int, path: Path) -> int:
     return total
 
 
-def metadata(folder: Path, count: int = 1000, tokens: int = 1_000_000) -> dict[str, Any]:
-    """Opening, planning and the first mini-batch of sparse million-token trajectories."""
-    hidden = Field("hidden", "bfloat16", 64)
-    zeros = {f.name: np.zeros(f.shape(tokens), f.numpy) for f in (*SAMPLE_FIELDS, hidden)}
-    begin = time.perf_counter()
-    with TrajectoryWriter(
-        folder, fields=(*SAMPLE_FIELDS, hidden), durable=False, block_bytes=4 * MIB
-    ) as writer:
-        for i in range(count):
-            record = TrajectoryRecord(f"r/{i}", 0, tokens, domain=f"d{i % 4}", teacher=f"t{i % 4}")
-            writer.put(record, **zeros)
-    row: dict[str, Any] = {"write_s": time.perf_counter() - begin}
-    files = list((folder / "segments").iterdir())
-    row["heavy_gib"] = sum(path.stat().st_size for path in files) / 2**30
-    row["disk_mib"] = sum(path.stat().st_blocks * 512 for path in files) / MIB
-    row |= child("plan", folder)
-    print(
-        f"\n{count:,} trajectories of {tokens:,} tokens: {row['heavy_gib']:.1f} GiB of heavy fields, sparse"
-        f" ({row['disk_mib']:.1f} MiB of disk)\nopen {row['open']:.4f} s, plan {row['plan']:.4f} s (heavy"
-        f" bytes read: {row['heavy_bytes_planning']}), first trajectory in memory {row['first']:.4f} s"
-    )
-    return row
-
-
-def plan_child(folder: Path) -> dict[str, float]:
-    """Times of a fresh process, and what it read of heavy files by its own count and by the kernel's."""
-    begin = time.perf_counter()
-    store = TrajectoryStore.open(folder)
-    opened = time.perf_counter() - begin
-    teachers = store.table.teacher.codes
-    work = Workload(store.table.tokens, teachers, store.heavy_bytes())
-    plan = make_plan(work, PlanSettings(8, 2), COST, DeviceBudget(1e12))
-    planned = time.perf_counter() - begin - opened
-    heavy = store.counters.bytes_mapped + store.counters.bytes_read + store.counters.bytes_checked
-    with store.lease(plan[0].rows[:1]) as batch:
-        batch.load([field.name for field in store.fields])
-        first = time.perf_counter() - begin
-    return {"open": opened, "plan": planned, "heavy_bytes_planning": heavy, "first": first}
-
-
 def hold(path: Path, count: int) -> None:
     """Hold a mini-batch until the end of the process."""
     store = TrajectoryStore.open(path)
@@ -251,7 +208,7 @@ def run_child(arguments: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "parts", nargs="*", default=[], help="growth, formats, memory, metadata; default: all"
+        "parts", nargs="*", default=[], help="growth, formats, memory, metadata, table; default: all"
     )
     parser.add_argument("--gib", type=float, nargs="+", default=[1, 4, 8])
     parser.add_argument("--rounds", type=int, default=3)
@@ -259,7 +216,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    parts = options.parts or ["growth", "formats", "memory", "metadata"]
+    parts = options.parts or ["growth", "formats", "memory", "metadata", "table"]
     results: dict[str, Any] = {}
     for part in parts:
         with tempfile.TemporaryDirectory(prefix="opd-bench-", dir=options.folder) as root:
@@ -270,8 +227,10 @@ def main() -> None:
                 results[part] = memory(Path(root), options.gib)
             elif part == "formats":
                 results[part] = formats(Path(root), options.rounds)
-            else:
+            elif part == "metadata":
                 results[part] = metadata(Path(root) / "store")
+            else:
+                results[part] = table(Path(root) / "store")
     if options.plot and "growth" in results:
         plot(results["growth"], options.plot)
     if options.json:
