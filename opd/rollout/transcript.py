@@ -37,6 +37,9 @@ class ObservationStep(DecodeStep):
         )
 
 
+_NOTHING = tuple(np.zeros(0, dtype=dtype) for dtype in (np.int32, np.float32, np.int32, np.bool_))
+
+
 @dataclass(slots=True)
 class Tokens:
     """Columns about consecutive tokens of one or more requests, all of one length."""
@@ -53,8 +56,7 @@ class Tokens:
     @classmethod
     def empty(cls) -> Tokens:
         """No tokens."""
-        dtypes = (np.int32, np.float32, np.int32, np.bool_)
-        return cls(*(np.zeros(0, dtype=dtype) for dtype in dtypes))
+        return cls(*_NOTHING)
 
     @classmethod
     def logged(cls, request: LoggedRequest) -> Tokens:

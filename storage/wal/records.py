@@ -35,6 +35,7 @@ MAX_NUMBER = (1 << 32) - 2
 
 STATUSES = (Status.PENDING, Status.COMPLETED, Status.TRUNCATED, Status.ABORTED, Status.FAILED)
 STATUS_CODES = {status: code for code, status in enumerate(STATUSES)}
+_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _OPEN = struct.Struct("<IIII")
 _CLOSE = struct.Struct("<IIII")
 _NO_REASON = 0xFFFF_FFFF
@@ -74,7 +75,7 @@ def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, Any
         "metadata": dict(metadata),
     }
     try:
-        text = json.dumps(document, allow_nan=False, separators=(",", ":")).encode("ascii")
+        text = _JSON.encode(document).encode("ascii")
     except (TypeError, ValueError) as error:
         raise StorageError(
             f"request {request.uid}: its metadata cannot be written as JSON ({error}); give plain values"

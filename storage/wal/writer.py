@@ -110,8 +110,10 @@ class TokenWAL:
         with self._mutex:
             self._guard.check()
             openings: list[Opening] = []
+            beside: set[str] = set()
             for request, metadata in requests:
-                self._check_new(request, {opening.request.uid for opening in openings})
+                self._check_new(request, beside)
+                beside.add(request.uid)
                 number = self._table.next_number + len(openings)
                 openings.append(Opening(number, _as_opened(request), dict(metadata)))
             payloads = [[encode_open(*opening)] for opening in openings]

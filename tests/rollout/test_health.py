@@ -85,12 +85,17 @@ def test_an_engine_goes_into_quarantine_and_comes_back(
         if not healed.is_set():
             raise OSError("out of order")
 
-    def slowly(engine: FaultyEngine, uids: list[str], number: int) -> None:
-        time.sleep(0.02)
-        if len(engine.sampled) > 20:
-            healed.set()
+    def waits(engine: FaultyEngine, uids: list[str], number: int) -> None:
+        until = time.monotonic() + 60
+        while not healed.is_set() and number == 2 and time.monotonic() < until:
+            time.sleep(0.002)
+            if bad_health().quarantines:
+                healed.set()
 
-    bad, good = FaultyEngine(TorchEngine(models[0]), ill), FaultyEngine(TorchEngine(models[1]), slowly)
+    def bad_health() -> EngineHealth:
+        return rollout.health[0]
+
+    bad, good = FaultyEngine(TorchEngine(models[0]), ill), FaultyEngine(TorchEngine(models[1]), waits)
     rollout = FaultTolerantRollout([bad, good], MemoryLog(), policy=QUICK)
     many = [replace(r, uid=f"{r.uid}/{i}") for i in range(3) for r in requests]
     assert len(collect(rollout.generate(many))) == len(many)
