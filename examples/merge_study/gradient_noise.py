@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from study import DOMAINS, HERE, VARIANTS
+from study import DOMAINS, ESTIMATORS, HERE
 
 from opd.config.load import load_recipe
 from opd.pipelines.context import StageContext
@@ -68,7 +68,7 @@ def main() -> None:
     found = {
         point: {
             name or "full-reverse": signal_to_noise(gradients(whole, start, name, options.draws))
-            for name in (None, *VARIANTS)
+            for name in (None, *ESTIMATORS)
         }
         for point, start in (("base", whole / "base"), ("merged", whole / "merged"))
     }

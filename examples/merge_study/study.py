@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 DOMAINS = ("sort", "reverse", "add3")
 VARIANTS = sorted(path.stem for path in (HERE / "variants").glob("*.yaml"))
+ESTIMATORS = [name for name in VARIANTS if name != "longer"]
 
 
 def opd_run(out: Path, *words: str) -> None:
@@ -46,12 +47,8 @@ def variant(root: Path, seed: int, name: str) -> None:
     teachers = {domain: {"path": str(whole / "specialists" / domain)} for domain in DOMAINS}
     opd_run(
         root / f"seed-{seed}-{name}",
-        str(HERE / "recipe.yaml"),
-        str(HERE / "variants" / f"{name}.yaml"),
-        *("--seed", str(seed), "--base", "null", "--runtime.workers", "1"),
-        *("--model.config", "null", "--model.path", str(whole / "base")),
-        *("--teachers", json.dumps(teachers)),
-        *("--baselines.methods", "[]", "--baselines.mixed_grpo_all_tokens", "false"),
+        *(str(HERE / part) for part in ("recipe.yaml", "merge_only.yaml", f"variants/{name}.yaml")),
+        *("--seed", str(seed), "--model.path", str(whole / "base"), "--teachers", json.dumps(teachers)),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from study import DOMAINS, HERE, VARIANTS
+from study import DOMAINS, ESTIMATORS, HERE, VARIANTS
 
 from opd.monitor.metrics import read_metrics
 
@@ -25,8 +25,11 @@ LABELS = {
     "topk4-truncated": "OPD, top-4 truncated",
     "k1": "OPD, sampled token k1",
     "k2": "OPD, sampled token k2",
+    "longer": "OPD, full vocabulary, reverse KL, three times the tokens",
     "off_policy": "off-policy distillation, equal tokens",
+    "longer/off_policy": "off-policy distillation, three times the tokens",
     "mixed_grpo": "mixed-domain GRPO, the merge's tokens",
+    "longer/mixed_grpo": "mixed-domain GRPO, three times the merge's tokens",
     "mixed_grpo_all": "mixed-domain GRPO, all tokens",
     "average": "weight average",
     "task_arithmetic": "task arithmetic, tuned",
@@ -52,9 +55,10 @@ def load(study: Path, seeds: list[int]) -> Table:
                 own = {d: by_name[f"specialist:{d}"]["domains"][d] for d in DOMAINS}
                 tokens = sum(by_name[f"specialist:{d}"]["student_tokens"] for d in DOMAINS)
                 table[name].append({"domains": own, "student_tokens": tokens})
-            elif name in VARIANTS:
-                results = json.loads((study / f"seed-{seed}-{name}" / "results.json").read_text())
-                table[name].append(next(m for m in results["models"] if m["name"] == "merged"))
+            elif (variant := name.partition("/"))[0] in VARIANTS:
+                results = json.loads((study / f"seed-{seed}-{variant[0]}" / "results.json").read_text())
+                model = variant[2] or "merged"
+                table[name].append(next(m for m in results["models"] if m["name"] == model))
             elif name in by_name:
                 table[name].append(by_name[name])
     return {name: rows for name, rows in table.items() if rows}
@@ -88,7 +92,7 @@ def markdown(table: Table, seeds: list[int], noise: dict) -> str:
         "| | noise, base | signal-to-noise, base | noise, merged | signal-to-noise, merged |",
         "|---|---|---|---|---|",
     ]
-    for name in ("full-reverse", *VARIANTS):
+    for name in ("full-reverse", *ESTIMATORS):
         cells = [
             f"{noise[point][name][kind] / noise[point]['full-reverse'][kind]:.2f}x"
             for point in ("base", "merged")
