@@ -26,4 +26,4 @@ for port in "${ports[@]}"; do
 done
 
 .venv/bin/opd doctor "$here/recipe.yaml" "$here/merge.yaml"
-.venv/bin/opd distill "$here/recipe.yaml" "$here/merge.yaml" --out "$runs/merge" "$@"
+.venv/bin/opd run "$here/recipe.yaml" "$here/merge.yaml" --out "$runs/merge" "$@"
