@@ -15,7 +15,7 @@ from opd.config.load import dump_recipe, load_recipe
 from opd.errors import ConfigError, OpdError, PreemptedError, RunFolderError
 
 ERROR, INTERRUPTED, PREEMPTED = 2, 130, 143
-_SWITCHES = {"--help", "--version", "--resume", "--dry-run"}
+_SWITCHES = {"--help", "--version", "--resume", "--dry-run", "--parity"}
 _PLAN_NUMBERS = {"ranks": int, "mini-batch": int, "budget-mb": float, "tflops": float, "read-mb": float}
 _WITH_VALUE = {"--out", "--domain", "--shards", "--store", *(f"--{name}" for name in _PLAN_NUMBERS)}
 _STAGES = {
@@ -65,7 +65,10 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/NAME)")
         if name == "specialist":
             command.add_argument("--domain", action="append", metavar="D", help="may be given several times")
-    _command(commands, "doctor", "check a recipe, its models, data and machine before a run")
+    doctor = _command(commands, "doctor", "check a recipe, its models, data and machine before a run")
+    doctor.add_argument(
+        "--parity", action="store_true", help="compare what the back ends say of the same samples instead"
+    )
     publish = commands.add_parser(
         "publish", help="write a model into an object store, so that ranks can stream it", allow_abbrev=False
     )
@@ -149,13 +152,21 @@ def _dispatch(argv: list[str]) -> int:
         return _plan(options, overrides)
     recipe = load_recipe(options.recipe, overrides)
     if options.command == "doctor":
-        from opd.pipelines.doctor import diagnose
-
-        return diagnose(recipe)
+        return _doctor(recipe, parity=options.parity)
     if options.dry_run:
         print(dump_recipe(recipe), end="")
         return 0
     return _run(recipe, options)
+
+
+def _doctor(recipe: Recipe, *, parity: bool) -> int:
+    if parity:
+        from opd.pipelines.doctor_parity import check_parity
+
+        return check_parity(recipe)
+    from opd.pipelines.doctor import diagnose
+
+    return diagnose(recipe)
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:

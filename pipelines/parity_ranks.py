@@ -1,0 +1,175 @@
+"""Megatron-Core with tensor parallel size 2 for the parity check: two processes that meet over a file.
+
+    python -m opd.pipelines.parity_ranks FOLDER RANK
+
+What the ranks are to score lies in the folder; rank 0 writes the scores beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from opd.errors import OpdError, TeacherError
+from opd.kernels import vocab_parallel
+from opd.kernels.head import Head
+from opd.pipelines.parity import TEMPERATURES, Problem, Scores
+from opd.teachers.megatron_head import cut_like
+from opd.teachers.megatron_teacher import MegatronTeacher, megatron_teachers
+from opd.teachers.streamed_teacher import Placement
+from opd.types import Sample
+
+RANKS = 2
+TIMEOUT = 600.0
+"""Seconds for both ranks together."""
+
+
+def by_two_ranks(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
+    """Megatron-Core in two processes on this machine, with the heads and the KL cut over the vocabulary.
+
+    Raises `TeacherError` with a rank's own words if one fails or both take longer than `TIMEOUT`.
+    """
+    with TemporaryDirectory(prefix="opd-parity-") as name:
+        folder = Path(name)
+        _write_problem(folder, problem, sources)
+        _run_ranks(folder)
+        found = load_file(folder / "scores.safetensors")
+    return {
+        teacher: Scores(
+            {t: found[f"{teacher}/logprobs/{t}"] for t in TEMPERATURES},
+            {t: found[f"{teacher}/kl/{t}"] for t in TEMPERATURES},
+        )
+        for teacher in sources
+    }
+
+
+def _write_problem(folder: Path, problem: Problem, sources: Mapping[str, str]) -> None:
+    head = problem.student_head
+    tensors = {"hidden": problem.student_hidden, "targets": problem.targets}
+    tensors["weight"] = head.weight.detach()[: head.vocabulary]
+    if head.bias is not None:
+        tensors["bias"] = head.bias.detach()[: head.vocabulary]
+    save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, folder / "in.safetensors")
+    described = {
+        "sources": {
+            name: str(Path(source).absolute()) if "://" not in source else source
+            for name, source in sources.items()
+        },
+        "placement": asdict(problem.placement),
+        "head": {"scale": head.scale, "softcap": head.softcap},
+        "samples": [
+            [s.uid, s.domain, s.prompt_ids.tolist(), s.response_ids.tolist()] for s in problem.samples
+        ],
+    }
+    (folder / "in.json").write_text(json.dumps(described), "utf-8")
+
+
+def _run_ranks(folder: Path) -> None:
+    files = [(folder / f"errors-{rank}").open("wb") for rank in range(RANKS)]
+    command = [sys.executable, "-m", "opd.pipelines.parity_ranks", str(folder)]
+    processes = [
+        subprocess.Popen([*command, str(rank)], stderr=file, stdout=file, env=_environment())
+        for rank, file in enumerate(files)
+    ]
+    try:
+        codes = [process.wait(TIMEOUT) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise TeacherError(
+            f"two Megatron-Core ranks have not answered within {TIMEOUT:g} s; try a smaller model."
+        ) from None
+    finally:
+        for process, file in zip(processes, files, strict=True):
+            file.close()
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    for rank, code in enumerate(codes):
+        if code:
+            lines = (folder / f"errors-{rank}").read_text("utf-8", "replace").strip().splitlines()
+            raise TeacherError(f"Megatron-Core rank {rank} failed: {lines[-1] if lines else code}")
+
+
+def _environment() -> dict[str, str]:
+    # One thread each: two ranks share this machine. Both are on it, so gloo needs no other interface.
+    given = {"OMP_NUM_THREADS": "1"}
+    if sys.platform == "linux":
+        given["GLOO_SOCKET_IFNAME"] = "lo"
+    return given | os.environ
+
+
+def _answer(folder: Path, rank: int) -> None:
+    described = json.loads((folder / "in.json").read_text("utf-8"))
+    tensors = load_file(folder / "in.safetensors")
+    placement = Placement(**described["placement"])
+    on_gpu = placement.device != "cpu" and torch.cuda.device_count() >= RANKS
+    placement = Placement(
+        placement.dtype, f"cuda:{rank}" if on_gpu else "cpu", placement.max_tokens, placement.vocabulary
+    )
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    problem = Problem(
+        [
+            Sample(uid, uid, domain, np.array(prompt, np.int32), response_ids=np.array(response, np.int32))
+            for uid, domain, prompt, response in described["samples"]
+        ],
+        tensors["targets"],
+        tensors["hidden"],
+        Head(tensors["weight"], bias=tensors.get("bias"), **described["head"]),
+        placement,
+    )
+    found: dict[str, Tensor] = {}
+    with megatron_teachers(described["sources"], placement, tensor_parallel=RANKS) as teachers:
+        for name, teacher in teachers.items():
+            found |= {f"{name}/{key}": value for key, value in _scores(problem, teacher).items()}
+    if rank == 0:
+        save_file(found, folder / "scores.safetensors")
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+def _scores(problem: Problem, teacher: MegatronTeacher) -> dict[str, Tensor]:
+    """`logprobs/T` and `kl/T` of both temperatures, from this rank's rows of both heads."""
+    rows, shard = teacher.score(problem.samples).rows, teacher.load_head_shard()
+    device = rows.device
+    head = problem.student_head
+    bias = None if head.bias is None else head.bias.to(device)
+    student = cut_like(Head(head.weight.to(device), bias=bias, scale=head.scale, softcap=head.softcap), shard)
+    hidden, targets = problem.student_hidden.to(device), problem.targets.to(device)
+    found = {}
+    for t in TEMPERATURES:
+        found[f"logprobs/{t}"] = vocab_parallel.linear_logprobs(rows, shard, targets, temperature=t)
+        found[f"kl/{t}"] = vocab_parallel.linear_kl(hidden, student, rows, shard, temperature=t)
+    return {key: value.cpu().contiguous() for key, value in found.items()}
+
+
+def main() -> int:
+    """Answer as one rank; what goes wrong becomes one sentence on the error stream."""
+    torch.set_num_threads(1)
+    try:
+        _answer(Path(sys.argv[1]), int(sys.argv[2]))
+    except OpdError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
