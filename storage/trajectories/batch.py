@@ -135,6 +135,10 @@ class TrajectoryBatch:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    def __del__(self) -> None:
+        for number in getattr(self, "_held", ()):
+            self._segments.drop(number, self._owner)
+
     def _gone(self, row: int) -> StorageError:
         return StorageError(
             f"trajectory {self.table.uid[row]} of {self._segments.folder} is gone: it was retired after this"

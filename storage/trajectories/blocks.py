@@ -36,6 +36,10 @@ class Segments(Protocol):
         """Give back what process `owner` acquired; in another process, made by a fork, it does nothing."""
         ...
 
+    def drop(self, number: int, owner: int) -> None:
+        """`release` for finalisers: never waits."""
+        ...
+
     def generation(self, number: int, name: str) -> int:
         """Changes when a file was removed and made anew; never while its segment is held."""
         ...
@@ -61,6 +65,9 @@ class LocalSegments:
 
     def release(self, number: int, owner: int) -> None:
         self._leases.release(lease_key(number), owner)
+
+    def drop(self, number: int, owner: int) -> None:
+        self._leases.drop(lease_key(number), owner)
 
     def generation(self, number: int, name: str) -> int:
         del number, name

@@ -157,6 +157,15 @@ def find_header(path: Path, fields: Sequence[Field]) -> StoreHeader | None:
     return header
 
 
+def refuse_lost(path: Path, trajectories: int) -> None:
+    """Raises `StorageError` if there are trajectories but no header at `path`: a new one would not fit."""
+    if trajectories:
+        raise StorageError(
+            f"{path} is missing, but there are {trajectories} trajectories; restore the file from a copy, or"
+            " use another folder"
+        )
+
+
 def check_fields(fields: Sequence[Field]) -> tuple[Field, ...]:
     """`fields`, unless two share a name or there are too many (`ValueError`)."""
     names = [field.name for field in fields]

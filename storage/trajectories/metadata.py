@@ -26,7 +26,7 @@ from opd.storage.trajectories.frames import (
     scan,
     settled,
 )
-from opd.storage.trajectories.table import TrajectoryTable
+from opd.storage.trajectories.table import TrajectoryRecord, TrajectoryTable
 
 _NAME = re.compile(r"base\.(\d{6})")
 _LEAST_FRAMES = 256
@@ -144,13 +144,16 @@ class MetadataReader:
 class MetadataWriter:
     """The one writer's side. Use from one thread at a time."""
 
-    def __init__(self, folder: Path, field_count: int, durable: bool) -> None:
-        """Take up what is there, and give up a frame cut short. Raises `StorageError`, `OSError`."""
+    def __init__(self, folder: Path, field_count: int, durable: bool, made: bool) -> None:
+        """Take up what is there, and give up a frame cut short; if the store is not yet `made`, there may be
+        nothing. Raises `StorageError`, `OSError`.
+        """
         self._reader = MetadataReader(folder, field_count)
         self._durable = durable
         self._tail = -1
         self._places: dict[str, tuple[TrajectoryTable, int]] = {}
-        if not self._reader.folder.exists():
+        self._reader.folder.mkdir(exist_ok=True)
+        if not made and not any(map(_NAME.fullmatch, os.listdir(self._reader.folder))):
             self._write_base(TrajectoryTable.empty(field_count), 1, 1)
         self._load()
         if self._reader.cut:  # nothing may follow half a frame
@@ -166,6 +169,16 @@ class MetadataWriter:
     def find(self, uid: str) -> tuple[TrajectoryTable, int]:
         """A table and the row in which it says what is known of `uid`."""
         return self._places[uid]
+
+    def record(self, uid: str) -> TrajectoryRecord:
+        """What is known of `uid`."""
+        table, row = self._places[uid]
+        return table.record(row)
+
+    def locations(self, uid: str) -> np.ndarray:
+        """[F] `LOCATION`: where its fields lie."""
+        table, row = self._places[uid]
+        return table.locations[row]
 
     def table(self) -> TrajectoryTable:
         """The table as acknowledged."""

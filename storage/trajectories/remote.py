@@ -112,6 +112,9 @@ class RemoteSegments:
             os.utime(segment_path(self.folder, number, "checks"))  # its place in the order of eviction
         return True
 
+    def drop(self, number: int, owner: int) -> None:
+        self._leases.drop(lease_key(number), owner)
+
     def generation(self, number: int, name: str) -> int:
         with self._mutex:
             return self._copy(number, name).generation

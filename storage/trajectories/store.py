@@ -17,6 +17,7 @@ from opd.storage.trajectories.faults import reporting
 from opd.storage.trajectories.fields import HEADER, Field, StoreHeader, decode_header
 from opd.storage.trajectories.metadata import MetadataReader
 from opd.storage.trajectories.remote import RemoteMetadata, RemoteSegments, open_remote
+from opd.storage.trajectories.segments import segment_path
 from opd.storage.trajectories.table import TrajectoryTable
 
 
@@ -147,6 +148,14 @@ class TrajectoryStore:
             finally:
                 if waiting is not None and waiting.exception() is None:
                     waiting.result().release()
+
+    def read_checks(self, number: int) -> bytes:
+        """All checksums of segment `number`."""
+        with reporting(self.name, "read"):
+            self._segments.bring(number, "checks", 0, 0)
+            path = segment_path(self.folder, number, "checks")
+            self._segments.bring(number, "checks", 0, path.stat().st_size)
+            return path.read_bytes()
 
     def close(self) -> None:
         """End all leases of this object."""

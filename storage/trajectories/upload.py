@@ -13,7 +13,7 @@ from opd.storage.store_faults import StoreOptions
 from opd.storage.trajectories.fields import HEADER, Field
 from opd.storage.trajectories.frames import Change, ChangeKind, encode_change
 from opd.storage.trajectories.remote import METADATA, object_name
-from opd.storage.trajectories.segments import CHECK_BYTES, segment_path
+from opd.storage.trajectories.segments import CHECK_BYTES
 from opd.storage.trajectories.store import TrajectoryStore
 from opd.storage.trajectories.table import LOCATION
 
@@ -93,7 +93,7 @@ def _put(
 
 
 def _put_checks(target: ObjectStore, store: TrajectoryStore, number: int) -> int:
-    data = segment_path(store.folder, number, "checks").read_bytes()
+    data = store.read_checks(number)
     whole = data[: len(data) // CHECK_BYTES * CHECK_BYTES]
     target.put(object_name(number, "checks"), whole)
     return len(whole)

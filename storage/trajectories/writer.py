@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from opd.errors import RunFolderError, StorageError
-from opd.storage.files import FileLock, write_atomic
+from opd.storage.files import FileLock, fsync_folder, write_atomic
 from opd.storage.trajectories.faults import FailureLatch, reporting
 from opd.storage.trajectories.fields import (
     HEADER,
@@ -22,6 +22,7 @@ from opd.storage.trajectories.fields import (
     StoreHeader,
     check_fields,
     find_header,
+    refuse_lost,
 )
 from opd.storage.trajectories.frames import ChangeKind
 from opd.storage.trajectories.metadata import MetadataWriter
@@ -41,7 +42,7 @@ class TrajectoryWriter:
 
     `begin`, `append` as often as there is something, `seal`: what `seal` returned for is in the store, whole,
     whatever happens to the process, and with `durable` to the power. Everything else that a killed writer
-    leaves is given back by the next. Methods may be called from several threads.
+    leaves is given back by the next. Safe for threads.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class TrajectoryWriter:
         segment_bytes: int = 256 << 20,
         durable: bool = True,
     ) -> None:
-        """Make the store, with one checksum for every `block_bytes`, or go on with the one that is there.
+        """Make the store, with a checksum for every `block_bytes` and a new segment after about
+        `segment_bytes`, or go on with the one that is there.
 
-        A new segment begins after about `segment_bytes`. Raises `StorageError` if another process writes the
-        store, it was made with other fields, it is damaged, or the disk refuses.
+        Raises `StorageError` if another process writes it, its fields differ, it is damaged, or the disk
+        refuses.
         """
         self.folder = Path(folder)
         self._segment_bytes = segment_bytes
@@ -95,10 +97,9 @@ class TrajectoryWriter:
         with self._writing():
             if uid in self._open:
                 raise StorageError(f"trajectory {uid} is open already; seal or abort it first")
-            record = self.record(uid)
-            table, row = self._metadata.find(uid)
-            own = table.locations[row].copy()
-            self._open[uid] = OpenTrajectory(self.header, self._segment_for_next(), record, own)
+            record, segment = self.record(uid), self._segment_for_next()
+            own = self._metadata.locations(uid).copy()
+            self._open[uid] = OpenTrajectory(self.header, segment, record, own)
 
     def append(self, uid: str, **pieces: np.ndarray) -> None:
         """Add rows (`[R]` or `[R, D]`) to fields of an open trajectory; nothing is acknowledged yet.
@@ -134,9 +135,10 @@ class TrajectoryWriter:
                 self._target(record.uid).check_complete(record)
             if len({record.uid for record in records}) < len(records):
                 raise ValueError("a trajectory is sealed twice in one call; give each once")
+            again = {r.uid for r in records if self._open[r.uid].reopened}
             with self._latch.watching():
-                for reopened, kind in ((False, ChangeKind.ADD), (True, ChangeKind.REPLACE)):
-                    self._acknowledge([r for r in records if self._is_open(r.uid, reopened)], kind)
+                self._acknowledge([r for r in records if r.uid not in again], ChangeKind.ADD)
+                self._acknowledge([r for r in records if r.uid in again], ChangeKind.REPLACE)
 
     def put(self, record: TrajectoryRecord, **values: np.ndarray) -> None:
         """Write and seal one whole trajectory."""
@@ -185,8 +187,7 @@ class TrajectoryWriter:
         with self._mutex:
             if uid not in self._metadata:
                 raise StorageError(f"trajectory {uid} is not sealed in {self.folder}; check its uid")
-            table, row = self._metadata.find(uid)
-            return table.record(row)
+            return self._metadata.record(uid)
 
     @property
     def uids(self) -> list[str]:
@@ -223,10 +224,13 @@ class TrajectoryWriter:
 
     def _start(self, fields: tuple[Field, ...], block_bytes: int) -> None:
         path = self.folder / HEADER
-        self.header = find_header(path, fields) or StoreHeader(secrets.token_hex(8), fields, block_bytes)
-        self._metadata = MetadataWriter(self.folder, len(fields), self._durable)
+        found = find_header(path, fields)
+        self.header = found or StoreHeader(secrets.token_hex(8), fields, block_bytes)
+        self._metadata = MetadataWriter(self.folder, len(fields), self._durable, made=found is not None)
         self._reclaimer = Reclaimer(self.folder, self.header)
         table = self._metadata.table()
+        if found is None:
+            refuse_lost(path, len(table))
         self._reclaimer.sweep(table, dirty=(self.folder / _AT_WORK).exists())
         (self.folder / _AT_WORK).touch()
         self._next = 1 + max(
@@ -234,8 +238,9 @@ class TrajectoryWriter:
         )
         self._segments: dict[int, SegmentWriter] = {}
         self._segment_for_next()
-        if not path.exists():  # last: without it there is no store
+        if found is None:  # last: without it there is no store
             write_atomic(path, self.header.encode())
+            fsync_folder(self.folder.parent)
 
     def _finish(self) -> None:
         for uid in list(self._open):
@@ -249,9 +254,6 @@ class TrajectoryWriter:
         if uid not in self._open:
             raise StorageError(f"trajectory {uid} is not open in {self.folder}; begin it first")
         return self._open[uid]
-
-    def _is_open(self, uid: str, reopened: bool) -> bool:
-        return uid in self._open and self._open[uid].reopened == reopened
 
     def _segment_for_next(self) -> SegmentWriter:
         current = self._segments.get(self._next - 1)
@@ -274,11 +276,12 @@ class TrajectoryWriter:
         locations = np.stack([trajectory.finish() for trajectory in trajectories])
         if self._durable:
             sync(self.folder, trajectories)
-        before = [self._metadata.find(r.uid) for r in records] if kind == ChangeKind.REPLACE else []
+        replaced = records if kind == ChangeKind.REPLACE else []
+        before = [self._metadata.locations(record.uid) for record in replaced]
         self._metadata.append(kind, TrajectoryTable.of(records, locations))
         self._reclaimer.added(locations)
-        for table, row in before:
-            self._reclaimer.added(table.locations[row], -1)
+        for old in before:
+            self._reclaimer.added(old, -1)
         for record, trajectory in zip(records, trajectories, strict=True):
             trajectory.release()
             del self._open[record.uid]

@@ -281,6 +281,17 @@ def test_misuse_says_what_is_wrong_and_changes_nothing(tmp_path: Path) -> None:
             batch.read(0, "token_ids", 2, 9)
 
 
+def test_a_forgotten_batch_holds_nothing(tmp_path: Path) -> None:
+    write(tmp_path, range(4))
+    with TrajectoryStore.open(tmp_path) as store, TrajectoryWriter(tmp_path, fields=FIELDS) as writer:
+        batch = store.lease([0, 1])
+        writer.retire(writer.uids)
+        assert disk_bytes(tmp_path / "segments") > 0
+        del batch
+        writer.retire([])
+        assert disk_bytes(tmp_path / "segments") == 0
+
+
 def test_batches_are_released_when_the_loop_is_left(tmp_path: Path) -> None:
     write(tmp_path, range(12))
     with TrajectoryStore.open(tmp_path) as store, TrajectoryWriter(tmp_path, fields=FIELDS) as writer:

@@ -133,6 +133,23 @@ def test_a_write_cut_short_is_dropped_and_damage_before_it_is_not(tmp_path: Path
             opening(tmp_path / "killed")
 
 
+def test_a_writer_killed_before_the_store_was_made_is_no_hindrance(tmp_path: Path) -> None:
+    for made in ("segments", "metadata"):
+        (tmp_path / made).mkdir(exist_ok=True)
+        with pytest.raises(StorageError, match="there is no trajectory store"):
+            TrajectoryStore.open(tmp_path)
+    (tmp_path / "metadata" / ".base.000001.01234567.tmp").write_bytes(b"half")
+    write(tmp_path, range(3))
+    header = (tmp_path / "store.json").read_bytes()
+    (tmp_path / "store.json").unlink()
+    with pytest.raises(StorageError, match=r"store.json is missing, but there are 3 trajectories; restore"):
+        write(tmp_path, range(3, 4))
+    (tmp_path / "store.json").write_bytes(header)
+    write(tmp_path, range(3, 4))
+    with TrajectoryStore.open(tmp_path) as store:
+        assert assert_right(store) == [0, 1, 2, 3]
+
+
 def test_what_a_killed_writer_left_is_given_back(tmp_path: Path) -> None:
     fields = (Field("hidden", "float32", 256),)
     rows = np.ones((1000, 256), np.float32)
