@@ -15,7 +15,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trajectory_data import FIELDS, SMALL, assert_right, disk_bytes, lengths, record, values, write
+from trajectory_data import (
+    FIELDS,
+    SMALL,
+    assert_right,
+    disk_bytes,
+    lengths,
+    record,
+    resident,
+    values,
+    write,
+)
 
 from opd.errors import StorageError
 from opd.storage.trajectories import (
@@ -25,6 +35,8 @@ from opd.storage.trajectories import (
     TrajectoryWriter,
     put_samples,
 )
+from opd.train.plan import PlanSettings, Workload, make_plan
+from opd.train.plan_cost import CostModel, DeviceBudget
 from opd.types import Sample, Status
 
 
@@ -84,6 +96,31 @@ def test_opening_reads_no_heavy_file_and_ranges_read_little(tmp_path: Path) -> N
         with store.lease([1]) as batch:
             assert np.array_equal(batch.read(1, "hidden", 5, 6), values(1, hidden=True)["hidden"][5:6])
         assert 0 < store.counters.bytes_checked <= 512
+
+
+def test_a_thousand_trajectories_of_a_million_tokens_are_planned_from_metadata_alone(tmp_path: Path) -> None:
+    """Sparse files stand for the heavy field; they are not even there while the plan is made."""
+    count, tokens = 1000, 1_000_000
+    mask = Field("loss_mask", "bool")
+    zeros = np.zeros(tokens, bool)
+    with TrajectoryWriter(tmp_path, fields=(mask,), durable=False) as writer:
+        for i in range(count):
+            writer.put(TrajectoryRecord(str(i), 0, tokens, teacher=f"t{i % 4}"), loss_mask=zeros)
+    files = list((tmp_path / "segments").iterdir())
+    assert sum(path.stat().st_size for path in files) >= count * tokens
+    assert disk_bytes(tmp_path) < 2 << 20
+    (tmp_path / "segments").rename(tmp_path / "away")
+    before = resident()
+    with TrajectoryStore.open(tmp_path) as store:
+        work = Workload(store.table.tokens, store.table.teacher.codes, store.heavy_bytes())
+        plan = make_plan(work, PlanSettings(16, 2), CostModel(quadratic=1e-3), DeviceBudget(1e8))
+        assert sorted(plan.order.tolist()) == list(range(count))
+        assert (store.counters.bytes_mapped, store.counters.bytes_checked) == (0, 0)
+        assert resident() - before < 16 << 20
+        (tmp_path / "away").rename(tmp_path / "segments")
+        with store.lease(plan[0].rows[:1]) as batch:
+            assert not batch.read(batch.rows[0], "loss_mask").any()
+        assert store.counters.bytes_mapped == store.counters.bytes_checked == tokens
 
 
 def test_views_share_the_files_pages_and_are_read_only(tmp_path: Path) -> None:
