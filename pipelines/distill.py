@@ -241,7 +241,7 @@ class DistillRun:
         with step.timer("evaluate"), batches.idle():
             return {
                 f"accuracy/{domain}": domain_accuracy(
-                    self.student.engine,
+                    self.student.evaluator,
                     self.data,
                     domain,
                     evaluation.curve_prompts,

@@ -12,7 +12,7 @@ from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import evaluate_model
 from opd.pipelines.run_folder import RunFolder
-from opd.pipelines.student import load_model, make_engine, tokenizer_of
+from opd.pipelines.student import load_model, make_writer, tokenizer_of
 from opd.pipelines.teachers import whole_teacher
 from opd.storage.files import write_atomic
 
@@ -47,7 +47,7 @@ def evaluate(context: StageContext) -> dict[str, Any]:
     for done, (name, path) in enumerate(models.items(), start=1):
         if name not in found:
             # A teacher from elsewhere may have another configuration, so every model gets its own engine.
-            engine = make_engine(recipe, load_model(recipe, path))
+            engine = make_writer(recipe, load_model(recipe, path), tokenizer)
             found[name] = evaluate_model(engine, data, recipe, tokenizer)
             write_atomic(_measurements(context.folder), json.dumps(found).encode())
         accuracies = [row["sampled"]["accuracy"] for row in found[name].values()]

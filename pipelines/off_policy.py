@@ -9,7 +9,7 @@ from opd.algorithms.normalise import per_teacher_weights, token_weights
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
-from opd.pipelines.student import Student, load_model, make_engine, sampling_params
+from opd.pipelines.student import Student, load_model, make_writer, sampling_params
 from opd.pipelines.teachers import whole_teacher
 from opd.rollout.collect import collect
 from opd.teachers.routing import Route, Router
@@ -65,7 +65,7 @@ def _teacher_samples(context: StageContext, data: DomainSet, student: Student, s
     sampling = sampling_params(recipe, student.tokenizer)
     by_step: list[list[Sample]] = [[] for _ in range(steps)]
     for teacher in router.teachers:
-        engine = make_engine(recipe, load_model(recipe, whole_teacher(context, teacher)))
+        engine = make_writer(recipe, load_model(recipe, whole_teacher(context, teacher)), student.tokenizer)
         for domain in recipe.domains:
             count = config.prompts_per_domain
             prompts = [

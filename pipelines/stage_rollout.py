@@ -14,6 +14,7 @@ from opd.pipelines.context import StageContext
 from opd.pipelines.kv_store import KVFile
 from opd.protocols import RolloutEngine
 from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.stop_strings import StopStrings
 from opd.storage.wal import TokenWAL
 from opd.types import DecodeStep, LoggedRequest, RolloutRequest, Status
 
@@ -88,15 +89,17 @@ class StageRollout:
 
 
 @contextmanager
-def open_rollout(context: StageContext, engine: RolloutEngine) -> Iterator[StageRollout]:
+def open_rollout(
+    context: StageContext, engine: RolloutEngine, stops: StopStrings | None
+) -> Iterator[StageRollout]:
     """`engine` behind the stage's log while the block runs; the log goes on where an earlier attempt ended.
 
-    The log is made durable at the end whatever happens. Raises `StorageError` if it cannot be used.
+    `stops`: strings that end a response. The log is made durable at the end whatever happens. Raises
+    `StorageError` if it cannot be used.
     """
     config = context.recipe.rollout.log
-    kept = KVFile(context.folder.stage(context.stage) / "in_flight.safetensors")
     if config is None:
-        yield StageRollout(_tolerant(context, engine, None, kept), None)
+        yield StageRollout(_tolerant(context, engine, None, stops), None)
         return
     with TokenWAL(
         context.folder.wal(context.stage),
@@ -105,14 +108,21 @@ def open_rollout(context: StageContext, engine: RolloutEngine) -> Iterator[Stage
         segment_bytes=config.segment_mb * MIB,
     ) as log:
         timed = TimedLog(log)
-        yield StageRollout(_tolerant(context, engine, timed, kept), timed)
+        yield StageRollout(_tolerant(context, engine, timed, stops), timed)
 
 
 def _tolerant(
-    context: StageContext, engine: RolloutEngine, log: TimedLog | None, kept: KVFile
+    context: StageContext, engine: RolloutEngine, log: TimedLog | None, stops: StopStrings | None
 ) -> FaultTolerantRollout:
+    kept = KVFile(context.folder.stage(context.stage) / "in_flight.safetensors")
     return FaultTolerantRollout(
-        [engine], log, preemption=context.preemption, kv=kept if log is not None else None, note=context.note
+        [engine],
+        log,
+        stops=stops,
+        preemption=context.preemption,
+        kv=kept if log is not None else None,
+        note=context.note,
+        accept_newer=context.recipe.rollout.schedule == "async",
     )
 
 

@@ -19,6 +19,8 @@ from opd.pipelines.context import StageContext
 from opd.pipelines.stage_rollout import StageRollout, open_rollout
 from opd.protocols import RolloutEngine
 from opd.rollout.collect import EncodedPrompt, Generates, collect
+from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.stop_strings import StopStrings
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.user_generate import Generate, load_generate
 from opd.train.terms import LossTerm
@@ -62,6 +64,23 @@ def make_engine(recipe: Recipe, model: CausalLM) -> TorchEngine:
     )
 
 
+def stop_strings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> StopStrings | None:
+    """The recipe's strings that end a response; `None` if it has none."""
+    if not recipe.rollout.stop:
+        return None
+    return StopStrings(recipe.rollout.stop, lambda ids: str(tokenizer.decode(ids)))
+
+
+def make_writer(recipe: Recipe, model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """An embedded engine around `model` that also knows the recipe's stop strings."""
+    return with_stops(make_engine(recipe, model), stop_strings(recipe, tokenizer))
+
+
+def with_stops(engine: RolloutEngine, stops: StopStrings | None) -> RolloutEngine:
+    """`engine`, ending responses at `stops` too."""
+    return engine if stops is None else FaultTolerantRollout([engine], stops=stops)
+
+
 @dataclass(slots=True)
 class Student:
     """A model that writes and learns."""
@@ -74,6 +93,7 @@ class Student:
     seed: int
     generate: Generate = collect
     """Prompts to sample groups: the recipe's own, if it names one."""
+    stops: StopStrings | None = None
     rollouts: StageRollout | None = None
     """The engine behind the stage's token log, once `open_rollouts` was called."""
 
@@ -92,17 +112,23 @@ class Student:
             sampling_params(recipe, tokenizer),
             recipe.seed,
             load_generate(recipe.rollout.generate),
+            stop_strings(recipe, tokenizer),
         )
 
     def open_rollouts(self, context: StageContext, stack: ExitStack) -> StageRollout:
         """Log every token of `rollout` from now on, until `stack` is unwound."""
-        self.rollouts = stack.enter_context(open_rollout(context, self.engine))
+        self.rollouts = stack.enter_context(open_rollout(context, self.engine, self.stops))
         return self.rollouts
 
     @property
     def writer(self) -> RolloutEngine:
         """What responses are sampled with: the engine, or what stands in front of it."""
         return self.engine if self.rollouts is None else self.rollouts.engine
+
+    @property
+    def evaluator(self) -> RolloutEngine:
+        """The engine for responses that are measured, not learnt from: nothing is logged."""
+        return with_stops(self.engine, self.stops)
 
     def rollout(
         self, prompts: Sequence[EncodedPrompt], group_size: int, engine: Generates

@@ -60,7 +60,7 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     result = run_loop(context, student.backend, extent, config.checkpoint_every, step)
     student.sync(1)
     for domain in recipe.domains:
-        found = domain_accuracy(student.engine, data, domain, 500, student.sampling, seed=recipe.seed)
+        found = domain_accuracy(student.evaluator, data, domain, 500, student.sampling, seed=recipe.seed)
         result[f"accuracy/{domain}"] = found.accuracy
         if found.accuracy < config.min_accuracy:
             raise TrainingError(

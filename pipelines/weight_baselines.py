@@ -13,7 +13,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import prompt_accuracy
-from opd.pipelines.student import load_model, make_engine, sampling_params, tokenizer_of
+from opd.pipelines.student import load_model, make_writer, sampling_params, tokenizer_of
 from opd.pipelines.teachers import whole_teacher
 from opd.protocols import RolloutEngine
 from opd.teachers.routing import Router
@@ -44,7 +44,7 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     scores: dict[float, float] = {}
     if len(scales) > 1:
         data = DomainSet.open(recipe, tokenizer)
-        engine = make_engine(recipe, load_model(recipe, base_path))
+        engine = make_writer(recipe, load_model(recipe, base_path), tokenizer)
         for version, scale in enumerate(scales, start=1):
             scores[scale] = _training_accuracy(context, engine, data, merges[method](scale), version)
             context.progress(

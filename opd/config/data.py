@@ -49,6 +49,8 @@ class RolloutConfig(Config):
     top_k: int = Field(default=0, ge=0)
     stop_ids: list[int] = []
     """Token ids that end a response, beside the tokenizer's end-of-sequence token."""
+    stop: list[str] = []
+    """Strings that end a response, however they are cut into tokens; they stay in the response."""
     max_new_tokens: int = Field(default=16, gt=0)
     max_running: int = Field(default=512, gt=0)
     """Requests decoded together; more wait in the queue."""

@@ -41,6 +41,7 @@ class Books:
     stops: StopStrings | None
     counters: Counter[str]
     failures: dict[str, str]
+    accept_newer: bool = False
 
 
 class Ledger:
@@ -167,7 +168,7 @@ class Ledger:
     def _read(self, log: TokenLog, requests: Sequence[RolloutRequest], version: int) -> dict[str, Tokens]:
         """Take over what the log holds, put it into `ready`, and open the requests it does not know."""
         books = self._books
-        found, unknown = look_up(log, requests, version)
+        found, unknown = look_up(log, requests, None if books.accept_newer else version)
         _open(log, [(plain(request), books.describe(request)) for request in unknown])
         known = {uid: Tokens.logged(logged) for uid, logged in found.items()}
         skip = {uid: len(self.requests[uid].prefix_ids) for uid in found}

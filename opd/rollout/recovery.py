@@ -17,12 +17,13 @@ NO_IDS = np.zeros(0, dtype=np.int32)
 
 
 def look_up(
-    log: TokenLog, requests: Sequence[RolloutRequest], version: int
+    log: TokenLog, requests: Sequence[RolloutRequest], version: int | None
 ) -> tuple[dict[str, LoggedRequest], list[RolloutRequest]]:
     """What `log` knows of `requests`, and those it does not know.
 
     Raises `RolloutError` if the log holds one of them with another prompt, sampling or seed, or with tokens
-    of a policy later than `version`, or if a request brings a prefix of its own that the log does not hold.
+    of a policy later than `version` (`None`: any), or if a request brings a prefix of its own that the log
+    does not hold.
     """
     found: dict[str, LoggedRequest] = {}
     unknown = []
@@ -41,7 +42,7 @@ def look_up(
     return found, unknown
 
 
-def _check_same(request: RolloutRequest, logged: LoggedRequest, version: int) -> None:
+def _check_same(request: RolloutRequest, logged: LoggedRequest, version: int | None) -> None:
     opened, length = logged.request, len(request.prefix_ids)
     wrong = None
     if not np.array_equal(opened.prompt_ids, request.prompt_ids):
@@ -52,7 +53,7 @@ def _check_same(request: RolloutRequest, logged: LoggedRequest, version: int) ->
         wrong = "another seed"
     elif not np.array_equal(logged.token_ids[:length], request.prefix_ids):
         wrong = "other response tokens"
-    elif logged.policy_versions.max(initial=version) > version:
+    elif version is not None and logged.policy_versions.max(initial=version) > version:
         wrong = f"tokens of policy version {logged.policy_versions.max()}, later than {version},"
     if wrong:
         raise RolloutError(

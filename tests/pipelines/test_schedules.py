@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from opd.models.causal_lm import CausalLM
 from opd.monitor.metrics import read_metrics
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.student import Student
 from opd.train.torch_backend import TorchBackend
 
 SPECIALIST = {"steps": 5, "prompts_per_step": 8, "group_size": 4, "minibatches": 1, "checkpoint_every": 2}
@@ -84,7 +86,13 @@ def test_tokens_that_are_too_old_leave_the_loss(base, tmp_path):
 def test_an_interrupted_stage_goes_on(base, tmp_path, schedule, monkeypatch):
     recipe = recipe_with(base, schedule=schedule)
     calls = []
-    plain = TorchBackend.step
+    plain, rollout = TorchBackend.step, Student.rollout
+
+    def slowly(self, *batch):
+        # The learner is done before the next batch is begun: an asynchronous one gets the newest weights.
+        if len(calls) < 4:
+            time.sleep(0.3)
+        return rollout(self, *batch)
 
     def failing(self, lr):
         calls.append(lr)
@@ -93,6 +101,7 @@ def test_an_interrupted_stage_goes_on(base, tmp_path, schedule, monkeypatch):
         return plain(self, lr)
 
     monkeypatch.setattr(TorchBackend, "step", failing)
+    monkeypatch.setattr(Student, "rollout", slowly)
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         with pytest.raises(RuntimeError, match="plug"):
             run_stage(recipe, folder, STAGE)

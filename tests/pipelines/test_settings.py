@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from recipes import tiny_recipe
 
+from opd.errors import OpdError
 from opd.models.causal_lm import CausalLM
 from opd.monitor.metrics import read_metrics
 from opd.pipelines.run import run_stage
@@ -124,3 +125,19 @@ def test_settings_without_effect_are_refused():
         tiny_recipe(distill={"mixture": "arithmetic", "loss": {"type": "k2"}})
     with pytest.raises(ValueError, match="zero or wrong gradient"):
         tiny_recipe(specialist={"reference_kl": {"coef": 0.1, "estimator": "k1", "placement": "loss"}})
+
+
+def test_stop_strings_end_responses(whole, tmp_path):
+    own = tiny_recipe().model_dump(mode="json")["rollout"]
+    model = {"path": str(whole / "base")}
+    rollout = own | {"stop": ["7"]}
+    rows = run(tmp_path / "run", "specialist-add3", model=model, specialist=SPECIALIST, rollout=rollout)
+    plain = run(tmp_path / "plain", "specialist-add3", model=model, specialist=SPECIALIST)
+    assert rows[0]["length/mean"] < plain[0]["length/mean"]
+    assert rows[0]["reward/mean"] < plain[0]["reward/mean"]
+
+
+def test_an_empty_stop_string_is_refused(whole, tmp_path):
+    rollout = tiny_recipe().model_dump(mode="json")["rollout"] | {"stop": [""]}
+    with pytest.raises(OpdError, match="empty"):
+        run(tmp_path / "run", "specialist-add3", model={"path": str(whole / "base")}, rollout=rollout)
