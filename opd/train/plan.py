@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -128,85 +129,105 @@ class TrainingPlan:
 
 def make_plan(work: Workload, settings: PlanSettings, cost: CostModel, budget: DeviceBudget) -> TrainingPlan:
     """Plan one epoch. The same arguments give the same plan, on every rank and after a resume."""
+    planner = _Planner(work, cost, budget)
     shuffled = np.random.default_rng([settings.seed, settings.epoch]).permutation(len(work))
-    operations, oversize = cost.operations(work.lengths), budget.oversize(work.lengths, work.sizes)
-    order: list[np.ndarray] = []
-    labels: list[tuple[int, int, int]] = []
+    packed: list[_Packed] = []
+    keys: list[np.ndarray] = []
     for step, start in enumerate(range(0, len(work), settings.mini_batch)):
         rows = shuffled[start : start + settings.mini_batch]
-        ranks = balance(operations[rows], settings.ranks)
+        ranks = balance(planner.operations[rows], settings.ranks)
         parts = [rows[ranks == rank] for rank in range(settings.ranks)]
-        for rank, micro in enumerate(_quickest(work, parts, cost, budget)):
-            order += micro
-            labels += [(step, rank, int(work.teachers[own[0]])) for own in micro]
-    columns = np.array(labels, np.int64).reshape(-1, 3)
+        chosen = planner.quickest(parts)
+        packed += chosen
+        counts = [len(own.counts) for own in chosen]
+        keys.append(np.repeat(step * settings.ranks + np.arange(settings.ranks), counts))
+    none = np.zeros(0, np.int64)
+    order = np.concatenate([none, *(own.order for own in packed)])
+    starts = np.concatenate([[0], np.cumsum(np.concatenate([none, *(own.counts for own in packed)]))])
+    key = np.concatenate([none, *keys])
     return TrainingPlan(
-        order=np.concatenate([np.zeros(0, np.int64), *order]),
-        starts=np.concatenate([[0], np.cumsum([len(rows) for rows in order], dtype=np.int64)]),
-        mini_batch=columns[:, 0],
-        rank=columns[:, 1],
-        teacher=columns[:, 2],
-        oversize=np.flatnonzero(oversize),
+        order=order,
+        starts=starts.astype(np.int64),
+        mini_batch=key // settings.ranks,
+        rank=key % settings.ranks,
+        teacher=np.asarray(work.teachers, np.int64)[order[starts[:-1]]],
+        oversize=np.flatnonzero(planner.oversize),
         mini_batches=-(-len(work) // settings.mini_batch),
         ranks=settings.ranks,
     )
 
 
-def _quickest(
-    work: Workload, parts: list[np.ndarray], cost: CostModel, budget: DeviceBudget
-) -> list[list[np.ndarray]]:
-    """For each rank its micro-batches, of the size with which the slowest rank is done first."""
-    best, best_seconds = [[] for _ in parts], math.inf
-    for tokens in _sizes(work, parts, cost, budget):
-        tried = [_micro_batches(work, rows, tokens, budget) for rows in parts]
-        slowest = max(_seconds(work, micro, cost) for micro in tried)
-        if slowest < best_seconds:
-            best, best_seconds = tried, slowest
-    return best
+class _Packed(NamedTuple):
+    """The micro-batches of one rank in one mini-batch, end to end."""
+
+    order: np.ndarray
+    """[k] int64: rows of the workload."""
+    counts: np.ndarray
+    """[K] int64: trajectories of each micro-batch, at least 1."""
 
 
-def _sizes(work: Workload, parts: list[np.ndarray], cost: CostModel, budget: DeviceBudget) -> list[float]:
-    """Micro-batch sizes worth trying, in tokens, largest first: the largest that fits, and those around the
-    best number of equal parts.
-    """
-    rows = np.concatenate(parts)
-    rows = rows[~budget.oversize(work.lengths[rows], work.sizes[rows])]
-    if not len(rows):
-        return [1.0]
-    least = float(max(1, work.lengths[rows].max()))
-    most = max(float(work.lengths[part].sum()) for part in parts)
-    if budget.max_tokens is not None:
-        most = min(most, float(budget.max_tokens))
-    if budget.bytes_per_token:
-        # More tokens leave less for data: never so many that a trajectory which fits alone does not.
-        free = budget.max_bytes - 2.0 * float(work.sizes[rows].max())
-        most = min(most, free / budget.bytes_per_token)
-    most = max(most, least)
-    if math.isinf(cost.bytes_per_second):
-        return [most]
-    heaviest = max(parts, key=lambda part: float(cost.operations(work.lengths[part]).sum()))
-    shorter = min(
-        float(cost.compute_seconds(work.lengths[heaviest]).sum()),
-        float(cost.read_seconds(work.sizes[heaviest]).sum()),
-    )
-    count = max(1.0, math.sqrt(shorter / max(cost.overhead_seconds, _LEAST_OVERHEAD)))
-    tokens = float(work.lengths[heaviest].sum())
-    return sorted({most, *(min(most, max(least, tokens / (count * f))) for f in _TRIED)}, reverse=True)
+class _Planner:
+    """What is the same for every mini-batch of a plan."""
 
+    def __init__(self, work: Workload, cost: CostModel, budget: DeviceBudget) -> None:
+        self._work, self._cost, self._budget = work, cost, budget
+        self.operations = cost.operations(work.lengths)
+        self.oversize = budget.oversize(work.lengths, work.sizes)
+        self._compute = cost.compute_seconds(work.lengths)
+        self._read = cost.read_seconds(work.sizes)
 
-def _micro_batches(work: Workload, rows: np.ndarray, tokens: float, budget: DeviceBudget) -> list[np.ndarray]:
-    """`rows` teacher by teacher, in micro-batches of at most `tokens` and the bytes these leave for data."""
-    data = max(budget.data_bytes(tokens), 1.0)
-    shares = np.maximum(work.lengths[rows] / tokens, work.sizes[rows] / data)
-    teachers = work.teachers[rows]
-    found = []
-    for teacher in np.unique(teachers).tolist():
-        mine = np.flatnonzero(teachers == teacher)
-        found += [rows[mine[places]] for places in pack(shares[mine])]
-    return found
+    def quickest(self, parts: list[np.ndarray]) -> list[_Packed]:
+        """For each rank its micro-batches, of the size with which the slowest rank is done first."""
+        tried = [[self._pack(rows, tokens) for rows in parts] for tokens in self._sizes(parts)]
+        return min(tried, key=lambda ranks: max(map(self._seconds, ranks)))  # the first, if several are
 
+    def _sizes(self, parts: list[np.ndarray]) -> list[float]:
+        """Micro-batch sizes worth trying, in tokens, largest first: the largest that fits, and those around
+        the best number of equal parts.
+        """
+        lengths, cost = self._work.lengths, self._cost
+        rows = np.concatenate(parts)
+        rows = rows[~self.oversize[rows]]
+        if not len(rows):
+            return [1.0]
+        least = float(max(1, lengths[rows].max()))
+        most = max(least, min(self._most(rows), max(float(lengths[part].sum()) for part in parts)))
+        if math.isinf(cost.bytes_per_second):
+            return [most]
+        heaviest = max(parts, key=lambda part: float(self.operations[part].sum()))
+        shorter = min(float(self._compute[heaviest].sum()), float(self._read[heaviest].sum()))
+        count = max(1.0, math.sqrt(shorter / max(cost.overhead_seconds, _LEAST_OVERHEAD)))
+        tokens = float(lengths[heaviest].sum())
+        return sorted({most, *(min(most, max(least, tokens / (count * f))) for f in _TRIED)}, reverse=True)
 
-def _seconds(work: Workload, micro: list[np.ndarray], cost: CostModel) -> float:
-    compute = np.array([cost.compute_seconds(work.lengths[rows]).sum() for rows in micro])
-    read = np.array([cost.read_seconds(work.sizes[rows]).sum() for rows in micro])
-    return cost.pipeline_seconds(compute, read)
+    def _most(self, rows: np.ndarray) -> float:
+        """Most tokens of a micro-batch that leave room for the data of each of `rows`, which fit alone."""
+        budget = self._budget
+        most = math.inf if budget.max_tokens is None else float(budget.max_tokens)
+        if budget.bytes_per_token:
+            free = budget.max_bytes - 2.0 * float(self._work.sizes[rows].max())
+            most = min(most, free / budget.bytes_per_token)
+        return most
+
+    def _pack(self, rows: np.ndarray, tokens: float) -> _Packed:
+        """`rows` teacher by teacher, in micro-batches of at most `tokens` and the bytes these leave."""
+        work = self._work
+        data = max(self._budget.data_bytes(tokens), 1.0)
+        shares = np.maximum(work.lengths[rows] / tokens, work.sizes[rows] / data)
+        teachers = work.teachers[rows]
+        places: list[np.ndarray] = [np.zeros(0, np.int64)]
+        counts: list[int] = []
+        for teacher in np.unique(teachers).tolist():
+            mine = np.flatnonzero(teachers == teacher)
+            packed = pack(shares[mine])
+            places.append(mine[np.fromiter(chain.from_iterable(packed), np.int64, len(mine))])
+            counts += map(len, packed)
+        return _Packed(rows[np.concatenate(places)], np.array(counts, np.int64))
+
+    def _seconds(self, packed: _Packed) -> float:
+        if not len(packed.counts):
+            return 0.0
+        starts = np.cumsum(packed.counts) - packed.counts
+        compute = np.add.reduceat(self._compute[packed.order], starts)
+        read = np.add.reduceat(self._read[packed.order], starts)
+        return self._cost.pipeline_seconds(compute, read)
