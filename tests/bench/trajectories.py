@@ -101,10 +101,11 @@ def growth(folder: Path, rounds: int) -> dict[str, Any]:
         rng = np.random.default_rng(0)
         lengths = rng.integers(100, 8000, tokens)
         work = Workload(lengths, rng.integers(0, 8, tokens), lengths * ROW_BYTES)
-        seconds["log"].append(best(partial(log, folder / f"log-{tokens}", data), 1))
+        logs = iter([folder / f"log-{tokens}-{i}" for i in range(rounds)])
+        seconds["log"].append(best(lambda d=data, logs=logs: log(next(logs), d), rounds))
         seconds["append"].append(best(lambda d=data, unused=unused: write(next(unused), d), rounds))
         seconds["read"].append(best(partial(read, stores[0], data), rounds))
-        seconds["plan"].append(best(partial(make_plan, work, PlanSettings(512, 8), COST, BUDGET), 1))
+        seconds["plan"].append(best(partial(make_plan, work, PlanSettings(512, 8), COST, BUDGET), rounds))
         print(f"{tokens:>12,}" + "".join(f"{times[-1]:12.4f}" for times in seconds.values()), flush=True)
     slopes = {name: exponent(TOKENS, times) for name, times in seconds.items()}
     print(f"{'exponent':>12}" + "".join(f"{slope:12.3f}" for slope in slopes.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -166,6 +167,46 @@ def test_what_a_killed_writer_left_is_given_back(tmp_path: Path) -> None:
         with TrajectoryStore.open(tmp_path / "killed") as store, store.lease([0]) as batch:
             assert np.array_equal(batch.read(0, "hidden"), rows)
         writer.put(TrajectoryRecord("lost", 0, 1000), hidden=rows)  # can be written again
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_rows_are_on_the_disk_before_the_table_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    """The order of the calls tells what a power cut could lose; each is passed on to the system."""
+    unsynced: set[str] = set()
+    acknowledged: list[set[str]] = []
+
+    def noted(name: str, after):
+        real = getattr(os, name)
+
+        def call(file: int, *rest):
+            result = real(file, *rest)
+            after(os.readlink(f"/proc/self/fd/{file}"))
+            return result
+
+        monkeypatch.setattr(os, name, call)
+
+    def written(path: str) -> None:
+        if "/metadata/tail" in path:
+            acknowledged.append(set(unsynced))
+        unsynced.add(path)
+
+    with TrajectoryWriter(tmp_path, fields=FIELDS, **SMALL | {"durable": durable}) as writer:
+        for name in ("write", "pwrite"):
+            noted(name, written)
+        for name in ("fsync", "fdatasync"):
+            noted(name, unsynced.discard)
+        for n in range(6):
+            writer.put(record(n), **values(n))
+            assert not durable or not unsynced
+        writer.reopen("run/1")
+        writer.append("run/1", hidden=values(1, hidden=True)["hidden"])
+        writer.seal(record(1))
+        assert not durable or not unsynced
+        monkeypatch.undo()
+    assert len(acknowledged) == 7
+    assert any(acknowledged) != durable
 
 
 _FULL_DISK = """

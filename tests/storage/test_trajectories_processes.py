@@ -206,6 +206,32 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path, gib: float, ahead: s
     assert result["read"] == count * rows.nbytes
 
 
+_READS_IN_PIECES = """
+store = TrajectoryStore.open(folder)
+before, total = resident(), 0
+Path("/proc/self/clear_refs").write_text("5")
+with store.lease([0]) as batch:
+    for start in range(0, 1 << 19, 1 << 12):
+        total += int(batch.read(0, "hidden", start, start + (1 << 12)).sum())
+        batch.forget(0, "hidden", start, start + (1 << 12))
+print(resident("HWM") - before, total)
+"""
+
+
+def test_one_long_trajectory_is_read_in_the_memory_of_a_piece(tmp_path: Path) -> None:
+    """128 MiB in pieces of 1 MiB that are given back as they are used."""
+    rows = np.ones((1 << 12, 64), np.int32)
+    with TrajectoryWriter(tmp_path, fields=(Field("hidden", "int32", 64),), durable=False) as writer:
+        writer.begin("long", 0, 1 << 19)
+        for _ in range(128):
+            writer.append("long", hidden=rows)
+        writer.seal(TrajectoryRecord("long", 0, 1 << 19))
+    with _python(_READS_IN_PIECES, tmp_path) as process:
+        growth, total = map(int, _line(process).split())
+    assert growth < 16 * _MIB
+    assert total == 128 * rows.size
+
+
 def test_readers_in_a_fork_lease_for_themselves(tmp_path: Path) -> None:
     write(tmp_path, range(8))
     script = """
