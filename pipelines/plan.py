@@ -176,12 +176,12 @@ def describe(
 ) -> list[str]:
     """The plan, for people."""
     operations = cost.operations(work.lengths)
-    attention = cost.quadratic * (work.lengths.astype(np.float64) ** 2).sum() / operations.sum()
+    attention = cost.quadratic * (work.lengths.astype(np.float64) ** 2).sum() / max(operations.sum(), 1.0)
     counts = np.bincount(work.teachers, minlength=len(teachers))
     tokens, sizes = plan.totals(work.lengths), plan.totals(work.sizes)
     loads = np.zeros((plan.mini_batches, plan.ranks))
     np.add.at(loads, (plan.mini_batch, plan.rank), plan.totals(operations))
-    balance = loads.max(axis=1) / loads.mean(axis=1)
+    balance = loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1.0)
     seconds = plan.seconds(work, cost).max(axis=1)
     lines = [
         f"tokens    {work.lengths.sum():,}; trajectories of {work.lengths.min():,} to"
@@ -198,7 +198,7 @@ def describe(
     if len(plan.oversize):
         lines.append(
             f"oversize  {len(plan.oversize):,} trajectories do not fit the budget even alone; they must be"
-            " read in pieces, or the budget raised"
+            " read in pieces, or the budget raised (--budget-mb, distill.batch.max_tokens)"
         )
     lines.append("first     " + _row("rank", "teacher", "trajectories", "tokens", "data"))
     first = [index for index in range(len(plan)) if plan.mini_batch[index] == 0]

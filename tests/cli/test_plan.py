@@ -80,6 +80,13 @@ def test_a_recipes_step_is_planned_teacher_by_teacher(recipe: str, capsys) -> No
     assert listed == [["0", "sort"], ["0", "reverse"], ["1", "sort"], ["1", "reverse"]]
 
 
+def test_trajectories_without_tokens_are_planned_too(tmp_path: Path, capsys) -> None:
+    with TrajectoryWriter(tmp_path, durable=False) as writer:
+        writer.put_many([(TrajectoryRecord(f"{i}", 0, 0), {}) for i in range(3)])
+    assert main(["plan", "--store", str(tmp_path), "--mini-batch", "2"]) == 0
+    assert "3 trajectories in" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_said(store: str, capsys) -> None:
     assert main(["plan", "--store", store, "--budget-mb", "60"]) == 0
     out = capsys.readouterr().out

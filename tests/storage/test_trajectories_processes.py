@@ -21,7 +21,7 @@ from trajectory_data import FIELDS, SMALL, assert_right, disk_bytes, write
 
 from opd.storage.trajectories import Field, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
 
-_KILLS = int(os.environ.get("OPD_TRAJECTORY_KILLS", "12"))
+_KILLS = int(os.environ.get("OPD_TRAJECTORY_KILLS", "8"))
 _GIB = [float(size) for size in os.environ.get("OPD_TRAJECTORY_GIB", "").split()]
 """Sizes of data sets for the test of memory, which takes some ten seconds a GiB: `1 4 8`."""
 _MIB = 1 << 20
