@@ -43,6 +43,10 @@ class Workload:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def take(self, rows: np.ndarray) -> Workload:
+        """The trajectories in `rows` (`[k]` integers), in that order."""
+        return Workload(self.lengths[rows], self.teachers[rows], self.sizes[rows])
+
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
@@ -129,12 +133,13 @@ class TrainingPlan:
 
 def make_plan(work: Workload, settings: PlanSettings, cost: CostModel, budget: DeviceBudget) -> TrainingPlan:
     """Plan one epoch. The same arguments give the same plan, on every rank and after a resume."""
-    planner = _Planner(work, cost, budget)
     shuffled = np.random.default_rng([settings.seed, settings.epoch]).permutation(len(work))
+    # Shuffled once: then a mini-batch lies together in memory, however many there are.
+    planner = _Planner(work.take(shuffled), cost, budget)
     packed: list[_Packed] = []
     keys: list[np.ndarray] = []
     for step, start in enumerate(range(0, len(work), settings.mini_batch)):
-        rows = shuffled[start : start + settings.mini_batch]
+        rows = np.arange(start, min(start + settings.mini_batch, len(work)))
         ranks = balance(planner.operations[rows], settings.ranks)
         parts = [rows[ranks == rank] for rank in range(settings.ranks)]
         chosen = planner.quickest(parts)
@@ -142,7 +147,7 @@ def make_plan(work: Workload, settings: PlanSettings, cost: CostModel, budget: D
         counts = [len(own.counts) for own in chosen]
         keys.append(np.repeat(step * settings.ranks + np.arange(settings.ranks), counts))
     none = np.zeros(0, np.int64)
-    order = np.concatenate([none, *(own.order for own in packed)])
+    order = shuffled[np.concatenate([none, *(own.order for own in packed)])]
     starts = np.concatenate([[0], np.cumsum(np.concatenate([none, *(own.counts for own in packed)]))])
     key = np.concatenate([none, *keys])
     return TrainingPlan(
@@ -151,7 +156,7 @@ def make_plan(work: Workload, settings: PlanSettings, cost: CostModel, budget: D
         mini_batch=key // settings.ranks,
         rank=key % settings.ranks,
         teacher=np.asarray(work.teachers, np.int64)[order[starts[:-1]]],
-        oversize=np.flatnonzero(planner.oversize),
+        oversize=np.sort(shuffled[planner.oversize]),
         mini_batches=-(-len(work) // settings.mini_batch),
         ranks=settings.ranks,
     )
@@ -161,7 +166,7 @@ class _Packed(NamedTuple):
     """The micro-batches of one rank in one mini-batch, end to end."""
 
     order: np.ndarray
-    """[k] int64: rows of the workload."""
+    """[k] int64: rows of the shuffled workload."""
     counts: np.ndarray
     """[K] int64: trajectories of each micro-batch, at least 1."""
 
