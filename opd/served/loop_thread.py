@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+CANCEL_ROUNDS, CANCEL_SECONDS = 10, 0.5
+"""How often, and how many seconds apart, what still runs is cancelled before it is left behind."""
 
 
 class LoopThread:
@@ -47,6 +49,13 @@ class LoopThread:
 
 async def _cancel_others() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    for _ in range(CANCEL_ROUNDS):
+        if not others:
+            return
+        for task in others:
+            task.cancel()
+        # Once is not enough: a cancellation that meets a time-out at the same moment is lost.
+        done, others = await asyncio.wait(others, timeout=CANCEL_SECONDS)
+        for task in done:
+            if not task.cancelled():
+                task.exception()

@@ -1,0 +1,38 @@
+"""The loop thread ends, whatever runs in it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from opd.served.loop_thread import LoopThread
+
+
+async def stubborn(seen: list[int], begun: threading.Event) -> None:
+    """Loses its first cancellation, as one that meets a time-out does."""
+    begun.set()
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        seen.append(1)
+    await asyncio.sleep(60)
+
+
+def test_a_lost_cancellation_does_not_keep_it_open():
+    loop, seen, begun = LoopThread("test"), [], threading.Event()
+    future = loop.start(stubborn(seen, begun))
+    assert begun.wait(10)
+    loop.close()
+    assert seen == [1]
+    assert future.cancelled()
+    loop.close()
+
+
+def test_nothing_begins_after_its_end():
+    loop = LoopThread("test")
+    assert loop.run(asyncio.sleep(0, "done")) == "done"
+    loop.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.run(asyncio.sleep(0))
