@@ -13,14 +13,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Self
 from zlib import crc32
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch.distributed as dist
 import yaml
+from rank_processes import joined
 
 from opd.config import Recipe
 from opd.pipelines import distill, teachers
@@ -64,23 +66,15 @@ MODES = {"replicated": distill.DistillRun, "parallel": ParallelRun}
 
 def main() -> None:
     """Join the group and run both merges."""
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=120),
-    )
-    recipe = Recipe.model_validate(yaml.safe_load((folder / "recipe.yaml").read_text()))
-    # What a launcher of several ranks would pass to the stage.
-    distill.open_schedule = partial(teachers.open_schedule, group=dist.group.WORLD)
-    for mode, run in MODES.items():
-        distill.DistillRun = run
-        with RunFolder.create(folder / f"{mode}-{rank}", recipe) as own:
-            run_stage(recipe, own, "merge")
-        dist.barrier()
-    dist.destroy_process_group()
+    with joined(seconds=120) as (rank, folder):
+        recipe = Recipe.model_validate(yaml.safe_load((folder / "recipe.yaml").read_text()))
+        # What a launcher of several ranks would pass to the stage.
+        distill.open_schedule = partial(teachers.open_schedule, group=dist.group.WORLD)
+        for mode, run in MODES.items():
+            distill.DistillRun = run
+            with RunFolder.create(folder / f"{mode}-{rank}", recipe) as own:
+                run_stage(recipe, own, "merge")
+            dist.barrier()
 
 
 if __name__ == "__main__":

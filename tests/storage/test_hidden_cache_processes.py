@@ -5,41 +5,22 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from child_python import child_python
 from hidden_rows import BLOCK, disk_bytes, files, holds, key_of, put
 
 from opd.storage.hidden_cache import HiddenStateCache
 
 _KILLS = int(os.environ.get("OPD_CACHE_KILLS", "30"))
-_PREAMBLE = """
-import os, sys, time
-import numpy as np
-sys.path.insert(0, sys.argv[2])
-from hidden_rows import *
-from pathlib import Path
-folder = Path(sys.argv[1])
-"""
-
-
-@contextmanager
-def _python(script: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs `script` with the helpers imported; killed at the end if it still lives."""
-    command = [sys.executable, "-c", _PREAMBLE + script, str(folder), str(Path(__file__).parent), *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+_python = partial(child_python, "hidden_rows")
 
 
 _HOLDS_A_LEASE = """

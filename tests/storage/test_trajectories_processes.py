@@ -8,8 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from child_python import child_python
 from trajectory_data import FIELDS, SMALL, assert_right, disk_bytes, write
 
 from opd.storage.trajectories import Field, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
@@ -25,23 +25,7 @@ _KILLS = int(os.environ.get("OPD_TRAJECTORY_KILLS", "8"))
 _GIB = [float(size) for size in os.environ.get("OPD_TRAJECTORY_GIB", "").split()]
 """Sizes of data sets for the test of memory, which takes some ten seconds a GiB: `1 4 8`."""
 _MIB = 1 << 20
-_PREAMBLE = """
-import os, sys
-sys.path.insert(0, sys.argv[2])
-from trajectory_data import *
-folder = Path(sys.argv[1])
-"""
-
-
-@contextmanager
-def _python(script: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs `script` with the helpers imported; killed at the end if it still lives."""
-    command = [sys.executable, "-c", _PREAMBLE + script, str(folder), str(Path(__file__).parent), *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+_python = partial(child_python, "trajectory_data")
 
 
 def _line(process: subprocess.Popen[str]) -> str:

@@ -8,23 +8,18 @@ rank, and `FOLDER/NAME-R.safetensors` holds what it computed.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import megatron_models as models
 import tiny
 import torch
-import torch.distributed as dist
+from rank_processes import do_tasks
 from safetensors.torch import save_file
 
-from opd.errors import OpdError
 from opd.kernels import vocab_parallel
 from opd.teachers.megatron_head import cut_like
 from opd.teachers.megatron_teacher import MegatronTeacher, megatron_teachers
@@ -69,26 +64,12 @@ def one_task(task: dict, rank: int) -> tuple[dict, dict[str, torch.Tensor]]:
     return {"read": read, "loads": loads}, {name: t.contiguous().clone() for name, t in found.items()}
 
 
-def main() -> None:
-    """Run the tasks and write down how they went."""
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=120),
-    )
-    for task in json.loads((folder / "tasks.json").read_text()):
-        try:
-            result, tensors = one_task(task, rank)
-            save_file(tensors, folder / f"{task['name']}-{rank}.safetensors")
-        except OpdError as error:
-            result = {"error": type(error).__name__, "message": str(error)}
-        (folder / f"{task['name']}-{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+def save_task(rank: int, task: dict, folder: Path) -> dict:
+    """Do `task`, keep its tensors beside its result."""
+    result, tensors = one_task(task, rank)
+    save_file(tensors, folder / f"{task['name']}-{rank}.safetensors")
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    do_tasks(save_task, seconds=120)

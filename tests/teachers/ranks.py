@@ -8,10 +8,8 @@ rank, and `FOLDER/NAME-R.safetensors` holds its gradient.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -20,10 +18,10 @@ import numpy as np
 import tiny
 import torch
 import torch.distributed as dist
+from rank_processes import do_tasks
 from safetensors.torch import save_file
 
 from opd.config import BatchConfig, DistillConfig, OptimConfig
-from opd.errors import OpdError
 from opd.storage.published import PublishedModel
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.routing import Router
@@ -105,25 +103,10 @@ def one_leaves(rank: int, task: dict, folder: Path) -> dict:
             stream.close()
 
 
-def main() -> None:
-    """Run the tasks and write down how they went."""
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    for task in json.loads((folder / "tasks.json").read_text()):
-        try:
-            result = (one_leaves if task["name"] == "leaves" else one_step)(rank, task, folder)
-        except OpdError as error:
-            result = {"error": type(error).__name__, "message": str(error)}
-        (folder / f"{task['name']}-{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+def one_task(rank: int, task: dict, folder: Path) -> dict:
+    """What `task` asks for."""
+    return (one_leaves if task["name"] == "leaves" else one_step)(rank, task, folder)
 
 
 if __name__ == "__main__":
-    main()
+    do_tasks(one_task, seconds=60)

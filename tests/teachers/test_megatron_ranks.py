@@ -1,15 +1,13 @@
 """Megatron-Core with tensor parallel size 2, in two gloo processes: the numbers of one process."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from rank_processes import run_ranks
 from safetensors.torch import load_file
 
 pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)
@@ -27,25 +25,7 @@ V = megatron_rank.VOCABULARY
 def run(folder: Path, tasks: list[dict]) -> None:
     """Start two ranks on `tasks` and wait until they have ended well."""
     (folder / "tasks.json").write_text(json.dumps(tasks))
-    errors = [(folder / f"errors-{rank}").open("wb") for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, megatron_rank.__file__, str(rank), "2", str(folder)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=errors[rank],
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank, process in enumerate(processes):
-            code = process.wait(timeout=240)
-            assert code == 0, (folder / f"errors-{rank}").read_text()[-2000:]
-    finally:
-        for process, file in zip(processes, errors, strict=True):
-            file.close()
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    run_ranks(megatron_rank.__file__, 2, folder)
 
 
 @pytest.fixture(scope="module")
