@@ -53,13 +53,11 @@ class PoolOptions:
 
 @dataclass(slots=True)
 class PoolCounters:
-    """What happened since the counters were last taken."""
+    """What happened so far."""
 
     requests: int = 0
     retries: int = 0
     hedges: int = 0
-    sent_tokens: int = 0
-    received_bytes: int = 0
 
 
 class HTTPClient:
@@ -82,7 +80,6 @@ class HTTPClient:
                 content = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
             raise UnavailableError(f"{server.url}{path} {_broken(trouble)}", answered=False) from None
-        self.counters.received_bytes += len(content)
         where = f"{server.url}{path} answered {answer.status}"
         if answer.status in RETRIED:
             raise UnavailableError(where, answered=True)

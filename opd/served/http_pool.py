@@ -111,7 +111,6 @@ class HTTPPool(HTTPClient):
         return await _first_success([first, asyncio.ensure_future(self._once(call))])
 
     async def _once(self, call: _Call) -> Any:
-        self.counters.sent_tokens += call.tokens
         async with self.lease(call.tokens, call.asked) as server:
             return call.check(await self.ask(server, "POST", call.path, call.body))
 

@@ -33,7 +33,6 @@ class LogReport:
     stored_bytes: int = 0
     frames: int = 0
     requests: int = 0
-    open_requests: int = 0
     tokens: int = 0
     """Tokens of the requests that have not been retired."""
     clean: bool = True
@@ -87,7 +86,6 @@ def recover(folder: Path, io: LogIO) -> Recovered:
     report.damage = report.damage or layout.damage
     report.clean = report.clean and report.damage is None
     report.requests = len(found.table)
-    report.open_requests = int(found.table.is_open.sum())
     report.tokens = int(found.table.lengths.sum())
     return found
 
