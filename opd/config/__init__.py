@@ -2,6 +2,7 @@
 
 from opd.config.data import DomainConfig, RolloutConfig, TeacherConfig
 from opd.config.distill import DistillConfig, FullVocabularyKL, SampledTokenK1, SampledTokenK2, TopKKL
+from opd.config.launch import ActorResources, LaunchConfig, LocalLaunch, RayLaunch
 from opd.config.recipe import (
     BaselinesConfig,
     EvaluationConfig,
@@ -14,15 +15,19 @@ from opd.config.rl import PolicyLossConfig, ReferenceKLConfig, SpecialistConfig
 from opd.config.train import BatchConfig, OptimConfig
 
 __all__ = [
+    "ActorResources",
     "BaselinesConfig",
     "BatchConfig",
     "DistillConfig",
     "DomainConfig",
     "EvaluationConfig",
     "FullVocabularyKL",
+    "LaunchConfig",
+    "LocalLaunch",
     "ModelConfig",
     "OptimConfig",
     "PolicyLossConfig",
+    "RayLaunch",
     "Recipe",
     "ReferenceKLConfig",
     "RolloutConfig",

@@ -55,6 +55,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def merge(left: Any, right: Any, schema: Any) -> Any:
     """`right` laid over `left`: mappings key by key, anything else replaced."""
+    left, right = _spelled_out(left, schema), _spelled_out(right, schema)
     if not (isinstance(left, Mapping) and isinstance(right, Mapping)):
         return right
     members = models(schema)
@@ -64,6 +65,13 @@ def merge(left: Any, right: Any, schema: Any) -> Any:
     for key, value in right.items():
         merged[key] = merge(left[key], value, below(schema, str(key))) if key in left else value
     return merged
+
+
+def _spelled_out(value: Any, schema: Any) -> Any:
+    """`ray` as `{type: ray}`, where that is one of the alternatives: other files may add settings to it."""
+    members = models(schema)
+    known = isinstance(value, str) and len(members) > 1 and value in map(tag, members)
+    return {"type": value} if known else value
 
 
 def complete(schema: Any, data: Any, default: Any = None) -> Any:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from opd.config.base import Config
 from opd.config.data import DomainConfig, RolloutConfig, TeacherConfig
 from opd.config.distill import DistillConfig
+from opd.config.launch import LaunchConfig, LocalLaunch
 from opd.config.rl import SpecialistConfig
 from opd.config.storage import StorageConfig
 from opd.config.train import BatchConfig, OptimConfig
@@ -122,6 +123,8 @@ class Recipe(Config):
     evaluation: EvaluationConfig = EvaluationConfig()
     storage: StorageConfig = StorageConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    launch: LaunchConfig = LocalLaunch()
+    """`local`, `ray`, or a mapping with that `type` and its settings."""
 
     def teacher_weights(self, domain: str) -> dict[str, float]:
         """Teachers of `domain` and their weights, which sum to 1."""

@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.config import DistillConfig, FullVocabularyKL, Recipe, TopKKL
+from opd.config import DistillConfig, FullVocabularyKL, LocalLaunch, RayLaunch, Recipe, TopKKL
 from opd.config.load import complete, dump_recipe, load_recipe, merge
 from opd.errors import ConfigError
 
@@ -190,3 +190,15 @@ def test_merge_keeps_every_leaf_of_the_right(left, right):
 
 def test_complete_leaves_unknown_keys_for_the_error_message():
     assert complete(Recipe, {"nam": 1}) == {"nam": 1}
+
+
+def test_launch_by_name_takes_settings_from_other_places(write):
+    by_name = write(MINIMAL + "launch: ray\n")
+    settings = write("launch: {engines: 2}\n", "more.yaml")
+    assert load_recipe([by_name]).launch == RayLaunch()
+    assert load_recipe([by_name, settings], ["--launch.teachers", "3"]).launch == RayLaunch(
+        engines=2, teachers=3
+    )
+    assert load_recipe([by_name, settings], ["--launch", "local"]).launch == LocalLaunch()
+    assert "did you mean 'ray'" in refusal([by_name], ["--launch", "rey"])
+    assert "belongs to type 'ray'" in refusal([write(MINIMAL), settings])
