@@ -8,6 +8,7 @@ from pathlib import Path
 
 from opd.config import Recipe
 from opd.monitor.metrics import MetricsWriter
+from opd.pipelines.helpers import Helpers
 from opd.pipelines.run_folder import RunFolder
 from opd.rollout.preemption import Preemption
 from opd.storage.checkpoints import CheckpointStore
@@ -29,6 +30,8 @@ class StageContext:
     """One line for the person who watches."""
     preemption: Preemption
     """What the run has been asked: to stop, to make room, or nothing."""
+    helpers: Helpers | None = None
+    """Engines and teachers in other processes, where the recipe's `launch` asks for them."""
 
     @classmethod
     def open(
@@ -39,6 +42,7 @@ class StageContext:
         progress: Callable[[int, int, str], None],
         note: Callable[[str], None],
         preemption: Preemption | None = None,
+        helpers: Helpers | None = None,
     ) -> StageContext:
         """Open the stage's own folder under `stages/`."""
         place = folder.stage(stage)
@@ -51,6 +55,7 @@ class StageContext:
             progress,
             note,
             preemption or Preemption(recipe.runtime.grace_seconds),
+            helpers,
         )
 
     def model_path(self, name: str) -> Path:

@@ -81,7 +81,7 @@ class DistillRun:
         schedule = stack.enter_context(open_schedule(context, vocabulary))
         probe = MismatchProbe()
         terms = [*loss_terms(config, schedule), probe]
-        student = Student.open(recipe, start, config.optim, config.batch, terms)
+        student = Student.open(recipe, start, config.optim, config.batch, terms, context.helpers)
         data = DomainSet.open(recipe, student.tokenizer)
         teachers = Router.from_recipe(recipe).teachers
         return cls(context, student, data, schedule, config, teachers, probe)

@@ -97,7 +97,7 @@ class GRPORun:
             reference = load_model(recipe, start)
             if config.reference_kl.placement == "loss":
                 terms.append(ReferenceTerm(config.reference_kl))
-        student = Student.open(recipe, start, config.optim, config.batch, terms)
+        student = Student.open(recipe, start, config.optim, config.batch, terms, context.helpers)
         data = DomainSet.open(recipe, student.tokenizer)
         return cls(student, data, list(domains), config, context.stage, recipe.rollout, reference)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from opd.config import Recipe
 from opd.monitor.progress import Progress
 from opd.pipelines.context import StageContext
+from opd.pipelines.helpers import Helpers
 from opd.pipelines.machine import settle
 from opd.pipelines.report import write_report
 from opd.pipelines.results import write_results
@@ -66,15 +68,20 @@ def execute(
     stage: Stage,
     report: Callable[[int, int, str], None],
     note: Callable[[str], None],
+    preemption: Preemption | None = None,
+    helpers: Helpers | None = None,
 ) -> dict[str, Any]:
     """Run one stage in this process and record, last of all, that it is done.
+
+    Without a `preemption` the stage answers to this process's signals.
 
     An evaluation of an unfinished run is not done: models may still come.
     """
     settle(recipe.runtime.threads)
     started = time.perf_counter()
-    with Preemption(recipe.runtime.grace_seconds).listen() as preemption:
-        context = StageContext.open(recipe, folder, stage.name, report, note, preemption)
+    listening = Preemption(recipe.runtime.grace_seconds).listen() if preemption is None else None
+    with listening or nullcontext(preemption) as asked:
+        context = StageContext.open(recipe, folder, stage.name, report, note, asked, helpers)
         try:
             result = stage.run(context)
         finally:

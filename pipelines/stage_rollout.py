@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from opd.pipelines.context import StageContext
+from opd.pipelines.helpers import Writers
 from opd.pipelines.kv_store import KVFile
-from opd.protocols import RolloutEngine
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.stop_strings import StopStrings
 from opd.storage.wal import TokenWAL
@@ -90,16 +90,16 @@ class StageRollout:
 
 @contextmanager
 def open_rollout(
-    context: StageContext, engine: RolloutEngine, stops: StopStrings | None
+    context: StageContext, writers: Writers, stops: StopStrings | None
 ) -> Iterator[StageRollout]:
-    """`engine` behind the stage's log while the block runs; the log goes on where an earlier attempt ended.
+    """`writers` behind the stage's log while the block runs; the log goes on where an earlier attempt ended.
 
     `stops`: strings that end a response. The log is made durable at the end whatever happens. Raises
     `StorageError` if it cannot be used.
     """
     config = context.recipe.rollout.log
     if config is None:
-        yield StageRollout(_tolerant(context, engine, None, stops), None)
+        yield StageRollout(_tolerant(context, writers, None, stops), None)
         return
     with TokenWAL(
         context.folder.wal(context.stage),
@@ -108,19 +108,21 @@ def open_rollout(
         segment_bytes=config.segment_mb * MIB,
     ) as log:
         timed = TimedLog(log)
-        yield StageRollout(_tolerant(context, engine, timed, stops), timed)
+        yield StageRollout(_tolerant(context, writers, timed, stops), timed)
 
 
 def _tolerant(
-    context: StageContext, engine: RolloutEngine, log: TimedLog | None, stops: StopStrings | None
+    context: StageContext, writers: Writers, log: TimedLog | None, stops: StopStrings | None
 ) -> FaultTolerantRollout:
     kept = KVFile(context.folder.stage(context.stage) / "in_flight.safetensors")
     return FaultTolerantRollout(
-        [engine],
+        writers.engines,
         log,
+        policy=writers.policy,
         stops=stops,
         preemption=context.preemption,
         kv=kept if log is not None else None,
+        revive=writers.revive,
         note=context.note,
         accept_newer=context.recipe.rollout.schedule == "async",
     )

@@ -16,6 +16,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.context import StageContext
+from opd.pipelines.helpers import Helpers, Writers
 from opd.pipelines.stage_rollout import StageRollout, open_rollout
 from opd.protocols import RolloutEngine
 from opd.rollout.collect import EncodedPrompt, Generates, collect
@@ -81,6 +82,11 @@ def with_stops(engine: RolloutEngine, stops: StopStrings | None) -> RolloutEngin
     return engine if stops is None else FaultTolerantRollout([engine], stops=stops)
 
 
+def embedded(recipe: Recipe, path: Path) -> Writers:
+    """One engine in this process, around a model of its own."""
+    return Writers([make_engine(recipe, load_model(recipe, path))])
+
+
 @dataclass(slots=True)
 class Student:
     """A model that writes and learns."""
@@ -88,7 +94,7 @@ class Student:
     model: CausalLM
     tokenizer: PreTrainedTokenizerBase
     backend: TorchBackend
-    engine: TorchEngine
+    writers: Writers
     sampling: SamplingParams
     seed: int
     generate: Generate = collect
@@ -99,16 +105,22 @@ class Student:
 
     @classmethod
     def open(
-        cls, recipe: Recipe, path: Path, optim: OptimConfig, batch: BatchConfig, terms: Sequence[LossTerm]
+        cls,
+        recipe: Recipe,
+        path: Path,
+        optim: OptimConfig,
+        batch: BatchConfig,
+        terms: Sequence[LossTerm],
+        helpers: Helpers | None = None,
     ) -> Student:
-        """Load `path` twice: once to train, once for the engine, which holds its own copy."""
+        """Load `path` to train; the engine, here or among the `helpers`, holds a copy of its own."""
         tokenizer = tokenizer_of(recipe, path)
         model = load_model(recipe, path)
         return cls(
             model,
             tokenizer,
             TorchBackend(model, optim, batch, recipe.rollout.temperature, terms),
-            make_engine(recipe, load_model(recipe, path)),
+            embedded(recipe, path) if helpers is None else helpers.writers(path),
             sampling_params(recipe, tokenizer),
             recipe.seed,
             load_generate(recipe.rollout.generate),
@@ -117,8 +129,16 @@ class Student:
 
     def open_rollouts(self, context: StageContext, stack: ExitStack) -> StageRollout:
         """Log every token of `rollout` from now on, until `stack` is unwound."""
-        self.rollouts = stack.enter_context(open_rollout(context, self.engine, self.stops))
+        self.rollouts = stack.enter_context(open_rollout(context, self.writers, self.stops))
         return self.rollouts
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """What writes, without a log: the only engine, or all of them."""
+        writers = self.writers
+        if len(writers.engines) == 1 and writers.revive is None:
+            return writers.engines[0]
+        return FaultTolerantRollout(writers.engines, policy=writers.policy, revive=writers.revive)
 
     @property
     def writer(self) -> RolloutEngine:

@@ -46,7 +46,11 @@ def open_schedule(
         assert not isinstance(reading, int)  # what a process outside of the group would get
         served = {name: t for name, t in recipe.teachers.items() if name in router.teachers and t.server}
         local = [name for name in router.teachers if name not in served]
-        found = dict(_open_teachers(context, local, vocabulary, reading, stack)) if local else {}
+        helpers = context.helpers
+        elsewhere = helpers.teachers(local, vocabulary) if helpers is not None and local else None
+        if elsewhere is None and local:
+            elsewhere = _open_teachers(context, local, vocabulary, reading, stack)
+        found = dict(elsewhere or {})
         for name in served:
             found[name] = teacher = open_served(context, name, vocabulary)
             stack.callback(teacher.close)
