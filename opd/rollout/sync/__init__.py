@@ -1,0 +1,1 @@
+"""New weights on their way to rollout engines: one verb, several transports."""

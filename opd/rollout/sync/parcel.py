@@ -1,0 +1,100 @@
+"""What every way of sending weights has in common: who sends, who receives, and what is said in between."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Weights = Iterable[tuple[str, "Tensor"]]
+"""Named tensors, walked once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Weights of one version, ready to be received."""
+
+    transport: str
+    version: int
+    where: Mapping[str, Any] = field(default_factory=dict)
+    """What a receiver of this transport needs to find them; JSON-able."""
+
+
+Answers = Callable[[], Sequence[str]]
+"""Waits until every receiver has taken the weights; what each of them then holds, as a digest."""
+Tell = Callable[[Parcel], Answers]
+"""Has every receiver begin to receive, without waiting for it."""
+
+
+class WeightSender(Protocol):
+    """The trainer's end of a transport."""
+
+    def send(self, weights: Weights, version: int, tell: Tell) -> tuple[str, Sequence[str]]:
+        """Walk `weights` once and bring them to every receiver that `tell` reaches.
+
+        Returns the digest of what was sent (`weights_digest`) and the receivers' own. Nothing of this version
+        is kept for them afterwards.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what the transport holds. A second call changes nothing."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """An engine's end of a transport."""
+
+    def receive(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
+        """The weights of `parcel`, in the sender's order. A tensor may be overwritten or unmapped as soon as
+        the next one is asked for: copy it. Raises `RolloutError` if they are not there or not whole.
+        """
+        ...
+
+
+class Digest:
+    """The digest of weights that pass by; equals `weights_digest` of them."""
+
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256()
+
+    def watch(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """`weights`, as they are."""
+        for name, tensor in weights:
+            self._sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            self._sha.update(raw_bytes(tensor).numpy().data)
+            yield name, tensor
+
+    def hex(self) -> str:
+        """Of what has passed so far."""
+        return self._sha.hexdigest()
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """[nbytes] uint8 on the CPU: the bytes of `tensor`, shared where it lies there in order."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def described(name: str, tensor: Tensor) -> dict[str, Any]:
+    """`tensor` without its bytes, as JSON."""
+    return {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+
+
+def rebuilt(described: Mapping[str, Any], content: Tensor) -> tuple[str, Tensor]:
+    """The tensor that `described` describes, over the bytes `content` [nbytes] uint8."""
+    dtype = getattr(torch, described["dtype"])
+    return described["name"], content.view(dtype).reshape(described["shape"])
+
+
+def size_of(described: Mapping[str, Any]) -> int:
+    """Bytes of the tensor that `described` describes."""
+    count = getattr(torch, described["dtype"]).itemsize
+    for extent in described["shape"]:
+        count *= extent
+    return count
