@@ -122,6 +122,8 @@ def turn_of(request: RolloutRequest, known: Tokens) -> tuple[RolloutRequest, int
     token may be a stop id and must not end the response), and its noise is drawn under a name of its own.
     The limit on new tokens counts the observations too.
     """
+    if not len(known) and not len(request.prefix_ids):
+        return request, 0
     seen = known.loss_mask
     if seen.all():
         return replace(request, prefix_ids=known.token_ids), 0

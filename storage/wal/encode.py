@@ -7,9 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from opd.errors import StorageError
-from opd.storage.wal.records import END_OF_REQUEST, ENVIRONMENT, RAW, STATUS_CODES, TOKEN, Closing
+from opd.storage.wal.records import END_OF_REQUEST, ENVIRONMENT, STATUS_CODES, TOKEN, WORDS, Closing
 from opd.storage.wal.table import RequestTable
 from opd.types import DecodeStep, Status
+
+_REQUEST, _POSITION, _TOKEN, _LOGPROB, _VERSION, _FLAGS = range(WORDS)
 
 
 class StepFrame(NamedTuple):
@@ -20,22 +22,15 @@ class StepFrame(NamedTuple):
     lengths: np.ndarray
     """int64, one a slot: how many tokens each has when this is written."""
     records: np.ndarray
-    """[B] of `TOKEN`."""
+    """[B, WORDS] of `<i4`: the bytes of `[B]` of `TOKEN`."""
     closings: list[Closing]
 
     @property
-    def payload(self) -> list[np.ndarray | bytes]:
-        parts: list[np.ndarray | bytes] = []
-        if len(self.records):
-            parts.append(self.records.view(np.uint8))
-        if self.closings:
-            ends = [(closing.number, STATUS_CODES[closing.status]) for closing in self.closings]
-            parts.append(np.array(ends, dtype=END_OF_REQUEST).tobytes())
-        return parts
-
-    @property
-    def nbytes(self) -> int:
-        return self.records.nbytes + len(self.closings) * END_OF_REQUEST.itemsize
+    def payload(self) -> bytes:
+        if not self.closings:
+            return self.records.tobytes()
+        ends = [(closing.number, STATUS_CODES[closing.status]) for closing in self.closings]
+        return self.records.tobytes() + np.array(ends, dtype=END_OF_REQUEST).tobytes()
 
 
 class StepEncoder:
@@ -47,8 +42,8 @@ class StepEncoder:
         self._table = table
         self._uids: list[str] | None = None
         self._slots = np.zeros(0, dtype=np.int64)
-        self._template = np.zeros(0, dtype=TOKEN)
-        """[B] of `TOKEN`: what one step of the same requests shares with the next."""
+        self._template = np.zeros((0, WORDS), dtype="<i4")
+        """[B, WORDS]: what one step of the same requests shares with the next."""
         self._version = 0
         """The policy version in `template`."""
 
@@ -64,15 +59,15 @@ class StepEncoder:
             self._look_up(step.uids)
         if step.policy_version != self._version:
             self._version = self._checked_version(step.policy_version)
-            self._template["version"] = self._version
+            self._template[:, _VERSION] = self._version
         slots = self._slots
         before = self._table.lengths[slots]
         if (step.positions != before).any():
             self._refuse_positions(step, before)
-        records = self._template.view(RAW).copy().view(TOKEN)
-        records["position"] = step.positions
-        records["token"] = step.token_ids
-        records["logprob"] = step.logprobs
+        records = self._template.copy()
+        records[:, _POSITION] = step.positions
+        records[:, _TOKEN] = step.token_ids
+        records.view("<f4")[:, _LOGPROB] = step.logprobs
         closings = [self._closing(uid, status) for uid, status in step.finished.items()]
         return StepFrame(slots, before + 1, records, closings)
 
@@ -87,7 +82,8 @@ class StepEncoder:
         records["version"] = self._checked_version(policy_version)
         records["flags"] = ENVIRONMENT
         slots = np.array([slot])
-        return StepFrame(slots, self._table.lengths[slots] + len(records), records, [])
+        words = records.view("<i4").reshape(-1, WORDS)
+        return StepFrame(slots, self._table.lengths[slots] + len(records), words, [])
 
     @staticmethod
     def _checked_version(version: int) -> int:
@@ -108,8 +104,8 @@ class StepEncoder:
         slots = np.array([self._open_slot(uid) for uid in uids], dtype=np.int64)
         if len(set(uids)) != len(uids):
             raise StorageError("a decode step names a request twice; give each running request once")
-        template = np.zeros(len(uids), dtype=TOKEN)
-        template["request"] = self._table.numbers[slots]
+        template = np.zeros((len(uids), WORDS), dtype="<i4")
+        template[:, _REQUEST] = self._table.numbers[slots].view(np.int32)
         self._uids, self._slots, self._template, self._version = list(uids), slots, template, 0
 
     def _open_slot(self, uid: str) -> int:

@@ -23,12 +23,16 @@ class LogFiles:
     whose header says where the one before it ends.
     """
 
-    def __init__(self, folder: Path, found: Recovered, segment_bytes: int, io: LogIO) -> None:
+    def __init__(
+        self, folder: Path, found: Recovered, segment_bytes: int, io: LogIO, *, reserve: bool = False
+    ) -> None:
         """Continue what `recover` found. What may not be on the disk yet is written again, into the new
-        segment: after a failed sync, the system's cache shows bytes that the disk does not have.
+        segment: after a failed sync, the system's cache shows bytes that the disk does not have. `reserve`:
+        put zeros ahead of the frames, which pays where every commit waits for the disk.
         """
         self._folder, self._io = folder, io
         self._limit = max(segment_bytes, _SMALLEST_SEGMENT)
+        self._reserve = self._limit if reserve else 0
         self._log_id = found.log_id or os.urandom(16)
         self._older = list(found.report.files)
         self._older_bytes = found.report.stored_bytes
@@ -40,7 +44,7 @@ class LogFiles:
             self._replace(found.table, found.last_sequence + 1, found.next_lsn)
         else:
             header = self._header(found.last_sequence + 1, found.durable_lsn + 1)
-            self._segment = Segment(folder, header, found.tail, found.tail_frames, io)
+            self._segment = Segment(folder, header, found.tail, found.tail_frames, io, self._reserve)
 
     @property
     def stored_bytes(self) -> int:
@@ -48,9 +52,32 @@ class LogFiles:
 
     def append(self, kind: FrameKind, payload: list, length: int, tokens: int) -> None:
         """Write one frame of `length` payload bytes, in a new segment if this one is full."""
-        if self._segment.size > HEADER_BYTES and self._segment.size + FRAME_BYTES + length > self._limit:
+        if self._is_full(FRAME_BYTES + length):
             self._rotate()
         self._segment.append(kind, payload, length, tokens)
+
+    def append_all(self, kind: FrameKind, payloads: list[bytes]) -> None:
+        """Write frames without tokens, one for each payload, in as few writes as segments allow."""
+        waiting: list[bytes] = []
+        size = 0
+        for payload in payloads:
+            if waiting and self._segment.size + size + FRAME_BYTES + len(payload) > self._limit:
+                self._append_group(kind, waiting, size)
+                waiting, size = [], 0
+            waiting.append(payload)
+            size += FRAME_BYTES + len(payload)
+        if waiting:
+            self._append_group(kind, waiting, size)
+
+    def _append_group(self, kind: FrameKind, payloads: list[bytes], size: int) -> None:
+        if self._is_full(size):
+            self._rotate()
+        self._segment.append_all(kind, payloads)
+
+    def _is_full(self, more: int) -> bool:
+        """Whether `more` bytes are to begin a new segment; an empty one takes whatever comes."""
+        size = self._segment.size
+        return size > HEADER_BYTES and size + more > self._limit
 
     def sync(self) -> None:
         """Return when everything appended is on the disk. May be called beside `append`."""
@@ -59,6 +86,7 @@ class LogFiles:
     def end(self) -> None:
         """Make everything durable, then say so in the file."""
         self._segment.sync()
+        self._segment.trim()
         self._segment.append(FrameKind.END, [], 0, 0)
         self._segment.sync()
 
@@ -81,7 +109,7 @@ class LogFiles:
         the old files, or the snapshot, whole.
         """
         size = write_snapshot(self._folder, self._header(sequence, next_lsn, snapshot=True), table, self._io)
-        self._segment = Segment(self._folder, self._header(sequence + 1, next_lsn), b"", 0, self._io)
+        self._segment = self._begin(sequence + 1, next_lsn)
         old, self._older = self._older, [file_name(sequence, snapshot=True)]
         self._older_bytes = size
         if keep_as is None:
@@ -98,12 +126,15 @@ class LogFiles:
     def _rotate(self) -> None:
         full = self._segment
         full.sync()
-        self._segment = Segment(
-            self._folder, self._header(full.sequence + 1, full.next_lsn), b"", 0, self._io
-        )
+        full.trim()
+        self._segment = self._begin(full.sequence + 1, full.next_lsn)
         full.close()
         self._older.append(file_name(full.sequence))
         self._older_bytes += full.size
+
+    def _begin(self, sequence: int, next_lsn: int) -> Segment:
+        """A new segment without frames."""
+        return Segment(self._folder, self._header(sequence, next_lsn), b"", 0, self._io, self._reserve)
 
     def _many_small(self) -> bool:
         count = len(self._older)

@@ -1,8 +1,8 @@
 """Everything a log asks of the operating system, in one small object.
 
 Tests put a simulated disk in its place and enumerate what a power cut may leave. What the log relies on:
-`append` may be lost, cut short or reordered until `sync` of that file returns; `rename` and `remove` may be
-lost or reordered until `sync_folder` returns; a file's bytes and its name are two things.
+`append`, `reserve` and `cut` may be lost, cut short or reordered until `sync` of that file returns; `rename`
+and `remove` may be lost or reordered until `sync_folder` returns; a file's bytes and its name are two things.
 """
 
 from __future__ import annotations
@@ -52,16 +52,30 @@ class LogIO:
 
     def create(self, path: Path) -> int:
         """Open a new, empty file for appending; what a dead writer left under that name is emptied."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         return os.open(path, flags, 0o666)
 
     def append(self, file: int, buffers: list) -> None:
-        """Write all of `buffers`, a few objects of bytes, one after another at the end of the file."""
-        missing = sum(map(len, buffers)) - os.writev(file, buffers)
+        """Write all of `buffers`, at most 1,024 objects of bytes, one after another behind what was appended
+        before.
+        """
+        missing = sum([len(part) for part in buffers]) - os.writev(file, buffers)
         if missing:
             rest = memoryview(b"".join(buffers))[-missing:]
             while rest:
                 rest = rest[os.write(file, rest) :]
+
+    def reserve(self, file: int, start: int, count: int) -> None:
+        """Put zeros behind what was appended, from byte `start` on. Appending goes over them, and then a sync
+        has neither a new size nor new blocks of the file to write.
+        """
+        while count:
+            written = os.pwrite(file, bytes(count), start)
+            start, count = start + written, count - written
+
+    def cut(self, file: int, size: int) -> None:
+        """Give back what was reserved and not used: the file ends after `size` bytes."""
+        os.ftruncate(file, size)
 
     def sync(self, file: int) -> None:
         """Return when everything appended is on the disk."""

@@ -39,6 +39,7 @@ def read_log(folder: str | os.PathLike[str], *, io: LogIO | None = None) -> LogC
     log, it is of a newer format, or its files cannot be read.
     """
     place, io = Path(folder), io or LogIO()
+    told = None
     for attempt in range(_ATTEMPTS):
         last = attempt == _ATTEMPTS - 1
         try:
@@ -54,8 +55,11 @@ def read_log(folder: str | os.PathLike[str], *, io: LogIO | None = None) -> LogC
             continue
         except OSError as error:
             raise StorageError(f"the log in {place} cannot be read ({error.strerror or error})") from error
-        if found.report.damage is None or last or before == sorted(io.names(place)):
+        # A frame may become whole while the bytes after it are looked at: damage is what stays.
+        damage = found.report.damage
+        if damage is None or (damage == told and before == sorted(io.names(place))):
             break
+        told = damage
     if not found.report.files and found.report.damage is None:
         raise StorageError(f"there is no log in {place}; check the path")
     return LogContents(found.table, found.report)

@@ -120,8 +120,10 @@ def _read_file(file: LogFile, limit: int | None, found: Recovered) -> None:
 
 
 def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: Recovered) -> None:
-    """Say whether the bytes after the last whole frame of the last file are a write cut short, or damage."""
-    rest = len(file.data) - end
+    """Say whether the bytes after the last whole frame of the last file are a write cut short, or damage.
+    Zeros at the end are neither: they were reserved.
+    """
+    rest = len(bytes(file.data[end:]).rstrip(b"\0"))
     if rest == 0:
         return
     report = found.report

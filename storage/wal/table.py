@@ -102,7 +102,9 @@ class RequestTable:
     def retire(self, numbers: Iterable[int]) -> None:
         """Forget requests; those not there are passed over."""
         entries = [self._by_number[n] for n in dict.fromkeys(numbers) if n in self._by_number]
-        if entries:
+        if len(entries) == len(self._by_number):
+            self._unsorted, self._unsorted_tokens = [], 0
+        elif entries:
             self.sort()  # or the tokens of the forgotten would wait in memory
         for entry in entries:
             del self._by_uid[entry.request.uid], self._by_number[entry.number]
@@ -113,7 +115,7 @@ class RequestTable:
             self.prompt_bytes -= entry.request.prompt_ids.nbytes
 
     def add(self, records: np.ndarray) -> None:
-        """Take over `[B]` of `TOKEN`; the caller keeps `lengths` right."""
+        """Take over `[B]` of `TOKEN`, or the same as `[B, WORDS]`; the caller keeps `lengths` right."""
         self._unsorted.append(records)
         self._unsorted_tokens += len(records)
         if self._unsorted_tokens >= _SORT_AT:
@@ -199,4 +201,4 @@ def _join(chunks: list[np.ndarray]) -> np.ndarray:
     """One array of its own with the `TOKEN` records of all `chunks`."""
     if not chunks:
         return np.empty(0, TOKEN)
-    return np.concatenate([chunk.view(RAW) for chunk in chunks]).view(TOKEN)
+    return np.concatenate([chunk.view(RAW).reshape(-1) for chunk in chunks]).view(TOKEN)

@@ -99,7 +99,8 @@ class TokenWAL:
         """What was found on opening."""
         self._table = found.table
         self._encoder = StepEncoder(self._table)
-        self._files = LogFiles(self.folder, found, segment_bytes, self._io)
+        reserve = self._policy == "always"
+        self._files = LogFiles(self.folder, found, segment_bytes, self._io, reserve=reserve)
 
     def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
         """Log a new request. `StorageError` if its uid is in the log already or it has a prefix."""
@@ -116,10 +117,9 @@ class TokenWAL:
                 beside.add(request.uid)
                 number = self._table.next_number + len(openings)
                 openings.append(Opening(number, _as_opened(request), dict(metadata)))
-            payloads = [[encode_open(*opening)] for opening in openings]
+            payloads = [encode_open(*opening) for opening in openings]
             with self._guard:
-                for payload in payloads:
-                    self._files.append(FrameKind.OPEN, payload, len(payload[0]), 0)
+                self._files.append_all(FrameKind.OPEN, payloads)
                 self._commit()
                 for opening in openings:
                     self._table.open(opening)
@@ -234,13 +234,13 @@ class TokenWAL:
             self.shutdown()
 
     def _write_tokens(self, frame: StepFrame) -> None:
-        table, records, length = self._table, frame.records, frame.nbytes
-        if length > MAX_PAYLOAD:
+        table, records, payload = self._table, frame.records, frame.payload
+        if len(payload) > MAX_PAYLOAD:
             raise StorageError(f"{len(records)} tokens do not fit into one commit; log them in several")
-        if not length:
+        if not payload:
             return
         with self._guard:
-            self._files.append(FrameKind.STEP, frame.payload, length, len(records))
+            self._files.append(FrameKind.STEP, [payload], len(payload), len(records))
             self._commit()
             table.lengths[frame.slots] = frame.lengths
             table.add(records)

@@ -45,6 +45,16 @@ class DyingIO(LogIO):
             os.kill(os.getpid(), signal.SIGKILL)
         super().append(file, buffers)
 
+    def reserve(self, file: int, start: int, count: int) -> None:
+        if self._at(self._doing):
+            super().reserve(file, start, count // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().reserve(file, start, count)
+
+    def cut(self, file: int, size: int) -> None:
+        self._maybe_die(self._doing)
+        super().cut(file, size)
+
     def sync(self, file: int) -> None:
         self._maybe_die(self._doing)
         super().sync(file)

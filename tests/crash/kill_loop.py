@@ -86,6 +86,14 @@ class DyingIO(LogIO):
         self._step()
         super().append(file, buffers)
 
+    def reserve(self, file: int, start: int, count: int) -> None:
+        self._step()
+        super().reserve(file, start, count)
+
+    def cut(self, file: int, size: int) -> None:
+        self._step()
+        super().cut(file, size)
+
     def sync(self, file: int) -> None:
         self._step()
         super().sync(file)

@@ -1,9 +1,9 @@
 """A disk in memory that forgets: what `LogIO` promises and no more.
 
-Appended bytes may be lost until their file is synced: any sector of them may come back as zeros, and the file
-may end anywhere after its synced bytes. Names may be lost until the folder is synced: any subset of the
-creations, renames (both halves) and removals since may have happened. A sync that fails leaves the bytes
-readable and never writes them out.
+Written bytes may be lost until their file is synced: any sector of them may come back as it was before, or as
+that up to some byte, and the file may end anywhere between its synced size and its new one. Names may be lost
+until the folder is synced: any subset of the creations, renames (both halves) and removals since may have
+happened. A sync that fails leaves the bytes readable and never writes them out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,20 @@ SECTOR = 512
 class File:
     data: bytearray = field(default_factory=bytearray)
     on_disk: bytearray = field(default_factory=bytearray)
-    """What a power cut cannot take; zeros where a failed sync lost bytes for good."""
+    """What a power cut cannot take; what was there before where a failed sync lost bytes for good."""
+    end: int = 0
+    """Where the next append goes; zeros may have been reserved behind it."""
+    dirty: list[tuple[int, int]] = field(default_factory=list)
+    """Byte ranges written since the last sync."""
+
+    def write(self, data: bytes, at: int) -> None:
+        self.data.extend(bytes(max(0, at + len(data) - len(self.data))))
+        self.data[at : at + len(data)] = data
+        self.dirty.append((at, at + len(data)))
+
+    def resize(self, size: int) -> None:
+        """What the disk holds, cut or filled up with zeros."""
+        self.on_disk = self.on_disk[:size] + bytes(max(0, size - len(self.on_disk)))
 
 
 class NoLock:
@@ -71,23 +84,37 @@ class SimulatedDisk(LogIO):
         return self._next
 
     def append(self, file: int, buffers: list) -> None:
-        data = b"".join(bytes(part) for part in buffers)
-        half = len(data) // 2
-        self._handles[file].data += data[:half]
+        data, target = b"".join(bytes(part) for part in buffers), self._handles[file]
+        half, end = len(data) // 2, target.end
+        target.write(data[:half], end)
+        target.end = end + half
         self.after()
         self._may_fail(errno.ENOSPC)
-        self._handles[file].data += data[half:]
+        target.write(data[half:], end + half)
+        target.end = end + len(data)
+        self.after()
+
+    def reserve(self, file: int, start: int, count: int) -> None:
+        for part in (count // 2, count - count // 2):
+            self._may_fail(errno.ENOSPC)
+            self._handles[file].write(bytes(part), start)
+            start += part
+            self.after()
+
+    def cut(self, file: int, size: int) -> None:
+        self._may_fail(errno.EIO)
+        target = self._handles[file]
+        del target.data[size:]
+        target.dirty = [(start, min(stop, size)) for start, stop in target.dirty if start < size]
         self.after()
 
     def sync(self, file: int) -> None:
         target = self._handles[file]
-        fresh = target.data[len(target.on_disk) :]
-        try:
-            self._may_fail(errno.EIO)
-        except OSError:
-            target.on_disk += bytes(len(fresh))
-            raise
-        target.on_disk += fresh
+        dirty, target.dirty = target.dirty, []
+        target.resize(len(target.data))
+        self._may_fail(errno.EIO)
+        for start, stop in dirty:
+            target.on_disk[start:stop] = target.data[start:stop]
         self.after()
 
     def close(self, file: int) -> None:
@@ -137,14 +164,17 @@ class SimulatedDisk(LogIO):
 
 def _torn(file: File, rng: random.Random) -> bytes:
     safe, size = len(file.on_disk), len(file.data)
-    if safe == size:
+    if safe == size and not file.dirty:
         return bytes(file.on_disk)
     mood = rng.random()
-    end = safe if mood < 0.1 else size if mood < 0.4 else rng.randrange(safe, size + 1)
-    tail = bytearray(file.data[safe:end])
-    if rng.random() < 0.6:
-        for sector in range(safe // SECTOR, -(-end // SECTOR)):
-            if rng.random() < 0.4:
-                first, last = max(sector * SECTOR, safe) - safe, min((sector + 1) * SECTOR, end) - safe
-                tail[first:last] = bytes(last - first)
-    return bytes(file.on_disk + tail)
+    end = safe if mood < 0.1 else size if mood < 0.4 else rng.randint(min(safe, size), max(safe, size))
+    image = bytearray(max(safe, size))
+    image[:safe] = file.on_disk
+    lossy = rng.random() < 0.6
+    for start, stop in file.dirty:
+        for sector in range(start // SECTOR, -(-stop // SECTOR)):
+            first, last = max(sector * SECTOR, start), min((sector + 1) * SECTOR, stop)
+            if lossy and rng.random() < 0.4:
+                last = first if rng.random() < 0.5 else rng.randint(first, last)
+            image[first:last] = file.data[first:last]
+    return bytes(image[:end])
