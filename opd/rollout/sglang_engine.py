@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import queue
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,10 @@ from opd.types import DecodeStep, RolloutRequest, Status
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from opd.rollout.sglang_sync import WeightFolder
+    from opd.rollout.sglang_push import Push
+
+NEVER = -1e30
+"""Added to the logit of a row of the head that is no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class ServedModel:
     """Tokens of the tokenizer: others are never sent or taken."""
     max_sequence: int
     """Prompt plus response tokens of a request."""
+    rows: int | None = None
+    """Rows of the model's head, if there are more than tokens: those beyond are never sampled."""
 
 
 class SGLangEngine:
@@ -46,15 +51,16 @@ class SGLangEngine:
     Args:
         options: The workers and limits.
         model: What they serve.
-        folder: Where new weights are written for them; `None` cannot update weights.
-        version: Of the weights they hold now.
+        push: How new weights get there; `None` cannot update weights.
+        version: Of the weights they hold now; below 0 if they are to be given the first.
     """
 
     def __init__(
-        self, options: PoolOptions, model: ServedModel, folder: WeightFolder | None = None, version: int = 0
+        self, options: PoolOptions, model: ServedModel, push: Push | None = None, version: int = 0
     ) -> None:
-        self._workers = Workers(options, folder, version)
+        self._workers = Workers(options, push, version)
         self._limits = Limits(model.vocabulary, model.max_sequence)
+        self._never = {str(token): NEVER for token in range(model.vocabulary, model.rows or 0)}
         self._active: _Generation | None = None
         self.cached_tokens = 0
         """Prompt tokens that workers had in their prefix cache, in all calls so far."""
@@ -93,8 +99,8 @@ class SGLangEngine:
         self._workers.flush()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Write `weights` to the folder, have every worker read it, verify what each holds, and return the
-        digest. A worker that is away gets them before it works again.
+        """Push `weights` to every worker, verify what each holds, and return the digest. A worker that is
+        away gets them before it works again.
 
         Raises `RolloutError` if the engine is not paused, `version` does not grow, or a worker holds other
         weights afterwards.
@@ -219,7 +225,7 @@ class _Generation(Iterator[DecodeStep]):
         self, request: RolloutRequest, written: list[int], home: Server, cached: asyncio.Event
     ) -> bool:
         """Stream after `written`, which grows; whether the response has ended."""
-        pool, body = self._workers.pool, request_body(request, written)
+        pool, body = self._workers.pool, request_body(request, written, self._engine._never)
         tokens = len(request.prompt_ids) + request.sampling.max_new_tokens
         due = self._workers.version
         stream = Stream(request.uid, len(written), self._workers.versions, self._limits_vocabulary)
@@ -248,8 +254,10 @@ class _Generation(Iterator[DecodeStep]):
         return self._engine._limits.vocab_size
 
 
-def request_body(request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
-    """What a worker is asked to write after the prompt and `written`."""
+def request_body(
+    request: RolloutRequest, written: Sequence[int], never: Mapping[str, float]
+) -> dict[str, Any]:
+    """What a worker is asked to write after the prompt and `written`; `never`: added to logits by token."""
     sampling = request.sampling
     named = f"{request.seed}/{request.uid}".encode()
     return {
@@ -263,6 +271,7 @@ def request_body(request: RolloutRequest, written: Sequence[int]) -> dict[str, A
             "sampling_seed": int.from_bytes(hashlib.blake2b(named, digest_size=4).digest(), "big") >> 1,
             "skip_special_tokens": False,
             "no_stop_trim": True,
+            **({"logit_bias": dict(never)} if never else {}),
         },
         "return_logprob": True,
         "stream": True,

@@ -1,11 +1,9 @@
-"""New weights for servers, by a folder that they can read, and the proof that they hold them."""
+"""The proof that a server holds the weights it was given."""
 
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,39 +19,6 @@ FUSED = {
 }
 """What a server keeps as one tensor, and of what."""
 VOCABULARY_ROWS = 64
-
-
-class WeightFolder:
-    """Hugging Face folders of successive versions below `root`; only the newest is kept.
-
-    Args:
-        root: On a disk that this process and every server see.
-        model: The folder the servers were started with: configuration and tokenizer are copied from it.
-    """
-
-    def __init__(self, root: str | Path, model: str | Path) -> None:
-        self.root, self.model = Path(root).absolute(), Path(model)
-        self.newest: Path | None = None
-
-    def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> list[tuple[str, Tensor]]:
-        """Write version `version`; returns the weights as written, on the CPU."""
-        from safetensors.torch import save_file
-
-        kept = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in weights]
-        folder = self.root / f"version-{version}"
-        draft = self.root / f".version-{version}"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        for file in self.model.iterdir():
-            if file.suffix == ".json" and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, draft / file.name)
-        save_file(dict(kept), draft / "model.safetensors", metadata={"format": "pt"})
-        shutil.rmtree(folder, ignore_errors=True)
-        draft.rename(folder)
-        older, self.newest = self.newest, folder
-        if older is not None and older != folder:
-            shutil.rmtree(older, ignore_errors=True)
-        return kept
 
 
 def check_checksums(

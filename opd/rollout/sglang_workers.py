@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import DTYPES, weights_digest
-from opd.rollout.sglang_sync import WeightFolder, check_checksums
+from opd.rollout.sglang_push import Push
+from opd.rollout.sglang_sync import check_checksums
 from opd.served.faults import RefusedError, UnavailableError, pause
 from opd.served.http_client import PoolOptions, Server
 from opd.served.http_pool import HTTPPool
@@ -26,10 +28,12 @@ ATTEMPTS = 4
 class Workers:
     """Workers hold version `version`, or are away; one that comes back is given what it lacks."""
 
-    def __init__(self, options: PoolOptions, folder: WeightFolder | None, version: int) -> None:
-        self.version, self.folder = version, folder
+    def __init__(self, options: PoolOptions, push: Push | None, version: int) -> None:
+        self.version, self._push = version, push
         self.paused = False
-        self.versions: dict[str, int] = {str(version): version}
+        # Their names say who has pushed: workers may hold a version 7 of an earlier stage.
+        self._label = uuid.uuid4().hex[:8]
+        self.versions: dict[str, int] = {}
         """What workers call the versions they hold."""
         self.pool = HTTPPool("the rollout engine", options, RolloutError, self._admit)
         self._weights: list[tuple[str, Tensor]] = []
@@ -67,10 +71,11 @@ class Workers:
                 f"the policy version must grow, but {version} was given while the engine holds"
                 f" {self.version}."
             )
-        if self.folder is None:
-            raise RolloutError("the engine has no folder for new weights; give it one that its workers read.")
-        self._weights = self.folder.write(weights, version)
-        self.version = self.versions[str(version)] = version
+        if self._push is None:
+            raise RolloutError("the engine has no way to push new weights; make it with a FolderPush.")
+        self._weights = self._push.prepare(weights, version)
+        self.version = version
+        self.versions[self._name] = version
         self._everywhere(self._load)
         return weights_digest(self._weights)
 
@@ -107,26 +112,25 @@ class Workers:
                     raise
                 await asyncio.sleep(pause(attempt, self._rng))
 
+    @property
+    def _name(self) -> str:
+        """What workers are to call the newest version."""
+        return f"{self._label}.{self.version}"
+
     async def _load(self, server: Server) -> None:
-        """Have `server` read the newest folder, and verify what it holds then."""
-        assert self.folder is not None
-        done = await self._post(
-            server,
-            "/update_weights_from_disk",
-            {
-                "model_path": str(self.folder.newest),
-                "weight_version": str(self.version),
-                "flush_cache": True,
-                "keep_pause": self.paused,
-            },
-        )
-        if not (done or {}).get("success"):
-            raise RolloutError(
-                f"{server.url} did not take version {self.version}: {(done or {}).get('message')}."
-            )
+        """Have `server` take the newest weights, and verify what it holds then."""
+        assert self._push is not None
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                await self._push.load(self.pool.ask, server, self._name)
+                break
+            except UnavailableError:
+                if attempt == ATTEMPTS:
+                    raise
+                await asyncio.sleep(pause(attempt, self._rng))
         held = str((await self.pool.ask(server, "GET", "/model_info")).get("weight_version"))
-        if held != str(self.version):
-            raise RolloutError(f"after the push of version {self.version} {server.url} says it holds {held}.")
+        if held != self._name:
+            raise RolloutError(f"after the push of version {self._name} {server.url} says it holds {held}.")
         await self._verify(server)
 
     async def _verify(self, server: Server) -> None:
@@ -149,8 +153,10 @@ class Workers:
     async def _admit(self, server: Server) -> None:
         """A worker that is new or was away: the version it holds, or the newest weights."""
         held = str((await self.pool.ask(server, "GET", "/model_info")).get("weight_version"))
-        if self.folder is not None and self.folder.newest is not None:
-            if held != str(self.version):
-                await self._load(server)
-        elif held not in self.versions:
-            self.versions[held] = self.version  # what it was started with
+        if not self._weights:
+            self.versions.setdefault(held, self.version)  # what it was started with
+        elif held != self._name:
+            await self._post(server, "/pause_generation", {"mode": "retract"})
+            await self._load(server)
+            if not self.paused:
+                await self._post(server, "/continue_generation", {})

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from fault_proxy import fault_proxy
-from served_models import PADDED
+from served_models import PADDED, recipe_tokenizer
 from sglang_server import free_ports
 
 from opd.errors import RolloutError
@@ -16,13 +16,16 @@ from opd.models.causal_lm import CausalLM
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.sglang_engine import ServedModel, SGLangEngine
-from opd.rollout.sglang_sync import WeightFolder, check_checksums
+from opd.rollout.sglang_push import FolderPush, TensorPush
+from opd.rollout.sglang_sync import check_checksums
+from opd.rollout.sync.disk import WeightFolder
 from opd.served.faults import Patience
 from opd.served.http_client import PoolOptions
 from opd.storage.wal import TokenWAL
 from opd.train.packing import pack_tokens
 from opd.types import RolloutRequest, SamplingParams, Status
 
+ALL_ROWS = ServedModel(PADDED, 128)
 QUICK = Patience(timeout=20.0, unreachable=5.0, attempts=3)
 IDS = ([3, 4, 5, 6, 7, 8, 9, 3], [5, 5, 6, 7, 4, 3, 3, 8, 9, 4])
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in IDS]
@@ -38,10 +41,13 @@ def engine(sglang, served_models, tmp_path):
     """Makes engines; the server holds model `a` under its first name again afterwards."""
     made = []
 
-    def make(urls=None) -> SGLangEngine:
+    def make(urls=None, sync="disk", model=ALL_ROWS) -> SGLangEngine:
         options = PoolOptions(urls or [sglang.url], patience=QUICK)
-        folder = WeightFolder(tmp_path / "weights", served_models["a"])
-        made.append(SGLangEngine(options, ServedModel(PADDED, 128), folder))
+        pushes = {
+            "disk": lambda: FolderPush(WeightFolder(tmp_path / "weights", served_models["a"])),
+            "tensors": lambda: TensorPush(bucket_bytes=4096),
+        }
+        made.append(SGLangEngine(options, model, pushes[sync]()))
         return made[-1]
 
     yield make
@@ -57,13 +63,13 @@ def requests(count: int, new: int, *, temperature: float = 0.7, stop: tuple[int,
     return [RolloutRequest(f"r{i}", PROMPTS[i % len(PROMPTS)], sampling) for i in range(count)]
 
 
-def rescored(model: CausalLM, samples, temperature: float) -> list[np.ndarray]:
+def rescored(model: CausalLM, samples, temperature: float, vocabulary=None) -> list[np.ndarray]:
     """[R] log-probabilities of each response under `model`."""
     with torch.no_grad():
         ids, positions, lengths, rows = pack_tokens(samples)
         hidden = model.hidden(ids, positions, lengths)[rows]
         targets = torch.from_numpy(np.concatenate([s.response_ids for s in samples]).astype(np.int64))
-        values = linear_logprobs(hidden, model.head(), targets, temperature=temperature).numpy()
+        values = linear_logprobs(hidden, model.head(vocabulary), targets, temperature=temperature).numpy()
     return np.split(values, np.cumsum([len(s.response_ids) for s in samples])[:-1])
 
 
@@ -120,9 +126,10 @@ def test_greedy_responses_are_the_same_after_an_interruption(engine):
     assert write(cut) == whole
 
 
-def test_new_weights_reach_responses_in_flight(engine, models):
+@pytest.mark.parametrize("sync", ["disk", "tensors"])
+def test_new_weights_reach_responses_in_flight(engine, models, sync):
     """Pause, flush, push, verify, resume in the middle: each token has the version that sampled it."""
-    served, wanted = engine(), requests(4, 100)
+    served, wanted = engine(sync=sync), requests(4, 100)
     steps = served.generate(wanted)
     seen = [next(steps) for _ in range(3)]
     served.pause()
@@ -169,9 +176,10 @@ def test_a_worker_that_holds_other_weights_is_found_out(engine, sglang, models):
         check_checksums(sglang.url, held, models["a"].weights(), torch.float32)
 
 
-def test_a_worker_that_lost_its_weights_is_given_them_again(engine, sglang, served_models, models):
+@pytest.mark.parametrize("sync", ["disk", "tensors"])
+def test_a_worker_that_lost_its_weights_is_given_them_again(engine, sglang, served_models, models, sync):
     """As after a restart: it serves the folder it was started with, under its first version."""
-    served = engine()
+    served = engine(sync=sync)
     update(served, models["b"], 1)
     list(served.generate(requests(2, 3)))
     sglang.load(served_models["a"], "default")
@@ -180,6 +188,36 @@ def test_a_worker_that_lost_its_weights_is_given_them_again(engine, sglang, serv
     assert sum(len(step.uids) for step in steps) > 4
     held = sglang.control("/weights_checker", action="checksum")["ranks"][0]["checksums"]
     check_checksums(sglang.url, held, models["b"].weights(), torch.float32)
+
+
+@pytest.mark.parametrize("sync", ["disk", "tensors"])
+def test_a_trainer_that_died_while_it_pushed_leaves_nothing_in_the_way(engine, sglang, models, sync):
+    """Workers paused, an update begun, requests in flight: the next trainer pushes and samples."""
+    dead = engine(sync=sync)
+    steps = dead.generate(requests(4, 100))
+    next(steps)
+    dead.pause()
+    if sync == "tensors":
+        sglang.control("/begin_weight_update")
+    steps.close()
+    dead._workers.paused = False  # nobody resumes for it
+    served = engine(sync=sync)
+    update(served, models["b"], 1)
+    groups = collect(served, prompts(), 2, SamplingParams(max_new_tokens=6), seed=2)
+    samples = [sample for group in groups for sample in group.samples]
+    for sample, due in zip(samples, rescored(models["b"], samples, 1.0), strict=True):
+        np.testing.assert_allclose(sample.rollout_logprobs, due, atol=1e-4)
+
+
+def test_rows_of_the_head_that_are_no_tokens_are_never_sampled(engine, models):
+    vocabulary = len(recipe_tokenizer())
+    assert vocabulary < PADDED
+    served = engine(model=ServedModel(vocabulary, 128, PADDED))
+    groups = collect(served, prompts(), 6, SamplingParams(temperature=1.4, max_new_tokens=12), seed=3)
+    samples = [sample for group in groups for sample in group.samples]
+    assert max(sample.response_ids.max() for sample in samples) < vocabulary
+    for sample, due in zip(samples, rescored(models["a"], samples, 1.4, vocabulary), strict=True):
+        np.testing.assert_allclose(sample.rollout_logprobs, due, atol=1e-4)
 
 
 def test_weights_change_only_while_paused(engine, models):
