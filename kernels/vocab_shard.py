@@ -59,6 +59,20 @@ class HeadShard:
         sizes = tuple(stop - start for start, stop in pairwise(bounds))
         return cls(part, sizes, group)
 
+    def like(self, head: Head) -> HeadShard:
+        """This rank's rows of a whole `head`, at the tokens where this one is cut: views, so gradients reach
+        its parameters. Raises `ValueError` if the vocabularies differ."""
+        if head.vocabulary != self.vocabulary:
+            raise ValueError(
+                f"the heads have {head.vocabulary} and {self.vocabulary} tokens; student and teacher must"
+                " have one vocabulary"
+            )
+        start = sum(self.sizes[: dist.get_rank(self.group)])
+        rows = slice(start, start + self.head.vocabulary)
+        bias = None if head.bias is None else head.bias[rows]
+        part = replace(head, weight=head.weight[rows], bias=bias, vocab_size=None)
+        return HeadShard(part, self.sizes, self.group)
+
     @property
     def vocabulary(self) -> int:
         """Number of logits over all ranks."""

@@ -49,6 +49,10 @@ class TrainingError(OpdError, RuntimeError):
     """A training step cannot go on: no signal left, or a number that is not finite."""
 
 
+class RanksError(OpdError, RuntimeError):
+    """The processes of one run cannot go on together: one has ended, hangs, or cannot be reached."""
+
+
 class RunFolderError(OpdError, OSError):
     """A run folder exists already, belongs to another run, or does not match the recipe."""
 

@@ -12,7 +12,7 @@ from opd.config.recipe import (
     WarmupConfig,
 )
 from opd.config.rl import PolicyLossConfig, ReferenceKLConfig, SpecialistConfig
-from opd.config.train import BatchConfig, OptimConfig
+from opd.config.train import BatchConfig, OptimConfig, TrainConfig
 
 __all__ = [
     "ActorResources",
@@ -37,5 +37,6 @@ __all__ = [
     "SpecialistConfig",
     "TeacherConfig",
     "TopKKL",
+    "TrainConfig",
     "WarmupConfig",
 ]

@@ -12,7 +12,7 @@ from opd.config.distill import DistillConfig
 from opd.config.launch import LaunchConfig, LocalLaunch
 from opd.config.rl import SpecialistConfig
 from opd.config.storage import StorageConfig
-from opd.config.train import BatchConfig, OptimConfig
+from opd.config.train import BatchConfig, OptimConfig, TrainConfig
 
 
 class ModelConfig(Config):
@@ -122,6 +122,7 @@ class Recipe(Config):
     baselines: BaselinesConfig = BaselinesConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     storage: StorageConfig = StorageConfig()
+    train: TrainConfig = TrainConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     launch: LaunchConfig = LocalLaunch()
     """`local`, `ray`, or a mapping with that `type` and its settings."""

@@ -1,10 +1,10 @@
-"""Optimiser, schedule and batching: what every trained stage needs."""
+"""What every trained stage needs: back end and ranks, optimiser and schedule, batching."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from opd.config.base import Config
 
@@ -34,3 +34,38 @@ class BatchConfig(Config):
     """Packed tokens per micro-batch (a longer single sample gets a micro-batch of its own)."""
     kl_chunk: int = Field(default=1024, gt=0)
     """Tokens whose logits exist at the same time in the full-vocabulary KL."""
+
+
+class TrainConfig(Config):
+    """What the student is trained on, and by how many processes. A run may be resumed with other settings."""
+
+    backend: Literal["torch", "deepspeed", "megatron"] = "torch"
+    """`torch`: this process alone, or FSDP2 with several ranks; `deepspeed`: ZeRO (extra `deepspeed`);
+    `megatron`: Megatron-Core with tensor and data parallelism (extra `megatron`)."""
+    ranks: int | None = Field(default=None, gt=0)
+    """Processes `opd` starts on this machine for a run. `null` is one, or as many as torchrun has started."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """What `deepspeed` shards: optimiser state (1), gradients too (2), weights too (3)."""
+    tensor_parallel: int = Field(default=1, gt=0)
+    """Ranks that share each layer and the vocabulary with `megatron`; the others share the batch."""
+    mixed_precision: bool = False
+    """Keep weights and optimiser state in float32 and compute in `model.dtype`."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long a rank waits for another before the run ends: no step, checkpoint or model load of one rank
+    may take longer."""
+    port: int | None = Field(default=None, gt=0, lt=65536)
+    """Where the ranks that `opd` starts find each other; `null` takes a free port."""
+
+    @model_validator(mode="after")
+    def _refuse_settings_without_effect(self) -> TrainConfig:
+        if self.tensor_parallel > 1 and self.backend != "megatron":
+            raise ValueError(
+                f"tensor_parallel has no effect with backend {self.backend}; set backend to megatron, or"
+                " leave tensor_parallel at 1"
+            )
+        if self.ranks is not None and self.ranks % self.tensor_parallel:
+            raise ValueError(
+                f"{self.ranks} ranks cannot be divided into groups of tensor_parallel {self.tensor_parallel};"
+                " choose a number of ranks that it divides"
+            )
+        return self

@@ -14,10 +14,11 @@ from opd.config.distill import CustomDivergence, DistillConfig, FullVocabularyKL
 from opd.errors import ConfigError, TeacherError
 from opd.imports import import_function
 from opd.kernels.head import Head
-from opd.kernels.ops import geometric_floor, linear_kl, linear_logprobs, linear_mixture_kl, linear_topk
+from opd.kernels.ops import geometric_floor, linear_topk
 from opd.losses.sampled import sampled_k2
 from opd.losses.surrogate import with_gradient
 from opd.losses.topk import SampledTokens, outside_support, topk_reverse_kl
+from opd.train.head_ops import linear_kl, linear_logprobs, linear_mixture_kl
 from opd.train.student_rows import MetricSums, StudentRows
 from opd.train.terms import per_token_loss
 from opd.types import MicroBatch

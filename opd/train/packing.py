@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -39,6 +39,25 @@ def split_by_tokens(
     if len(lengths) > start:
         ranges.append((start, len(lengths)))
     return ranges
+
+
+def of_packed(
+    samples: Sequence[Sample],
+    max_tokens: int,
+    device: torch.device,
+    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> list[np.ndarray]:
+    """`[R]` float32 for each sample from `compute(input_ids, position_ids, cu_seqlens, rows) -> [N]`, which
+    is given packs of at most `max_tokens` (see `split_by_tokens`).
+    """
+    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+    results: list[np.ndarray] = []
+    for start, stop in split_by_tokens(lengths, [None] * len(lengths), max_tokens):
+        part = samples[start:stop]
+        values = compute(*(t.to(device) for t in pack_tokens(part)))
+        ends = np.cumsum([len(s.response_ids) for s in part])[:-1]
+        results.extend(np.split(values.float().cpu().numpy(), ends))
+    return results
 
 
 def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> MicroBatch:

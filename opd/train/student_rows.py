@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from opd.kernels.head import Head
-from opd.kernels.ops import linear_logprobs_entropy
+from opd.kernels.vocab_shard import HeadShard
+from opd.train.head_ops import linear_logprobs_entropy
 
 
 class StudentRows:
@@ -17,7 +19,9 @@ class StudentRows:
     Log-probabilities are computed once, at the sampling temperature, and only if a term asks for them.
     """
 
-    def __init__(self, hidden: Tensor, head: Head, targets: Tensor, temperature: float, chunk: int) -> None:
+    def __init__(
+        self, hidden: Tensor, head: Head | HeadShard, targets: Tensor, temperature: float, chunk: int
+    ) -> None:
         self.hidden = hidden
         self.head = head
         self.targets = targets
@@ -61,6 +65,21 @@ class MetricSums:
     def sums(self, prefix: str) -> dict[str, float]:
         """The raw sums of every name that starts with `prefix`, without the prefix."""
         return {name[len(prefix) :]: v for name, v in self._sums.items() if name.startswith(prefix)}
+
+    def parts(self) -> list[dict[str, float]]:
+        """Everything it holds, for `merged` on another rank."""
+        return [self._sums, self._weights, self._maxima]
+
+    @classmethod
+    def merged(cls, ranks: Sequence[list[dict[str, float]]]) -> MetricSums:
+        """The sums over all ranks from the `parts` of each."""
+        whole = cls()
+        for sums, weights, maxima in ranks:
+            for name, total in sums.items():
+                whole.add(name, total, weights[name])
+            for name, value in maxima.items():
+                whole.peak(name, value)
+        return whole
 
     def means(self) -> dict[str, float]:
         """Sum divided by weight for every name whose weight is not 0, and every maximum."""

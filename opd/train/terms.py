@@ -11,10 +11,10 @@ from torch import Tensor
 from opd.config.rl import PolicyLossConfig, ReferenceKLConfig
 from opd.errors import ConfigError, TrainingError
 from opd.imports import import_function
-from opd.kernels.ops import linear_logprobs
 from opd.losses.kl_estimators import reference_penalty
 from opd.losses.policy import clipped_policy_loss
 from opd.monitor.mismatch import mismatch
+from opd.train.head_ops import linear_logprobs
 from opd.train.student_rows import MetricSums, StudentRows, masked_mean
 from opd.types import MicroBatch
 

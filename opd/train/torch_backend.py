@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,15 +11,17 @@ from torch import Tensor
 
 from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import CheckpointError, TrainingError
+from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import CausalLM
-from opd.train.packing import micro_batches, pack_tokens, split_by_tokens
-from opd.train.student_rows import MetricSums, StudentRows, shares
+from opd.ranks import Ranks
+from opd.train.backend import Backend
+from opd.train.packing import of_packed
 from opd.train.terms import LossTerm
-from opd.types import MicroBatch, RolloutBatch, Sample
+from opd.types import Sample
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Owns the student's weights and its optimiser state.
 
     Args:
@@ -28,6 +30,7 @@ class TorchBackend:
         batch: Packing limits.
         temperature: Sampling temperature; every log-probability is taken at it.
         terms: The streams of the loss.
+        data: The ranks that share the samples.
     """
 
     def __init__(
@@ -37,91 +40,45 @@ class TorchBackend:
         batch: BatchConfig,
         temperature: float,
         terms: Sequence[LossTerm],
+        data: Ranks | None = None,
     ) -> None:
+        super().__init__(batch, temperature, terms, data)
         self.model = model
-        self.terms = list(terms)
-        self._batch = batch
-        self.temperature = temperature
         self._max_grad_norm = optim.max_grad_norm
-        self._parameters = dict(model.module.named_parameters())
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
+        self._parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+        self._optimizer = adamw(self._parameters, optim)
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """`[R]` float32 log-probability of each response under the weights as they are now."""
-        return response_logprobs(self.model, samples, self.temperature, self._batch)
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
 
-    def forward_backward(self, batch: RolloutBatch) -> dict[str, float]:
-        """Accumulate the gradient of `batch`; its weights hold the normalisers of the whole step.
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return self.model.hidden(input_ids, position_ids, cu_seqlens)
 
-        Returns token-weighted means of every term's metrics, and for batches with teachers each teacher's
-        share of the tokens and of the gradient (sum over tokens of the L2 norm at the last hidden state).
+    def head(self) -> Head:
+        return self.model.head()
 
-        Raises `TrainingError` if the loss is not finite or no sample has a response token; the weights are
-        untouched then.
-        """
-        if not any(len(sample.response_ids) for sample in batch.samples):
-            raise TrainingError(
-                f"all {len(batch.samples)} responses of this step are empty: there is nothing to learn from;"
-                " check the stop ids, the prompts and rollout.max_new_tokens."
-            )
-        sums = MetricSums()
-        try:
-            for micro in micro_batches(batch, self._batch.max_tokens, self.model.device):
-                self._micro_step(micro, sums)
-        except FloatingPointError as error:
-            self._optimizer.zero_grad()
-            raise TrainingError(f"{error}; lower the learning rate or resume from a checkpoint.") from error
-        metrics = sums.means()
-        for kind in ("token_share", "grad_share"):
-            for teacher, share in shares(sums.sums(f"{kind}/")).items():
-                metrics[f"{kind}/{teacher}"] = share
-        return metrics
-
-    def _micro_step(self, micro: MicroBatch, sums: MetricSums) -> None:
-        hidden = self.model.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens)[micro.rows]
-        teacher = micro.samples[0].teacher
-        if teacher is not None:
-            counted = (micro.kl_weight != 0) | (micro.policy_weight != 0)
-            sums.add(f"token_share/{teacher}", counted.sum())
-            hidden.register_hook(
-                lambda grad: sums.add(f"grad_share/{teacher}", grad.float().norm(dim=-1).sum())
-            )
-        student = StudentRows(
-            hidden, self.model.head(), micro.targets, self.temperature, self._batch.kl_chunk
-        )
-        loss = torch.stack([term(micro, student, sums) for term in self.terms]).sum()
-        if not torch.isfinite(loss):
-            self._optimizer.zero_grad()
-            first = micro.samples[0].uid
-            raise TrainingError(
-                f"the loss is {loss.item()} in the micro-batch that starts with sample {first}; lower the"
-                " learning rate or resume from an earlier checkpoint."
-            )
-        loss.backward()
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
 
     def step(self, lr: float) -> dict[str, float]:
         """Clip the accumulated gradient, update the weights, zero the gradient.
 
         Raises `TrainingError` if the gradient is not finite; the weights are untouched then.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm)
-        if not torch.isfinite(norm):
-            self._optimizer.zero_grad()
-            raise TrainingError(
-                f"the gradient norm is {norm.item()}; lower the learning rate or resume from a checkpoint."
-            )
+        norm = self._clip()
+        if not np.isfinite(norm):
+            self.zero_grad()
+            raise not_finite(norm)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self._optimizer.zero_grad()
-        return {"lr": lr, "grad_norm": float(norm)}
+        self.zero_grad()
+        return {"lr": lr, "grad_norm": norm}
+
+    def _clip(self) -> float:
+        """The global norm of the gradient, which is scaled down to the limit."""
+        return float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the student, in a fixed order."""
@@ -144,16 +101,7 @@ class TorchBackend:
 
         Raises `CheckpointError` if it belongs to another model.
         """
-        by_name: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for key, value in state["optimizer"].items():
-            name, _, field = key.rpartition("/")
-            by_name[name][field] = value
-        unknown = sorted(set(by_name) - set(self._parameters))
-        if unknown:
-            raise CheckpointError(
-                f"the checkpoint holds optimiser state for {unknown[0]}, which this model does not have;"
-                " resume with the recipe the run was started with."
-            )
+        by_name = optimizer_fields(state["optimizer"], self._parameters)
         self.model.load_weights(state["model"].items())
         for name, fields in by_name.items():
             parameter = self._parameters[name]
@@ -161,20 +109,52 @@ class TorchBackend:
             self._optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in fields.items()}
 
 
+def adamw(parameters: Mapping[str, Tensor], optim: OptimConfig, *, fused: bool = True) -> torch.optim.AdamW:
+    """AdamW over `parameters` as the recipe asks for it; the learning rate comes with every step."""
+    return torch.optim.AdamW(
+        list(parameters.values()),
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        fused=fused,
+    )
+
+
+def not_finite(norm: float) -> TrainingError:
+    """The error for a gradient of this norm."""
+    return TrainingError(f"the gradient norm is {norm}; lower the learning rate or resume from a checkpoint.")
+
+
+def optimizer_fields(
+    saved: Mapping[str, Tensor], known: Mapping[str, object]
+) -> dict[str, dict[str, Tensor]]:
+    """The entries `NAME/FIELD` of a checkpoint by name of the parameter.
+
+    Raises `CheckpointError` for a name that is not `known`.
+    """
+    by_name: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key, value in saved.items():
+        name, _, field = key.rpartition("/")
+        by_name[name][field] = value
+    unknown = sorted(set(by_name) - set(known))
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint holds optimiser state for {unknown[0]}, which this model does not have;"
+            " resume with the recipe the run was started with."
+        )
+    return by_name
+
+
 @torch.no_grad()
 def response_logprobs(
     model: CausalLM, samples: Sequence[Sample], temperature: float, batch: BatchConfig
 ) -> list[np.ndarray]:
     """`[R]` float32 log-probabilities of each sample's response under `model`, at `temperature`."""
-    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-    results: list[np.ndarray] = []
-    for start, stop in split_by_tokens(lengths, [None] * len(lengths), batch.max_tokens):
-        part = samples[start:stop]
-        input_ids, position_ids, cu_seqlens, rows = (t.to(model.device) for t in pack_tokens(part))
+
+    def one_pass(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
         hidden = model.hidden(input_ids, position_ids, cu_seqlens)[rows]
-        logprobs = linear_logprobs(
-            hidden, model.head(), input_ids[rows + 1], temperature=temperature, chunk=batch.kl_chunk
-        )
-        ends = np.cumsum([len(s.response_ids) for s in part])[:-1]
-        results.extend(np.split(logprobs.float().cpu().numpy(), ends))
-    return results
+        targets = input_ids[rows + 1]
+        return linear_logprobs(hidden, model.head(), targets, temperature=temperature, chunk=batch.kl_chunk)
+
+    return of_packed(samples, batch.max_tokens, model.device, one_pass)

@@ -1,0 +1,235 @@
+"""The processes that run a stage together, and what they say to each other beside gradients.
+
+Every rank runs the same code on the same decisions: what a rank alone knows (its responses, its losses) is
+gathered first. So all ranks meet at the same places in the same order, and a rank that does not come can be
+named: each counts its meetings in a store that outlives a failed collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.rendezvous import rendezvous
+
+from opd.errors import OpdError, RanksError
+
+_LOST = re.compile(r"gloo|nccl|connection|timed out|timeout|socket|peer|heartbeat", re.IGNORECASE)
+"""Words of the messages with which communication fails; its errors have no class of their own."""
+
+
+class Ranks:
+    """One rank's view of all of them. Every method but the properties is called by all ranks together.
+
+    Args:
+        group: The processes; `None` is this one alone.
+        store: Where meetings are counted; without it a rank that does not come cannot be named.
+        name: Tells the meetings of several `Ranks` of one process apart.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, store: Store | None = None, name: str = "run"
+    ) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self._members = [0] if group is None else dist.get_process_group_ranks(group)
+        self._store = store
+        self._name = name
+        self._met = 0
+
+    @property
+    def main(self) -> bool:
+        """Whether this rank writes what is written once: metrics, checkpoints, models."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    def another(self, name: str, members: Sequence[int] | None = None) -> Ranks:
+        """The same ranks with a group of its own, for another thread; or only `members`, by their number.
+
+        All ranks call it in the same order, also those that are not among `members` (which get a group they
+        must not use).
+        """
+        if self.group is None:
+            return self
+        chosen = range(self.size) if members is None else members
+        group = dist.new_group([self._members[i] for i in chosen])
+        if not isinstance(group, dist.ProcessGroup):
+            return Ranks()
+        return Ranks(group, self._store, name)
+
+    def gather(self, mine: bytes, what: str) -> list[bytes]:
+        """What every rank gives, in the order of ranks. `what` names the meeting, for errors.
+
+        Raises `RanksError` naming the ranks that did not come.
+        """
+        if self.group is None or self.alone:
+            return [mine]
+        with self.meeting(what):
+            length = torch.tensor([len(mine)])
+            lengths = [torch.zeros_like(length) for _ in range(self.size)]
+            dist.all_gather(lengths, length, group=self.group)
+            sizes = [int(size) for size in lengths]
+            padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+            padded[: len(mine)] = torch.frombuffer(bytearray(mine) or bytearray(1), dtype=torch.uint8)[
+                : len(mine)
+            ]
+            parts = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(parts, padded, group=self.group)
+        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def gather_json(self, mine: Any, what: str) -> list[Any]:
+        """`gather` of something JSON can hold; floats arrive bit for bit."""
+        return [json.loads(said) for said in self.gather(json.dumps(mine).encode(), what)]
+
+    def any(self, flag: bool, what: str) -> bool:
+        """Whether one of the ranks says so."""
+        return flag if self.alone else any(self.gather_json(flag, what))
+
+    def most(self, count: int, what: str) -> int:
+        """The largest of the ranks' counts."""
+        return count if self.alone else max(self.gather_json(count, what))
+
+    def barrier(self, what: str) -> None:
+        """Return once every rank is here."""
+        self.gather(b"", what)
+
+    def mine(self, items: Sequence[Any]) -> list[Any]:
+        """This rank's share of `items`: every `size`-th."""
+        return list(items[self.rank :: self.size])
+
+    def dealt(self, shares: Sequence[Sequence[Any]]) -> list[Any]:
+        """The items again in their order, from what `mine` gave every rank."""
+        whole: list[Any] = [None] * sum(map(len, shares))
+        for rank, share in enumerate(shares):
+            whole[rank :: self.size] = share
+        return whole
+
+    def wait_for(self, event: str) -> None:
+        """Return once `tell(event)` was called by the main rank, however long that takes.
+
+        Raises `RanksError` if the main rank is gone.
+        """
+        if self._store is None:
+            self.barrier(event)
+            return
+        while True:
+            try:
+                self._store.wait([event], timedelta(hours=1))
+            except RuntimeError as error:
+                if "timeout" not in str(error).lower():
+                    raise RanksError(
+                        f"rank {self.rank} waited for {event} of rank 0, which is gone; look for that rank's"
+                        " own error and start again with --resume."
+                    ) from error
+            else:
+                return
+
+    def tell(self, event: str) -> None:
+        """Let the ranks that `wait_for(event)` go on."""
+        if self._store is None:
+            self.barrier(event)
+        else:
+            self._store.set(event, "1")
+
+    @contextlib.contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """Around communication of any kind: its errors become a `RanksError` that names who did not come."""
+        if self.alone:
+            yield
+            return
+        self._met += 1
+        try:
+            if self._store is not None:
+                self._store.set(self._key(self.rank), str(self._met))
+            yield
+        except OpdError:
+            raise
+        except RuntimeError as error:
+            if not _LOST.search(f"{type(error).__name__} {error}"):
+                raise
+            raise self._lost(what, error) from error
+
+    def _key(self, rank: int) -> str:
+        return f"met/{self._name}/{self._members[rank]}"
+
+    def _lost(self, what: str, error: RuntimeError) -> RanksError:
+        late = self._late()
+        who = f"rank {', '.join(map(str, late))}" if late else "another rank"
+        reason = " ".join(str(error).split())[-200:].removesuffix(".")
+        return RanksError(
+            f"{who} did not come to {what}, and rank {self._members[self.rank]} cannot go on alone"
+            f" ({reason}); look for that rank's own error and start again with --resume."
+        )
+
+    def _late(self) -> list[int]:
+        """The ranks that have met less often than this one, as far as the store still knows."""
+        late = []
+        with contextlib.suppress(RuntimeError):
+            for rank in range(self.size if self._store is not None else 0):
+                assert self._store is not None
+                key = self._key(rank)
+                met = int(self._store.get(key)) if self._store.check([key]) else 0
+                if met < self._met:
+                    late.append(self._members[rank])
+        return late
+
+
+def asked_for() -> int:
+    """How many ranks the environment says this process is one of (torchrun's `WORLD_SIZE`)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextlib.contextmanager
+def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
+    """This process among the ranks torchrun's variables speak of, while the block runs; alone without them.
+
+    `device` is the recipe's; with CUDA each rank takes the device of its `LOCAL_RANK`. A rank waits at most
+    `timeout_seconds` for another. Raises `RanksError` if they do not find each other.
+    """
+    if asked_for() == 1:
+        yield Ranks()
+        return
+    wait = timedelta(seconds=timeout_seconds)
+    cuda = device != "cpu" and torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        store, rank, size = next(iter(rendezvous("env://", timeout=wait)))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=PrefixStore("group", store),
+            rank=rank,
+            world_size=size,
+            timeout=wait,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RanksError(_no_meeting(os.environ, error)) from error
+    try:
+        yield Ranks(dist.group.WORLD, PrefixStore("opd", store))
+    finally:
+        # After an error the others may be gone or waiting; leaving tells them.
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _no_meeting(environment: Mapping[str, str], error: Exception) -> str:
+    where = f"{environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')}"
+    reason = " ".join(str(error).split())[:200].removesuffix(".")
+    if "EADDRINUSE" in reason or "already in use" in reason:
+        return f"{where} is in use by another process; choose another port (torchrun --master-port)."
+    return (
+        f"rank {environment.get('RANK', '?')} of {environment.get('WORLD_SIZE', '?')} found no others at"
+        f" {where} ({reason}); check the address and that all ranks were started."
+    )

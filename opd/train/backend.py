@@ -1,0 +1,203 @@
+"""What every back end does alike: shares, packing, lock step, metrics. Where weights lie is a subclass's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opd.config.train import BatchConfig
+from opd.errors import TrainingError
+from opd.kernels.head import Head
+from opd.kernels.vocab_shard import HeadShard
+from opd.ranks import Ranks
+from opd.train.head_ops import linear_logprobs
+from opd.train.packing import micro_batches, of_packed, split_by_tokens
+from opd.train.shares import PerSample, Shares
+from opd.train.student_rows import MetricSums, StudentRows, shares
+from opd.train.terms import LossTerm
+from opd.types import MicroBatch, RolloutBatch, Sample
+
+
+class Backend(ABC):
+    """A `TrainBackend` whose model is reached through `hidden` and `head`.
+
+    With several ranks each makes the whole call and computes its share. Where `lockstep` says that a pass of
+    the model is itself communication, a rank with fewer micro-batches makes empty passes.
+
+    Args:
+        batch: Packing limits.
+        temperature: Sampling temperature; every log-probability is taken at it.
+        terms: The streams of the loss.
+        data: The ranks that share the samples; those of one tensor-parallel group are one of them.
+    """
+
+    lockstep = False
+
+    def __init__(
+        self, batch: BatchConfig, temperature: float, terms: Sequence[LossTerm], data: Ranks | None = None
+    ) -> None:
+        self.terms = list(terms)
+        self.temperature = temperature
+        self.data = Ranks() if data is None else data
+        self.shares = Shares(self.data)
+        self._batch = batch
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Last hidden states [T, D] of packed sequences, inside `run`."""
+
+    @abstractmethod
+    def head(self) -> Head | HeadShard:
+        """The head as it is inside `run`, live."""
+
+    def run(self, compute: Callable[[], Tensor]) -> Tensor:
+        """`compute()`, which uses `hidden` and `head`, with their weights in place."""
+        return compute()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of `loss`; `last` of this step's."""
+        del last
+        loss.backward()
+
+    def reduce(self) -> None:
+        """Sum the gradient over the data-parallel ranks, where `backward` has not done so."""
+        return
+
+    @abstractmethod
+    def zero_grad(self) -> None: ...
+
+    def close(self) -> None:
+        """Give back what outlives the object."""
+        return
+
+    def mine(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Deal out the samples of a new step; returns those this rank scores and trains."""
+        self.shares.deal(samples)
+        return self.shares.mine(samples)
+
+    def each(self, samples: Sequence[Sample], compute: PerSample, what: str) -> list[np.ndarray]:
+        """`compute` for all `samples`, each on the rank that trains it."""
+        return self.shares.each(samples, compute, what)
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """`[R]` float32 log-probability of each response under the weights as they are now."""
+        return self.each(samples, self._logprobs, "the recomputed log-probabilities")
+
+    @torch.no_grad()
+    def _logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+        passes = len(split_by_tokens(lengths, [None] * len(lengths), self._batch.max_tokens))
+        with self.data.meeting("the recomputed log-probabilities"):
+            missing = self._missing_passes(passes)
+            results = of_packed(
+                samples,
+                self._batch.max_tokens,
+                self.device,
+                lambda *packed: self.run(lambda: self._packed_logprobs(*packed)),
+            )
+            for _ in range(missing):
+                self.run(self._nothing)
+        return results
+
+    def _packed_logprobs(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
+    ) -> Tensor:
+        hidden = self.hidden(input_ids, position_ids, cu_seqlens)[rows]
+        return linear_logprobs(
+            hidden,
+            self.head(),
+            input_ids[rows + 1],
+            temperature=self.temperature,
+            chunk=self._batch.kl_chunk,
+        )
+
+    def forward_backward(self, batch: RolloutBatch) -> dict[str, float]:
+        """Accumulate the gradient of `batch`; its weights hold the normalisers of the whole step.
+
+        Returns token-weighted means of every term's metrics, and for batches with teachers each teacher's
+        share of the tokens and of the gradient (sum over tokens of the L2 norm at the last hidden state).
+
+        Raises `TrainingError` if the loss is not finite or no sample has a response token; the weights are
+        untouched then.
+        """
+        if not any(len(sample.response_ids) for sample in batch.samples):
+            raise TrainingError(
+                f"all {len(batch.samples)} responses of this step are empty: there is nothing to learn from;"
+                " check the stop ids, the prompts and rollout.max_new_tokens."
+            )
+        sums = MetricSums()
+        try:
+            with self.data.meeting("the forward and backward passes"):
+                self._passes(batch, sums)
+                self.reduce()
+        except FloatingPointError as error:
+            self.zero_grad()
+            raise TrainingError(f"{error}; lower the learning rate or resume from a checkpoint.") from error
+        if not self.data.alone:
+            sums = MetricSums.merged(self.data.gather_json(sums.parts(), "the metrics of a step"))
+        metrics = sums.means()
+        for kind in ("token_share", "grad_share"):
+            for teacher, share in shares(sums.sums(f"{kind}/")).items():
+                metrics[f"{kind}/{teacher}"] = share
+        return metrics
+
+    def _passes(self, batch: RolloutBatch, sums: MetricSums) -> None:
+        mine = self.shares.batch(batch)
+        micros: Iterator[MicroBatch] = micro_batches(mine, self._batch.max_tokens, self.device)
+        waiting = next(micros, None)
+        own = 0
+        missing = self._missing_passes(self._count(mine)) if self.lockstep else 0
+        while waiting is not None:
+            micro, waiting, own = waiting, next(micros, None), own + 1
+            loss = self.run(lambda micro=micro: self._loss(micro, sums))
+            self._check(loss, micro)
+            self.backward(loss, last=waiting is None and not missing)
+        for left in reversed(range(missing)):
+            self.backward(self.run(self._nothing), last=not left)
+
+    def _count(self, batch: RolloutBatch) -> int:
+        answered = [s for s in batch.samples if len(s.response_ids)]
+        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in answered]
+        return len(split_by_tokens(lengths, [s.teacher for s in answered], self._batch.max_tokens))
+
+    def _missing_passes(self, own: int) -> int:
+        """Passes this rank has to make beyond its `own`, so that all make as many."""
+        return self.data.most(own, "the number of passes") - own if self.lockstep else 0
+
+    def _nothing(self) -> Tensor:
+        """0, with a gradient of 0 for every weight."""
+        head = self.head()
+        ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+        ends = torch.tensor([0, 1], dtype=torch.int32, device=self.device)
+        hidden = self.hidden(ids, ids, ends)
+        weight = (head.head if isinstance(head, HeadShard) else head).weight
+        return 0.0 * (hidden.sum() + weight[:1].sum())
+
+    def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
+        hidden = self.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens)[micro.rows]
+        teacher = micro.samples[0].teacher
+        if teacher is not None:
+            counted = (micro.kl_weight != 0) | (micro.policy_weight != 0)
+            sums.add(f"token_share/{teacher}", counted.sum())
+            hidden.register_hook(
+                lambda grad: sums.add(f"grad_share/{teacher}", grad.float().norm(dim=-1).sum())
+            )
+        student = StudentRows(hidden, self.head(), micro.targets, self.temperature, self._batch.kl_chunk)
+        return torch.stack([term(micro, student, sums) for term in self.terms]).sum()
+
+    def _check(self, loss: Tensor, micro: MicroBatch) -> None:
+        if not torch.isfinite(loss):
+            self.zero_grad()
+            first = micro.samples[0].uid
+            raise TrainingError(
+                f"the loss is {loss.item()} in the micro-batch that starts with sample {first}; lower the"
+                " learning rate or resume from an earlier checkpoint."
+            )

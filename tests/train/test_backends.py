@@ -1,0 +1,113 @@
+"""Every back end trains as one process does: one launch of two ranks, compared with this process."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rank_processes import run_ranks
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+import backend_ranks
+
+from opd.config import TrainConfig
+from opd.ranks import Ranks
+from opd.train.backends import open_backend
+
+STEPS = 20
+HALF = 10
+TASKS = {
+    "fsdp": {"backend": "torch"},
+}
+
+
+def one_process(first, last, state=None, **model):
+    """A back end in this process after steps `first` to `last`, and their metrics."""
+    tiny_model = backend_ranks.student(**model)
+    backend = open_backend(
+        lambda: tiny_model,
+        TrainConfig(),
+        backend_ranks.OPTIM,
+        backend_ranks.BATCH,
+        backend_ranks.TEMPERATURE,
+        backend_ranks.terms(),
+        Ranks(),
+    )
+    if state is not None:
+        backend.load_state(state)
+    return backend, backend_ranks.train(backend, first, last)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The whole run in this process: the back end at its end, the metrics of every step."""
+    return one_process(0, STEPS)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """The folder in which two ranks have left what every task gave."""
+    folder = tmp_path_factory.mktemp("ranks")
+    half, _ = one_process(0, HALF)
+    (folder / "half").mkdir()
+    for name, tensors in half.state().items():
+        save_file(tensors, folder / "half" / f"{name}.safetensors")
+    tasks = [
+        task
+        for name, train in TASKS.items()
+        for task in (
+            {"name": name, "train": train, "first": 0, "last": STEPS},
+            {"name": f"{name}-half", "train": train, "first": 0, "last": HALF},
+            {"name": f"{name}-resumed", "train": train, "load": "half", "first": HALF, "last": STEPS},
+        )
+    ]
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    run_ranks(backend_ranks.__file__, 2, folder)
+    return folder
+
+
+def assert_same(found, expected, tolerance=2e-5):
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert math.isclose(value, theirs[name], rel_tol=tolerance, abs_tol=tolerance), name
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_twenty_steps_are_those_of_one_process(ranks, reference, name):
+    backend, metrics = reference
+    result = json.loads((ranks / name / "result.json").read_text())
+    assert_same(result["metrics"], metrics)
+    assert metrics[0]["kl/mean"] != metrics[-1]["kl/mean"]
+    weights = load_file(ranks / name / "weights.safetensors")
+    own = dict(backend.weights())
+    assert weights.keys() == own.keys()
+    for key, tensor in own.items():
+        torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=2e-5)
+    for mine, theirs in zip(
+        backend.logprobs(backend_ranks.batch(0).samples), result["logprobs"], strict=True
+    ):
+        np.testing.assert_allclose(mine, np.array(theirs, np.float32), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_digest_is_that_of_an_engine_with_these_weights(ranks, name):
+    engine = backend_ranks.student(seed=5)
+    engine.load_weights(load_file(ranks / name / "weights.safetensors").items())
+    assert engine.digest() == json.loads((ranks / name / "result.json").read_text())["digest"]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_run_goes_on_with_another_number_of_ranks(ranks, reference, name):
+    _, metrics = reference
+    saved = {
+        file: load_file(ranks / f"{name}-half" / f"{file}.safetensors") for file in ("model", "optimizer")
+    }
+    _, alone = one_process(HALF, STEPS, saved)  # two ranks, then one
+    assert_same(alone, metrics[HALF:])
+    result = json.loads((ranks / f"{name}-resumed" / "result.json").read_text())  # one rank, then two
+    assert_same(result["metrics"], metrics[HALF:])
