@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from opd.errors import ModelError
+from opd.models.block_attention import Scores, block_attention
 from opd.models.packing import Bucket, buckets_of, pad
 
 ATTENTION_NAME = "opd"
@@ -46,6 +47,8 @@ class AttentionCall:
     """Position `i` sees positions `j` with `i - sliding_window < j <= i`."""
 
 
+_MASKED = 1024
+"""Sequences up to this length get an explicit [L, L] mask where they need one."""
 Attend = Callable[[AttentionCall], Tensor]
 """Computes one layer's attention: `attend(call) -> [1, T, H, d]`."""
 
@@ -108,6 +111,7 @@ class PackedAttention:
             raise ModelError(
                 f"cu_seqlens must start at 0, never decrease and have at least two entries, not {bounds[:8]}."
             )
+        self.bounds: list[int] = list(bounds)
         self.tokens = bounds[-1]
         self._lengths = [length for length in lengths if length]
         self._equal = len(set(self._lengths)) == 1
@@ -146,8 +150,9 @@ class PackedAttention:
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Causal attention of `B` sequences of length `L` with the scaling, softcap and window of `call`.
 
-    `query` [B, H, L, d], `key` and `value` [B, Hkv, L, d] -> [B, H, L, d]. An explicit [L, L] mask is built
-    only for a window shorter than `L` or a softcap, which the fused kernels do not know.
+    `query` [B, H, L, d], `key` and `value` [B, Hkv, L, d] -> [B, H, L, d]. A window shorter than `L` or a
+    softcap, which the fused kernels do not know, takes an explicit [L, L] mask for short sequences and goes
+    block by block for long ones.
     """
     length, groups = query.shape[2], query.shape[1] // key.shape[1]
     window = call.sliding_window
@@ -157,6 +162,10 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionC
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=call.scaling, enable_gqa=groups > 1
         )
+    if length > _MASKED:
+        scores = Scores(call.scaling, call.softcap, window)
+        triples = zip(query, key, value, strict=True)
+        return torch.stack([block_attention(*triple, scores) for triple in triples])
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     visible = window_mask(length, window, query.device)

@@ -23,6 +23,7 @@ from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention
 from opd.models.heads import check_head, head_of
 from opd.models.hf_config import read_config, scratch_config
 from opd.models.hf_folder import check_folder
+from opd.models.long_sequence import WHOLE, LayerMemory, hidden_in_pieces, recomputed
 from opd.models.probes import check_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,6 +42,8 @@ class CausalLM:
         self.config = module.config.get_text_config()
         self.vocabulary: int | None = None
         """Tokens the tokenizer has; set it where a model pads its head, so that padding is never sampled."""
+        self.pieces_checked = False
+        """Whether it was seen to give the same in pieces as whole; see `long_sequence.check_pieces`."""
         check_attention(self)
         check_head(self)
 
@@ -138,10 +141,23 @@ class CausalLM:
         return output.last_hidden_state[0]
 
     def hidden(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor | np.ndarray | Sequence[int]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | np.ndarray | Sequence[int],
+        memory: LayerMemory = WHOLE,
     ) -> Tensor:
-        """[T, D]: `run` on sequences packed end to end, `cu_seqlens` [B + 1], no attention across them."""
-        return self.run(input_ids, position_ids, PackedAttention(cu_seqlens))
+        """[T, D]: `run` on sequences packed end to end, `cu_seqlens` [B + 1], no attention across them.
+
+        `memory` says what is kept for a backward, and whether long sequences are run in pieces.
+        """
+        attend = PackedAttention(cu_seqlens)
+        if memory.chunk is not None and memory.cuts(input_ids.numel()):
+            return hidden_in_pieces(self, input_ids, position_ids, attend.bounds, memory.chunk)
+        if memory.recompute and torch.is_grad_enabled():
+            with recomputed(self.decoder.layers):
+                return self.run(input_ids, position_ids, attend)
+        return self.run(input_ids, position_ids, attend)
 
     def head(self, vocab_size: int | None = None) -> Head:
         """The head over the first `vocab_size` tokens (default: `vocabulary`, or all): a live view, so
