@@ -26,7 +26,7 @@ class Helpers(Protocol):
     """What `launch` has put at a stage's disposal."""
 
     def writers(self, model: Path) -> Writers:
-        """Engines that hold the Hugging Face folder `model` as version 0."""
+        """Engines that hold the Hugging Face folder `model` as version 0, or nothing yet as version -1."""
         ...
 
     def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from opd.config.base import Config
-from opd.config.served import TeacherServerConfig
+from opd.config.served import EngineConfig, TeacherServerConfig, TorchEngineConfig
 from opd.config.storage import TokenLogConfig
 
 
@@ -43,6 +43,8 @@ class TeacherConfig(Config):
 class RolloutConfig(Config):
     """How the student writes."""
 
+    engine: EngineConfig = TorchEngineConfig()
+    """What it writes with: `{type: torch}`, or `{type: sglang, urls: [...]}`."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; student and teacher are scored at it too."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -140,6 +140,15 @@ class Recipe(Config):
         return [domain for domain in self.domains if domain in named and domain not in self.teachers]
 
     @model_validator(mode="after")
+    def _one_stage_for_the_workers(self) -> Recipe:
+        if self.rollout.engine.type == "sglang" and self.runtime.workers > 1:
+            raise ValueError(
+                "rollout.engine sglang gives its workers one student's weights, so stages cannot run side by"
+                " side; set runtime.workers to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _names_are_free(self) -> Recipe:
         for name in (*self.domains, *self.teachers):
             if name in ("mean", "floor") or any(sign in name for sign in "/:+ "):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -44,3 +44,27 @@ class TeacherServerConfig(ServerConfig):
     checksum: str | None = None
     """The servers' own checksum over all weights, which `opd doctor` prints; `null` compares the model's
     outputs alone."""
+
+
+class TorchEngineConfig(Config):
+    """The student writes in the process that trains it."""
+
+    type: Literal["torch"] = "torch"
+
+
+class SGLangEngineConfig(ServerConfig):
+    """The student writes on SGLang workers, which serve a model of its architecture and are given its weights
+    at the beginning of a stage and after every optimiser step. One stage at a time can use them."""
+
+    type: Literal["sglang"]
+    sync: Literal["disk", "tensors"] = "disk"
+    """How new weights get there. `disk`: through a folder that the workers read; `tensors`: broadcast in a
+    process group with each worker, by gloo, or by NCCL where both sides have CUDA."""
+    folder: str | None = None
+    """Where `disk` writes them: on a file system that this process and every worker see under the same path;
+    `null` is the stage's own folder."""
+    host: str = "127.0.0.1"
+    """Address of this machine, as the workers reach it, for `tensors`."""
+
+
+EngineConfig = Annotated[TorchEngineConfig | SGLangEngineConfig, Field(discriminator="type")]

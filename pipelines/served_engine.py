@@ -1,0 +1,72 @@
+"""The student on SGLang workers: what `rollout.engine: {type: sglang}` puts at a stage's disposal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from opd.config.served import SGLangEngineConfig
+from opd.pipelines.context import StageContext
+from opd.pipelines.helpers import Writers
+from opd.pipelines.student import tokenizer_of
+from opd.protocols import Teacher
+from opd.rollout.health import RetryPolicy
+from opd.rollout.sglang_engine import ServedModel, SGLangEngine
+from opd.rollout.sglang_push import FolderPush, Push, TensorPush
+from opd.rollout.sync.disk import WeightFolder
+from opd.teachers.sglang_teacher import pool_options
+
+ONCE = RetryPolicy(attempts=1)
+"""The engine's own patience with its workers is all there is: it is the recipe's."""
+
+
+class ServedWriters:
+    """Implements `Helpers`: the student writes on workers, teachers stay where they would be without it."""
+
+    def __init__(self, context: StageContext, config: SGLangEngineConfig, stack: ExitStack) -> None:
+        self._context, self._config, self._stack = context, config, stack
+        self._others = context.helpers
+
+    def writers(self, model: Path) -> Writers:
+        """One engine over all workers. It holds nothing before its first push (`Student.start`), so that
+        what it samples with is always what the trainer holds.
+        """
+        recipe = self._context.recipe
+        described = json.loads((model / "config.json").read_bytes())
+        text = described.get("text_config", described)
+        rows: int = text["vocab_size"]
+        limit = recipe.rollout.max_sequence
+        longest = min(limit, text.get("max_position_embeddings") or limit)
+        served = ServedModel(min(len(tokenizer_of(recipe, model)), rows), longest, rows)
+        engine = SGLangEngine(pool_options(self._config), served, self._push(model), version=-1)
+        self._stack.callback(engine.close)
+        return Writers([engine], ONCE)
+
+    def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
+        """See `Helpers`."""
+        return None if self._others is None else self._others.teachers(names, vocabulary)
+
+    def _push(self, model: Path) -> Push:
+        if self._config.sync == "tensors":
+            return TensorPush(self._config.host)
+        root = self._config.folder or self._context.folder.stage(self._context.stage) / "weights"
+        folder = WeightFolder(root, model)
+        self._stack.callback(folder.close)
+        return FolderPush(folder)
+
+
+@contextmanager
+def with_engine(context: StageContext) -> Iterator[None]:
+    """Let the stage of `context` write with the recipe's engine while the block runs."""
+    config, before = context.recipe.rollout.engine, context.helpers
+    if not isinstance(config, SGLangEngineConfig):
+        yield
+        return
+    with ExitStack() as stack:
+        context.helpers = ServedWriters(context, config, stack)
+        try:
+            yield
+        finally:
+            context.helpers = before
