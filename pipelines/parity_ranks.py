@@ -11,7 +11,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,8 @@ from opd.types import Sample
 RANKS = 2
 TIMEOUT = 600.0
 """Seconds for both ranks together."""
+POLL = 0.05
+"""Seconds between two looks at the ranks."""
 
 
 def by_two_ranks(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
@@ -85,12 +88,9 @@ def _run_ranks(folder: Path) -> None:
         for rank, file in enumerate(files)
     ]
     try:
-        codes = [process.wait(TIMEOUT) for process in processes]
-    except subprocess.TimeoutExpired:
-        raise TeacherError(
-            f"two Megatron-Core ranks have not answered within {TIMEOUT:g} s; try a smaller model."
-        ) from None
+        timely = _wait(processes)
     finally:
+        codes = [process.poll() for process in processes]
         for process, file in zip(processes, files, strict=True):
             file.close()
             if process.poll() is None:
@@ -100,6 +100,22 @@ def _run_ranks(folder: Path) -> None:
         if code:
             lines = (folder / f"errors-{rank}").read_text("utf-8", "replace").strip().splitlines()
             raise TeacherError(f"Megatron-Core rank {rank} failed: {lines[-1] if lines else code}")
+    if not timely:
+        raise TeacherError(
+            f"two Megatron-Core ranks have not answered within {TIMEOUT:g} s; try a smaller model."
+        )
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Until all have ended, or one has failed: the others may wait for it. False if time is up first."""
+    deadline = time.monotonic() + TIMEOUT
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            break
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL)
+    return True
 
 
 def _environment() -> dict[str, str]:

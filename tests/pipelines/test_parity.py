@@ -189,6 +189,22 @@ def test_a_rank_that_fails_is_named(recipe, problem, tmp_path):
         by_two_ranks(problem, {"gone": str(tmp_path / "gone")})
 
 
+def test_a_rank_that_fails_is_not_hidden_by_one_that_waits(tmp_path, monkeypatch):
+    """Rank 0 would wait for rank 1 until time is up; what rank 1 says is heard at once."""
+    from opd.pipelines import parity_ranks
+
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\n[ "$4" = 0 ] && exec sleep 600\necho its own words; exit 3\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(parity_ranks.sys, "executable", str(script))
+    with pytest.raises(TeacherError, match="rank 1 failed: its own words"):
+        parity_ranks._run_ranks(tmp_path)
+    monkeypatch.setattr(parity_ranks, "TIMEOUT", 0.2)
+    script.write_text("#!/bin/sh\nexec sleep 600\n")
+    with pytest.raises(TeacherError, match=r"have not answered within 0\.2 s"):
+        parity_ranks._run_ranks(tmp_path)
+
+
 def test_samples_without_any_response_have_no_difference(recipe, problem):
     from opd.pipelines.student import load_model
 
