@@ -41,6 +41,10 @@ class RolloutError(OpdError, RuntimeError):
     """The rollout engine cannot serve a request."""
 
 
+class LaunchError(OpdError, RuntimeError):
+    """The processes of a run cannot be placed, reached or kept going."""
+
+
 class PreemptedError(OpdError, RuntimeError):
     """The run was asked to stop and did; nothing acknowledged is lost."""
 

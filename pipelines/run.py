@@ -48,6 +48,11 @@ def _run(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
             if folder.stage_done(stage.name) is not None:
                 progress.finish(stage.name, "already done")
         waiting = [stage for stage in stages if folder.stage_done(stage.name) is None]
+        if recipe.launch.type == "ray" and waiting:
+            from opd.pipelines.on_ray.supervise import run_on_ray
+
+            run_on_ray(recipe, folder, waiting, progress)
+            return
         if recipe.runtime.workers > 1 and len(waiting) > 1:
             run_side_by_side(recipe, folder, waiting, progress)
             return

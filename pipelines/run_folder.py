@@ -8,6 +8,7 @@ stages/STAGE/                    metrics.jsonl  checkpoints/  done.json (written
 base/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
 published/TEACHER/               what the merge streams, unless storage.published says elsewhere
 downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, where needed whole
+logs/ACTOR.log                   what each actor of `launch: ray` said
 results.json  report.html
 """
 
@@ -181,6 +182,12 @@ class RunFolder:
 
     def log(self, stage: str) -> Path:
         return self.stage(stage) / "log.txt"
+
+    def actor_log(self, name: str) -> Path:
+        """What an actor of `launch: ray` says; its folder is made if it is not there."""
+        folder = self.path / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{safe_name(name)}.log"
 
     def stage_done(self, stage: str) -> dict[str, Any] | None:
         """What `mark_done` recorded, or `None` while the stage is not done."""

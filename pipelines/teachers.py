@@ -49,7 +49,7 @@ def open_schedule(
         helpers = context.helpers
         elsewhere = helpers.teachers(local, vocabulary) if helpers is not None and local else None
         if elsewhere is None and local:
-            elsewhere = _open_teachers(context, local, vocabulary, reading, stack)
+            elsewhere = open_teachers(context, local, vocabulary, reading, stack)
         found = dict(elsewhere or {})
         for name in served:
             found[name] = teacher = open_served(context, name, vocabulary)
@@ -70,7 +70,7 @@ def open_schedule(
         yield TeacherSchedule(teachers, router, cache=cache, group=group)
 
 
-def _open_teachers(
+def open_teachers(
     context: StageContext,
     names: list[str],
     vocabulary: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
@@ -17,6 +17,20 @@ if TYPE_CHECKING:
 
 PAUSE_PATIENCE = 60.0
 """Seconds a pause waits for decode steps in progress when the policy has no step time-out."""
+
+
+@runtime_checkable
+class Returning(Protocol):
+    """An engine that is brought back elsewhere after a failure, while others go on."""
+
+    @property
+    def recovering(self) -> bool:
+        """Whether it is on its way back: it gets no requests then."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """A call failed with `error`."""
+        ...
 
 
 class EnginePool:
@@ -58,7 +72,8 @@ class EnginePool:
         self._occupied = {
             i: source for i, source in self._occupied.items() if not (source.done or self._replaceable(i))
         }
-        return [i for i in self._alive() if not self.health[i].rests(now) and i not in self._occupied]
+        free = [i for i in self._alive() if not self.health[i].rests(now) and i not in self._occupied]
+        return [i for i in free if not _recovering(self.engines[i])]
 
     def next_return(self) -> float | None:
         """Seconds until an engine may serve again; `None` if none ever will."""
@@ -83,7 +98,10 @@ class EnginePool:
         return self.engines[index]
 
     def failed(self, index: int, error: BaseException) -> None:
-        """Engine `index` failed; let it rest."""
+        """Engine `index` failed; let it rest, and see to its return."""
+        engine = self.engines[index]
+        if isinstance(engine, Returning):
+            engine.failed(error)
         self.health[index].failed(time.monotonic(), error, self.policy, self._rng)
 
     def has_other(self, index: int) -> bool:
@@ -144,3 +162,7 @@ class EnginePool:
 
     def _alive(self) -> list[int]:
         return [i for i, health in enumerate(self.health) if not health.stale or self._revive is not None]
+
+
+def _recovering(engine: RolloutEngine) -> bool:
+    return isinstance(engine, Returning) and engine.recovering

@@ -1,0 +1,5 @@
+"""`launch: ray`: the trainer, its rollout engines and its teachers as actors.
+
+`supervise` runs in the process that was started and keeps the stages going; `trainer` runs a stage;
+`engine` and `teacher` compute for it, behind `ray_engine` and `ray_teacher`.
+"""

@@ -1,0 +1,185 @@
+"""Actors of a run: how they are made, called, watched and started anew."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.config import RayLaunch, Recipe
+from opd.errors import LaunchError
+from opd.pipelines.on_ray.cluster import import_ray, one_line
+from opd.pipelines.on_ray.layout import Layout, options_of, role_of
+from opd.pipelines.run_folder import RunFolder
+
+PING_SECONDS = 15.0
+"""An actor that is at no other work and does not answer for so long is taken for hanging."""
+LOOK = 0.2
+CONTROL = "control"
+"""Concurrency group of the methods that answer while a stage runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """What an actor is told when it starts, and again when it is started anew."""
+
+    name: str
+    recipe_json: str
+    folder: str
+    """The run folder; every node sees it under this path."""
+    working_dir: str
+    """Where the run was started: relative paths of the recipe begin there."""
+
+    def begin(self) -> Recipe:
+        """Settle in the actor's process: its folder, its log, its threads. Returns the recipe."""
+        with contextlib.suppress(OSError):  # on another node it may be missing: then Ray's own is kept
+            os.chdir(self.working_dir)
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        log = RunFolder.attach(self.folder).actor_log(self.name)
+        _write_into(log)
+        print(f"{time.strftime('%F %T')} {self.name} is process {os.getpid()}", flush=True)
+        from opd.pipelines.machine import settle
+
+        recipe = Recipe.model_validate_json(self.recipe_json)
+        settle(recipe.runtime.threads)
+        return recipe
+
+
+def _write_into(log: Path) -> None:
+    """Send what this process says into `log`, so that it outlives the cluster."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+class ActorLostError(RuntimeError):
+    """An actor died, or did not answer in time and was ended."""
+
+
+class Remote:
+    """One actor as another process sees it. Calls of one caller are done in their order.
+
+    Picklable: a trainer gets the engines that its supervisor made.
+    """
+
+    def __init__(self, name: str, handle: Any, limits: RayLaunch) -> None:
+        self.name, self.handle, self.limits = name, handle, limits
+
+    def send(self, verb: str, *arguments: Any, control: bool = False) -> Any:
+        """Ask for `verb`; returns the reference of its result."""
+        method = getattr(self.handle, verb)
+        return (method.options(concurrency_group=CONTROL) if control else method).remote(*arguments)
+
+    def get(self, reference: Any, seconds: float, kill: bool = True) -> Any:
+        """The result behind `reference`. What the method raised is raised here.
+
+        Raises `ActorLostError` if the actor died, or gave no result for `seconds`: then it hangs, and is
+        ended first if `kill`.
+        """
+        ray = import_ray()
+        try:
+            return ray.get(reference, timeout=seconds)
+        except ray.exceptions.GetTimeoutError:
+            if kill:
+                self.kill()
+            raise ActorLostError(f"{self.name} gave no answer for {seconds:g} s") from None
+        except ray.exceptions.RayTaskError as error:
+            cause = getattr(error, "cause", None)
+            raise (cause if isinstance(cause, Exception) else error) from None
+        except ray.exceptions.RayError as error:
+            raise ActorLostError(f"{self.name} died ({type(error).__name__})") from None
+
+    def call(self, verb: str, *arguments: Any, seconds: float | None = None) -> Any:
+        """`send` and `get`."""
+        return self.get(self.send(verb, *arguments), seconds or self.limits.step_timeout)
+
+    def kill(self) -> None:
+        """End its process; Ray starts it anew as often as the recipe allows."""
+        ray = import_ray()
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self.handle, no_restart=False)
+
+    def await_return(self, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Return once the actor answers. Raises `ActorLostError` if it does not in time, or never will."""
+        ray = import_ray()
+        deadline = time.monotonic() + self.limits.start_timeout
+        while not give_up():
+            try:
+                ray.get(self.send("ping"), timeout=PING_SECONDS)
+                return
+            except ray.exceptions.ActorUnavailableError:
+                time.sleep(LOOK)
+            except ray.exceptions.GetTimeoutError:
+                # A process that is only just importing its code answers late; one that is there hangs.
+                pass
+            except ray.exceptions.RayError as error:
+                raise ActorLostError(f"{self.name} died and is not started anew: {one_line(error)}") from None
+            if time.monotonic() > deadline:
+                self.kill()
+                raise ActorLostError(f"{self.name} did not come back in {self.limits.start_timeout:g} s")
+        raise ActorLostError(f"{self.name} is not needed any more")
+
+
+class Group:
+    """Actors of one role: each method asks all of them the same, at once."""
+
+    def __init__(self, members: Sequence[Remote]) -> None:
+        self.members = list(members)
+
+    def call(self, verb: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
+        """`verb` on every member; results in their order."""
+        references = [member.send(verb, *arguments) for member in self.members]
+        return [
+            member.get(reference, seconds or member.limits.step_timeout)
+            for member, reference in zip(self.members, references, strict=True)
+        ]
+
+    def each(self, do: Callable[[Remote], Any]) -> list[Any]:
+        """`do` for every member at the same time, each in a thread of its own."""
+        if not self.members:
+            return []
+        with ThreadPoolExecutor(len(self.members)) as threads:
+            return list(threads.map(do, self.members))
+
+
+def start_actors(
+    launch: RayLaunch, layout: Layout, placement: Any, spec: Mapping[str, ActorSpec]
+) -> dict[str, Remote]:
+    """Every actor of `layout`, in its bundle, once all of them answer.
+
+    Raises `LaunchError` if one does not in time.
+    """
+    ray = import_ray()
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from opd.pipelines.on_ray.engine import EngineActor
+    from opd.pipelines.on_ray.teacher import TeacherActor
+    from opd.pipelines.on_ray.trainer import TrainerActor
+
+    classes = {"trainer": TrainerActor, "engine": EngineActor, "teacher": TeacherActor}
+    made: dict[str, Remote] = {}
+    for name, bundle in layout.places.items():
+        role = role_of(name)
+        where = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=bundle)
+        remote = ray.remote(concurrency_groups={CONTROL: 2})(classes[role])
+        options = options_of(getattr(launch, role))
+        handle = remote.options(
+            scheduling_strategy=where, max_restarts=launch.max_restarts, max_task_retries=0, **options
+        ).remote(spec[name])
+        made[name] = Remote(name, handle, launch)
+    try:
+        Group(list(made.values())).call("ping", seconds=launch.start_timeout)
+    except ActorLostError as error:
+        raise LaunchError(f"{error} while it was started; see logs/ in the run folder.") from None
+    return made

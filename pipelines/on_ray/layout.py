@@ -1,0 +1,75 @@
+"""Which actor gets which bundle of a placement group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opd.config import ActorResources, RayLaunch
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The bundles to reserve, and each actor's place in them."""
+
+    bundles: list[dict[str, float]]
+    strategy: str
+    """How Ray spreads the bundles over nodes."""
+    places: dict[str, int]
+    """Actor name -> index of its bundle."""
+
+    @classmethod
+    def of(cls, launch: RayLaunch) -> Layout:
+        """One bundle for all actors, or one for each, on other nodes where there are some."""
+        roles = {name: resources_of(getattr(launch, role_of(name))) for name in actor_names(launch)}
+        if launch.layout == "colocated":
+            together: Counter[str] = Counter()
+            for needs in roles.values():
+                together.update(needs)
+            return cls([dict(together)], "STRICT_PACK", dict.fromkeys(roles, 0))
+        return cls(list(roles.values()), "SPREAD", {name: place for place, name in enumerate(roles)})
+
+    @property
+    def total(self) -> dict[str, float]:
+        """Resources of all bundles together."""
+        sums: Counter[str] = Counter()
+        for bundle in self.bundles:
+            sums.update(bundle)
+        return dict(sums)
+
+
+def actor_names(launch: RayLaunch) -> list[str]:
+    """`trainer`, `engine-0` ..., `teacher-0` ..."""
+    engines = [f"engine-{index}" for index in range(launch.engines)]
+    return ["trainer", *engines, *(f"teacher-{index}" for index in range(launch.teachers))]
+
+
+def role_of(name: str) -> str:
+    """`engine` for `engine-3`."""
+    return name.partition("-")[0]
+
+
+def resources_of(wanted: ActorResources) -> dict[str, float]:
+    """A bundle in Ray's own words; what is 0 is left out."""
+    needs = {"CPU": wanted.cpus, "GPU": wanted.gpus, "memory": wanted.memory_mb * MIB, **wanted.custom}
+    found = {name: float(value) for name, value in needs.items() if value}
+    return found or {"CPU": 0.001}  # Ray refuses an empty bundle
+
+
+def options_of(wanted: ActorResources) -> dict[str, Any]:
+    """The same as options of an actor."""
+    options: dict[str, Any] = {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus}
+    if wanted.memory_mb:
+        options["memory"] = wanted.memory_mb * MIB
+    return options | ({"resources": dict(wanted.custom)} if wanted.custom else {})
+
+
+def words(resources: Mapping[str, float]) -> str:
+    """`CPU 5, GPU 1`, without Ray's bookkeeping."""
+    shown = {n: v for n, v in sorted(resources.items()) if ":" not in n and n != "object_store_memory"}
+    sizes = {n: f"{v / MIB:.0f} MiB" if n == "memory" else f"{v:g}" for n, v in shown.items()}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "nothing"
