@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from opd.kernels import cpu
 from opd.kernels.head import Head
 from opd.kernels.rows import Columns
 
@@ -95,12 +96,21 @@ def write_logits(hidden: Tensor, head: Head, temperature: float, out: Tensor) ->
     else:
         hidden = hidden.to(out.dtype)
         for columns, tile in weight_tiles(head, out.dtype):
-            if bias is None:
-                out[:, columns].addmm_(hidden, tile.t(), beta=0, alpha=factor)
-            else:
-                part = out[:, columns]
-                torch.addmm(bias[columns], hidden, tile.t(), beta=factor, alpha=factor, out=part)
+            _write_affine(hidden, tile, None if bias is None else bias[columns], factor, out[:, columns])
     return out if head.softcap is None else out.tanh_().mul_(head.softcap / temperature)
+
+
+def _write_affine(hidden: Tensor, weight: Tensor, bias: Tensor | None, factor: float, out: Tensor) -> None:
+    """`factor * (hidden weight^T + bias)` into `out` `[C, N]`; all of one dtype."""
+    if cpu.takes_linear(hidden):
+        for start in range(0, len(weight), TILE_ROWS):  # a part is in the cache when it is copied
+            columns = slice(start, min(start + TILE_ROWS, len(weight)))
+            part = cpu.linear(hidden, weight[columns], None if bias is None else bias[columns])
+            torch.mul(part, factor, out=out[:, columns])
+    elif bias is None:
+        out.addmm_(hidden, weight.t(), beta=0, alpha=factor)
+    else:
+        torch.addmm(bias, hidden, weight.t(), beta=factor, alpha=factor, out=out)
 
 
 def _scale_and_shift_(logits: Tensor, factor: float, bias: Tensor | None) -> None:
@@ -169,6 +179,8 @@ class Gradients:
         weight = self.head.weight.detach()[: self.head.vocabulary]
         if self.narrow:
             return grad_logits @ weight
+        if weight.dtype == grad_logits.dtype and cpu.takes_linear(grad_logits):
+            return cpu.linear(grad_logits, weight.t())
         part = grad_logits.new_empty(len(grad_logits), weight.shape[1])
         for columns, tile in weight_tiles(self.head, grad_logits.dtype):
             part.addmm_(grad_logits[:, columns], tile, beta=0 if columns.start == 0 else 1)

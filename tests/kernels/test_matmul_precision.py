@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.kernels import chunked, ops, projection, reference
+from opd.kernels import chunked, cpu, ops, projection, reference
 from opd.kernels.head import Head
 from opd.kernels.rows import divergence_
 
@@ -165,3 +165,33 @@ def test_given_logits_use_the_row_kernel_too() -> None:
 def test_on_a_gpu(dtype: torch.dtype, chunk: int, allowed: bool) -> None:
     gradient = 1e-4 if dtype == torch.float32 else 2**-7
     Problem("cuda", dtype, allow_bf16_logits=allowed).check(chunk, value=1e-5, gradient=gradient)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_either_library_of_matmuls_gives_the_same(
+    bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    hidden, weight, other = normal(70, 40), normal(2500, 40) / 6, normal(70, 40)
+    leaves = [hidden, weight, *([normal(2500)] if bias else [])]
+    found = []
+    calls, linear = [], cpu.linear
+    for faster in (False, True):
+        monkeypatch.setattr(cpu, "onednn_is_faster", lambda answer=faster: answer)
+        used: list[int] = []
+        monkeypatch.setattr(cpu, "linear", lambda *given, used=used: used.append(1) or linear(*given))
+        own = [leaf.clone().requires_grad_() for leaf in leaves]
+        head = Head(own[1], bias=own[2] if bias else None, softcap=softcap, scale=0.7, vocab_size=2400)
+        values = ops.linear_kl(own[0], head, other, Head(weight, vocab_size=2400), temperature=1.3, chunk=64)
+        found.append([values, *torch.autograd.grad(values.sum(), own)])
+        calls.append(bool(used))
+    for library, onednn in zip(*found, strict=True):
+        torch.testing.assert_close(onednn, library, rtol=1e-5, atol=1e-5)
+        assert onednn.dtype == torch.float32
+    assert calls == [False, True]

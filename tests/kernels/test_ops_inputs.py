@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from opd.kernels import chunked, ops, reference
+from opd.kernels import chunked, ops, reference, tilelang_ops, tilelang_target
 from opd.kernels.head import Head
 
 STUDENT, TEACHER = Head(torch.ones(5, 3)), Head(torch.ones(5, 2))
@@ -137,6 +137,15 @@ def test_implementation_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyP
         ValueError, match="OPD_KERNELS is 'fastest'; set it to one of auto, chunked, reference"
     ):
         call()
+
+
+def test_kernels_that_no_gpu_has_run_are_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tilelang_target, "missing", lambda device: None)
+    monkeypatch.setenv("OPD_KERNELS", "auto")
+    assert ops.implementation() is chunked
+    monkeypatch.setenv("OPD_KERNELS", "tilelang")
+    assert ops.implementation() is tilelang_ops
 
 
 def test_every_implementation_has_every_operation() -> None:

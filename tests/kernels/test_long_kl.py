@@ -1,0 +1,47 @@
+"""The KL over one sequence of a million tokens: memory by the chunk, values as in float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from long_kl_worker import VOCABULARY, WIDTH
+
+WORKER = Path(__file__).with_name("long_kl_worker.py")
+MIB = 1 << 20
+TOKENS = 1_000_000
+NUMBERS_PER_TOKEN = 12
+"""Vectors `[T]` of four bytes that may live at once: weights, values, what arrives from above, and what the
+backward compares them by."""
+SLACK = 16 * MIB
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux"
+)
+
+
+def measured(tokens: int, chunk: int) -> dict:
+    result = subprocess.run(
+        [sys.executable, str(WORKER), str(tokens), str(chunk)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OPD_KERNELS": "chunked", "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_memory_of_a_million_tokens_is_set_by_the_chunk() -> None:
+    found = {chunk: measured(TOKENS, chunk) for chunk in (1024, 16384)}
+    per_token = TOKENS * 4 * (WIDTH + NUMBERS_PER_TOKEN)
+    for chunk, numbers in found.items():
+        assert max(numbers["errors"]) < 1e-5
+        assert numbers["peak"] < per_token + 2 * chunk * VOCABULARY * 4 + SLACK
+        assert numbers["peak"] < TOKENS * VOCABULARY * 4 / 10
+    growth = found[16384]["peak"] - found[1024]["peak"]
+    assert abs(growth - 2 * (16384 - 1024) * VOCABULARY * 4) < SLACK
