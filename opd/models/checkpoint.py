@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ def save_checkpoint(
     card: dict[str, Any],
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    beside: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write `folder` so that it loads with `CausalLM.from_pretrained` and with plain transformers.
 
     `card` becomes README.md (see `opd.models.card.model_card`). Everything is written to a temporary sibling,
     flushed to disk and renamed, so `folder` is never half a checkpoint; an older one there is replaced, and
-    what a killed save left beside it is removed. One writer per `folder`.
+    what a killed save left beside it is removed. One writer per `folder`. `beside(draft)` may add files of
+    its own.
     """
     target = Path(folder).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -42,6 +45,8 @@ def save_checkpoint(
         (draft / "README.md").write_text(model_card(target.name, card), "utf-8")
         checksums = {path.name: file_digest(path) for path in sorted(draft.glob("*.safetensors"))}
         (draft / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", "utf-8")
+        if beside is not None:
+            beside(draft)
         draft.chmod(0o755)
         _flush(draft)
         _replace(draft, target)

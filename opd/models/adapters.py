@@ -1,0 +1,113 @@
+"""Adapter folders in peft's form, kept inside the Hugging Face folder of the merged model.
+
+FOLDER/                          the merged model, as any other
+FOLDER/adapter/                  adapter_config.json and adapter_model.safetensors: peft loads it
+FOLDER/adapter/base.json         where its base lies, and the sha256 of each of the base's weight files
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from opd.errors import CheckpointError
+from opd.models.checkpoint import save_checkpoint
+from opd.models.hf_folder import file_digest, read_checksums, weight_files
+from opd.models.lora import AdaptedLM, adapter_pairs, peft_config
+
+FOLDER = "adapter"
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What an adapter folder holds."""
+
+    base: Path
+    """The Hugging Face folder of its base."""
+    base_files: dict[str, str]
+    """sha256 of each of the base's weight files."""
+    scaling: float
+    """`W + scaling * B A`."""
+    pairs: dict[str, tuple[Tensor, Tensor]]
+    """`A` `[r, in]` and `B` `[out, r]` by the name of the weight they are added to."""
+
+
+def save_adapted(
+    model: AdaptedLM, tokenizer: PreTrainedTokenizerBase, folder: str | Path, card: dict[str, Any]
+) -> str:
+    """Write the merged model to `folder` as `save_checkpoint` does, with its adapters in `folder/adapter`.
+
+    Returns the digest of the merged weights.
+    """
+
+    def beside(draft: Path) -> None:
+        (draft / FOLDER).mkdir()
+        tensors = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in model.adapters()}
+        safetensors.torch.save_file(tensors, draft / FOLDER / WEIGHTS, metadata={"format": "pt"})
+        described = peft_config(model.module, model.lora, base=str(model.base_path), inference_mode=True)
+        described.save_pretrained(draft / FOLDER)
+        base = {"path": str(model.base_path.absolute()), "files": weight_digests(model.base_path)}
+        (draft / FOLDER / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
+
+    card = {**card, "adapter": f"LoRA, rank {model.lora.rank}, alpha {model.lora.alpha:g}; in {FOLDER}/"}
+    plain = model.merge()
+    save_checkpoint(plain, tokenizer, folder, card, beside=beside)
+    return plain.digest()
+
+
+def has_adapter(folder: str | Path) -> bool:
+    """Whether `folder` is a merged model that kept its adapters and says which base they belong to."""
+    return (Path(folder) / FOLDER / BASE).is_file()
+
+
+def read_adapter(folder: str | Path) -> Adapter:
+    """The adapters kept in the merged model's `folder`.
+
+    Raises `CheckpointError` naming the file that is missing or damaged, or if the adapters are of a kind
+    other than plain LoRA.
+    """
+    place = Path(folder) / FOLDER
+    config, base = (_read_json(place / name) for name in (CONFIG, BASE))
+    odd = [
+        key
+        for key in ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern")
+        if config.get(key)
+    ]
+    if config.get("peft_type") != "LORA" or odd or config.get("bias", "none") != "none":
+        raise CheckpointError(
+            f"{place / CONFIG} describes {odd[0] if odd else config.get('peft_type')}, and only plain LoRA"
+            " without biases can be read; use the merged model."
+        )
+    try:
+        tensors = safetensors.torch.load_file(place / WEIGHTS)
+        scaling = float(config["lora_alpha"]) / int(config["r"])
+        path, files = Path(base["path"]), dict(base["files"])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{place} is not a whole adapter ({error}); copy it again.") from error
+    pairs = adapter_pairs((name.removeprefix(_PREFIX), tensor) for name, tensor in tensors.items())
+    return Adapter(path, files, scaling, pairs)
+
+
+def weight_digests(folder: Path) -> dict[str, str]:
+    """sha256 of each weight file of a Hugging Face folder: as its `checksums.json` says, or computed."""
+    known = read_checksums(folder)
+    return {name: known.get(name) or file_digest(folder / name) for name in weight_files(folder)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy it again.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is not a JSON object; copy the file again from its source.")
+    return found
