@@ -86,9 +86,11 @@ def test_version_and_help_leave_at_once():
 
 
 def test_ctrl_c_ends_with_130(recipe):
-    # The process interrupts itself where it would print, as a terminal would at that moment.
+    # The process interrupts itself where it would print, as a terminal would at that moment. It hears it
+    # although tests run in the background ignore the signal, and with them what they start.
     code = (
         "import os, signal, sys\nfrom opd.pipelines.cli import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Out:\n"
         "    def write(self, text): os.kill(os.getpid(), signal.SIGINT)\n"
         "    def flush(self): pass\n"
