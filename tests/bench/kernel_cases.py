@@ -10,9 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from opd.kernels import tilelang_target
+from opd.kernels import cpu, tilelang_target
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl
+from opd.kernels.projection import TILE_ROWS
 
 TILE = 256
 
@@ -121,21 +122,48 @@ def liger_triton(inputs: Inputs) -> float:
     return loss.item()
 
 
+def matmuls_outputs(inputs: Inputs) -> None:
+    """Memory for what the matmuls give, kept from round to round."""
+    if "logits" not in inputs.kept:
+        shape = (len(inputs.student), len(inputs.student_weight))
+        inputs.kept["logits"] = inputs.student.new_empty(shape)
+        inputs.kept["hidden"] = torch.empty_like(inputs.student)
+        inputs.kept["weight"] = torch.empty_like(inputs.student_weight)
+
+
 @torch.no_grad()
 def matmuls(inputs: Inputs) -> float:
     """The four matmuls no exact method can do without: both logits, and the student's two gradients.
 
     The outputs are kept from round to round, so that its best round holds nothing but matmuls.
     """
-    if not inputs.kept:
-        shape = (len(inputs.student), len(inputs.student_weight))
-        inputs.kept["logits"] = inputs.student.new_empty(shape)
-        inputs.kept["hidden"] = torch.empty_like(inputs.student)
-        inputs.kept["weight"] = torch.empty_like(inputs.student_weight)
+    matmuls_outputs(inputs)
     logits = inputs.kept["logits"]
     torch.mm(inputs.teacher, inputs.teacher_weight.t(), out=logits)
     torch.mm(inputs.student, inputs.student_weight.t(), out=logits)
     torch.mm(logits, inputs.student_weight, out=inputs.kept["hidden"])
+    torch.mm(logits.t(), inputs.student, out=inputs.kept["weight"])
+    return float("nan")
+
+
+def logits_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """`hidden weight^T` by the library that `opd.kernels` takes."""
+    if not cpu.takes_linear(hidden):
+        torch.mm(hidden, weight.t(), out=out)
+        return
+    for start in range(0, len(weight), TILE_ROWS):
+        columns = slice(start, start + TILE_ROWS)
+        out[:, columns] = cpu.linear(hidden, weight[columns])
+
+
+@torch.no_grad()
+def matmuls_chosen(inputs: Inputs) -> float:
+    """`matmuls` by the library that `opd.kernels` takes for each."""
+    matmuls_outputs(inputs)
+    logits = inputs.kept["logits"]
+    logits_product(inputs.teacher, inputs.teacher_weight, logits)
+    logits_product(inputs.student, inputs.student_weight, logits)
+    inputs.kept["hidden"].copy_(cpu.linear(logits, inputs.student_weight.t()))
     torch.mm(logits.t(), inputs.student, out=inputs.kept["weight"])
     return float("nan")
 
@@ -153,7 +181,7 @@ def matmuls_unrounded(inputs: Inputs) -> float:
         kept["narrow hidden"] = torch.empty_like(inputs.student)
         kept["narrow weight"] = torch.empty_like(inputs.student_weight)
     for model in ("teacher", "student"):
-        torch.mm(kept[f"wide {model}"], kept[f"wide {model}_weight"].t(), out=kept["wide"])
+        logits_product(kept[f"wide {model}"], kept[f"wide {model}_weight"], kept["wide"])
     torch.mm(kept["narrow"], inputs.student_weight, out=kept["narrow hidden"])
     torch.mm(kept["narrow"].t(), inputs.student, out=kept["narrow weight"])
     return float("nan")
@@ -166,6 +194,8 @@ def cases(
     found: dict[str, Callable[[Inputs], float]] = {"matmuls alone": matmuls, "full logits": full_logits}
     if dtype == "bfloat16" and device == "cpu":
         found["matmuls, float32 logits"] = matmuls_unrounded
+    if dtype == "float32" and device == "cpu" and cpu.onednn_is_faster():
+        found["matmuls, faster library"] = matmuls_chosen
     found["full logits, compiled"] = partial(full_logits, function=torch.compile(naive_loss))
     if importlib.util.find_spec("liger_kernel"):
         found["liger"] = partial(liger, compiled=False, chunk=1024)

@@ -2,9 +2,10 @@
 
     python -m tests.bench.kernels [--size default] [--dtype float32] [--chunk 1024] [--json PATH]
 
-Compared: the four matmuls alone (for bfloat16 on a CPU also with float32 logits), full logits (plain and
-under torch.compile), Liger-Kernel's chunked loss where it is installed, and `opd.kernels` (PyTorch, and
-TileLang where it can run). Times are taken in one process, the cases in turn, and the best of the rounds
+Compared: the four matmuls alone, as `torch.mm` does them (for bfloat16 on a CPU also with float32 logits;
+where `opd.kernels` takes another library, also by that one), full logits (plain and under torch.compile),
+Liger-Kernel's chunked loss where it is installed, and `opd.kernels` (PyTorch, and TileLang where it can run).
+Times are taken in one process, the cases in turn, and the best of the rounds
 counts; "vs liger" is against Liger's default, compiled. Memory is the growth of the peak over the inputs',
 each case in a process of its own; "above gradients" leaves out the gradients of the student's head and hidden
 states, which every case must produce, and "buffers" is 2 C V numbers of 4 bytes, what the method says it
@@ -31,6 +32,7 @@ from kernel_cases import Inputs, cases
 
 SIZES = {
     "small": (256, 256, 8192),
+    "short": (512, 1024, 32768),
     "default": (2048, 1024, 32768),
     "half": (1024, 1024, 32768),
     "wide": (512, 2048, 151936),
