@@ -83,7 +83,7 @@ def describe(rows: np.ndarray, record: CacheRecord) -> CacheRecord:
             f"rows are {rows.dtype} {list(rows.shape)}; give [R, D] as float32, float16,"
             " or uint16 holding bfloat16"
         )
-    checksum = xxhash.xxh3_128_hexdigest(_bytes_of(rows))
+    checksum = xxhash.xxh3_128_hexdigest(bytes_of(rows))
     return replace(record, rows=rows.shape[0], width=rows.shape[1], dtype=name, checksum=checksum)
 
 
@@ -102,7 +102,7 @@ def write_blob(descriptor: int, header: bytes, rows: np.ndarray) -> None:
     """Write header and array to the start of a file. Raises `OSError`, for example on a full disk."""
     # One call for both, from offset 0: the page cache then uses large pages, written and mapped many times
     # faster than after a small write at the start.
-    parts, offset = [memoryview(header), _bytes_of(rows)], 0
+    parts, offset = [memoryview(header), bytes_of(rows)], 0
     while parts:
         written = os.pwritev(descriptor, parts, offset)
         offset += written
@@ -141,7 +141,8 @@ def array_view(data: np.ndarray, record: CacheRecord, start: int) -> np.ndarray:
     return data[start:].view(_DTYPES[record.dtype]).reshape(record.rows, record.width)
 
 
-def _bytes_of(rows: np.ndarray) -> memoryview:
+def bytes_of(rows: np.ndarray) -> memoryview:
+    """The bytes of an array in C order, without a copy."""
     return rows.reshape(-1).view(np.uint8).data
 
 

@@ -26,10 +26,13 @@ from opd.storage.blobs import (
     cache_key,
     check_key,
     decode_header,
+    describe,
+    encode_header,
     verify_payload,
 )
 from opd.storage.leases import Lease, LeaseTable
 from opd.storage.mapped_file import MappedFile
+from opd.storage.rows_writer import RowsWriter
 
 __all__ = ["CacheCounters", "CacheRecord", "HiddenStateCache", "Lease", "cache_key"]
 
@@ -138,6 +141,25 @@ class HiddenStateCache:
                 kept += group.put(items[start : start + _GROUP])
                 self._count(bytes_written=group.written, rejected=group.rejected)
         return kept
+
+    def open_rows(self, key: bytes, like: np.ndarray, count: int, record: CacheRecord) -> RowsWriter | None:
+        """Begin an array of `count` rows of the width and dtype of `like` (`[1, D]`), written in pieces.
+
+        `None` if quota and leases, or the disk, leave no room. See `put` for the rest.
+        """
+        check_key(key)
+        whole = replace(describe(like, record), rows=count, checksum="00" * 16)
+        size = len(encode_header(key, whole)) + count * like.nbytes
+        with self._reporting("written"):
+            partial = self._files.begin(key, size)
+        if partial is None:
+            self._count(rejected=1)
+            return None
+        return RowsWriter(self._files, partial, whole, self._durable, self._reporting)
+
+    def written(self, count: int) -> None:
+        """Count `count` bytes that a `RowsWriter` put in, or with 0 an array it had to give up."""
+        self._count(bytes_written=count, rejected=count == 0)
 
     def used_bytes(self) -> int:
         """Bytes of disk the folder takes, by all processes."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
 
+import torch
 from torch import Tensor
 
+from opd.errors import TeacherError
 from opd.protocols import Teacher
 from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, Lease, cache_key
+from opd.storage.rows_writer import RowsWriter
 from opd.storage.tensors import rows_array, rows_tensor
+from opd.teachers.row_pieces import RowPieces
 from opd.types import Sample
 
 
@@ -26,7 +31,7 @@ class CachedScores:
     def __init__(self, cache: HiddenStateCache, *, variant: str = "") -> None:
         self.cache = cache
         self.variant = variant
-        self._leases: list[Lease] = []
+        self._leases: list[tuple[str, Lease]] = []
 
     def find(self, teacher: Teacher, sample: Sample) -> Tensor | None:
         """[R, D] on the CPU, valid until `release`; `None` if the cache has no rows, or no whole ones."""
@@ -36,7 +41,7 @@ class CachedScores:
         if len(lease.rows) != len(sample.response_ids):
             lease.release()
             return None
-        self._leases.append(lease)
+        self._leases.append((sample.uid, lease))
         return rows_tensor(lease)
 
     def store(self, teacher: Teacher, samples: Sequence[Sample], rows: Sequence[Tensor]) -> list[Tensor]:
@@ -56,14 +61,73 @@ class CachedScores:
             mapped.append(own if found is None else found)
         return mapped
 
+    def store_pieces(self, teacher: Teacher, pieces: RowPieces) -> dict[str, Tensor]:
+        """Keep the rows of samples as they come, piece by piece; what to use until `release`, by uid.
+
+        No more than a piece is in memory, except for rows the cache has no room for. Raises `StorageError` if
+        its disk fails, and `TeacherError` where a sample does not get a row for each token.
+        """
+        kept: dict[str, Tensor] = {}
+        for sample, parts in groupby(pieces, key=lambda piece: piece[0]):
+            kept[sample.uid] = self._store_one(teacher, sample, (rows for _, rows in parts))
+        return kept
+
+    def _store_one(self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor]) -> Tensor:
+        first = next(parts)
+        key, count = self._key(teacher, sample), len(sample.response_ids)
+        writer = self.cache.open_rows(key, rows_array(first[:1]), count, self._record(teacher, sample))
+        if writer is None:
+            return torch.cat([first, *parts])
+        done = 0
+        try:
+            for rows in chain([first], parts):
+                done += len(rows)
+                if done > count or not torch.isfinite(rows).all():
+                    raise unusable(teacher.name, sample, done)
+                if not writer.append(rows_array(rows)):
+                    return self._in_memory(writer, rows, parts)
+            if done < count:
+                raise unusable(teacher.name, sample, done)
+            self.cache.written(writer.finish())
+        finally:
+            writer.close()
+        found = self.find(teacher, sample)
+        if found is None:
+            raise TeacherError(
+                f"the hidden states of sample {sample.uid} under teacher {teacher.name} were evicted as soon"
+                " as they were written; raise storage.cache_mb, or let fewer runs share the cache."
+            )
+        return found
+
+    def _in_memory(self, writer: RowsWriter, rows: Tensor, parts: Iterator[Tensor]) -> Tensor:
+        """The disk is full: what was written is taken back, the rest stays in memory too."""
+        self.cache.written(0)
+        before = torch.from_numpy(writer.give_up()).view(rows.dtype).view(-1, rows.shape[1])
+        return torch.cat([before, rows, *parts])
+
     def release(self) -> None:
         """End the leases: what `find` and `store` returned may be evicted from now on."""
         leases, self._leases = self._leases, []
-        for lease in leases:
+        for _, lease in leases:
             lease.release()
+
+    def drop(self, samples: Sequence[Sample]) -> None:
+        """End the leases on the rows of `samples` alone."""
+        gone = {sample.uid for sample in samples}
+        for lease in [lease for uid, lease in self._leases if uid in gone]:
+            lease.release()
+        self._leases = [held for held in self._leases if held[0] not in gone]
 
     def _key(self, teacher: Teacher, sample: Sample) -> bytes:
         return cache_key(teacher.digest, sample.token_ids, len(sample.prompt_ids) - 1, self.variant)
 
     def _record(self, teacher: Teacher, sample: Sample) -> CacheRecord:
         return CacheRecord(uid=sample.uid, teacher=teacher.name, version=teacher.digest[:16])
+
+
+def unusable(name: str, sample: Sample, rows: int) -> TeacherError:
+    """The error for a teacher that gave `rows` rows so far, too few or many, or some not finite."""
+    return TeacherError(
+        f"teacher {name} returned {rows} hidden states for the {len(sample.response_ids)} response tokens of"
+        f" sample {sample.uid}, or numbers that are not finite; check its weights, dtype and back end."
+    )

@@ -22,6 +22,8 @@ from opd.teachers.gather import naming_lost_ranks
 from opd.teachers.given_logprobs import GivenLogprobs
 from opd.teachers.resident_heads import Prefetching, ResidentHeads
 from opd.teachers.routing import Route, Router
+from opd.teachers.row_pieces import Piecewise, cuts
+from opd.teachers.score_cache import ScoreCache
 from opd.train.distill_terms import TeacherView, View
 from opd.types import (
     HiddenStates,
@@ -51,22 +53,6 @@ class ScheduleCounters:
     """How long scoring and training waited for layers and heads."""
     weight_bytes_peak: int = 0
     """The most bytes of streamed teachers' weights that were in memory at once."""
-
-
-class ScoreCache(Protocol):
-    """Hidden states that outlive a mini-batch; `opd.teachers.cached_scores` has one."""
-
-    def find(self, teacher: Teacher, sample: Sample) -> Tensor | None:
-        """The rows [R, D] of `sample` under `teacher`, valid until `release`; `None` if unknown."""
-        ...
-
-    def store(self, teacher: Teacher, samples: Sequence[Sample], rows: Sequence[Tensor]) -> list[Tensor]:
-        """Keep the rows [R, D] of each sample; returns what to use in their place until `release`."""
-        ...
-
-    def release(self) -> None:
-        """What was found and stored is no longer used."""
-        ...
 
 
 @runtime_checkable
@@ -188,7 +174,17 @@ class TeacherSchedule:
             raise TeacherError(
                 f"sample {missing.args[0][1]} was not scored by teacher {teacher}; call score() on it first."
             ) from None
-        return torch.cat(rows if self._device is None else [own.to(self._device) for own in rows])
+        rows = rows if self._device is None else [own.to(self._device) for own in rows]
+        # One sample's stay where they are, mapped, so that only the rows in use are in memory.
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def forget(self, samples: Sequence[Sample]) -> None:
+        """Drop the hidden states of `samples`; `score` finds those the cache keeps."""
+        for sample in samples:
+            for name in self._teachers:
+                self._rows.pop((name, sample.uid), None)
+        if self._cache is not None:
+            self._cache.drop(samples)
 
     def release(self) -> None:
         """Drop the hidden states and the head of a finished mini-batch.
@@ -276,10 +272,17 @@ class TeacherSchedule:
     def _score(self, name: str, mine: Sequence[Sample]) -> None:
         teacher = self._teachers[name]
         begin = time.perf_counter()
-        targets = teacher.score(mine)
+        if self._cache is not None and isinstance(teacher, Piecewise) and cuts(teacher, mine):
+            kept = self._cache.store_pieces(teacher, teacher.score_pieces(mine))
+            self._rows |= {(name, uid): rows for uid, rows in kept.items()}
+            targets = None
+        else:
+            targets = teacher.score(mine)
         self._waited[name] = self._waited.get(name, 0.0) + time.perf_counter() - begin
         counts = [len(s.response_ids) for s in mine]
         self.counters.teacher_tokens += sum(counts)
+        if targets is None:
+            return
         if isinstance(targets, TokenLogprobs | TopKLogprobs):
             self._given.keep(name, mine, targets)
             return

@@ -20,8 +20,9 @@ from torch.func import functional_call
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from opd.errors import TeacherError
-from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
+from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
 from opd.models.causal_lm import quiet
+from opd.models.chunked_layers import ChunkedLayers
 
 _NORMS = ("norm", "final_layernorm", "ln_f")
 _IGNORED = ("rotary_emb.inv_freq",)  # older checkpoints hold it; it follows from the configuration
@@ -36,6 +37,8 @@ class PackedWork:
     position_ids: Tensor
     """[T] int64."""
     attend: CheckedAttention
+    pieces: ChunkedLayers | None = None
+    """How it is cut, if it goes through the layers in pieces; then each overwrites `hidden`."""
     hidden: Tensor | None = None
     """[1, T, D]: what the next layer is given."""
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -50,7 +53,7 @@ class PackedWork:
 class CheckedAttention:
     """`PackedAttention` that notices layers it cannot stand for."""
 
-    def __init__(self, attend: PackedAttention, kinds: list[str]) -> None:
+    def __init__(self, attend: Attend, kinds: list[str]) -> None:
         self.attend = attend
         self.kinds = kinds
         self.called = False
@@ -90,10 +93,17 @@ class Skeleton:
             raise self._unusable(f"a layer is of kind {min(unknown)!r}")
         _move_buffers(self._decoder, device)
 
-    def work(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> PackedWork:
-        """A micro-batch of sequences packed end to end: [T], [T] and [B + 1] on the skeleton's device."""
-        attend = CheckedAttention(PackedAttention(cu_seqlens), self.kinds)
-        return PackedWork(input_ids, position_ids, attend)
+    def work(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, chunk: int | None = None
+    ) -> PackedWork:
+        """A micro-batch of sequences packed end to end: [T], [T] and [B + 1] on the skeleton's device.
+
+        One of more than `chunk` tokens goes through the layers in pieces of so many.
+        """
+        attend = PackedAttention(cu_seqlens)
+        cut = chunk is not None and attend.tokens > chunk
+        pieces = ChunkedLayers(attend.bounds, chunk) if cut and chunk is not None else None
+        return PackedWork(input_ids, position_ids, CheckedAttention(attend, self.kinds), pieces)
 
     def embed(self, tensors: Mapping[str, Tensor], work: PackedWork) -> None:
         """From token ids to what the first layer is given; `tensors` are the embedding's."""
@@ -123,7 +133,17 @@ class Skeleton:
         work.attend.called = False
         # A layer's arguments are used once: what it alone needed is freed with them.
         arguments, work.calls[index] = work.calls[index], {}
-        output = functional_call(self.layers[index], given, (work.hidden,), arguments, tie_weights=False)
+
+        def run(hidden: Tensor | None, **options: Any) -> Any:
+            # Whatever attends to a piece, the check of its kind stands before it.
+            work.attend.attend = options["attend"] if work.pieces is not None else work.attend.attend
+            given_options = options | {"attend": work.attend}
+            return functional_call(self.layers[index], given, (hidden,), given_options, tie_weights=False)
+
+        if work.pieces is not None and work.hidden is not None:
+            output = work.pieces.prefill(work.hidden, arguments, run)
+        else:
+            output = run(work.hidden, **arguments)
         if not isinstance(output, Tensor) or not work.attend.called:
             raise self._unusable(f"layer {index} does not take hidden states to hidden states by attention")
         work.hidden = output
@@ -132,7 +152,14 @@ class Skeleton:
         """Run the final norm on `work`, which is then done."""
         given = self._own(self._norm, tensors)
         norm = getattr(self._decoder, self._norm)
-        work.hidden = functional_call(norm, given, (work.hidden,), tie_weights=False)
+
+        def run(hidden: Tensor | None) -> Tensor:
+            return functional_call(norm, given, (hidden,), tie_weights=False)
+
+        if work.pieces is not None and work.hidden is not None:
+            work.pieces.prefill(work.hidden, {}, run, attends=False)
+        else:
+            work.hidden = run(work.hidden)
 
     def _own(self, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`tensors` under the names they have inside the submodule at `path`, all of them and no others."""

@@ -20,6 +20,7 @@ from opd.models.causal_lm import torch_device, torch_dtype
 from opd.storage.published import PublishedModel
 from opd.teachers.background import in_background
 from opd.teachers.layer_stream import LayerStream, UnitPass
+from opd.teachers.row_pieces import RowPieces, row_pieces
 from opd.teachers.skeleton import PackedWork, Skeleton
 from opd.teachers.streamed_head import UNIT, head_bytes, read_head
 from opd.teachers.unit_tensors import converted_bytes, unit_tensors
@@ -41,6 +42,8 @@ class Placement:
     """Packed tokens per micro-batch."""
     vocabulary: int | None = None
     """Size of the student's tokenizer; both heads are cut to it, however they are padded."""
+    sequence_chunk: int | None = None
+    """Micro-batches of more packed tokens go through each layer in pieces of so many."""
 
 
 class StreamedTeacher:
@@ -129,11 +132,23 @@ class StreamedTeacher:
         Raises `StorageError` if its weights cannot be read, and `TeacherError` if they do not fit their
         configuration or another rank could not read them.
         """
+        parts = [rows for _, rows in self.score_pieces(samples)]
+        return HiddenStates(torch.cat(parts) if parts else self._no_rows())
+
+    @property
+    def sequence_chunk(self) -> int | None:
+        """Packed tokens a piece of a long sequence has."""
+        return self._placement.sequence_chunk
+
+    def score_pieces(self, samples: Sequence[Sample]) -> RowPieces:
+        """The rows of `score`, those of a long sample in pieces; each micro-batch keeps one [T, D]."""
         batches = self._pack(samples)
         if batches or self.collective:
-            self._pass_by(batches)
-        parts = [work.last_hidden()[rows] for work, rows in batches]
-        return HiddenStates(torch.cat(parts) if parts else self._no_rows())
+            with torch.no_grad():
+                self._pass_by([work for work, _ in batches])
+        while batches:
+            work, part = batches.pop(0)  # its hidden states go with it
+            yield from row_pieces(part, work.last_hidden(), self.sequence_chunk)
 
     def close(self) -> None:
         """Stop its stream, and with it every teacher that shares it, and let the store go."""
@@ -169,16 +184,17 @@ class StreamedTeacher:
             )
         return names
 
-    def _pack(self, samples: Sequence[Sample]) -> list[tuple[PackedWork, Tensor]]:
+    def _pack(self, samples: Sequence[Sample]) -> list[tuple[PackedWork, Sequence[Sample]]]:
         lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
         batches = []
         for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._placement.max_tokens):
-            packed = (t.to(self._device) for t in pack_tokens(samples[start:stop]))
-            input_ids, position_ids, cu_seqlens, rows = packed
-            batches.append((self.skeleton.work(input_ids, position_ids, cu_seqlens), rows))
+            part = samples[start:stop]
+            input_ids, position_ids, cu_seqlens, _ = (t.to(self._device) for t in pack_tokens(part))
+            work = self.skeleton.work(input_ids, position_ids, cu_seqlens, self.sequence_chunk)
+            batches.append((work, part))
         return batches
 
-    def _pass_by(self, batches: list[tuple[PackedWork, Tensor]]) -> None:
+    def _pass_by(self, batches: list[PackedWork]) -> None:
         """Take every unit once, in order, and run it over all micro-batches."""
         self.prefetch()
         asked, self._pass = self._pass, None
@@ -191,13 +207,13 @@ class StreamedTeacher:
         finally:
             self._stalled += self.stream.stall_seconds - before
 
-    def _run(self, unit: str, flat: Tensor, batches: list[tuple[PackedWork, Tensor]]) -> None:
+    def _run(self, unit: str, flat: Tensor, batches: list[PackedWork]) -> None:
         if not batches:
             return
         entry = self.published.manifest.units[unit]
         with self.stream.meter.held(converted_bytes(entry, self._dtype)):
             tensors = unit_tensors(entry, flat, self._dtype)
-            for work, _ in batches:
+            for work in batches:
                 if unit == "embedding":
                     self.skeleton.embed(tensors, work)
                 elif unit == "norm":

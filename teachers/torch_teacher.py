@@ -10,6 +10,8 @@ import torch
 
 from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
+from opd.models.long_sequence import LayerMemory
+from opd.teachers.row_pieces import RowPieces, row_pieces
 from opd.train.packing import pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
 
@@ -24,6 +26,7 @@ class TorchTeacher:
         device: Where it runs.
         max_tokens: Packed tokens per forward pass.
         vocabulary: Size of the student's tokenizer; both heads are cut to it, however they are padded.
+        sequence_chunk: More packed tokens go through the layers in pieces of so many.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class TorchTeacher:
         device: str = "cpu",
         max_tokens: int = 4096,
         vocabulary: int | None = None,
+        sequence_chunk: int | None = None,
     ) -> None:
         self.name = name
         self.path = Path(path)
@@ -42,6 +46,7 @@ class TorchTeacher:
         self._device = device
         self._max_tokens = max_tokens
         self._vocabulary = vocabulary
+        self.sequence_chunk = sequence_chunk
 
     @cached_property
     def model(self) -> CausalLM:
@@ -58,15 +63,22 @@ class TorchTeacher:
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> HiddenStates:
         """Last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order."""
-        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-        parts = []
-        for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._max_tokens):
-            packed = pack_tokens(samples[start:stop])
-            input_ids, position_ids, cu_seqlens, rows = (t.to(self.model.device) for t in packed)
-            parts.append(self.model.hidden(input_ids, position_ids, cu_seqlens)[rows])
+        parts = [rows for _, rows in self.score_pieces(samples)]
         if not parts:
             return HiddenStates(torch.zeros(0, self.model.config.hidden_size))
         return HiddenStates(torch.cat(parts))
+
+    def score_pieces(self, samples: Sequence[Sample]) -> RowPieces:
+        """The rows of `score`, those of a long sample in pieces; one micro-batch's are in memory."""
+        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+        memory = LayerMemory(chunk=self.sequence_chunk)
+        for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._max_tokens):
+            part = samples[start:stop]
+            input_ids, position_ids, cu_seqlens, _ = (t.to(self.model.device) for t in pack_tokens(part))
+            with torch.no_grad():
+                hidden = self.model.hidden(input_ids, position_ids, cu_seqlens, memory)
+            yield from row_pieces(part, hidden, self.sequence_chunk)
+            del hidden  # before the next micro-batch's are computed
 
     def load_head(self) -> Head:
         """The head; its weights were frozen when the model was loaded."""

@@ -34,6 +34,13 @@ class BatchConfig(Config):
     """Packed tokens per micro-batch (a longer single sample gets a micro-batch of its own)."""
     kl_chunk: int = Field(default=1024, gt=0)
     """Tokens whose logits exist at the same time in the full-vocabulary KL."""
+    recompute_layers: bool = False
+    """Activation checkpointing: of each decoder layer only the input is kept for the backward pass, which
+    computes the rest again. Less memory, a third more time."""
+    sequence_chunk: int | None = Field(default=None, gt=0)
+    """Micro-batches of more packed tokens than this go through the layers of student and teachers in pieces
+    of so many, with attention block by block and layers computed again: one sequence of any length fits as
+    long as its hidden states do. `None` runs every micro-batch as a whole."""
 
 
 class TrainConfig(Config):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opd.errors import ModelError
 from opd.models.attention import PackedAttention
-from opd.models.chunked_layers import ChunkedLayers, Layer, Piece
+from opd.models.chunked_layers import ChunkedLayers, Layer
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
@@ -53,6 +53,8 @@ def hidden_in_pieces(
 ) -> Tensor:
     """[T, D] of sequences packed end to end (`bounds` [B + 1]); see `chunked_layers` for what it keeps.
 
+    Without a gradient (a prefill) that is one [T, D], which every layer overwrites.
+
     Raises `ModelError` if the architecture's layers cannot be called piece by piece.
     """
     check_pieces(model)
@@ -65,28 +67,6 @@ def _in_pieces(
     layers = ChunkedLayers(bounds, chunk)
     with layers.installed(model.decoder.layers, final_norm(model.decoder)):
         return model.run(input_ids, position_ids, layers)
-
-
-@torch.no_grad()
-def prefill_in_pieces(
-    model: CausalLM, input_ids: Tensor, position_ids: Tensor, bounds: Sequence[int], chunk: int
-) -> Iterator[tuple[Piece, Tensor]]:
-    """Each piece of the packed tokens with its last hidden states [t, D], in order, after one prefill.
-
-    One [T, D] is in memory, what the layers overwrite; the final norm runs on a piece when it is asked for.
-    """
-    check_pieces(model)
-    layers, norm = ChunkedLayers(bounds, chunk), final_norm(model.decoder)
-    with ExitStack() as undo:
-        undo.enter_context(layers.installed(model.decoder.layers, None))
-        if norm is not None:
-            norm.forward = _unchanged
-            undo.callback(delattr, norm, "forward")
-        hidden = model.run(input_ids, position_ids, layers)
-    for piece in layers.pieces:
-        rows = hidden[piece.start : piece.stop]
-        with torch.no_grad():
-            yield piece, rows if norm is None else norm(rows[None])[0]
 
 
 @contextmanager
@@ -122,10 +102,6 @@ def check_pieces(model: CausalLM) -> None:
             f" {difference:.3g}); leave sequence_chunk out."
         )
     model.pieces_checked = True
-
-
-def _unchanged(hidden_states: Tensor) -> Tensor:
-    return hidden_states
 
 
 def _checkpointed(layer: Layer) -> Layer:

@@ -14,6 +14,7 @@ from opd.errors import CheckpointError, TrainingError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import CausalLM
+from opd.models.long_sequence import LayerMemory
 from opd.ranks import Ranks
 from opd.train.backend import Backend
 from opd.train.packing import of_packed
@@ -44,6 +45,7 @@ class TorchBackend(Backend):
     ) -> None:
         super().__init__(batch, temperature, terms, data)
         self.model = model
+        self._memory = layer_memory(batch)
         self._max_grad_norm = optim.max_grad_norm
         self._parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
         self._optimizer = adamw(self._parameters, optim)
@@ -53,7 +55,7 @@ class TorchBackend(Backend):
         return self.model.device
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return self.model.hidden(input_ids, position_ids, cu_seqlens)
+        return self.model.hidden(input_ids, position_ids, cu_seqlens, self._memory)
 
     def head(self) -> Head:
         return self.model.head()
@@ -146,6 +148,11 @@ def optimizer_fields(
     return by_name
 
 
+def layer_memory(batch: BatchConfig) -> LayerMemory:
+    """What `batch` says about the memory of a forward pass."""
+    return LayerMemory(batch.recompute_layers, batch.sequence_chunk)
+
+
 @torch.no_grad()
 def response_logprobs(
     model: CausalLM, samples: Sequence[Sample], temperature: float, batch: BatchConfig
@@ -153,7 +160,7 @@ def response_logprobs(
     """`[R]` float32 log-probabilities of each sample's response under `model`, at `temperature`."""
 
     def one_pass(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
-        hidden = model.hidden(input_ids, position_ids, cu_seqlens)[rows]
+        hidden = model.hidden(input_ids, position_ids, cu_seqlens, layer_memory(batch))[rows]
         targets = input_ids[rows + 1]
         return linear_logprobs(hidden, model.head(), targets, temperature=temperature, chunk=batch.kl_chunk)
 

@@ -196,3 +196,21 @@ def test_empty_responses_are_skipped_and_a_step_of_nothing_else_is_an_error():
     empty = RolloutBatch([samples[0], samples[2]], [TokenTerms.zeros(0), TokenTerms.zeros(0)])
     with pytest.raises(TrainingError, match="all 2 responses of this step are empty"):
         backend([CrossEntropyTerm()]).forward_backward(empty)
+
+
+def test_recomputed_layers_change_no_bit_and_pieces_no_more_than_rounding(schedule, batch):
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+
+    def run(**memory):
+        terms = distill(schedule, FullVocabularyKL())
+        config = BatchConfig(max_tokens=1000, **memory)
+        back = TorchBackend(tiny.model(0), OptimConfig(), config, 0.7, terms)
+        found = gradient(back, schedule.sort(batch))
+        return found, back.logprobs(batch.samples)
+
+    whole, again, pieces = run(), run(recompute_layers=True), run(sequence_chunk=3)
+    assert torch.equal(whole[0], again[0])
+    torch.testing.assert_close(pieces[0], whole[0], rtol=1e-4, atol=1e-6)
+    for mine, other in zip(pieces[1], whole[1], strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)

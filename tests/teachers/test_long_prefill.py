@@ -1,0 +1,151 @@
+"""Teachers that read long samples in pieces: the same rows, written to the cache as they come."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+import tiny
+import torch
+
+from opd.errors import TeacherError
+from opd.storage.hidden_cache import HiddenStateCache
+from opd.storage.rows_writer import RowsWriter
+from opd.teachers.cached_scores import CachedScores
+from opd.teachers.routing import Router
+from opd.teachers.row_pieces import row_pieces
+from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.streamed_teacher import Placement, streamed_teachers
+from opd.teachers.torch_teacher import TorchTeacher
+
+LENGTHS = [(3, 4), (5, 60), (2, 0), (20, 33), (4, 5)]
+CHUNK = 16
+ROUTES = Router({"t": {"t": 1.0}}, "one_hot")
+
+
+def samples():
+    return tiny.samples(LENGTHS, teachers=["t"] * len(LENGTHS))
+
+
+def teacher_of(kind: str, family, chunk: int | None):
+    checkpoint, url = family
+    if kind == "torch":
+        return TorchTeacher("t", checkpoint, max_tokens=40, sequence_chunk=chunk)
+    return streamed_teachers({"t": url}, Placement(max_tokens=40, sequence_chunk=chunk))["t"]
+
+
+def close(teacher) -> None:
+    if hasattr(teacher, "close"):
+        teacher.close()
+
+
+@pytest.mark.parametrize("kind", ["torch", "streamed"])
+def test_pieces_give_the_rows_of_the_whole(published_family, kind):
+    whole, cut = (teacher_of(kind, published_family, chunk) for chunk in (None, CHUNK))
+    expected = whole.score(samples()).rows
+    torch.testing.assert_close(cut.score(samples()).rows, expected, atol=2e-5, rtol=1e-4)
+    pieces = [(sample.uid, rows.clone()) for sample, rows in cut.score_pieces(samples())]
+    assert max(len(rows) for _, rows in pieces) == CHUNK
+    torch.testing.assert_close(torch.cat([r for _, r in pieces]), expected, atol=2e-5, rtol=1e-4)
+    close(whole)
+    close(cut)
+
+
+def test_rows_of_packed_samples_are_those_that_predict_responses():
+    chosen = samples()
+    total = sum(c + r for c, r in LENGTHS)
+    hidden = torch.arange(total)[:, None]
+    expected, start = [], 0
+    for prompt, response in LENGTHS:
+        expected += range(start + prompt - 1, start + prompt + response - 1)
+        start += prompt + response
+    for chunk in (None, 1, 7):
+        pieces = list(row_pieces(chosen, hidden, chunk))
+        assert torch.cat([rows for _, rows in pieces])[:, 0].tolist() == expected
+        assert all(len(rows) <= (chunk or total) for _, rows in pieces)
+
+
+@pytest.fixture
+def family(published):
+    return published("t", seed=3)
+
+
+def open_schedule(teacher, folder, quota: int = 1 << 20) -> TeacherSchedule:
+    cache = CachedScores(HiddenStateCache(folder, quota_bytes=quota))
+    return TeacherSchedule({"t": teacher}, ROUTES, cache=cache)
+
+
+def scored(schedule: TeacherSchedule) -> torch.Tensor:
+    chosen = [s for s in samples() if len(s.response_ids)]
+    schedule.assign(chosen)
+    schedule.score(chosen)
+    return schedule.hidden("t", chosen)
+
+
+@pytest.mark.parametrize("kind", ["torch", "streamed"])
+def test_rows_go_to_the_cache_in_pieces_and_are_found_there(family, tmp_path, kind, monkeypatch):
+    sizes: list[int] = []
+    append = RowsWriter.append
+    monkeypatch.setattr(RowsWriter, "append", lambda w, rows: sizes.append(len(rows)) or append(w, rows))
+    teacher = teacher_of(kind, family, CHUNK)
+    expected = teacher.score(samples()).rows
+    schedule = open_schedule(teacher, tmp_path / "cache")
+    assert torch.equal(scored(schedule), expected)
+    assert sizes[:1] == [4]
+    assert max(sizes) == CHUNK
+    assert sum(sizes) == len(expected)
+    schedule.release()
+    other = open_schedule(teacher, tmp_path / "cache")
+    assert torch.equal(scored(other), expected)
+    assert (other.counters.teacher_tokens, other.counters.cached_tokens) == (0, len(expected))
+    close(teacher)
+
+
+def test_forgotten_samples_are_found_again(family, tmp_path):
+    schedule = open_schedule(teacher_of("torch", family, CHUNK), tmp_path / "cache")
+    expected = scored(schedule).clone()
+    chosen = [s for s in samples() if len(s.response_ids)]
+    schedule.forget(chosen[:2])
+    with pytest.raises(TeacherError, match="was not scored"):
+        schedule.hidden("t", chosen[:1])
+    assert torch.equal(schedule.hidden("t", chosen[2:]), expected[64:])
+    assert torch.equal(scored(schedule), expected)
+
+
+def test_a_full_disk_in_the_middle_of_a_sample_loses_no_row(family, tmp_path, monkeypatch):
+    teacher = teacher_of("torch", family, CHUNK)
+    expected = teacher.score(samples()).rows
+    schedule = open_schedule(teacher, tmp_path / "cache")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    append, calls = RowsWriter.append, []
+
+    def fill_the_disk(writer, rows):
+        calls.append(len(rows))
+        if len(calls) == 4:  # two pieces of the long sample are written
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+        return append(writer, rows)
+
+    monkeypatch.setattr(RowsWriter, "append", fill_the_disk)
+    try:
+        found = scored(schedule)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert torch.equal(found, expected)
+    assert schedule._cache.cache.counters.rejected >= 1
+    assert not list((tmp_path / "cache" / "v1" / "partial").iterdir())
+
+
+def test_a_cache_without_room_leaves_rows_in_memory(family, tmp_path):
+    teacher = teacher_of("torch", family, CHUNK)
+    schedule = open_schedule(teacher, tmp_path / "cache", quota=4096)
+    assert torch.equal(scored(schedule), teacher.score(samples()).rows)
+
+
+def test_rows_that_are_not_finite_are_refused_and_leave_nothing(family, tmp_path):
+    teacher = teacher_of("torch", family, CHUNK)
+    with torch.no_grad():
+        teacher.model.module.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(TeacherError, match="not finite"):
+        scored(open_schedule(teacher, tmp_path / "cache"))
+    assert not list((tmp_path / "cache" / "v1" / "partial").iterdir())
+    assert not list((tmp_path / "cache" / "v1" / "blobs").iterdir())
