@@ -128,7 +128,7 @@ def turn_of(request: RolloutRequest, known: Tokens) -> tuple[RolloutRequest, int
     if seen.all():
         return replace(request, prefix_ids=known.token_ids), 0
     start = len(seen) - int(np.argmin(seen[::-1]))
-    number = int((np.diff(np.concatenate([[True], seen]).astype(np.int8)) < 0).sum())
+    number = int(not seen[0]) + int(np.count_nonzero(seen[:-1] > seen[1:]))
     turn = RolloutRequest(
         f"{request.uid}@turn{number}",
         np.concatenate([request.prompt_ids, known.token_ids[:start]]).astype(np.int32),

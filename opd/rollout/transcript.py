@@ -6,7 +6,7 @@ Shapes: `B` tokens of a step, `R` response tokens of a request.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -36,6 +36,9 @@ class ObservationStep(DecodeStep):
             {},
         )
 
+
+FOLD_AT = 1 << 16
+"""Tokens of kept steps after which they are sorted at the latest: every step is an object of its own."""
 
 _NOTHING = tuple(np.zeros(0, dtype=dtype) for dtype in (np.int32, np.float32, np.int32, np.bool_))
 
@@ -68,51 +71,96 @@ class Tokens:
         """`parts` one after another."""
         if len(parts) == 1:
             return parts[0]
-        columns = ([getattr(part, f.name) for part in parts] for f in fields(cls))
-        return cls(*(np.concatenate(column) for column in columns)) if parts else cls.empty()
+        if not parts:
+            return cls.empty()
+        return cls(*map(np.concatenate, zip(*(part.columns for part in parts), strict=True)))
+
+    @property
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The fields, in their order."""
+        return self.token_ids, self.logprobs, self.policy_versions, self.loss_mask
 
     def cut(self, rows: slice | np.ndarray) -> Tokens:
         """Some of the tokens, by index."""
-        return Tokens(*(getattr(self, f.name)[rows] for f in fields(self)))
+        return Tokens(*(column[rows] for column in self.columns))
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
+class _Growing:
+    """One request's tokens in buffers that double: appending `R` tokens one by one copies less than `2 R`."""
+
+    __slots__ = ("_held", "length", "moved")
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._held = tokens
+        self.length = len(tokens)
+        self.moved = 0
+        """Tokens copied because the buffers were full."""
+
+    def append(self, new: Tokens) -> None:
+        """Take over `new`; what was given out before stays as it is."""
+        start, end = self.length, self.length + len(new)
+        self.length = end
+        if start == 0:
+            self._held = new
+            return
+        if end > len(self._held):
+            self.moved += start
+            held = Tokens(*(np.empty(max(end, 2 * start), c.dtype) for c in self._held.columns))
+            for wide, old in zip(held.columns, self._held.columns, strict=True):
+                wide[:start] = old[:start]
+            self._held = held
+        for wide, fresh in zip(self._held.columns, new.columns, strict=True):
+            wide[start:end] = fresh
+
+    def tokens(self) -> Tokens:
+        return self._held if len(self._held) == self.length else self._held.cut(slice(0, self.length))
+
+
 class Transcript:
-    """Tokens by request. Steps are only kept until somebody asks, then sorted by request all at once."""
+    """Tokens by request. Steps are kept until somebody asks or there are many, then sorted by request all at
+    once.
+    """
 
     def __init__(self, known: dict[str, Tokens]) -> None:
         """`known`: every request there is, with the tokens it has already."""
-        self._chunks = {uid: [tokens] if len(tokens) else [] for uid, tokens in known.items()}
-        self._lengths = {uid: len(tokens) for uid, tokens in known.items()}
+        self._requests = {uid: _Growing(tokens) for uid, tokens in known.items()}
         self._steps: list[DecodeStep] = []
+        self._waiting = 0
+
+    @property
+    def moved(self) -> int:
+        """Tokens copied so far because a buffer was full."""
+        return sum(request.moved for request in self._requests.values())
 
     def add(self, step: DecodeStep) -> None:
-        """Take one decode step."""
-        if len(step.uids):
+        """Take one decode step. Raises `RolloutError` as `tokens` does, now or later."""
+        count = len(step.uids)
+        if count:
             self._steps.append(step)
+            self._waiting += count
+            if self._waiting >= FOLD_AT:
+                self._fold()
 
     def length(self, uid: str) -> int:
         """Tokens of a request so far."""
         self._fold()
-        return self._lengths[uid]
+        return self._requests[uid].length
 
     def tokens(self, uid: str) -> Tokens:
-        """All tokens of a request so far, in order. Raises `RolloutError` if a position is missing or came
-        twice.
+        """All tokens of a request so far, in order; later ones do not change them. Raises `RolloutError` if a
+        position is missing or came twice.
         """
         self._fold()
-        chunks = self._chunks[uid]
-        if len(chunks) > 1:
-            chunks[:] = [Tokens.join(chunks)]
-        return chunks[0] if chunks else Tokens.empty()
+        return self._requests[uid].tokens()
 
     def _fold(self) -> None:
         """Sort the tokens of all kept steps into their requests."""
         if not self._steps:
             return
-        steps, self._steps = self._steps, []
+        steps, self._steps, self._waiting = self._steps, [], 0
         names = list(dict.fromkeys(chain.from_iterable(step.uids for step in steps)))
         self._check_known(names)
         number = {uid: i for i, uid in enumerate(names)}
@@ -129,15 +177,14 @@ class Transcript:
         ).cut(order)
         positions = np.concatenate([step.positions for step in steps])[order]
         bounds = np.searchsorted(owner[order], np.arange(len(names) + 1))
-        first = np.array([self._lengths[uid] for uid in names], dtype=np.int64)
+        first = np.array([self._requests[uid].length for uid in names], dtype=np.int64)
         expected = np.arange(len(positions)) - (bounds[:-1] - first)[owner[order]]
         self._check_positions(names, owner[order], positions, expected)
         for uid, start, stop in zip(names, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            self._chunks[uid].append(columns.cut(slice(start, stop)))
-            self._lengths[uid] += stop - start
+            self._requests[uid].append(columns.cut(slice(start, stop)))
 
     def _check_known(self, names: Iterable[str]) -> None:
-        stranger = next((uid for uid in names if uid not in self._chunks), None)
+        stranger = next((uid for uid in names if uid not in self._requests), None)
         if stranger is not None:
             raise RolloutError(
                 f"the engine gave tokens for request {stranger!r}, which nobody asked for; replace the"

@@ -1,0 +1,209 @@
+"""How time grows with the length of one trajectory: log, store, planner and the engine's books.
+
+    python tests/bench/long_growth.py [--rounds 1] [--folder DIR] [--json FILE] [--plot FILE]
+
+Processor seconds at n = 62,500 ... 1,000,000 tokens of
+
+log append     one request of n tokens, one decode step a token
+log recover    a reader reads that log, and gives the request
+log resume     a writer opens it, and a rollout tells the n tokens again as decode steps
+store write    a trajectory written in pieces of 512 tokens, as a rollout does
+store read     the same, read in chunks
+plan           an epoch of n trajectories
+rollout        supervision, books and log of one response of n tokens from an engine without a model
+turns          the same in turns of 1,000 tokens, each answered by 10 tokens of an environment
+
+The exponent is the slope of log seconds against log n; 1 is linear. What grows faster in a model by its
+nature (attention) is not in here. The best of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from trajectories import TOKENS, exponent, read, write
+from trajectory_formats import ROW_BYTES, arrays
+from trajectory_metadata import BUDGET, COST
+
+from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.transcript import Tokens
+from opd.storage.wal import TokenWAL, read_log
+from opd.train.plan import PlanSettings, Workload, make_plan
+from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+
+TURN, ANSWER = 1_000, np.arange(1, 11, dtype=np.int32)
+GOAL = 1.05
+
+
+class PlainEngine:
+    """Gives the token 1 until a response or turn is as long as wanted, then the stop id 0."""
+
+    policy_version = 0
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+        """One request, one token a step."""
+        (request,) = requests
+        uids, logprob, limit = [request.uid], -np.ones(1, np.float32), request.sampling.max_new_tokens
+        going, last = np.ones(1, np.int32), min(self.length, limit) - 1
+        for position in range(len(request.prefix_ids), last):
+            yield DecodeStep(uids, np.array([position], np.int32), going, logprob, 0, {})
+        at = np.array([last], np.int32)
+        yield DecodeStep(uids, at, np.zeros(1, np.int32), logprob, 0, {request.uid: Status.COMPLETED})
+
+    def pause(self) -> None:
+        """It never samples by itself."""
+
+    resume = flush = pause
+
+
+class Answers:
+    """Answers every turn until the response has `total` tokens."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def observe(self, request: RolloutRequest, response: Tokens) -> np.ndarray | None:
+        """Ten tokens."""
+        return ANSWER if len(response) + len(ANSWER) + TURN <= self.total else None
+
+
+def request(tokens: int) -> RolloutRequest:
+    """One response of at most `tokens` tokens."""
+    return RolloutRequest("a", np.ones(1, np.int32), SamplingParams(max_new_tokens=tokens + 1, stop_ids=(0,)))
+
+
+def rollout(folder: Path, tokens: int, *, turns: bool) -> None:
+    """One response, supervised and logged."""
+    with TokenWAL(folder, fsync="os") as wal:
+        engine = PlainEngine(TURN if turns else tokens)
+        answers = Answers(tokens) if turns else None
+        steps = FaultTolerantRollout([engine], wal, environment=answers).generate([request(tokens)])  # type: ignore[list-item]
+        written = sum(len(step.uids) for step in steps)
+        assert tokens - TURN - len(ANSWER) < written <= tokens
+
+
+def append(folder: Path, data: dict[str, np.ndarray]) -> None:
+    """Log one request, a decode step a token."""
+    uids, ids, logprobs = ["a"], data["token_ids"], data["rollout_logprobs"]
+    with TokenWAL(folder, fsync="os") as wal:
+        wal.open(request(len(ids)), {})
+        for place in range(len(ids)):
+            position, row = np.array([place], np.int32), slice(place, place + 1)
+            wal.append(DecodeStep(uids, position, ids[row], logprobs[row], 0, {}))
+
+
+def recover(folder: Path, tokens: int) -> None:
+    """Read a log of one request."""
+    found = read_log(folder).find("a")
+    assert found is not None
+    assert len(found.token_ids) == tokens
+
+
+def resume(folder: Path, tokens: int) -> None:
+    """Open the log, tell what it holds, and end the response with one more token."""
+    with TokenWAL(folder, fsync="os") as wal:
+        opened = wal.find("a")
+        assert opened is not None
+        steps = FaultTolerantRollout([PlainEngine(tokens + 1)], wal).generate([opened.request])  # type: ignore[list-item]
+        assert sum(len(step.uids) for step in steps) == tokens + 1
+
+
+def tasks(folder: Path, tokens: int) -> dict[str, Callable[[Path], object]]:
+    """What is measured, by name; each is given a folder of its own."""
+    data = arrays(tokens)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(100, 8000, tokens)
+    work = Workload(lengths, rng.integers(0, 8, tokens), lengths * ROW_BYTES)
+    logged, stored = folder / f"log-{tokens}", folder / f"store-{tokens}"
+    append(logged, data)
+    write(stored, data)
+    return {
+        "log append": lambda place: append(place, data),
+        "log recover": lambda place: recover(logged, tokens),
+        "store write": lambda place: write(place, data),
+        "store read": lambda place: read(stored, data),
+        "plan": lambda place: make_plan(work, PlanSettings(512, 8), COST, BUDGET),
+        "rollout": lambda place: rollout(place, tokens, turns=False),
+        "turns": lambda place: rollout(place, tokens, turns=True),
+        "log resume": lambda place: resume(logged, tokens),
+    }
+
+
+def growth(folder: Path, rounds: int) -> dict[str, Any]:
+    """Processor seconds by n of every task, and their exponents."""
+    seconds: dict[str, list[float]] = {}
+    for tokens in TOKENS:
+        for name, task in tasks(folder, tokens).items():
+            times = []
+            for number in range(1 if name == "log resume" else rounds):  # it can be resumed once
+                place = folder / f"{name}-{tokens}-{number}"
+                begin = time.process_time()
+                task(place)
+                times.append(time.process_time() - begin)
+            seconds.setdefault(name, []).append(min(times))
+        if tokens == TOKENS[0]:
+            print(f"{'n':>12}" + "".join(f"{name:>13}" for name in seconds))
+        print(f"{tokens:>12,}" + "".join(f"{times[-1]:13.4f}" for times in seconds.values()), flush=True)
+    slopes = {name: exponent(TOKENS, times) for name, times in seconds.items()}
+    print(f"{'exponent':>12}" + "".join(f"{slope:13.3f}" for slope in slopes.values()))
+    return {"n": TOKENS, "seconds": seconds, "exponents": slopes, "goal": GOAL}
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Seconds against tokens on logarithmic axes, with a straight line of slope 1."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
+    for (name, seconds), mark in zip(result["seconds"].items(), "os^vD<>p", strict=True):
+        label = f"{name} ({result['exponents'][name]:.2f})"
+        axes.loglog(result["n"], seconds, marker=mark, markersize=4, linewidth=1.2, label=label)
+    sizes = np.array(result["n"], dtype=float)
+    highest = max(times[0] for times in result["seconds"].values())
+    axes.loglog(sizes, 2 * highest * sizes / sizes[0], ":", color="0.4", label="slope 1")
+    axes.set_xlabel("tokens of one trajectory (plan: trajectories)")
+    axes.set_ylabel("processor seconds")
+    axes.set_xticks(result["n"], [f"{n / 1000:g}k" for n in result["n"]])
+    axes.minorticks_off()
+    axes.legend(fontsize=7, ncols=2, title="exponent in brackets", title_fontsize=7)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Measure, print and plot."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="where logs and stores go")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as root:
+        result = growth(Path(root), options.rounds)
+    result = {"machine": f"{os.cpu_count()} cores, {platform.machine()}", **result}
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot:
+        plot(result, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Work for a token does not grow with what was written before: copies, sorts, reallocations are counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.kv_cache import KVCache
+from opd.rollout.transcript import FOLD_AT, ObservationStep, Tokens, Transcript
+from opd.storage.wal import TokenWAL, table
+from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+
+
+def step(uids: list[str], position: int, version: int = 0) -> DecodeStep:
+    at = np.full(len(uids), position, np.int32)
+    ids = at * 7 + np.arange(len(uids), dtype=np.int32)
+    return DecodeStep(uids, at, ids, -at.astype(np.float32), version, {})
+
+
+def test_asking_after_every_token_copies_less_than_twice_what_was_written():
+    count = 5000
+    transcript = Transcript({"a": Tokens.empty()})
+    for position in range(count):
+        transcript.add(step(["a"], position))
+        assert len(transcript.tokens("a")) == position + 1
+    assert transcript.moved < 2 * count
+    assert transcript.tokens("a").token_ids.tolist() == [7 * p for p in range(count)]
+
+
+def test_steps_are_not_kept_for_ever():
+    transcript = Transcript({"a": Tokens.empty(), "b": Tokens.empty()})
+    for position in range(FOLD_AT // 2 + 10):
+        transcript.add(step(["a", "b"], position))
+        assert len(transcript._steps) <= FOLD_AT // 2
+    assert len(transcript._steps) == 10
+    assert transcript.length("b") == FOLD_AT // 2 + 10
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=30), st.integers(0, 5))
+def test_what_was_given_out_stays_as_it_was(events: list[tuple[bool, int]], known: int):
+    """Against plain lists: turns and observations of any length, the transcript asked in between."""
+    numbers = np.arange(known, dtype=np.int32)
+    start = Tokens(numbers, numbers.astype(np.float32), numbers * 0, numbers == numbers)
+    transcript = Transcript({"a": start})
+    expected = [(int(n), True) for n in numbers]
+    given_out = []
+    for observed, length in events:
+        ids = np.arange(length, dtype=np.int32) + 100 * len(expected)
+        if observed and length:
+            transcript.add(ObservationStep.of("a", len(expected), ids, 3))
+            expected += [(int(n), False) for n in ids]
+        for token in () if observed else ids.tolist():
+            row = np.array([len(expected)], np.int32)
+            transcript.add(DecodeStep(["a"], row, np.array([token]), np.zeros(1, np.float32), 3, {}))
+            expected.append((token, True))
+        given_out.append((transcript.tokens("a"), list(expected)))
+    for tokens, then in given_out:
+        pairs = zip(tokens.token_ids.tolist(), tokens.loss_mask.tolist(), strict=True)
+        assert list(pairs) == then
+
+
+def test_a_log_sorts_a_long_request_once_in_a_quarter_of_a_million_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "_SORT_AT", 1000)
+    joined: list[int] = []
+    plain = table._join
+
+    def counted(chunks: list[np.ndarray]) -> np.ndarray:
+        joined.append(sum(map(len, chunks)))
+        return plain(chunks)
+
+    monkeypatch.setattr(table, "_join", counted)
+    count = 10_500
+    with TokenWAL(tmp_path, fsync="os") as log:
+        log.open(RolloutRequest("a", np.ones(1, np.int32), SamplingParams()), {})
+        for position in range(count):
+            log.append(step(["a"], position))
+        assert sum(joined) <= 2 * count  # joined to be sorted, then copied to the request
+        assert len(joined) <= 2 * (count // 1000 + 1)
+        found = log.find("a")
+        assert found is not None
+        assert sum(joined) <= 3 * count + 1000
+        assert len(found.token_ids) == count
+
+
+def test_keys_and_values_are_moved_a_number_of_times_that_grows_like_the_logarithm():
+    cache, grown = KVCache(), 0
+    cache.reset(1)
+    for tokens in range(1, 20_000):
+        before = cache.capacity
+        cache.ensure(tokens, 10**6, 1)
+        if tokens == 1:
+            cache.layer(0, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+        grown += cache.capacity != before
+    assert grown <= 16 + math.log(20_000, 9 / 8)
+
+
+class TurnEngine:
+    """Writes turns of `turn` tokens that end on the stop id 0, each token by counting its position."""
+
+    policy_version = 0
+
+    def __init__(self, turn: int) -> None:
+        self.turn = turn
+        self.prompt_tokens = 0
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+        (request,) = requests
+        self.prompt_tokens += len(request.prompt_ids)
+        for position in range(len(request.prefix_ids), self.turn):
+            last = position == self.turn - 1
+            ended = {request.uid: Status.COMPLETED} if last else {}
+            ids = np.array([0 if last else 1 + position], np.int32)
+            yield DecodeStep(
+                [request.uid], np.array([position], np.int32), ids, -np.ones(1, np.float32), 0, ended
+            )
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class Echo:
+    """Answers every turn with two tokens, so often."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+
+    def observe(self, request: RolloutRequest, response: Tokens) -> np.ndarray | None:
+        self.turns -= 1
+        return np.array([5, 6], np.int32) if self.turns else None
+
+
+@pytest.mark.parametrize("turns", [40])
+def test_turns_of_a_long_request_are_not_copied_again_and_again(tmp_path, turns):
+    engine, asked = TurnEngine(9), SamplingParams(max_new_tokens=10**6, stop_ids=(0,))
+    request = RolloutRequest("a", np.array([3], np.int32), asked)
+    with TokenWAL(tmp_path, fsync="os") as log:
+        rollout = FaultTolerantRollout([engine], log, environment=Echo(turns))  # type: ignore[list-item]
+        dispatch = rollout.generate([request])
+        written = sum(len(one.uids) for one in dispatch)
+        transcript = dispatch._ledger.transcript  # type: ignore[attr-defined]
+        assert written == turns * 9 + (turns - 1) * 2
+        assert transcript.moved < 2 * written
+        found = log.find("a")
+        assert found is not None
+        assert found.token_ids.tolist() == transcript.tokens("a").token_ids.tolist()
+        assert int((~found.loss_mask).sum()) == 2 * (turns - 1)
