@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from opd.errors import StorageError
+from opd.storage.s3_body import ResponseBody, limit_waits
 from opd.storage.store_faults import StoreOptions, TransientError
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
@@ -52,7 +53,7 @@ class S3Requests:
         whole = False
         try:
             self._accept(response, start, length)
-            self._receive(response, into, length)
+            self._receive(connection, response, into, length)
             whole = True
         finally:
             if whole:
@@ -103,6 +104,7 @@ class S3Requests:
                     connection.timeout = self.options.connect_seconds
                     connection.connect()
                     connection.sock.settimeout(self.options.stall_seconds)
+                    limit_waits(connection.sock, self.options.stall_seconds / 4)
                 connection.request(method, urlsplit(url).path, headers=headers)
                 return connection, connection.getresponse()
             except ssl.SSLCertVerificationError as error:
@@ -164,16 +166,22 @@ class S3Requests:
             raise PermissionError(answer)
         raise StorageError(f"{answer}; check endpoint and region (AWS_ENDPOINT_URL, AWS_REGION)")
 
-    def _receive(self, response: http.client.HTTPResponse, into: Sequence[memoryview], length: int) -> None:
+    def _receive(
+        self,
+        connection: http.client.HTTPConnection,
+        response: http.client.HTTPResponse,
+        into: Sequence[memoryview],
+        length: int,
+    ) -> None:
         """Read the body; `BrokenError`, with what came, if it breaks off or nearly stops."""
-        file: Any = response.fp
+        body = ResponseBody(connection, response)
         done = mark = 0
         since = time.monotonic()
         try:
             for view in into:
                 at = 0
                 while at < len(view):
-                    received = file.readinto1(view[at:])
+                    received = body.read_into(view[at:])
                     if not received:
                         raise BrokenError(f"the connection ended after {done} of {length} bytes", done)
                     at, done = at + received, done + received
@@ -184,6 +192,7 @@ class S3Requests:
                         since, mark = since + seconds, done
         except (OSError, http.client.HTTPException) as error:
             raise BrokenError(f"{_cause(error)} after {done} of {length} bytes", done) from error
+        body.end()
         response.length = 0
         response.read()  # at the end: lets the connection take the next request
 
