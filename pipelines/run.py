@@ -16,6 +16,7 @@ from opd.pipelines.machine import settle
 from opd.pipelines.report import write_report
 from opd.pipelines.results import write_results
 from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.served_engine import with_engine
 from opd.pipelines.stage_rollout import remove_log
 from opd.pipelines.stages import Stage, plan, with_needs
 from opd.pipelines.workers import run_side_by_side
@@ -88,7 +89,8 @@ def execute(
     with listening or nullcontext(preemption) as asked:
         context = StageContext.open(recipe, folder, stage.name, report, note, asked, helpers)
         try:
-            result = stage.run(context)
+            with with_engine(context):
+                result = stage.run(context)
         finally:
             context.metrics.close()
     result.setdefault("seconds", time.perf_counter() - started)

@@ -39,7 +39,7 @@ class ServedWriters:
         rows: int = text["vocab_size"]
         limit = recipe.rollout.max_sequence
         longest = min(limit, text.get("max_position_embeddings") or limit)
-        served = ServedModel(min(len(tokenizer_of(recipe, model)), rows), longest, rows)
+        served = ServedModel(min(len(tokenizer_of(recipe, model)), rows), longest, rows, text)
         engine = SGLangEngine(pool_options(self._config), served, self._push(model), version=-1)
         self._stack.callback(engine.close)
         return Writers([engine], ONCE)

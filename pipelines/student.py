@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
-from opd.errors import RolloutError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import load_tokenizer
@@ -22,6 +21,8 @@ from opd.protocols import RolloutEngine
 from opd.rollout.collect import EncodedPrompt, Generates, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.stop_strings import StopStrings
+from opd.rollout.sync.in_process import InProcess
+from opd.rollout.sync.verb import LocalTarget, sync_weights
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.user_generate import Generate, load_generate
 from opd.train.terms import LossTerm
@@ -157,8 +158,10 @@ class Student:
         return self.generate(engine, prompts, group_size, self.sampling, self.seed)
 
     def start(self, step: int) -> None:
-        """Before the first step of an attempt: after a resume the engine needs the restored weights."""
-        if step:
+        """Before the first step of an attempt: after a resume the engine needs the restored weights, and one
+        that is elsewhere may hold none yet.
+        """
+        if step or self.writer.policy_version < 0:
             self.sync(step)
 
     def sync(self, version: int) -> None:
@@ -166,16 +169,8 @@ class Student:
 
         Raises `RolloutError` if the engine does not hold what was sent.
         """
-        writer = self.writer
-        writer.pause()
-        writer.flush()
-        held = writer.update_weights(self.backend.weights(), version)
-        if held != self.backend.digest():
-            raise RolloutError(
-                f"after the push of version {version} the engine holds other weights than the trainer;"
-                " restart with --resume."
-            )
-        writer.resume()
+        link = InProcess()
+        sync_weights([LocalTarget(self.writer, link)], link, self.backend.weights(), version)
 
     def export(self, folder: Path, card: dict[str, Any]) -> str:
         """Write the Hugging Face folder and return the digest of its weights."""

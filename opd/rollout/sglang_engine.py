@@ -39,6 +39,8 @@ class ServedModel:
     """Prompt plus response tokens of a request."""
     rows: int | None = None
     """Rows of the model's head, if there are more than tokens: those beyond are never sampled."""
+    config: Mapping[str, Any] | None = None
+    """The student's Hugging Face configuration, to be compared with the workers'."""
 
 
 class SGLangEngine:
@@ -58,7 +60,7 @@ class SGLangEngine:
     def __init__(
         self, options: PoolOptions, model: ServedModel, push: Push | None = None, version: int = 0
     ) -> None:
-        self._workers = Workers(options, push, version)
+        self._workers = Workers(options, push, version, model.config)
         self._limits = Limits(model.vocabulary, model.max_sequence)
         self._never = {str(token): NEVER for token in range(model.vocabulary, model.rows or 0)}
         self._active: _Generation | None = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +21,64 @@ FUSED = {
 }
 """What a server keeps as one tensor, and of what."""
 VOCABULARY_ROWS = 64
+FORM = (
+    "model_type",
+    "architectures",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+"""What two configurations of models with the same tensors have in common."""
+
+
+def check_form(
+    url: str, info: Mapping[str, Any], held: Iterable[str], weights: Iterable[tuple[str, Tensor]]
+) -> None:
+    """`RolloutError` if a server holds tensors that are not in `weights`, or lacks some: giving it weights of
+    another form ends its process.
+
+    Args:
+        url: Names the server.
+        info: What it says of its model.
+        held: Names of its tensors.
+        weights: What it is to be given.
+    """
+    known, used = dict(weights), set()
+    for name in held:
+        parts = _parts(name, known)
+        if parts is None and not _computed(name):
+            raise RolloutError(
+                f"{url} serves {info.get('model_path')} with a tensor {name}, which the student has not;"
+                " serve the student's own architecture."
+            )
+        used.update(parts or ())
+    missing = known.keys() - used
+    if missing:
+        raise RolloutError(
+            f"{url} serves {info.get('model_path')} without {min(missing)}, which the student has; serve the"
+            " student's own architecture."
+        )
+
+
+def check_config(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """`RolloutError` if a server's model has another form than the student's Hugging Face `config`. Sizes are
+    compared where its folder can be read here; the kind it says itself.
+    """
+    theirs = {key: info.get(key) for key in FORM}
+    file = Path(str(info.get("model_path"))) / "config.json"
+    if file.is_file():
+        theirs |= json.loads(file.read_bytes())
+    for key in FORM:
+        there, here = theirs.get(key), config.get(key)
+        if there is not None and here is not None and there != here:
+            raise RolloutError(
+                f"{url} serves {info.get('model_path')} with {key} {there}, the student has {here}; serve the"
+                " student's own architecture."
+            )
 
 
 def check_checksums(
@@ -31,8 +91,8 @@ def check_checksums(
     for name, checksum in held.items():
         parts = _parts(name, known)
         if parts is None:
-            if "rotary" in name or "cos_sin" in name:
-                continue  # computed from the configuration
+            if _computed(name):
+                continue
             raise RolloutError(
                 f"{url} holds {name}, which was not pushed; serve the student's own architecture."
             )
@@ -42,6 +102,11 @@ def check_checksums(
             raise RolloutError(
                 f"after the push {url} holds another {name} than the trainer; restart it and --resume."
             )
+
+
+def _computed(name: str) -> bool:
+    """Whether a server computes the tensor from the configuration."""
+    return "rotary" in name or "cos_sin" in name
 
 
 def _padded(name: str, weight: Tensor) -> Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import DTYPES, weights_digest
 from opd.rollout.sglang_push import Push
-from opd.rollout.sglang_sync import check_checksums
+from opd.rollout.sglang_sync import check_checksums, check_config, check_form
 from opd.served.faults import RefusedError, UnavailableError, pause
 from opd.served.http_client import PoolOptions, Server
 from opd.served.http_pool import HTTPPool
@@ -28,8 +28,10 @@ ATTEMPTS = 4
 class Workers:
     """Workers hold version `version`, or are away; one that comes back is given what it lacks."""
 
-    def __init__(self, options: PoolOptions, push: Push | None, version: int) -> None:
-        self.version, self._push = version, push
+    def __init__(
+        self, options: PoolOptions, push: Push | None, version: int, config: Mapping[str, Any] | None
+    ) -> None:
+        self.version, self._push, self._config = version, push, config or {}
         self.paused = False
         # Their names say who has pushed: workers may hold a version 7 of an earlier stage.
         self._label = uuid.uuid4().hex[:8]
@@ -37,6 +39,8 @@ class Workers:
         """What workers call the versions they hold."""
         self.pool = HTTPPool("the rollout engine", options, RolloutError, self._admit)
         self._weights: list[tuple[str, Tensor]] = []
+        self._checked: set[str] = set()
+        """URLs of workers whose model has the student's form."""
         self._checksums: dict[int, str] = {}
         """Of each version, as the first worker that took it told."""
         self._rng = random.Random()
@@ -80,8 +84,10 @@ class Workers:
         return weights_digest(self._weights)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. Workers that are paused go on: others may use them."""
         if "loop" in self.__dict__:
+            if self.paused:
+                self.loop.run(self._leave())
             self.loop.run(self.pool.close())
             self.loop.close()
 
@@ -103,6 +109,10 @@ class Workers:
         if len(away) == len(servers):
             raise RolloutError(f"the rollout engine: no worker answers ({away[0]}); start one and --resume.")
 
+    async def _leave(self) -> None:
+        done = (self.pool.ask(s, "POST", "/continue_generation", {}) for s in self.pool.servers)
+        await asyncio.gather(*done, return_exceptions=True)
+
     async def _post(self, server: Server, path: str, body: dict[str, Any]) -> Any:
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -120,6 +130,7 @@ class Workers:
     async def _load(self, server: Server) -> None:
         """Have `server` take the newest weights, and verify what it holds then."""
         assert self._push is not None
+        await self._check_form(server)
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 await self._push.load(self.pool.ask, server, self._name)
@@ -132,6 +143,17 @@ class Workers:
         if held != self._name:
             raise RolloutError(f"after the push of version {self._name} {server.url} says it holds {held}.")
         await self._verify(server)
+
+    async def _check_form(self, server: Server) -> None:
+        if server.url in self._checked:
+            return
+        info = await self.pool.ask(server, "GET", "/model_info") or {}
+        check_config(server.url, info, self._config)
+        answer = await self._post(server, "/weights_checker", {"action": "checksum"})
+        ranks = (answer or {}).get("ranks", [])
+        if len(ranks) == 1 and "checksums" in ranks[0]:  # a worker of several ranks may cut its layers
+            check_form(server.url, info, ranks[0]["checksums"], self._weights)
+        self._checked.add(server.url)
 
     async def _verify(self, server: Server) -> None:
         """Compare checksums: with the other workers', and with the weights themselves where the worker
@@ -153,6 +175,7 @@ class Workers:
     async def _admit(self, server: Server) -> None:
         """A worker that is new or was away: the version it holds, or the newest weights."""
         held = str((await self.pool.ask(server, "GET", "/model_info")).get("weight_version"))
+        self._checked.discard(server.url)
         if not self._weights:
             self.versions.setdefault(held, self.version)  # what it was started with
         elif held != self._name:

@@ -59,3 +59,27 @@ def write_served_models(folder: Path) -> dict[str, Path]:
     for seed, (name, path) in enumerate(paths.items()):
         write_model(path, seed=seed, broken=name == "bad", **QWEN3, vocab_size=PADDED)
     return paths
+
+
+VARIETY = "served_models:variety"
+STOPS_AT = "served_models:stopping"
+_stop: list[int] = [0, 0]
+"""At which batch, and how many there have been."""
+
+
+def variety(sample) -> float:
+    """A reward that differs within a group: how many different tokens were written."""
+    return len(set(sample.text)) / 12
+
+
+def stop_at(batch: int) -> None:
+    """Interrupt the stage before it learns from its `batch`-th batch from now on; 0 never."""
+    _stop[:] = [batch, 0]
+
+
+def stopping(batch):
+    """A `to_batch` that changes nothing."""
+    _stop[1] += 1
+    if _stop[1] == _stop[0]:
+        raise KeyboardInterrupt
+    return batch

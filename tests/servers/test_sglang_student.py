@@ -1,0 +1,166 @@
+"""A stage whose student writes on a real SGLang server, from a recipe, against the engine of the process."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import served_models as models
+import torch
+from recipes import tiny_recipe
+from safetensors.torch import load_file
+
+from opd.errors import RolloutError
+from opd.pipelines.run import run_stage
+from opd.pipelines.run_folder import RunFolder
+from opd.rollout.sglang_sync import check_form
+
+FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 2, "teachers": "resident"}
+
+
+@pytest.fixture(autouse=True)
+def restored(sglang, served_models):
+    """The server holds model `a` under its first name again afterwards."""
+    yield
+    sglang.load(served_models["a"], "default")
+
+
+def run(out, stage, engine, served_models, **changes):
+    """Run one stage of a tiny recipe; the metrics of its steps."""
+    teacher = {"path": str(served_models["b"])}
+    rollout = {"engine": engine, "max_new_tokens": 12, "max_sequence": 40} | changes.pop("rollout", {})
+    settings = {
+        "model": {"path": str(served_models["a"])},
+        "base": None,
+        "teachers": {"sort": teacher, "add3": teacher},
+        "distill": FEW,
+        "baselines": {"methods": []},
+        "evaluation": {"prompts_per_domain": 8, "every": 4, "curve_prompts": 4},
+    }
+    recipe = tiny_recipe(**(settings | {"rollout": rollout} | changes))
+    opened = RunFolder.resume(out, recipe) if out.exists() else RunFolder.create(out, recipe)
+    with opened as folder:
+        run_stage(recipe, folder, stage)
+    lines = (out / f"stages/{stage}/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def served(sglang, sync="disk"):
+    return {"type": "sglang", "urls": [sglang.url], "patience": 10.0, "sync": sync}
+
+
+@pytest.mark.parametrize("sync", ["disk", "tensors"])
+def test_grpo_on_a_server_samples_with_what_the_trainer_holds(sglang, served_models, tmp_path, sync):
+    """Every optimiser step's weights are sampled with: at every step the log-probabilities of engine and
+    trainer agree, which those of the step before do not.
+    """
+    domains = {
+        "sort": {
+            "source": "procedural:sort",
+            "params": {"digits": 3},
+            "prompts": 200,
+            "reward": models.VARIETY,
+        }
+    }
+    changes = {"domains": domains, "teachers": {}}
+    specialist = {"steps": 4, "prompts_per_step": 4, "group_size": 4, "minibatches": 2}
+    changes["specialist"] = specialist | {"optim": {"lr": 3e-3}, "checkpoint_every": 2}
+    found = {}
+    for name, engine in {"torch": {"type": "torch"}, "sglang": served(sglang, sync)}.items():
+        steps = run(tmp_path / name, "specialist-sort", engine, served_models, **changes)
+        assert len(steps) == 4
+        found[name] = steps
+    for metrics in found["sglang"]:
+        assert metrics["mismatch/max_abs"] < 1e-3
+        assert metrics["mismatch/mean_abs"] < 1e-4
+    assert all("staleness/max" not in metrics for metrics in found["sglang"])
+    start, end = (load_file(folder / "model.safetensors") for folder in trained(tmp_path, served_models))
+    assert max(float((end[name] - start[name]).abs().max()) for name in start) > 1e-3
+    # No samples in common, the same distribution: the first step's rewards, before anything was learnt.
+    one, other = (found[name][0]["reward/mean"] for name in ("torch", "sglang"))
+    assert one == pytest.approx(other, abs=0.15)
+    assert not (tmp_path / "sglang/stages/specialist-sort/weights/version-4").exists()
+
+
+def trained(tmp_path, served_models):
+    return served_models["a"], tmp_path / "sglang/specialists/sort"
+
+
+@pytest.mark.parametrize("sync", ["disk", "tensors"])
+def test_a_merge_on_a_server_ends_in_the_same_student(sglang, served_models, tmp_path, sync):
+    """With the most likely token always, both engines write the same: so both learn the same."""
+    ends = {}
+    for name, engine in {"torch": {"type": "torch"}, "sglang": served(sglang, sync)}.items():
+        steps = run(tmp_path / name, "merge", engine, served_models, rollout={"top_k": 1})
+        ends[name] = (load_file(tmp_path / name / "merged/model.safetensors"), steps)
+    (here, one), (there, other) = ends["torch"], ends["sglang"]
+    for ours, theirs in zip(one, other, strict=True):
+        assert ours["tokens/student"] == theirs["tokens/student"]
+        assert ours["kl/mean"] == pytest.approx(theirs["kl/mean"], abs=1e-4)
+    start = load_file(served_models["a"] / "model.safetensors")
+    moved = max(float((here[name] - start[name]).abs().max()) for name in here)
+    assert max(float((here[name] - there[name]).abs().max()) for name in here) <= 1e-2 * moved
+
+
+def test_weights_reach_responses_that_are_being_written(sglang, served_models, tmp_path):
+    """Asynchronous, with long responses: some are finished by later weights than they were begun with."""
+    rollout = {"schedule": "async", "max_new_tokens": 100, "max_sequence": 120}
+    steps = run(
+        tmp_path / "run",
+        "merge",
+        served(sglang, "tensors"),
+        served_models,
+        rollout=rollout,
+        distill=FEW | {"steps": 6},
+    )
+    assert max(metrics.get("staleness/max", 0) for metrics in steps) == 1
+    assert any(0 < metrics.get("staleness/mean", 0) < 1 for metrics in steps)
+
+
+def test_a_stage_that_was_stopped_goes_on_with_its_own_weights(sglang, served_models, tmp_path):
+    """The server holds those of another stage meanwhile, under a version of the same number."""
+    changes = {"rollout": {"top_k": 1}, "distill": FEW | {"to_batch": models.STOPS_AT}}
+    models.stop_at(0)
+    run(tmp_path / "undisturbed", "merge", served(sglang), served_models, **changes)
+    models.stop_at(3)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped", "merge", served(sglang), served_models, **changes)
+    sglang.load(served_models["bad"], "2")
+    models.stop_at(0)
+    run(tmp_path / "stopped", "merge", served(sglang), served_models, **changes)
+    one, other = (
+        load_file(tmp_path / name / "merged/model.safetensors") for name in ("undisturbed", "stopped")
+    )
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], atol=1e-5)
+
+
+def test_stages_side_by_side_are_refused(sglang, served_models):
+    with pytest.raises(ValueError, match=re.escape("set runtime.workers to 1")):
+        tiny_recipe(rollout={"engine": served(sglang)}, runtime={"workers": 2})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 64}, "with hidden_size 32, the student has 64; serve the student's own"),
+        ({"num_hidden_layers": 3}, "with num_hidden_layers 2, the student has 3"),
+        ({"model_type": "llama"}, "with model_type qwen3, the student has llama"),
+    ],
+)
+def test_a_server_of_another_form_stops_the_stage(sglang, served_models, tmp_path, changes, words):
+    """Before it is given weights that would end it: it serves on."""
+    models.write_model(tmp_path / "other", seed=0, **(models.QWEN3 | {"vocab_size": models.PADDED} | changes))
+    with pytest.raises(RolloutError, match=words):
+        run(tmp_path / "run", "merge", served(sglang), {**served_models, "a": tmp_path / "other"})
+
+
+def test_tensors_of_another_form_are_found_where_no_folder_can_be_read():
+    norm, layer = torch.ones(2), torch.ones(2, 2)
+    weights = [("model.norm.weight", norm), ("model.layers.0.mlp.down_proj.weight", layer)]
+    names = [name for name, _ in weights]
+    check_form("http://w", {}, [*names, "model.layers.0.rotary_emb.cos_sin_cache"], weights)
+    with pytest.raises(RolloutError, match=r"with a tensor model\.layers\.1\.x, which the student has not"):
+        check_form("http://w", {}, [*names, "model.layers.1.x"], weights)
+    with pytest.raises(RolloutError, match=r"without model\.norm\.weight, which the student has"):
+        check_form("http://w", {}, names[1:], weights)
