@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +45,7 @@ class Ranks:
         self._store = store
         self._name = name
         self._met = 0
+        self._acts = 0
 
     @property
     def main(self) -> bool:
@@ -142,6 +143,16 @@ class Ranks:
             self.barrier(event)
         else:
             self._store.set(event, "1")
+
+    def main_first(self, act: Callable[[], object]) -> None:
+        """The main rank does it, however long that takes; the others do it when it is done."""
+        self._acts += 1
+        event = f"{self._name}/act/{self._acts}"
+        if not self.main:
+            self.wait_for(event)
+        act()
+        if self.main and not self.alone:
+            self.tell(event)
 
     @contextlib.contextmanager
     def meeting(self, what: str) -> Iterator[None]:

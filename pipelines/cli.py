@@ -8,11 +8,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from opd.config import Recipe
 from opd.config.load import dump_recipe, load_recipe
 from opd.errors import ConfigError, OpdError, PreemptedError, RunFolderError
+
+if TYPE_CHECKING:
+    from opd.pipelines.run_folder import RunFolder
 
 ERROR, INTERRUPTED, PREEMPTED = 2, 130, 143
 _SWITCHES = {"--help", "--version", "--resume", "--dry-run", "--parity"}
@@ -156,7 +159,7 @@ def _dispatch(argv: list[str]) -> int:
     if options.dry_run:
         print(dump_recipe(recipe), end="")
         return 0
-    return _run(recipe, options)
+    return _run(recipe, options, argv)
 
 
 def _doctor(recipe: Recipe, *, parity: bool) -> int:
@@ -207,30 +210,51 @@ def _wal(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return wal_command(options.action, options.folder, options.out)
 
 
-def _run(recipe: Recipe, options: argparse.Namespace) -> int:
-    stages = _stages(recipe, options)
-    from opd.pipelines.run_folder import RunFolder, default_path, refuse_existing
+def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> int:
+    stages = None if options.command == "run" else _stages(recipe, options)
+    from opd.pipelines.launch import is_rank, launch, wants_ranks
 
-    path = options.out or default_path(recipe)
+    if is_rank(recipe):
+        from opd.pipelines.together import run_rank
+
+        return run_rank(recipe, _path(recipe, options), lambda: _open(recipe, options), stages)
+    if wants_ranks(recipe):
+        return launch(recipe, argv)
+    opened = _open(recipe, options)
+    if opened is None:
+        return ERROR
+    with opened as folder:
+        from opd.pipelines.run import run_pipeline, run_stage
+
+        if stages is None:
+            run_pipeline(recipe, folder)
+        for stage in stages or []:
+            run_stage(recipe, folder, stage)
+    return 0
+
+
+def _path(recipe: Recipe, options: argparse.Namespace) -> Path:
+    from opd.pipelines.run_folder import default_path
+
+    return options.out or default_path(recipe)
+
+
+def _open(recipe: Recipe, options: argparse.Namespace) -> RunFolder | None:
+    """The run folder; `None` if the checks before a run have said why it cannot start."""
+    from opd.pipelines.run_folder import RunFolder, refuse_existing
+
+    path = _path(recipe, options)
     if not options.resume:
         refuse_existing(path)
     if not _preflight(recipe, path):
-        return ERROR
-    opening = RunFolder.resume if options.resume else RunFolder.create
-    with opening(path, recipe) as folder:
-        from opd.pipelines.run import run_pipeline, run_stage
-
-        if options.command == "run":
-            run_pipeline(recipe, folder)
-        for stage in stages:
-            run_stage(recipe, folder, stage)
-    return 0
+        return None
+    return (RunFolder.resume if options.resume else RunFolder.create)(path, recipe)
 
 
 def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
     """Names of the stages a single-stage command runs."""
     if options.command != "specialist":
-        return {"run": [], "distill": ["merge"], "evaluate": ["evaluate"]}[options.command]
+        return {"distill": ["merge"], "evaluate": ["evaluate"]}[options.command]
     trained = recipe.specialist_domains()
     domains = options.domain or trained
     for domain in domains:
@@ -255,6 +279,10 @@ def _preflight(recipe: Recipe, path: Path) -> bool:
 
 
 def _complain(error: OpdError) -> None:
+    from opd.pipelines.launch import report
+
+    if report(error):
+        return  # the process that started this rank says it
     print(f"opd: error: {_one_line(str(error))}", file=sys.stderr)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from opd.config import Recipe
-from opd.monitor.metrics import MetricsWriter
+from opd.monitor.metrics import MetricsWriter, NoMetrics
 from opd.pipelines.helpers import Helpers
 from opd.pipelines.run_folder import RunFolder
+from opd.ranks import Ranks
 from opd.rollout.preemption import Preemption
 from opd.storage.checkpoints import CheckpointStore
 
@@ -32,6 +33,8 @@ class StageContext:
     """What the run has been asked: to stop, to make room, or nothing."""
     helpers: Helpers | None = None
     """Engines and teachers in other processes, where the recipe's `launch` asks for them."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes that run this stage together."""
 
     @classmethod
     def open(
@@ -43,20 +46,28 @@ class StageContext:
         note: Callable[[str], None],
         preemption: Preemption | None = None,
         helpers: Helpers | None = None,
+        ranks: Ranks | None = None,
     ) -> StageContext:
-        """Open the stage's own folder under `stages/`."""
+        """Open the stage's own folder under `stages/`; of several ranks the first writes metrics."""
+        ranks = ranks or Ranks()
         place = folder.stage(stage)
         return cls(
             recipe,
             folder,
             stage,
-            MetricsWriter(place, tensorboard=recipe.runtime.tensorboard),
+            MetricsWriter(place, tensorboard=recipe.runtime.tensorboard) if ranks.main else NoMetrics(),
             CheckpointStore(folder.checkpoints(stage), keep=recipe.runtime.keep_checkpoints, on_warning=note),
             progress,
             note,
             preemption or Preemption(recipe.runtime.grace_seconds),
             helpers,
+            ranks,
         )
+
+    def of_rank(self, path: Path) -> Path:
+        """`path` for the first rank, a sibling of it for every other."""
+        rank = self.ranks.rank
+        return path.with_name(f"{path.stem}-rank-{rank}{path.suffix}") if rank else path
 
     def model_path(self, name: str) -> Path:
         """Folder of a model: `base`, `merged`, `specialist:DOMAIN`, a teacher or a baseline by name.

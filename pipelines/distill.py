@@ -22,6 +22,7 @@ from opd.pipelines.evaluate import domain_accuracy
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
 from opd.pipelines.rollout_metrics import generated_tokens, rollout_metrics, staleness_metrics
 from opd.pipelines.score_ahead import scoring_ahead
+from opd.pipelines.shared_rewards import score_rewards
 from opd.pipelines.student import Student, tokenizer_of
 from opd.pipelines.teachers import open_schedule, wait_shares
 from opd.rollout.collect import EncodedPrompt, Generates
@@ -79,9 +80,9 @@ class DistillRun:
         config = recipe.distill
         vocabulary = len(tokenizer_of(recipe, start))
         schedule = stack.enter_context(open_schedule(context, vocabulary))
-        probe = MismatchProbe()
+        probe = MismatchProbe(context.ranks)
         terms = [*loss_terms(config, schedule), probe]
-        student = Student.open(recipe, start, config.optim, config.batch, terms, context.helpers)
+        student = Student.open(context, start, config.optim, config.batch, terms)
         data = DomainSet.open(recipe, student.tokenizer)
         teachers = Router.from_recipe(recipe).teachers
         return cls(context, student, data, schedule, config, teachers, probe)
@@ -94,7 +95,8 @@ class DistillRun:
     def write(self, engine: Generates, index: int) -> list[SampleGroup]:
         """Batch number `index`."""
         prompts = self.prompts(index)
-        engine = scoring_ahead(self.context.recipe, engine, self.schedule, prompts)
+        if self.context.ranks.alone:  # else another rank may train what this one writes
+            engine = scoring_ahead(self.context.recipe, engine, self.schedule, prompts)
         return self.student.rollout(prompts, self.config.samples_per_prompt, engine)
 
     def prompts(self, index: int) -> list[EncodedPrompt]:
@@ -133,9 +135,9 @@ class DistillRun:
     def score(self, groups: Sequence[SampleGroup]) -> None:
         """Reward every sample and let its teacher read it."""
         samples = [s for group in groups for s in group.samples]
-        self.data.rewards.score(samples)
+        score_rewards(self.context.ranks, self.data.rewards, samples)
         self.schedule.assign(samples)
-        self.schedule.score(samples)
+        self.schedule.score(self.student.backend.mine(samples))
 
     def accumulate(self, groups: Sequence[SampleGroup]) -> dict[str, float]:
         """The gradient of one optimiser step on scored groups, left in the parameters; returns metrics."""
@@ -164,7 +166,11 @@ class DistillRun:
         advantages = [config.rl_coef * a for group in groups for a in estimate(group)]
         if not isinstance(config.loss, SampledTokenK1):
             return advantages, {}
-        teacher = sampled_logprobs(self.schedule, samples, config.mixture, temperature)
+        teacher = self.student.backend.each(
+            samples,
+            lambda mine: sampled_logprobs(self.schedule, mine, config.mixture, temperature),
+            "the teachers' log-probabilities",
+        )
         ratios = np.concatenate([(p - t)[s.loss_mask] for s, p, t in zip(samples, old, teacher, strict=True)])
         advantages = opd_advantages(
             advantages,

@@ -29,6 +29,7 @@ from opd.pipelines.rollout_metrics import (
     rollout_metrics,
     staleness_metrics,
 )
+from opd.pipelines.shared_rewards import score_rewards
 from opd.pipelines.student import Student, load_model
 from opd.rollout.collect import Generates
 from opd.train.conversion import convert_batch
@@ -97,7 +98,7 @@ class GRPORun:
             reference = load_model(recipe, start)
             if config.reference_kl.placement == "loss":
                 terms.append(ReferenceTerm(config.reference_kl))
-        student = Student.open(recipe, start, config.optim, config.batch, terms, context.helpers)
+        student = Student.open(context, start, config.optim, config.batch, terms)
         data = DomainSet.open(recipe, student.tokenizer)
         return cls(student, data, list(domains), config, context.stage, recipe.rollout, reference)
 
@@ -119,7 +120,7 @@ class GRPORun:
         tokens = generated_tokens(groups)
         with step.timer("score"):
             samples = [s for group in groups for s in group.samples]
-            self.data.rewards.score(samples)
+            score_rewards(self.student.ranks, self.data.rewards, samples)
         metrics = rollout_metrics(groups)
         metrics |= staleness_metrics(samples, step.index, self.rollout.max_staleness)
         config = self.config
@@ -149,6 +150,7 @@ class GRPORun:
     def _update(self, groups: Sequence[SampleGroup], lr: float) -> dict[str, float]:
         estimate = build_advantage(self.config.advantage)
         samples = [s for group in groups for s in group.samples]
+        self.student.backend.mine(samples)  # deals them out
         old = self.student.backend.logprobs(samples)
         advantages = [a for group in groups for a in estimate(group)]
         references = self._references(samples)
@@ -176,8 +178,12 @@ class GRPORun:
     def _references(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
         if self.reference is None:
             return None
-        backend = self.student.backend
-        return response_logprobs(self.reference, samples, backend.temperature, self.config.batch)
+        backend, reference = self.student.backend, self.reference
+        return backend.each(
+            samples,
+            lambda mine: response_logprobs(reference, mine, backend.temperature, self.config.batch),
+            "the reference's log-probabilities",
+        )
 
     def _batch(self, rows: Sequence[Row]) -> RolloutBatch:
         weights = policy_weights(

@@ -117,11 +117,12 @@ def run_loop(
             state.step, {"tokens/student": state.student_tokens, **result.metrics, **times}, state.seconds
         )
         context.progress(state.step, extent.total(state), result.headline)
-        stopping = context.preemption.stopping
+        stopping = context.ranks.any(context.preemption.stopping, "the end of a step")
         if stopping or state.step % checkpoint_every == 0:
-            context.checkpoints.save(state.step, backend.state(), asdict(state))
+            _save(context, backend, state)
             on_checkpoint()
         if stopping:
+            context.preemption.stop()  # where only another rank was asked
             context.preemption.check()
     return {
         "steps": state.step,
@@ -130,6 +131,14 @@ def run_loop(
         "phases": state.phases,
         "counters": state.counters,
     }
+
+
+def _save(context: StageContext, backend: TrainBackend, state: LoopState) -> None:
+    """Every rank gathers, the first one writes, and none goes on before the checkpoint is durable."""
+    tensors = backend.state()
+    if context.ranks.main:
+        context.checkpoints.save(state.step, tensors, asdict(state))
+    context.ranks.barrier("a checkpoint")
 
 
 def _restore(context: StageContext, backend: TrainBackend) -> LoopState:

@@ -12,6 +12,7 @@ from opd.pipelines.loop import Extent, Step, StepResult, run_loop
 from opd.pipelines.student import Student, load_model, make_writer, sampling_params
 from opd.pipelines.teachers import whole_teacher
 from opd.rollout.collect import collect
+from opd.rollout.shared import write_shared
 from opd.teachers.routing import Route, Router
 from opd.train.schedule import learning_rate
 from opd.train.terms import CrossEntropyTerm
@@ -30,7 +31,7 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     """
     recipe = context.recipe
     config = recipe.distill
-    student = Student.open(recipe, start, config.optim, config.batch, [CrossEntropyTerm()])
+    student = Student.open(context, start, config.optim, config.batch, [CrossEntropyTerm()])
     data = DomainSet.open(recipe, student.tokenizer)
     written = _teacher_samples(context, data, student, config.steps)
     per_step = len(recipe.domains) * config.prompts_per_domain * config.samples_per_prompt
@@ -46,6 +47,7 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
             if config.normalise == "teacher"
             else token_weights(masks)
         )
+        student.backend.mine(samples)
         with step.timer("train"):
             metrics = student.backend.forward_backward(RolloutBatch.supervised(samples, weights))
             metrics |= student.backend.step(learning_rate(config.optim, step.index, step.progress))
@@ -73,7 +75,13 @@ def _teacher_samples(context: StageContext, data: DomainSet, student: Student, s
                 for prompt in data.take(domain, 0, steps * count, MERGE)
                 if main_of(router.route(domain, prompt.uid)) == teacher
             ]
-            groups = collect(engine, prompts, config.samples_per_prompt, sampling, recipe.seed)
+            groups = write_shared(
+                context.ranks,
+                prompts,
+                lambda mine, engine=engine: collect(
+                    engine, mine, config.samples_per_prompt, sampling, recipe.seed
+                ),
+            )
             for group in groups:
                 number = int(group.uid.rsplit("/", 1)[1])
                 by_step[number // count].extend(group.samples)

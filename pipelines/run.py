@@ -20,6 +20,7 @@ from opd.pipelines.served_engine import with_engine
 from opd.pipelines.stage_rollout import remove_log
 from opd.pipelines.stages import Stage, plan, with_needs
 from opd.pipelines.workers import run_side_by_side
+from opd.ranks import Ranks
 from opd.rollout.preemption import Preemption
 
 
@@ -76,10 +77,12 @@ def execute(
     note: Callable[[str], None],
     preemption: Preemption | None = None,
     helpers: Helpers | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Run one stage in this process and record, last of all, that it is done.
 
-    Without a `preemption` the stage answers to this process's signals.
+    Without a `preemption` the stage answers to this process's signals. With several `ranks` all of them call
+    this, and the first one records.
 
     An evaluation of an unfinished run is not done: models may still come.
     """
@@ -87,7 +90,7 @@ def execute(
     started = time.perf_counter()
     listening = Preemption(recipe.runtime.grace_seconds).listen() if preemption is None else None
     with listening or nullcontext(preemption) as asked:
-        context = StageContext.open(recipe, folder, stage.name, report, note, asked, helpers)
+        context = StageContext.open(recipe, folder, stage.name, report, note, asked, helpers, ranks)
         try:
             with with_engine(context):
                 result = stage.run(context)
@@ -96,9 +99,11 @@ def execute(
     result.setdefault("seconds", time.perf_counter() - started)
     # Linux reports ru_maxrss in KiB.
     result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    if all(folder.stage_done(need) is not None for need in stage.needs):
+    context.ranks.barrier("the end of a stage")
+    if context.ranks.main and all(folder.stage_done(need) is not None for need in stage.needs):
         folder.mark_done(stage.name, result)
         remove_log(context)
+    context.ranks.barrier("the record of a stage")
     return result
 
 

@@ -27,7 +27,7 @@ from opd.errors import RunFolderError
 from opd.storage.files import FileLock, write_atomic
 
 _LOCK = ".lock"
-_FREE = ("runtime", "run_dir", "launch")
+_FREE = ("runtime", "run_dir", "launch", "train")
 """Top-level keys that may change between attempts: they say how and where, not what."""
 
 
@@ -81,7 +81,7 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: str | Path, recipe: Recipe) -> RunFolder:
-        """Continue the run in `path`; only `runtime`, `launch` and `run_dir` may differ from its recipe.
+        """Continue the run in `path`; only `runtime`, `launch`, `train` and `run_dir` may differ.
 
         Raises `RunFolderError` if there is no run, another process holds it, or a setting differs (named).
         """

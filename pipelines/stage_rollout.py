@@ -102,7 +102,7 @@ def open_rollout(
         yield StageRollout(_tolerant(context, writers, None, stops), None)
         return
     with TokenWAL(
-        context.folder.wal(context.stage),
+        context.of_rank(context.folder.wal(context.stage)),
         fsync=config.fsync,
         interval_seconds=config.interval_seconds,
         segment_bytes=config.segment_mb * MIB,
@@ -114,7 +114,7 @@ def open_rollout(
 def _tolerant(
     context: StageContext, writers: Writers, log: TimedLog | None, stops: StopStrings | None
 ) -> FaultTolerantRollout:
-    kept = KVFile(context.folder.stage(context.stage) / "in_flight.safetensors")
+    kept = KVFile(context.of_rank(context.folder.stage(context.stage) / "in_flight.safetensors"))
     return FaultTolerantRollout(
         writers.engines,
         log,
@@ -131,4 +131,5 @@ def _tolerant(
 def remove_log(context: StageContext) -> None:
     """A stage that is done needs neither the log of its rollouts nor its teachers' hidden states."""
     for folder in (context.folder.wal(context.stage), context.folder.cache(context.stage)):
-        shutil.rmtree(folder, ignore_errors=True)
+        for own in (folder, *folder.parent.glob(f"{folder.name}-rank-*")):
+            shutil.rmtree(own, ignore_errors=True)

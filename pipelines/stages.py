@@ -30,6 +30,8 @@ class Stage:
     """Stages that must be done before."""
     run: Callable[[StageContext], dict[str, Any]]
     """Does the work and returns the result numbers; everything it produces is on disk by then."""
+    trained: bool = True
+    """Whether several ranks share the work; else one of them does all of it."""
 
 
 def plan(recipe: Recipe) -> dict[str, Stage]:
@@ -49,11 +51,12 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
             f"baseline-{method}",
             base + specialists if method in WEIGHT_MERGES else ("merge",),
             partial(_baseline, method=method),
+            method not in WEIGHT_MERGES,
         )
         for method in baseline_methods(recipe)
     ]
     stages += baselines
-    stages.append(Stage("evaluate", ("merge", *(stage.name for stage in baselines)), evaluate))
+    stages.append(Stage("evaluate", ("merge", *(stage.name for stage in baselines)), evaluate, False))
     return {stage.name: stage for stage in stages}
 
 
@@ -85,7 +88,8 @@ def _base(context: StageContext) -> dict[str, Any]:
     if recipe.model.path is not None:
         return warm_up(context, Path(recipe.model.path), out)
     fresh = context.folder.stage("base") / "initial" if recipe.base is not None else out
-    new_base(recipe, fresh)
+    ranks = context.ranks
+    ranks.main_first(lambda: new_base(recipe, fresh) if ranks.main else None)
     if recipe.base is None:
         return {"steps": 0, "student_tokens": 0, "seconds": 0.0, "phases": {}, "counters": {}}
     return warm_up(context, fresh, out)

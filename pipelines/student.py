@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
-from opd.models.causal_lm import CausalLM
+from opd.models.causal_lm import CausalLM, weights_digest
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.context import StageContext
-from opd.pipelines.helpers import Helpers, Writers
+from opd.pipelines.helpers import Writers
 from opd.pipelines.stage_rollout import StageRollout, open_rollout
 from opd.protocols import RolloutEngine
+from opd.ranks import Ranks
 from opd.rollout.collect import EncodedPrompt, Generates, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.shared import write_shared
 from opd.rollout.stop_strings import StopStrings
 from opd.rollout.sync.in_process import InProcess
 from opd.rollout.sync.verb import LocalTarget, sync_weights
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.user_generate import Generate, load_generate
+from opd.train.backend import Backend
+from opd.train.backends import open_backend
 from opd.train.terms import LossTerm
 from opd.train.torch_backend import TorchBackend
 from opd.types import SampleGroup, SamplingParams
@@ -92,12 +98,16 @@ def embedded(recipe: Recipe, path: Path) -> Writers:
 class Student:
     """A model that writes and learns."""
 
-    model: CausalLM
     tokenizer: PreTrainedTokenizerBase
-    backend: TorchBackend
+    backend: Backend
     writers: Writers
     sampling: SamplingParams
     seed: int
+    load: Callable[[], CausalLM]
+    """The model as it was before training."""
+    ranks: Ranks
+    writing: Ranks
+    """The same ranks for the thread that writes, which may not be the one that learns."""
     generate: Generate = collect
     """Prompts to sample groups: the recipe's own, if it names one."""
     stops: StopStrings | None = None
@@ -107,23 +117,25 @@ class Student:
     @classmethod
     def open(
         cls,
-        recipe: Recipe,
+        context: StageContext,
         path: Path,
         optim: OptimConfig,
         batch: BatchConfig,
         terms: Sequence[LossTerm],
-        helpers: Helpers | None = None,
     ) -> Student:
-        """Load `path` to train; the engine, here or among the `helpers`, holds a copy of its own."""
+        """Load `path` to train; the engine, here or among the stage's helpers, holds a copy of its own."""
+        recipe, ranks, helpers = context.recipe, context.ranks, context.helpers
         tokenizer = tokenizer_of(recipe, path)
-        model = load_model(recipe, path)
+        load = partial(load_model, recipe, path)
         return cls(
-            model,
             tokenizer,
-            TorchBackend(model, optim, batch, recipe.rollout.temperature, terms),
+            open_backend(load, recipe.train, optim, batch, recipe.rollout.temperature, terms, ranks),
             embedded(recipe, path) if helpers is None else helpers.writers(path),
             sampling_params(recipe, tokenizer),
             recipe.seed,
+            load,
+            ranks,
+            ranks.another(f"{context.stage}/rollouts"),
             load_generate(recipe.rollout.generate),
             stop_strings(recipe, tokenizer),
         )
@@ -154,8 +166,12 @@ class Student:
     def rollout(
         self, prompts: Sequence[EncodedPrompt], group_size: int, engine: Generates
     ) -> list[SampleGroup]:
-        """Sample responses through `engine`, which stands before the student's own."""
-        return self.generate(engine, prompts, group_size, self.sampling, self.seed)
+        """Sample responses through `engine`, which stands before the student's own; each rank its share."""
+        return write_shared(
+            self.writing,
+            prompts,
+            lambda mine: self.generate(engine, mine, group_size, self.sampling, self.seed),
+        )
 
     def start(self, step: int) -> None:
         """Before the first step of an attempt: after a resume the engine needs the restored weights, and one
@@ -174,5 +190,20 @@ class Student:
 
     def export(self, folder: Path, card: dict[str, Any]) -> str:
         """Write the Hugging Face folder and return the digest of its weights."""
-        save_checkpoint(self.model, self.tokenizer, folder, card)
-        return self.backend.digest()
+        if isinstance(self.backend, TorchBackend) and self.ranks.alone:
+            save_checkpoint(self.backend.model, self.tokenizer, folder, card)
+            return self.backend.digest()
+        kept: dict[str, Tensor] = {}
+
+        def walk() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self.backend.weights():
+                if self.ranks.main:
+                    kept[name] = tensor.to("cpu", copy=True)
+                yield name, tensor
+
+        digest = weights_digest(walk())
+        if self.ranks.main:
+            model = self.load()
+            model.load_weights(kept.items())
+            save_checkpoint(model, self.tokenizer, folder, card)
+        return digest

@@ -40,6 +40,7 @@ def open_schedule(
     """
     recipe = context.recipe
     router = Router.from_recipe(recipe)
+    group = context.ranks.group if group is None else group
     with ExitStack() as stack:
         # The background threads of the teachers gather in a group of their own.
         reading = None if group is None else dist.new_group(dist.get_process_group_ranks(group))
@@ -49,6 +50,8 @@ def open_schedule(
         helpers = context.helpers
         elsewhere = helpers.teachers(local, vocabulary) if helpers is not None and local else None
         if elsewhere is None and local:
+            if not context.ranks.alone:
+                context.ranks.main_first(lambda: _fetch(context, local))
             elsewhere = open_teachers(context, local, vocabulary, reading, stack)
         found = dict(elsewhere or {})
         for name in served:
@@ -59,7 +62,7 @@ def open_schedule(
         if recipe.distill.teachers == "streamed" and recipe.storage.cache_mb:
             # What a power cut takes from the cache is computed again: it need not be flushed.
             files = HiddenStateCache(
-                context.folder.cache(context.stage),
+                context.of_rank(context.folder.cache(context.stage)),
                 quota_bytes=recipe.storage.cache_mb * MIB,
                 durable=False,
                 on_warning=context.note,
@@ -68,6 +71,17 @@ def open_schedule(
             backend = "" if recipe.distill.backend == "torch" else f"/{recipe.distill.backend}"
             cache = CachedScores(stack.enter_context(files), variant=recipe.model.dtype + backend)
         yield TeacherSchedule(teachers, router, cache=cache, group=group)
+
+
+def _fetch(context: StageContext, names: list[str]) -> None:
+    """What `open_teachers` publishes and downloads, which one rank does for all."""
+    distill = context.recipe.distill
+    whole = distill.teachers == "resident"
+    for name in names:
+        if not whole:
+            published_teacher(context, name)
+        elif distill.backend == "torch":
+            whole_teacher(context, name)
 
 
 def open_teachers(

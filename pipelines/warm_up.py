@@ -44,13 +44,14 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     """
     recipe = context.recipe
     config = recipe.base or WarmupConfig()
-    student = Student.open(recipe, start, config.optim, config.batch, [CrossEntropyTerm()])
+    student = Student.open(context, start, config.optim, config.batch, [CrossEntropyTerm()])
     data = DomainSet.open(recipe, student.tokenizer)
 
     def step(step: Step) -> StepResult:
         with step.timer("data"):
             samples = _demonstrations(data, config, student.tokenizer, recipe.seed, step.index)
             batch = RolloutBatch.supervised(samples, token_weights([s.loss_mask for s in samples]))
+            student.backend.mine(samples)
         with step.timer("train"):
             metrics = student.backend.forward_backward(batch)
             metrics |= student.backend.step(learning_rate(config.optim, step.index, step.progress))

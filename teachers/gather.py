@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 _HAS_READ, _FAILED, _LEAVES = 0, 1, 2
+# The older name warns where the newer one is there.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class UnitGather:
@@ -76,7 +78,7 @@ class UnitGather:
         self._agree(model, unit, error)
         if part:
             with self._lasting(), naming_lost_ranks(_not_gathered(model, unit)):
-                dist.all_gather_into_tensor(parts, mine, group=self.group)
+                _all_gather(parts, mine, group=self.group)
         self._close_gaps(model, unit, parts)
         return into[:nbytes]
 

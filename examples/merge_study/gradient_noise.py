@@ -21,6 +21,7 @@ from opd.config.load import load_recipe
 from opd.pipelines.context import StageContext
 from opd.pipelines.distill import DistillRun
 from opd.pipelines.run_folder import RunFolder
+from opd.train.torch_backend import TorchBackend
 
 
 def gradients(whole: Path, start: Path, name: str | None, draws: int) -> torch.Tensor:
@@ -37,14 +38,17 @@ def gradients(whole: Path, start: Path, name: str | None, draws: int) -> torch.T
     ):
         context = StageContext.open(recipe, folder, "merge", lambda *_: None, lambda _: None)
         run = DistillRun.open(context, start, stack)
-        parameters = [p for p in run.student.model.module.parameters() if p.requires_grad]
+        backend = run.student.backend
+        assert isinstance(backend, TorchBackend)
+        module = backend.model.module
+        parameters = [p for p in module.parameters() if p.requires_grad]
         for draw in range(draws):
             prompts = [replace(prompt, uid=f"{draw}/{prompt.uid}") for prompt in run.prompts(0)]
             groups = run.student.rollout(prompts, 1, run.student.engine)
             run.score(groups)
             run.accumulate(groups)
             rows.append(torch.cat([p.grad.flatten() for p in parameters]))
-            run.student.model.module.zero_grad()
+            module.zero_grad()
     return torch.stack(rows)
 
 

@@ -84,6 +84,19 @@ class MetricsWriter:
         os.replace(temporary, self.path)
 
 
+class NoMetrics(MetricsWriter):
+    """Writes nothing: for the ranks of a stage whose metrics another one writes."""
+
+    def __init__(self) -> None:
+        self._board = None
+
+    def write(self, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
+        del step, metrics, seconds
+
+    def truncate(self, after_step: int) -> None:
+        del after_step
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`, in order; none if the file does not exist.
 

@@ -74,6 +74,21 @@ class Backend(ABC):
     @abstractmethod
     def zero_grad(self) -> None: ...
 
+    @abstractmethod
+    def step(self, lr: float) -> dict[str, float]: ...
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    @abstractmethod
+    def digest(self) -> str: ...
+
+    @abstractmethod
+    def state(self) -> dict[str, dict[str, Tensor]]: ...
+
+    @abstractmethod
+    def load_state(self, state: dict[str, dict[str, Tensor]]) -> None: ...
+
     def close(self) -> None:
         """Give back what outlives the object."""
         return

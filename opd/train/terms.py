@@ -14,6 +14,7 @@ from opd.imports import import_function
 from opd.losses.kl_estimators import reference_penalty
 from opd.losses.policy import clipped_policy_loss
 from opd.monitor.mismatch import mismatch
+from opd.ranks import Ranks
 from opd.train.head_ops import linear_logprobs
 from opd.train.student_rows import MetricSums, StudentRows, masked_mean
 from opd.types import MicroBatch
@@ -87,7 +88,9 @@ class MismatchProbe:
     Where no policy stream recomputes log-probabilities, this is where the recompute contract is watched.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        """`ranks`: those whose tokens the metrics are of."""
+        self._ranks = Ranks() if ranks is None else ranks
         self.rollout: list[np.ndarray] = []
         self.recomputed: list[np.ndarray] = []
         self.masks: list[np.ndarray] = []
@@ -109,10 +112,17 @@ class MismatchProbe:
     def take(self) -> dict[str, float]:
         """The metrics of the tokens seen since the last call."""
         seen = (self.rollout, self.recomputed, self.masks)
-        metrics = mismatch(*(np.concatenate(part) for part in seen))
+        whole = [
+            self._of_all(part, dtype) for part, dtype in zip(seen, (np.float32,) * 2 + (bool,), strict=True)
+        ]
         for part in seen:
             part.clear()
-        return metrics
+        return mismatch(*whole)
+
+    def _of_all(self, part: list[np.ndarray], dtype: type) -> np.ndarray:
+        mine = np.concatenate([np.zeros(0, dtype), *part]).astype(dtype)
+        said = self._ranks.gather(mine.tobytes(), "the mismatch metrics")
+        return np.concatenate([np.frombuffer(own, dtype) for own in said])
 
 
 class CrossEntropyTerm:

@@ -1,0 +1,109 @@
+"""A run as one of its ranks: the same stages on all of them, and each file written by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from opd.config import Recipe
+from opd.errors import RanksError, TrainingError
+from opd.monitor.progress import Progress
+from opd.pipelines.launch import end_with_launcher
+from opd.pipelines.report import write_report
+from opd.pipelines.results import write_results
+from opd.pipelines.run import execute, summary
+from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.stages import Stage, plan, with_needs
+from opd.ranks import Ranks, joined
+from opd.rollout.preemption import Preemption
+
+_ERROR = 2
+
+
+def run_rank(
+    recipe: Recipe, path: Path, opening: Callable[[], RunFolder | None], stages: Sequence[str] | None
+) -> int:
+    """Run `stages` (all of them for `None`) in the run folder at `path`; returns the exit status.
+
+    The first rank opens the folder, for all: they must see the same files there. Raises `RanksError` if
+    another rank is lost.
+    """
+    end_with_launcher()
+    with joined(recipe.model.device, recipe.train.timeout_seconds) as ranks, ExitStack() as stack:
+        folder = RunFolder.attach(path)
+        if ranks.main:
+            opened = opening()
+            if opened is None:
+                return _ERROR
+            folder = stack.enter_context(opened)
+        ranks.main_first(lambda: None)
+        known = plan(recipe)
+        waiting = list(known.values()) if stages is None else _named(known, stages)
+        for name in _undone(waiting, folder, ranks):
+            _run(recipe, folder, known[name], ranks)
+        if ranks.main and (stages is None or "evaluate" in stages):
+            write_results(recipe, folder)
+        if ranks.main and stages is None:
+            write_report(folder.path)
+        ranks.main_first(lambda: None)
+    return 0
+
+
+def _named(known: dict[str, Stage], names: Sequence[str]) -> list[Stage]:
+    """The stages of these names, in order, with what they need; an evaluation measures what is there."""
+    chosen = {name: known[name] for name in names if name == "evaluate"}
+    for name in names:
+        if name != "evaluate":
+            chosen |= {stage.name: stage for stage in with_needs(known, name)}
+    return [stage for stage in known.values() if stage.name in chosen]
+
+
+def _undone(stages: Sequence[Stage], folder: RunFolder, ranks: Ranks) -> list[str]:
+    """Names of the stages to run, as the first rank sees the folder: another may look too late."""
+    undone = [stage.name for stage in stages if folder.stage_done(stage.name) is None]
+    return ranks.gather_json(undone, "the list of stages")[0]
+
+
+def _run(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> None:
+    if not stage.trained:
+        ranks.main_first(lambda: _execute(recipe, folder, stage, Ranks()) if ranks.main else None)
+        return
+    try:
+        _execute(recipe, folder, stage, ranks)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise _no_memory(stage, ranks, error) from error
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error):
+            raise _no_memory(stage, ranks, error) from error
+        raise
+
+
+def _execute(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> None:
+    with Preemption(recipe.runtime.grace_seconds).listen() as preemption, ExitStack() as stack:
+        progress = stack.enter_context(Progress()) if ranks.main else None
+        try:
+            result = execute(
+                recipe,
+                folder,
+                stage,
+                lambda done, total, headline: progress and progress.update(stage.name, done, total, headline),
+                lambda text: progress and progress.note(text),
+                preemption,
+                ranks=ranks,
+            )
+        except RanksError:
+            preemption.check()  # all were asked to stop, and another rank did so first
+            raise
+        if progress is not None:
+            progress.finish(stage.name, summary(result))
+
+
+def _no_memory(stage: Stage, ranks: Ranks, error: Exception) -> TrainingError:
+    reason = " ".join(str(error).split())[:160] or "no more is free"
+    return TrainingError(
+        f"rank {ranks.rank} ran out of memory in stage {stage.name} ({reason}); lower batch.max_tokens or"
+        " rollout.max_running, or train with more ranks, then continue with --resume."
+    )
