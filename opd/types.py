@@ -184,6 +184,9 @@ class MicroBatch:
     """[N] float32 or None."""
     samples: list[Sample]
     """The `B` samples, in packing order."""
+    kept: Tensor | None = None
+    """[N] int64: which of the samples' response tokens these are, where ranks share sequences; `None` is all
+    of them, in order."""
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,10 @@ class TeacherView:
     """[N, Dt]: last hidden states at the micro-batch's rows."""
     head: Head
 
+    def take(self, rows: Tensor) -> TeacherView:
+        """The same at `rows` ([M] int64) alone."""
+        return replace(self, hidden=self.hidden[rows.to(self.hidden.device)])
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredView:
@@ -48,6 +52,11 @@ class ScoredView:
     """[N, K] int64."""
     top_logprobs: Tensor | None = None
     """[N, K] float32, nats."""
+
+    def take(self, rows: Tensor) -> ScoredView:
+        """The same at `rows` ([M] int64) alone."""
+        top = [None if x is None else x[rows] for x in (self.top_ids, self.top_logprobs)]
+        return replace(self, sampled=self.sampled[rows], top_ids=top[0], top_logprobs=top[1])
 
 
 View = TeacherView | ScoredView
@@ -68,6 +77,8 @@ class DistillTerm(ABC):
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         views = self.teachers(micro)
+        if micro.kept is not None:
+            views = [view.take(micro.kept) for view in views]
         if len(views) == 1 or self.mixture == "geometric":
             per_view = [self.divergence(micro, student, view) for view in views]
             per_token = torch.stack([v.weight * kl for v, kl in zip(views, per_view, strict=True)]).sum(0)

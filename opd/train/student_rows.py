@@ -66,6 +66,13 @@ class MetricSums:
         """The raw sums of every name that starts with `prefix`, without the prefix."""
         return {name[len(prefix) :]: v for name, v in self._sums.items() if name.startswith(prefix)}
 
+    def include(self, other: MetricSums) -> None:
+        """Add all that `other` holds."""
+        for name, total in other._sums.items():
+            self.add(name, total, other._weights[name])
+        for name, value in other._maxima.items():
+            self.peak(name, value)
+
     def parts(self) -> list[dict[str, float]]:
         """Everything it holds, for `merged` on another rank."""
         return [self._sums, self._weights, self._maxima]

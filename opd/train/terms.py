@@ -105,8 +105,9 @@ class MismatchProbe:
                 chunk=student.chunk,
             )
         self.recomputed.append(logprobs.float().cpu().numpy())
-        self.rollout += [sample.rollout_logprobs for sample in micro.samples]
-        self.masks += [sample.loss_mask for sample in micro.samples]
+        for seen, name in ((self.rollout, "rollout_logprobs"), (self.masks, "loss_mask")):
+            values = [getattr(sample, name) for sample in micro.samples]
+            seen += values if micro.kept is None else [np.concatenate(values)[micro.kept.cpu().numpy()]]
         return logprobs.new_zeros(())
 
     def take(self) -> dict[str, float]:

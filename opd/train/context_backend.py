@@ -1,0 +1,107 @@
+"""Sequences shared by ranks: each trains on its tokens of every micro-batch, gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from opd.config.train import BatchConfig, OptimConfig
+from opd.models.causal_lm import CausalLM
+from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
+from opd.ranks import Ranks
+from opd.train.head_ops import linear_logprobs
+from opd.train.student_rows import MetricSums
+from opd.train.terms import LossTerm
+from opd.train.torch_backend import TorchBackend
+from opd.types import MicroBatch, RolloutBatch
+
+
+class ContextBackend(TorchBackend):
+    """A `TorchBackend` whose ranks hold the same weights and share the tokens of each micro-batch.
+
+    Every rank is given the same samples and makes the same calls; loss, gradient, metrics and
+    log-probabilities are those of one rank alone, but for the order of sums. Terms see this rank's response
+    tokens, and `MicroBatch.kept` says which they are.
+
+    Args:
+        context: The ranks that share sequences.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        optim: OptimConfig,
+        batch: BatchConfig,
+        temperature: float,
+        terms: Sequence[LossTerm],
+        context: Ranks,
+    ) -> None:
+        super().__init__(model, optim, batch, temperature, terms)
+        if context.group is None:
+            raise ValueError("context has no process group; use TorchBackend for one rank")
+        self.context = context
+        self._context = ContextParallel(context.group)
+
+    def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
+        own = self._own(micro.input_ids, micro.position_ids, micro.cu_seqlens)
+        return super()._loss(own_rows(micro, own), sums)
+
+    def _passes(self, batch: RolloutBatch, sums: MetricSums) -> None:
+        mine = MetricSums()
+        super()._passes(batch, mine)
+        said = self.context.gather_json(mine.parts(), "the metrics of a step")
+        sums.include(MetricSums.merged(said))
+
+    def reduce(self) -> None:
+        """Sum the gradient over the ranks that share sequences."""
+        for parameter in self._parameters.values():
+            if parameter.grad is None:  # no token of any rank reaches it, or none of this one
+                parameter.grad = torch.zeros_like(parameter)
+            self._context.sum(parameter.grad)
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Last hidden states [t, D] of this rank's tokens."""
+        return shared_hidden(
+            self.model, self._own(input_ids, position_ids, cu_seqlens), self._context, self._memory
+        )
+
+    def _packed_logprobs(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
+    ) -> Tensor:
+        own = self._own(input_ids, position_ids, cu_seqlens)
+        local, kept = own_places(rows, own)
+        mine = linear_logprobs(
+            shared_hidden(self.model, own, self._context)[local],
+            self.head(),
+            input_ids[rows[kept] + 1],
+            temperature=self.temperature,
+            chunk=self._batch.kl_chunk,
+        )
+        whole = torch.zeros(len(rows), dtype=mine.dtype, device=mine.device)
+        whole[kept] = mine
+        return self._context.sum(whole)
+
+    def _own(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> TokenShare:
+        return self._context.share(input_ids, position_ids, cu_seqlens.tolist())
+
+
+def own_places(rows: Tensor, own: TokenShare) -> tuple[Tensor, Tensor]:
+    """Of packed positions `rows` [N] those this rank has: places in its tokens [M], and in `rows` [M]."""
+    order = torch.argsort(own.places)
+    sorted_places = own.places[order]
+    found = torch.searchsorted(sorted_places, rows).clamp(max=len(sorted_places) - 1)
+    kept = torch.nonzero(sorted_places[found] == rows)[:, 0]
+    return order[found[kept]], kept
+
+
+def own_rows(micro: MicroBatch, own: TokenShare) -> MicroBatch:
+    """`micro` with this rank's response tokens alone; `rows` become places in its tokens."""
+    local, kept = own_places(micro.rows, own)
+    names = ("targets", "advantages", "old_logprobs", "policy_weight", "kl_weight", "ce_weight")
+    streams = {name: getattr(micro, name)[kept] for name in names}
+    if micro.ref_logprobs is not None:
+        streams["ref_logprobs"] = micro.ref_logprobs[kept]
+    return replace(micro, rows=local, kept=kept, **streams)

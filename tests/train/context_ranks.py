@@ -1,0 +1,35 @@
+"""One rank of steps whose sequences are shared; run by test_context_parallel.py through `run_ranks`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch.distributed as dist
+from rank_processes import joined
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import context_step
+
+from opd.ranks import Ranks
+from opd.train.context_backend import ContextBackend
+
+
+def main() -> None:
+    """Every case once; what came out is written for the test to compare."""
+    with joined(120) as (rank, folder):
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        for name in context_step.CASES:
+            tensors, metrics = context_step.step(name, lambda *args: ContextBackend(*args, Ranks(group)))
+            save_file(tensors, folder / f"{name}-{rank}.safetensors")
+            (folder / f"{name}-{rank}.json").write_text(json.dumps(metrics))
+
+
+if __name__ == "__main__":
+    main()

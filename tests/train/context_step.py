@@ -1,0 +1,75 @@
+"""One optimiser step on a tiny model, the same for one rank and for ranks that share sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tiny
+import torch
+from torch import Tensor
+
+from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig
+from opd.kernels.head import Head
+from opd.train.distill_terms import FullVocabularyTerm, TeacherView
+from opd.train.terms import CrossEntropyTerm, PolicyTerm
+from opd.train.torch_backend import TorchBackend
+from opd.types import RolloutBatch, TokenTerms
+
+SHAPE = {"initializer_range": 0.3, "num_hidden_layers": 2}
+CASES: dict[str, tuple[dict, dict, list[tuple[int, int]]]] = {
+    "llama": ({}, {}, [(3, 14), (5, 1), (2, 23), (6, 3), (1, 5)]),
+    "one": ({}, {"recompute_layers": True}, [(4, 60)]),
+    "mistral": ({"model_type": "mistral", "sliding_window": 5}, {}, [(3, 30), (2, 7)]),
+    "gemma2": (
+        {"model_type": "gemma2", "sliding_window": 6, "attn_logit_softcapping": 5.0, "head_dim": 8},
+        {"recompute_layers": True},
+        [(3, 21), (4, 8)],
+    ),
+    # Fewer response tokens than ranks: some train on none.
+    "short": ({}, {}, [(1, 1), (2, 1)]),
+}
+
+
+def _teacher(micro):
+    rows = [
+        torch.randn(len(s.response_ids), 16, generator=torch.Generator().manual_seed(int(s.uid[1:])))
+        for s in micro.samples
+    ]
+    weight = torch.randn(len(tiny.tokenizer()), 16, generator=torch.Generator().manual_seed(99))
+    return [TeacherView("t", 1.0, torch.cat(rows), Head(weight))]
+
+
+def _batch(lengths: list[tuple[int, int]]) -> RolloutBatch:
+    samples = tiny.samples(lengths, teachers=["t"] * len(lengths))
+    rng = np.random.default_rng(1)
+    terms = []
+    for sample in samples:
+        n = len(sample.response_ids)
+        term = TokenTerms.zeros(n)
+        term.advantages = rng.normal(size=n).astype(np.float32)
+        term.old_logprobs = rng.normal(-2.5, 0.3, size=n).astype(np.float32)
+        weights = (rng.random(n) * (rng.random(n) < 0.8)).astype(np.float32)
+        term.policy_weight = term.kl_weight = term.ce_weight = weights
+        terms.append(term)
+    return RolloutBatch(samples, terms)
+
+
+def step(name: str, make: Callable[..., TorchBackend]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The gradient by parameter, the log-probabilities, the weights after the step; and the metrics."""
+    changes, memory, lengths = CASES[name]
+    terms = [
+        FullVocabularyTerm(_teacher, "one_hot", FullVocabularyKL()),
+        PolicyTerm(PolicyLossConfig(), 0.01),
+        CrossEntropyTerm(),
+    ]
+    config = BatchConfig(max_tokens=40, kl_chunk=7, **memory)
+    # AdamW divides by the gradient's size: a small eps would make a step of what is rounding alone.
+    back = make(tiny.model(0, **SHAPE | changes), OptimConfig(eps=1e-3), config, 0.7, terms)
+    batch = _batch(lengths)
+    found = {"logprobs": torch.from_numpy(np.concatenate(back.logprobs(batch.samples)))}
+    metrics = back.forward_backward(batch)
+    parameters = back.model.module.named_parameters()
+    found |= {f"grad/{n}": p.grad.clone() for n, p in parameters if p.grad is not None}
+    metrics |= back.step(1e-3)
+    return found | {f"new/{n}": t.clone() for n, t in back.weights()}, metrics

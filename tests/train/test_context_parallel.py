@@ -1,0 +1,88 @@
+"""Sequences shared by ranks: the step of one rank, with real processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_processes import run_ranks
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import context_step
+
+from opd.models.context_parallel import ContextParallel
+from opd.train.context_backend import own_places
+from opd.train.torch_backend import TorchBackend
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request, tmp_path_factory):
+    """What each of 2 and 4 ranks found, case by case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(str(Path(__file__).with_name("context_ranks.py")), request.param, folder)
+    return folder, request.param
+
+
+@pytest.mark.parametrize("case", context_step.CASES)
+def test_ranks_that_share_sequences_make_the_step_of_one(ranks, case):
+    folder, world = ranks
+    expected, metrics = context_step.step(case, TorchBackend)
+    first = load_file(folder / f"{case}-0.safetensors")
+    assert first.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = float(tensor.abs().max())
+        torch.testing.assert_close(first[name], tensor, rtol=1e-4, atol=2e-5 * max(scale, 0.1), msg=name)
+    assert sum(float(t.norm()) for n, t in expected.items() if n.startswith("grad/")) > 0
+    found = json.loads((folder / f"{case}-0.json").read_text())
+    assert found == pytest.approx(metrics, rel=1e-3, abs=1e-6)
+    for rank in range(1, world):
+        other = load_file(folder / f"{case}-{rank}.safetensors")
+        assert all(torch.equal(other[name], tensor) for name, tensor in first.items())
+
+
+def shares(tokens: int, bounds: list[int], world: int):
+    """Every rank's share; the collectives are not needed for it."""
+    ids = torch.arange(tokens)
+    for rank in range(world):
+        ranks = object.__new__(ContextParallel)
+        ranks.rank, ranks.size = rank, world
+        yield ranks.share(ids, ids, bounds)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 5))
+def test_shares_are_equal_hold_every_token_once_and_see_what_precedes_it(lengths, world):
+    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    tokens = bounds[-1]
+    found = list(shares(tokens, bounds, world))
+    assert len({len(share.places) for share in found}) == 1
+    places = sorted(place for share in found for place in share.places.tolist() if place < tokens)
+    assert places == list(range(tokens))
+    starts = {place: begin for begin, end in pairwise(bounds) for place in range(begin, end)}
+    for share in found:
+        queries = [i for s in share.segments for i in range(s.queries.start, s.queries.stop)]
+        assert queries == list(range(len(share.places)))
+        for segment in share.segments:
+            own = share.places[segment.queries].tolist()
+            if own[0] < tokens:
+                assert (segment.keys.start, segment.keys.stop) == (starts[own[0]], own[-1] + 1)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 50), st.integers(1, 4), st.data())
+def test_rows_are_found_on_exactly_one_rank(tokens, world, data):
+    rows = torch.tensor(sorted(data.draw(st.sets(st.integers(0, tokens - 1)))), dtype=torch.int64)
+    kept = []
+    for share in shares(tokens, [0, tokens], world):
+        local, which = own_places(rows, share)
+        assert torch.equal(share.places[local], rows[which])
+        kept += which.tolist()
+    assert sorted(kept) == list(range(len(rows)))
