@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from opd.config.served import SGLangEngineConfig
+from opd.errors import ConfigError
 from opd.pipelines.context import StageContext
 from opd.pipelines.helpers import Writers
 from opd.pipelines.student import tokenizer_of
@@ -30,8 +32,9 @@ class ServedWriters:
         self._others = context.helpers
 
     def writers(self, model: Path) -> Writers:
-        """One engine over all workers. It holds nothing before its first push (`Student.start`), so that
-        what it samples with is always what the trainer holds.
+        """One engine over all workers, or over this rank's share of them where several ranks write. It holds
+        nothing before its first push (`Student.start`), so that what it samples with is always what the
+        trainer holds. Raises `ConfigError` if there are fewer workers than ranks.
         """
         recipe = self._context.recipe
         described = json.loads((model / "config.json").read_bytes())
@@ -40,7 +43,8 @@ class ServedWriters:
         limit = recipe.rollout.max_sequence
         longest = min(limit, text.get("max_position_embeddings") or limit)
         served = ServedModel(min(len(tokenizer_of(recipe, model)), rows), longest, rows, text)
-        engine = SGLangEngine(pool_options(self._config), served, self._push(model), version=-1)
+        options = replace(pool_options(self._config), urls=self._urls())
+        engine = SGLangEngine(options, served, self._push(model), version=-1)
         self._stack.callback(engine.close)
         return Writers([engine], ONCE)
 
@@ -48,11 +52,20 @@ class ServedWriters:
         """See `Helpers`."""
         return None if self._others is None else self._others.teachers(names, vocabulary)
 
+    def _urls(self) -> list[str]:
+        ranks, urls = self._context.ranks, self._config.urls
+        if len(urls) < ranks.size:
+            raise ConfigError(
+                f"rollout.engine has {len(urls)} workers for {ranks.size} ranks, each of which writes"
+                " its share with workers of its own; give it more urls, or take fewer ranks."
+            )
+        return urls[ranks.rank :: ranks.size]
+
     def _push(self, model: Path) -> Push:
         if self._config.sync == "tensors":
             return TensorPush(self._config.host)
         root = self._config.folder or self._context.folder.stage(self._context.stage) / "weights"
-        folder = WeightFolder(root, model)
+        folder = WeightFolder(Path(root) / f"rank-{self._context.ranks.rank}", model)
         self._stack.callback(folder.close)
         return FolderPush(folder)
 

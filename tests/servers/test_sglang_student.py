@@ -10,9 +10,11 @@ import torch
 from recipes import tiny_recipe
 from safetensors.torch import load_file
 
-from opd.errors import RolloutError
+from opd.errors import ConfigError, RolloutError
+from opd.pipelines.context import StageContext
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.served_engine import with_engine
 from opd.rollout.sglang_sync import check_form
 
 FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 2, "teachers": "resident"}
@@ -79,7 +81,7 @@ def test_grpo_on_a_server_samples_with_what_the_trainer_holds(sglang, served_mod
     # No samples in common, the same distribution: the first step's rewards, before anything was learnt.
     one, other = (found[name][0]["reward/mean"] for name in ("torch", "sglang"))
     assert one == pytest.approx(other, abs=0.15)
-    assert not (tmp_path / "sglang/stages/specialist-sort/weights/version-4").exists()
+    assert not list((tmp_path / "sglang").rglob("version-*"))
 
 
 def trained(tmp_path, served_models):
@@ -133,6 +135,29 @@ def test_a_stage_that_was_stopped_goes_on_with_its_own_weights(sglang, served_mo
     )
     for name in one:
         np.testing.assert_allclose(one[name], other[name], atol=1e-5)
+
+
+def test_ranks_share_the_workers(served_models, tmp_path):
+    """Each rank writes with workers of its own."""
+    urls = [f"http://127.0.0.1:{port}" for port in range(1, 6)]
+    recipe = tiny_recipe(
+        model={"path": str(served_models["a"])},
+        base=None,
+        rollout={"engine": {"type": "sglang", "urls": urls}},
+    )
+    seen = []
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        for rank in range(3):
+            context = StageContext.open(recipe, folder, "merge", *[lambda *words: None] * 2)
+            context.ranks.rank, context.ranks.size = rank, 3
+            with with_engine(context):
+                engine = context.helpers.writers(served_models["a"]).engines[0]
+                assert engine.policy_version == -1
+                seen.append([server.url for server in engine._workers.pool.servers])
+        context.ranks.size = 6
+        with with_engine(context), pytest.raises(ConfigError, match="5 workers for 6 ranks"):
+            context.helpers.writers(served_models["a"])
+    assert seen == [urls[0::3], urls[1::3], urls[2::3]]
 
 
 def test_stages_side_by_side_are_refused(sglang, served_models):
