@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from opd.pipelines.report.load import Run
@@ -27,6 +28,9 @@ BYTES = {"bytes_read": "Read from the stores", "weight_bytes_peak": "Weights in 
 SECONDS = {"stall_seconds": "Waited for layers and heads", "rollout/log_seconds": "Waited for the log"}
 
 
+WAITED = re.compile(r"teacher/(?P<teacher>.+)/wait_seconds")
+
+
 def rows(run: Run) -> Iterator[tuple[str, str]]:
     """(label, value) of every counter, in a fixed order; those without a name of their own come last."""
     known = [*COUNTS, *BYTES, *SECONDS]
@@ -40,6 +44,8 @@ def rows(run: Run) -> Iterator[tuple[str, str]]:
             yield BYTES[name], f"{amount(value)}B"
         elif name in SECONDS:
             yield SECONDS[name], duration(value) + _share(run, name, value)
+        elif found := WAITED.fullmatch(name):
+            yield f"Waited for teacher {found['teacher']}", duration(value) + _share_of_steps(run, value)
         else:
             yield name.replace("_", " ").replace("/", ": "), f"{value:,.6g}".replace(",", NARROW)
 
@@ -50,3 +56,11 @@ def _share(run: Run, name: str, value: float) -> str:
     merge = run.stage("merge")
     whole = merge.phases.get(phase, 0.0) if merge else 0.0
     return f" ({percent(value / whole)} of {phase})" if whole > 0 else ""
+
+
+def _share_of_steps(run: Run, value: float) -> str:
+    """The part of the merge's steps, without what is measured in between."""
+    merge = run.stage("merge")
+    phases = merge.phases.items() if merge else ()
+    whole = sum(seconds for phase, seconds in phases if phase != "evaluate")
+    return f" ({percent(value / whole)} of the steps)" if whole > 0 else ""

@@ -118,6 +118,15 @@ def test_results_without_metrics_or_recipe(make_run: RunMaker) -> None:
     assert Outline(page).headings[1:] == ["Accuracy", "What these numbers do not show"]
 
 
+def test_each_teachers_share_of_a_step_is_told(make_run: RunMaker) -> None:
+    data = results()
+    data["counters"] = {"teacher/sort/wait_seconds": 9.3, "teacher/a+b/wait_seconds": 0.93}
+    page = write_report(make_run(data)).read_text(encoding="utf-8")
+    text = page.replace("\u202f", " ")
+    assert "Waited for teacher sort</th><td>9.3 s (50.0 % of the steps)</td>" in text
+    assert "Waited for teacher a+b</th><td>0.9 s (5.0 % of the steps)</td>" in text
+
+
 def test_one_domain_and_twelve(make_run: RunMaker, tmp_path) -> None:
     single = {"base": (0.2,), "specialist:sort": (0.9,), "merged": (0.88,)}
     page = write_report(make_run(results(single, ["sort"]))).read_text(encoding="utf-8")
