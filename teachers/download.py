@@ -15,6 +15,7 @@ from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import LATEST, MANIFEST
 from opd.storage.published import PublishedModel
 from opd.storage.tensors import save_tensors
+from opd.teachers.published_adapter import DESCRIPTION, PublishedAdapter, is_adapter
 from opd.teachers.unit_tensors import unit_tensors
 
 
@@ -26,7 +27,8 @@ def download(url: str, folder: Path) -> Path:
     """
     if folder.exists():
         return folder
-    with PublishedModel.open(url) as published, atomic_folder(folder) as target:
+    adapter = PublishedAdapter.open(url) if is_adapter(url) else None
+    with PublishedModel.open(adapter.base if adapter else url) as published, atomic_folder(folder) as target:
         manifest = published.manifest
         _write_small_files(published, target)
         weight_map: dict[str, str] = {}
@@ -36,7 +38,8 @@ def download(url: str, folder: Path) -> Path:
             buffer = bytearray(max(unit.nbytes, 1))
             published.read_unit(unit.name, memoryview(buffer))
             file = f"{unit.name}.safetensors"
-            save_tensors(target / file, unit_tensors(unit, torch.frombuffer(buffer, dtype=torch.uint8)))
+            tensors = unit_tensors(unit, torch.frombuffer(buffer, dtype=torch.uint8))
+            save_tensors(target / file, adapter.merge(tensors) if adapter else tensors)
             weight_map |= dict.fromkeys(unit.tensors, file)
         write_atomic(target / INDEX, _json({"metadata": {}, "weight_map": weight_map}))
     return folder
@@ -51,7 +54,8 @@ def small_files(source: str) -> Iterator[Path]:
     if not is_published(source):
         yield Path(source)
         return
-    with TemporaryDirectory(prefix="opd-") as folder, PublishedModel.open(source) as published:
+    url = PublishedAdapter.open(source).base if is_adapter(source) else source
+    with TemporaryDirectory(prefix="opd-") as folder, PublishedModel.open(url) as published:
         _write_small_files(published, Path(folder))
         yield Path(folder)
 
@@ -61,7 +65,7 @@ def is_published(source: str) -> bool:
     scheme, _, path = source.rpartition("://")
     if scheme not in ("", "file"):
         return True
-    return (Path(path) / LATEST).exists() or (Path(path) / MANIFEST).exists()
+    return any((Path(path) / name).exists() for name in (LATEST, MANIFEST, DESCRIPTION))
 
 
 def _write_small_files(published: PublishedModel, folder: Path) -> None:
