@@ -1,4 +1,4 @@
-"""Whether the servers of a recipe's teachers are there and are the right ones."""
+"""Whether the servers of a recipe, its teachers' and its student's, are there and are the right ones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
-from opd.config.served import TeacherServerConfig
-from opd.errors import TeacherError
+from opd.config.served import SGLangEngineConfig, TeacherServerConfig
+from opd.errors import RolloutError, TeacherError
 from opd.pipelines.doctor_checks import Finding, attempt, given_teachers
 
 if TYPE_CHECKING:
     from opd.served.http_client import Server
     from opd.served.http_pool import HTTPPool
     from opd.teachers.sglang_identity import Expected
+
+WORKERS = "rollout workers"
 
 
 def check_served(recipe: Recipe) -> list[Finding]:
@@ -25,7 +27,46 @@ def check_served(recipe: Recipe) -> list[Finding]:
         if server is not None:
             title = f"servers of {name}"
             findings += attempt(title, lambda n=name, s=server, t=title: _check_teacher(recipe, n, s, t))
+    engine = recipe.rollout.engine
+    if isinstance(engine, SGLangEngineConfig):
+        findings += attempt(WORKERS, lambda: _check_workers(recipe, engine))
     return findings
+
+
+def _check_workers(recipe: Recipe, config: SGLangEngineConfig) -> list[Finding]:
+    """Each worker: is it there, and does it serve a model of the student's form?"""
+    from opd.served.http_pool import HTTPPool
+    from opd.served.loop_thread import LoopThread
+    from opd.teachers.download import small_files
+    from opd.teachers.sglang_teacher import pool_options
+
+    form: dict[str, Any] = dict(recipe.model.config or {})
+    if recipe.model.path is not None:
+        with small_files(recipe.model.path) as folder:
+            file = folder / "config.json"
+            form = json.loads(file.read_bytes()) if file.exists() else {}  # which `check_models` reports
+    pool = HTTPPool("the rollout engine", pool_options(config), RolloutError)
+    loop = LoopThread("doctor-workers")
+    try:
+        findings = []
+        for server in pool.servers:
+            findings += attempt(WORKERS, lambda s=server: [loop.run(_visit_worker(pool, s, form))])
+        return findings
+    finally:
+        loop.run(pool.close())
+        loop.close()
+
+
+async def _visit_worker(pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
+    from opd.rollout.sglang_sync import check_config
+    from opd.served.faults import RefusedError, UnavailableError
+
+    try:
+        info = await pool.ask(server, "GET", "/model_info") or {}
+    except (UnavailableError, RefusedError) as trouble:
+        raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
+    check_config(server.url, info, form.get("text_config", form))
+    return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}")
 
 
 def _check_teacher(recipe: Recipe, name: str, config: TeacherServerConfig, title: str) -> list[Finding]:

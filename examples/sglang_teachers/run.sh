@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Trains two specialists, serves each with SGLang on this machine's CPU, and merges them through the servers.
+# Trains two specialists, serves each with SGLang on this machine's CPU, and merges them through the servers: once
+# with the student in the training process, once with the student on a server of its own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/install.sh sglang
 here=examples/sglang_teachers runs=runs/sglang-teachers
-ports=(31610 31611)
+ports=(31610 31611 31612)
 
 [ -e "$runs/specialists/specialists/add3/config.json" ] ||
   .venv/bin/opd specialist "$here/recipe.yaml" --out "$runs/specialists"
@@ -12,10 +13,10 @@ ports=(31610 31611)
 PYTHON=$python bash "$here/cpu_server/install.sh" >/dev/null
 servers=()
 trap 'for pid in "${servers[@]}"; do kill -- "-$pid" 2>/dev/null || true; done' EXIT
-for index in 0 1; do
-  name=$([ "$index" = 0 ] && echo reverse || echo add3)
-  setsid bash "$here/cpu_server/serve.sh" "$runs/specialists/specialists/$name" "${ports[$index]}" \
-    --context-length 64 >"$runs/$name.log" 2>&1 &
+models=(specialists/reverse specialists/add3 base)
+for index in 0 1 2; do
+  setsid bash "$here/cpu_server/serve.sh" "$runs/specialists/${models[$index]}" "${ports[$index]}" \
+    --context-length 64 >"$runs/server-$index.log" 2>&1 &
   servers+=($!)
 done
 for port in "${ports[@]}"; do
@@ -27,3 +28,4 @@ done
 
 .venv/bin/opd doctor "$here/recipe.yaml" "$here/merge.yaml"
 .venv/bin/opd run "$here/recipe.yaml" "$here/merge.yaml" --out "$runs/merge" "$@"
+.venv/bin/opd run "$here/recipe.yaml" "$here/merge.yaml" "$here/student.yaml" --out "$runs/merge-served" "$@"

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from opd.errors import ConfigError, RolloutError
 from opd.pipelines.context import StageContext
+from opd.pipelines.doctor_served import check_served
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.served_engine import with_engine
@@ -135,6 +136,19 @@ def test_a_stage_that_was_stopped_goes_on_with_its_own_weights(sglang, served_mo
     )
     for name in one:
         np.testing.assert_allclose(one[name], other[name], atol=1e-5)
+
+
+def test_the_doctor_looks_at_every_worker(sglang, served_models):
+    absent = "http://127.0.0.1:9"
+    engine = {"type": "sglang", "urls": [sglang.url, absent], "connect_timeout": 1.0}
+    settings = {"base": None, "rollout": {"engine": engine}}
+    findings = check_served(tiny_recipe(model={"path": str(served_models["a"])}, **settings))
+    assert [finding.level for finding in findings] == ["ok", "error"]
+    assert f"{sglang.url} serves" in findings[0].detail
+    assert f"{absent}/model_info failed" in findings[1].detail
+    other = {"model_type": "qwen3", "hidden_size": 48, "num_hidden_layers": 2}
+    findings = check_served(tiny_recipe(model={"config": other}, **settings))
+    assert "with hidden_size 32, the student has 48" in findings[0].detail
 
 
 def test_ranks_share_the_workers(served_models, tmp_path):
