@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, NoReturn
 from opd.config import Recipe
 from opd.config.load import dump_recipe, load_recipe
 from opd.errors import ConfigError, OpdError, PreemptedError, RunFolderError
+from opd.pipelines.plan_command import PLAN_OPTIONS, add_options, plan_command
 
 if TYPE_CHECKING:
     from opd.pipelines.run_folder import RunFolder
 
 ERROR, INTERRUPTED, PREEMPTED = 2, 130, 143
 _SWITCHES = {"--help", "--version", "--resume", "--dry-run", "--parity"}
-_PLAN_NUMBERS = {"ranks": int, "mini-batch": int, "budget-mb": float, "tflops": float, "read-mb": float}
-_WITH_VALUE = {"--out", "--domain", "--shards", "--store", *(f"--{name}" for name in _PLAN_NUMBERS)}
+_WITH_VALUE = {"--out", "--domain", "--shards"} | PLAN_OPTIONS
 _STAGES = {
     "run": "the whole pipeline: base, specialists, merge, baselines, evaluation, report",
     "specialist": "train the specialist of one domain (--domain), or of every domain",
@@ -81,10 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write report.html of a run", allow_abbrev=False)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     _wal_parser(commands)
-    plan = _command(commands, "plan", "print who would train on what, and in which order", "*")
-    plan.add_argument("--store", type=Path, metavar="FOLDER", help="plan for the trajectories in this store")
-    for name, kind in _PLAN_NUMBERS.items():
-        plan.add_argument(f"--{name}", type=kind, metavar="N", help="see PlanOptions in pipelines/plan.py")
+    add_options(_command(commands, "plan", "print who would train on what, and in which order", "*"))
     return parser
 
 
@@ -152,7 +149,7 @@ def _dispatch(argv: list[str]) -> int:
     if options.command == "publish":
         return _publish(options, overrides)
     if options.command == "plan":
-        return _plan(options, overrides)
+        return plan_command(options, overrides)
     recipe = load_recipe(options.recipe, overrides)
     if options.command == "doctor":
         return _doctor(recipe, parity=options.parity)
@@ -170,17 +167,6 @@ def _doctor(recipe: Recipe, *, parity: bool) -> int:
     from opd.pipelines.doctor import diagnose
 
     return diagnose(recipe)
-
-
-def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if overrides and not options.recipe:
-        raise ConfigError(f"opd plan without a recipe takes no settings of one; remove {overrides[0]}")
-    from opd.pipelines.plan import PlanOptions, print_plan
-
-    names = [name.replace("-", "_") for name in ("store", *_PLAN_NUMBERS)]
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    recipe = load_recipe(options.recipe, overrides) if options.recipe else None
-    return print_plan(recipe, PlanOptions(**given))
 
 
 def _report(run_dir: Path, overrides: Sequence[str]) -> int:

@@ -1,0 +1,44 @@
+"""The options of `opd plan`, and which of its answers they ask for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from opd.config.load import load_recipe
+from opd.errors import ConfigError
+
+_NUMBERS = {"ranks": int, "mini-batch": int, "budget-mb": float, "tflops": float, "read-mb": float}
+PLAN_OPTIONS = {"--store", "--simulate", *(f"--{name}" for name in _NUMBERS)}
+"""All of them take a value."""
+
+
+def add_options(plan: argparse.ArgumentParser) -> None:
+    """Give the command its options beside the recipe."""
+    plan.add_argument("--store", type=Path, metavar="FOLDER", help="plan for the trajectories in this store")
+    plan.add_argument(
+        "--simulate", type=Path, metavar="CLUSTER", help="instead: how long steps of this cluster would take"
+    )
+    for name, kind in _NUMBERS.items():
+        plan.add_argument(f"--{name}", type=kind, metavar="N", help="see PlanOptions in pipelines/plan.py")
+
+
+def plan_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print a plan or a simulation; returns the exit status. Raises `ConfigError` for options that do not go
+    together.
+    """
+    if overrides and not options.recipe:
+        raise ConfigError(f"opd plan without a recipe takes no settings of one; remove {overrides[0]}")
+    names = [name.replace("-", "_") for name in ("store", *_NUMBERS)]
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.simulate is not None:
+        if options.recipe or given:
+            raise ConfigError("opd plan --simulate takes a cluster and nothing else; see examples/cluster")
+        from opd.pipelines.simulate.report import print_simulation
+
+        return print_simulation(options.simulate)
+    from opd.pipelines.plan import PlanOptions, print_plan
+
+    recipe = load_recipe(options.recipe, overrides) if options.recipe else None
+    return print_plan(recipe, PlanOptions(**given))
