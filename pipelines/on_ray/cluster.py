@@ -5,22 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from opd.config import RayLaunch
 from opd.errors import LaunchError, MissingExtraError
 from opd.pipelines.on_ray.layout import Layout, words
+from opd.pipelines.on_ray.processes import Processes, descendants, end_left_over
 
 PROBE_SECONDS = 10.0
+GOODBYE_SECONDS = 5.0
+"""Time the processes of a cluster of our own have to leave."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 """What a gRPC client says first: HTTP/2's preface and an empty SETTINGS frame (RFC 9113, section 3.4)."""
+LOOPBACK = ("127.0.0.1:", "localhost:")
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # off, Ray binds the loopback interface alone
@@ -46,6 +52,8 @@ class Cluster:
     own: bool
     """Whether it was started for this run, and ends with it."""
     lost_since: float | None = None
+    processes: Processes = field(default_factory=dict)
+    """What was started here, as far as it is known."""
 
     def lost(self, patience: float = 5.0) -> bool:
         """Whether the cluster's head has not answered for `patience` seconds."""
@@ -57,6 +65,11 @@ class Cluster:
             return time.monotonic() - self.lost_since > patience
         self.lost_since = None
         return False
+
+    def look(self) -> None:
+        """Remember the processes of a cluster of our own: those of a dead node manager are found no more."""
+        if self.own:
+            self.processes |= descendants(os.getpid())
 
     def gone(self) -> LaunchError:
         """The error for a cluster that is lost."""
@@ -73,7 +86,7 @@ def open_cluster(launch: RayLaunch, layout: Layout) -> Iterator[Cluster]:
     Raises `MissingExtraError` without Ray, `LaunchError` if the cluster cannot be reached, is of another
     version, or cannot be started.
     """
-    if launch.address is None:
+    if launch.address is None or launch.address.startswith(LOOPBACK):
         os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     ray = import_ray()
     if ray.is_initialized():
@@ -86,35 +99,42 @@ def open_cluster(launch: RayLaunch, layout: Layout) -> Iterator[Cluster]:
 def _started(ray: Any, launch: RayLaunch, layout: Layout) -> Iterator[Cluster]:
     # Sockets lie in this folder, and their paths may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="opd-ray-", dir="/tmp"))
+    before = descendants(os.getpid())
+    cluster = Cluster(ray, "", own=True)
     try:
-        if launch.port is not None:
-            _require_free(launch.port)
-            os.environ["RAY_GCS_SERVER_PORT"] = str(launch.port)
-        # The machine is shared out by the operating system: as many CPUs are counted as the layout asks for.
-        cpus = max(os.cpu_count() or 1, int(layout.total.get("CPU", 0)) + 1)
-        custom = {n: v for n, v in layout.total.items() if n not in ("CPU", "GPU", "memory")}
-        try:
-            context = ray.init(
-                num_cpus=cpus,
-                resources=custom,
-                include_dashboard=False,
-                _temp_dir=str(folder),
-                namespace="opd",
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=False,
-            )
-        except Exception as error:
-            ray.shutdown()
-            raise LaunchError(
-                f"no Ray cluster could be started on this machine: {one_line(error)}."
-            ) from error
-        try:
-            yield Cluster(ray, context.address_info["gcs_address"], own=True)
-        finally:
-            ray.shutdown()
+        cluster.address = _start_head(ray, launch, layout, folder)
+        yield cluster
     finally:
+        cluster.look()
+        ray.shutdown()
+        end_left_over({p: s for p, s in cluster.processes.items() if p not in before}, GOODBYE_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_head(ray: Any, launch: RayLaunch, layout: Layout, folder: Path) -> str:
+    """Start the cluster; returns its address."""
+    if launch.port is not None:
+        _require_free(launch.port)
+        os.environ["RAY_GCS_SERVER_PORT"] = str(launch.port)
+    # The machine is shared out by the operating system: as many CPUs are counted as the layout asks for.
+    cpus = max(os.cpu_count() or 1, int(layout.total.get("CPU", 0)) + 1)
+    custom = {n: v for n, v in layout.total.items() if n not in ("CPU", "GPU", "memory")}
+    try:
+        context = ray.init(
+            num_cpus=cpus,
+            resources=custom,
+            include_dashboard=False,
+            _temp_dir=str(folder),
+            namespace="opd",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
+    except Exception as error:
+        raise LaunchError(f"no Ray cluster could be started here: {one_line(error)}.") from error
+    finally:
+        os.environ.pop("RAY_GCS_SERVER_PORT", None)
+    return str(context.address_info["gcs_address"])
 
 
 @contextmanager
@@ -123,14 +143,15 @@ def _joined(ray: Any, launch: RayLaunch) -> Iterator[Cluster]:
     probe(address)
     environment = {"runtime_env": {"working_dir": launch.working_dir}} if launch.working_dir else {}
     try:
-        ray.init(
-            address=address,
-            namespace=f"opd-{os.getpid()}-{time.time_ns():x}",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-            **environment,
-        )
+        with _at_most(launch.start_timeout):
+            ray.init(
+                address=address,
+                namespace=f"opd-{os.getpid()}-{time.time_ns():x}",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+                **environment,
+            )
     except Exception as error:
         ray.shutdown()
         raise _unjoinable(address, error) from error
@@ -138,6 +159,27 @@ def _joined(ray: Any, launch: RayLaunch) -> Iterator[Cluster]:
         yield Cluster(ray, address, own=False)
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """`TimeoutError` in the block after `seconds`: a driver whose own address the cluster does not know waits
+    for ever. Only the main thread can be interrupted.
+    """
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _unjoinable(address: str, error: Exception) -> LaunchError:

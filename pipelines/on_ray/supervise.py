@@ -50,6 +50,7 @@ def open_crew(recipe: Recipe, folder: RunFolder) -> Iterator[Crew]:
     with open_cluster(launch, layout) as cluster:
         placement = reserve(cluster, launch, layout)
         crew = Crew(cluster, launch, start_actors(launch, layout, placement, specs))
+        cluster.look()
         try:
             yield crew
         finally:

@@ -1,0 +1,139 @@
+"""What can be wrong with a launch on Ray ends with one sentence, soon, and leaves no process behind."""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ray_runs import write_recipe
+
+from opd.errors import LaunchError
+from opd.pipelines.cli import main
+from opd.pipelines.on_ray.cluster import probe
+from opd.pipelines.on_ray.processes import descendants, end_left_over
+
+RAY = ["--launch.type", "ray"]
+
+
+@pytest.fixture
+def complaint(tmp_path, capfd):
+    """Runs the merge with options that cannot work; returns what was printed to the standard error."""
+    recipe = write_recipe(tmp_path)
+    before = descendants(os.getpid())
+
+    def run(*options: str) -> str:
+        assert main(["distill", str(recipe), "--out", str(tmp_path / "run"), *options]) == 2
+        others = {pid for root in before for pid in descendants(root)} | before.keys()
+        left = {pid: start for pid, start in descendants(os.getpid()).items() if pid not in others}
+        end_left_over(left, patience=0.0)
+        assert not left
+        lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("opd: error:")]
+        assert len(lines) == 1
+        return lines[0]
+
+    return run
+
+
+def test_ray_is_not_installed(complaint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "pip install 'opd[ray]'" in complaint(*RAY)
+
+
+def test_nothing_listens(complaint):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        said = complaint(*RAY, "--launch.address", address)
+    assert f"the Ray cluster at {address} cannot be reached" in said
+
+
+def test_address_of_another_form(complaint):
+    assert "must be HOST:PORT" in complaint(*RAY, "--launch.address", "ray.example.org")
+
+
+def test_auto_outside_of_a_cluster(complaint, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert "RAY_ADDRESS is not set" in complaint(*RAY, "--launch.address", "auto")
+
+
+@contextmanager
+def listener(answer: bytes | None):
+    """The address of a server that takes a connection and sends `answer`, or nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        held = []
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            held.append(connection)
+            if answer is not None:
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        thread.join()
+        for connection in held:
+            connection.close()
+
+
+def test_another_server_listens():
+    with (
+        listener(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address,
+        pytest.raises(LaunchError, match="is no Ray"),
+    ):
+        probe(address)
+
+
+def test_a_server_that_says_nothing():
+    with listener(None) as address, pytest.raises(LaunchError, match="does not answer within"):
+        probe(address, seconds=0.2)
+
+
+@pytest.mark.slow
+def test_port_in_use(complaint):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert f"launch.port {port} is in use" in complaint(*RAY, "--launch.port", str(port))
+
+
+@pytest.mark.slow
+def test_cluster_without_room(cluster, complaint):
+    begin = time.monotonic()
+    options = [
+        "--launch.address",
+        cluster.address,
+        "--launch.engines",
+        "20",
+        "--launch.placement_timeout",
+        "1",
+    ]
+    said = complaint(*RAY, *options)
+    assert "did not give CPU 22 (1 bundles" in said
+    assert "it has CPU 8" in said
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.slow
+def test_cluster_of_another_version(cluster, complaint):
+    from ray._raylet import GcsClient
+
+    store = GcsClient(address=cluster.address)
+    key, namespace = b"CLUSTER_METADATA", b"cluster"
+    told = store.internal_kv_get(key, namespace=namespace)
+    assert told is not None
+    other = json.dumps(json.loads(told) | {"ray_version": "2.1.0"}).encode()
+    store.internal_kv_put(key, other, overwrite=True, namespace=namespace)
+    try:
+        said = complaint(*RAY, "--launch.address", cluster.address)
+    finally:
+        store.internal_kv_put(key, told, overwrite=True, namespace=namespace)
+    assert "runs other versions than this process" in said
+    assert "2.1.0" in said

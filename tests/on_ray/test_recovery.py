@@ -1,0 +1,35 @@
+"""An actor killed in the middle of a step costs time alone: the student is the same, bit for bit."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ray_runs import STEPS, Run, digest, ended, learnt, undisturbed, write_recipe
+
+pytest.importorskip("ray")
+
+
+def ray(cluster, *more: str) -> list[str]:
+    return ["--launch.type", "ray", "--launch.address", cluster.address, *more]
+
+
+@pytest.mark.slow
+def test_engine_teacher_and_trainer_killed_in_one_run(tmp_path, cluster):
+    recipe = write_recipe(tmp_path)
+    expected = undisturbed(recipe)
+    with Run(recipe, tmp_path / "run", *ray(cluster, "--launch.engines", "2")) as run:
+        for actor, step in (("engine-0", 1), ("teacher-0", 3), ("trainer", 5)):
+            run.kill_in_step(actor, step)
+            run.until(lambda actor=actor: len(run.pids(actor)) == 2)
+        status, said = run.finish()
+        assert status == 0, said
+    assert "engine-0 failed and is brought back" in said
+    assert "is asked again, for teacher-0" in said
+    assert "started anew from the newest checkpoint" in said
+    assert learnt(run.out) == learnt(expected)
+    assert [row["step"] for row in learnt(run.out)] == list(range(1, STEPS + 1))
+    assert digest(run.out) == digest(expected)
+    assert ended(run.all_pids())
