@@ -21,8 +21,10 @@ from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import domain_accuracy
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
 from opd.pipelines.rollout_metrics import generated_tokens, rollout_metrics, staleness_metrics
+from opd.pipelines.route_shares import route_shares
 from opd.pipelines.score_ahead import scoring_ahead
 from opd.pipelines.shared_rewards import score_rewards
+from opd.pipelines.stored_samples import SampleFiles, StoredSamples, check_stored
 from opd.pipelines.student import Student, tokenizer_of
 from opd.pipelines.teachers import open_schedule, wait_shares
 from opd.rollout.collect import EncodedPrompt, Generates
@@ -72,6 +74,8 @@ class DistillRun:
     config: DistillConfig
     teachers: list[str]
     probe: MismatchProbe
+    stored: StoredSamples | None = None
+    """Where samples wait for their micro-batch, if not in memory."""
 
     @classmethod
     def open(cls, context: StageContext, start: Path, stack: ExitStack) -> DistillRun:
@@ -85,7 +89,12 @@ class DistillRun:
         student = Student.open(context, start, config.optim, config.batch, terms)
         data = DomainSet.open(recipe, student.tokenizer)
         teachers = Router.from_recipe(recipe).teachers
-        return cls(context, student, data, schedule, config, teachers, probe)
+        stored = None
+        if recipe.storage.trajectories == "disk":
+            check_stored(recipe, needs_policy_stream(config), context.ranks.size)
+            files = stack.enter_context(SampleFiles.open(context.folder.trajectories(context.stage)))
+            stored = StoredSamples(recipe, files, schedule, student.backend)
+        return cls(context, student, data, schedule, config, teachers, probe, stored)
 
     def open_batches(self, stack: ExitStack) -> Batches:
         """The batches to learn from, each a function of its number, and their log; closed with `stack`."""
@@ -115,12 +124,18 @@ class DistillRun:
             groups = batches.take(step.index)
         tokens = generated_tokens(groups)
         with step.timer("score"):
-            self.score(groups)
+            self.reward(groups)
+            if self.stored is None:
+                self.let_teachers_read(groups)
         metrics = rollout_metrics(groups)
         samples = [s for group in groups for s in group.samples]
         metrics |= staleness_metrics(samples, step.index, self.context.recipe.rollout.max_staleness)
         with step.timer("train"):
-            metrics |= self.accumulate(groups)
+            if self.stored is None:
+                metrics |= self.accumulate(groups)
+            else:
+                groups.clear()  # the store has them from here on
+                metrics |= self.stored.accumulate(samples, step.index) | self.probe.take()
             lr = learning_rate(self.config.optim, step.index, step.progress)
             metrics |= self.student.backend.step(lr)
         with step.timer("sync"):
@@ -134,9 +149,18 @@ class DistillRun:
 
     def score(self, groups: Sequence[SampleGroup]) -> None:
         """Reward every sample and let its teacher read it."""
+        self.reward(groups)
+        self.let_teachers_read(groups)
+
+    def reward(self, groups: Sequence[SampleGroup]) -> None:
+        """Reward every sample and send it to its teacher."""
         samples = [s for group in groups for s in group.samples]
         score_rewards(self.context.ranks, self.data.rewards, samples)
         self.schedule.assign(samples)
+
+    def let_teachers_read(self, groups: Sequence[SampleGroup]) -> None:
+        """Let each sample's teacher read it."""
+        samples = [s for group in groups for s in group.samples]
         self.schedule.score(self.student.backend.mine(samples))
 
     def accumulate(self, groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -215,21 +239,10 @@ class DistillRun:
         return convert_batch(RolloutBatch(samples, terms), self.config.to_batch, "distill.to_batch")
 
     def _weights(self, samples: list[Sample], masks: list[np.ndarray]) -> list[np.ndarray]:
-        if self.config.normalise == "teacher":
-            return per_teacher_weights(masks, [s.teacher for s in samples], self._shares(samples))
+        shares = route_shares(self.context.recipe, samples)
+        if shares is not None:
+            return per_teacher_weights(masks, [s.teacher for s in samples], shares)
         return token_weights(masks)
-
-    def _shares(self, samples: list[Sample]) -> dict[str, float]:
-        """Each route's share of the loss: its domains' weights, shared out by the samples they sent it."""
-        recipe = self.context.recipe
-        counts: dict[str, int] = {}
-        for sample in samples:
-            counts[sample.domain] = counts.get(sample.domain, 0) + 1
-        shares: dict[str, float] = {}
-        for sample in samples:
-            share = recipe.domains[sample.domain].weight / counts[sample.domain]
-            shares[sample.teacher or ""] = shares.get(sample.teacher or "", 0.0) + share
-        return shares
 
     def _counters(self, step: Step) -> dict[str, float]:
         """The schedule's counters of this step; their totals survive a resume."""

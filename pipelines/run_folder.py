@@ -174,6 +174,9 @@ class RunFolder:
     def wal(self, stage: str) -> Path:
         return self.stage(stage) / "wal"
 
+    def trajectories(self, stage: str) -> Path:
+        return self.stage(stage) / "trajectories"
+
     def metrics(self, stage: str) -> Path:
         return self.stage(stage) / "metrics.jsonl"
 

@@ -104,6 +104,11 @@ class TeacherSchedule:
         self._taken: dict[str, tuple[int, float]] = {}
         self.counters = ScheduleCounters()
 
+    @property
+    def caches(self) -> bool:
+        """Whether hidden states outlive `forget` and `release`."""
+        return self._cache is not None
+
     def assign(self, samples: Sequence[Sample]) -> None:
         """Write each sample's route into `sample.teacher`."""
         for sample in samples:

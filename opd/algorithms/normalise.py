@@ -60,14 +60,20 @@ def per_teacher_weights(
     the step, so the weights sum to 1. Samples without a teacher weigh 0. Raises `ConfigError` for a teacher
     that has tokens but no positive share.
     """
-    counts = teacher_token_counts(masks, teachers)
-    shares = {name: _share(name, teacher_shares) for name in counts}
-    total = sum(shares.values())
-    scales = {name: shares[name] / (total * counts[name]) for name in counts}
+    scales = per_teacher_scales(teacher_token_counts(masks, teachers), teacher_shares)
     return [
         _weigh(mask, scales.get(name, 0.0) if name is not None else 0.0)
         for mask, name in zip(masks, teachers, strict=True)
     ]
+
+
+def per_teacher_scales(
+    counts: Mapping[str, int], teacher_shares: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """What `per_teacher_weights` weighs a token of each teacher, from the teachers' tokens in the step."""
+    shares = {name: _share(name, teacher_shares) for name in counts}
+    total = sum(shares.values())
+    return {name: shares[name] / (total * counts[name]) for name in counts}
 
 
 def teacher_token_counts(masks: Masks, teachers: Sequence[str | None]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -148,10 +148,18 @@ class Backend(ABC):
                 f"all {len(batch.samples)} responses of this step are empty: there is nothing to learn from;"
                 " check the stop ids, the prompts and rollout.max_new_tokens."
             )
+        return self.forward_backward_parts([batch])
+
+    def forward_backward_parts(self, parts: Iterable[RolloutBatch]) -> dict[str, float]:
+        """`forward_backward` of a step in parts: the next is asked for when one is done with.
+
+        All ranks are given the same parts.
+        """
         sums = MetricSums()
         try:
             with self.data.meeting("the forward and backward passes"):
-                self._passes(batch, sums)
+                for part in parts:
+                    self._passes(part, sums)
                 self.reduce()
         except FloatingPointError as error:
             self.zero_grad()

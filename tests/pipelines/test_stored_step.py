@@ -1,0 +1,158 @@
+"""Merging with samples on disk: the step of samples in memory, one micro-batch in memory at a time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recipes import tiny_recipe
+
+from opd.config import BatchConfig, DistillConfig, OptimConfig
+from opd.errors import ConfigError, TrainingError
+from opd.models.checkpoint import save_checkpoint
+from opd.pipelines.stored_samples import SampleFiles, check_stored
+from opd.pipelines.stored_step import FIELDS, StoredSettings, StoredStep
+from opd.storage.hidden_cache import HiddenStateCache
+from opd.storage.trajectories import TrajectoryBatch
+from opd.teachers.cached_scores import CachedScores
+from opd.teachers.routing import Router
+from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.torch_teacher import TorchTeacher
+from opd.train.distill_terms import build_distill_term
+from opd.train.plan_cost import CostModel, DeviceBudget
+from opd.train.torch_backend import TorchBackend
+from opd.types import RolloutBatch, TokenTerms
+
+LENGTHS = [(3, 4), (5, 1), (2, 37), (4, 0), (6, 3), (1, 5), (2, 9)]
+TEACHERS = ["a", "b", "a", "b", "b", "a", "b"]
+SETTINGS = StoredSettings(CostModel(), DeviceBudget(1 << 20, max_tokens=16), 128, {"a": 0.25, "b": 0.75})
+
+
+def samples():
+    made = tiny.samples(LENGTHS, teachers=TEACHERS)
+    rng = np.random.default_rng(5)
+    for sample in made:
+        sample.loss_mask = rng.random(len(sample.response_ids)) < 0.8
+    return made
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teachers")
+    for i, name in enumerate(("a", "b")):
+        save_checkpoint(tiny.model(seed=10 + i), tiny.tokenizer(), folder / name, {})
+    return {name: TorchTeacher(name, folder / name, sequence_chunk=16) for name in ("a", "b")}
+
+
+def open_schedule(teachers, cache=None) -> TeacherSchedule:
+    return TeacherSchedule(teachers, Router({"a": {"a": 1.0}, "b": {"b": 1.0}}, "one_hot"), cache=cache)
+
+
+def open_backend(schedule, **memory) -> TorchBackend:
+    term = build_distill_term(DistillConfig(), schedule)
+    assert term is not None
+    return TorchBackend(tiny.model(0), OptimConfig(), BatchConfig(max_tokens=16, **memory), 0.7, [term])
+
+
+def gradient(backend: TorchBackend) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in backend.model.module.parameters()])
+
+
+@pytest.fixture(scope="module")
+def in_memory(teachers):
+    """Gradient and metrics of the step as one batch in memory."""
+    schedule, made = open_schedule(teachers), samples()
+    schedule.assign(made)
+    schedule.score(made)
+    terms = []
+    counts = {name: sum(s.trainable_tokens for s in made if s.teacher == name) for name in ("a", "b")}
+    for sample in made:
+        term = TokenTerms.zeros(len(sample.response_ids))
+        share = SETTINGS.shares[sample.teacher] / counts[sample.teacher]
+        term.kl_weight = np.where(sample.loss_mask, share, 0).astype(np.float32)
+        terms.append(term)
+    backend = open_backend(schedule)
+    metrics = backend.forward_backward(RolloutBatch(made, terms))
+    return gradient(backend), metrics
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_stored_step_is_the_step_in_memory(teachers, in_memory, tmp_path, cached):
+    cache = CachedScores(HiddenStateCache(tmp_path / "cache", quota_bytes=1 << 22)) if cached else None
+    schedule = open_schedule(teachers, cache)
+    backend = open_backend(schedule, sequence_chunk=16)
+    with SampleFiles.open(tmp_path / "store") as files, files.holding(samples()) as (store, rows):
+        step = StoredStep(store, rows, ["a", "b"], SETTINGS)
+        plan = step.plan()
+        assert store.counters.bytes_read == 0
+        step.score(schedule, plan)
+        assert schedule.counters.teacher_tokens == (sum(r for _, r in LENGTHS) if cached else 0)
+        metrics = step.train(backend, schedule, plan)
+    torch.testing.assert_close(gradient(backend), in_memory[0], rtol=1e-4, atol=1e-6)
+    assert metrics == pytest.approx(in_memory[1], rel=1e-4)
+    counters = schedule.take_counters()
+    assert counters["teacher_tokens"] == sum(r for _, r in LENGTHS)
+    assert counters["head_loads"] == 2
+    assert counters["resident_heads_peak"] == 1
+
+
+def test_a_micro_batch_is_let_go_before_the_next_but_one_is_read(teachers, tmp_path, monkeypatch):
+    schedule = open_schedule(teachers, CachedScores(HiddenStateCache(tmp_path / "c", quota_bytes=1 << 22)))
+    backend = open_backend(schedule)
+    held: set[int] = set()
+    peaks: list[int] = []
+    load, release = TrajectoryBatch.load, TrajectoryBatch.release
+
+    def loading(batch, fields):
+        held.add(id(batch))
+        peaks.append(len(held))
+        return load(batch, fields)
+
+    monkeypatch.setattr(TrajectoryBatch, "load", loading)
+    monkeypatch.setattr(TrajectoryBatch, "release", lambda b: (held.discard(id(b)), release(b))[1])
+    with SampleFiles.open(tmp_path / "store") as files, files.holding(samples()) as (store, rows):
+        step = StoredStep(store, rows, ["a", "b"], SETTINGS)
+        plan = step.plan()
+        assert len(plan) >= 4
+        step.score(schedule, plan)
+        assert not schedule._rows
+        step.train(backend, schedule, plan)
+        assert len(peaks) == len(plan)
+        assert max(peaks) <= 2
+        assert not held
+        read = int(store.heavy_bytes(FIELDS)[step.rows].sum())
+        assert read <= store.counters.bytes_read
+
+
+def test_a_step_leaves_nothing_in_the_store_and_neither_does_a_killed_one(tmp_path):
+    with SampleFiles.open(tmp_path / "store") as files, files.holding(samples()) as (store, _):
+        assert len(store.table) == len(LENGTHS)
+        with pytest.raises(ValueError, match="stop here"), files.holding(tiny.samples([(1, 2)] * 9)[7:]):
+            raise ValueError("stop here")
+    with SampleFiles.open(tmp_path / "store") as files, files.holding(samples()) as (store, rows):
+        assert len(store.table) == len(rows) == len(LENGTHS)
+
+
+def test_empty_responses_are_refused(teachers, tmp_path):
+    schedule = open_schedule(teachers)
+    empty = tiny.samples([(3, 0), (2, 0)], teachers=["a", "b"])
+    with SampleFiles.open(tmp_path / "store") as files, files.holding(empty) as (store, rows):
+        step = StoredStep(store, rows, ["a", "b"], SETTINGS)
+        with pytest.raises(TrainingError, match="all responses of this step are empty"):
+            step.train(open_backend(schedule), schedule, step.plan())
+
+
+def test_what_needs_every_sample_at_once_is_refused():
+    recipe = tiny_recipe()
+    check_stored(recipe, policy_stream=False, ranks=1)
+    with pytest.raises(ConfigError, match="log-probabilities at once"):
+        check_stored(recipe, policy_stream=True, ranks=1)
+    with pytest.raises(ConfigError, match="several ranks"):
+        check_stored(recipe, policy_stream=False, ranks=2)
