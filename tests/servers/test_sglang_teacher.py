@@ -1,6 +1,7 @@
 """A teacher on a real SGLang server gives what the same model gives in this process."""
 
 import json
+from concurrent.futures import FIRST_COMPLETED, wait
 
 import numpy as np
 import pytest
@@ -228,27 +229,40 @@ def test_the_doctor_refuses_a_signal_that_is_too_little(served_models):
 
 
 def test_responses_are_scored_while_others_are_written(served, here, served_models):
-    """What ends early is with its teacher before the last token is written, and is asked about once."""
+    """What ends early has been answered by its teacher before the last token is written, and is asked about
+    once. The student waits for that answer between two of its tokens: it could not, were scoring to begin
+    when writing ends.
+    """
     teacher = served()
     schedule = TeacherSchedule({"a": teacher}, Router({"sort": {"a": 1.0}}, "one_hot"))
     engine = TorchEngine(CausalLM.from_pretrained(served_models["b"]), vocab_size=TOKENS)
     prompts = [EncodedPrompt(f"p{i}", "sort", np.array([3, 4, 5 + i], np.int32), None) for i in range(4)]
     sampling = SamplingParams(max_new_tokens=40, stop_ids=tuple(range(3, 8)))
-    early = 0
+    early, answered = 0, []
 
     class Watching:
-        """Notes how many requests had been sent when the last step came."""
+        """Notes how many requests had been sent when the last step came, and hears the first answer."""
 
         def generate(self, requests):
             nonlocal early
             for step in ScoreAhead(engine, schedule, prompts).generate(requests):
-                early = max(early, len(teacher._begun)) if not step.finished else early
+                if not step.finished:
+                    early = max(early, len(teacher._begun))
+                if not step.finished and teacher._begun and not answered:
+                    asked = [future for _, future in teacher._begun.values()]
+                    done, _ = wait(asked, 60, return_when=FIRST_COMPLETED)
+                    answered.extend(done)
+                    unfinished.append(len(requests) - early)
                 yield step
+
+    unfinished: list[int] = []
 
     groups = collect(Watching(), prompts, 4, sampling, seed=0)
     samples = [sample for group in groups for sample in group.samples]
     assert len({len(sample.response_ids) for sample in samples}) > 2
     assert 0 < early < len(samples)
+    assert answered
+    assert unfinished[0] > 0
     schedule.assign(samples)
     schedule.score(samples)
     rows = schedule.hidden("a", samples)
