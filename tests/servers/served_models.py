@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -65,6 +66,7 @@ VARIETY = "served_models:variety"
 STOPS_AT = "served_models:stopping"
 _stop: list[int] = [0, 0]
 """At which batch, and how many there have been."""
+_at: dict[int, Callable[[], object]] = {}
 
 
 def variety(sample) -> float:
@@ -72,14 +74,19 @@ def variety(sample) -> float:
     return len(set(sample.text)) / 12
 
 
-def stop_at(batch: int) -> None:
-    """Interrupt the stage before it learns from its `batch`-th batch from now on; 0 never."""
+def stop_at(batch: int, at: Mapping[int, Callable[[], object]] | None = None) -> None:
+    """Interrupt the stage before it learns from its `batch`-th batch from now on; 0 never. `at`: what else to
+    do before it learns from a batch.
+    """
     _stop[:] = [batch, 0]
+    _at.clear()
+    _at.update(at or {})
 
 
 def stopping(batch):
     """A `to_batch` that changes nothing."""
     _stop[1] += 1
+    _at.get(_stop[1], int)()
     if _stop[1] == _stop[0]:
         raise KeyboardInterrupt
     return batch
