@@ -45,13 +45,14 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
 
 def _open(recipe: Recipe, name: str, source: str, vocabulary: int) -> Teacher:
     from opd.teachers.download import is_published
-    from opd.teachers.streamed_teacher import Placement, streamed_teachers
+    from opd.teachers.lora_teacher import published_teachers
+    from opd.teachers.streamed_teacher import Placement
     from opd.teachers.torch_teacher import TorchTeacher
 
     dtype, device = recipe.model.dtype, recipe.model.device
     if is_published(source):
         placement = Placement(dtype, device, recipe.distill.batch.max_tokens, vocabulary)
-        return streamed_teachers({name: source}, placement)[name]
+        return published_teachers({name: source}, placement)[name]
     return TorchTeacher(name, source, dtype=dtype, device=device, vocabulary=vocabulary)
 
 

@@ -106,13 +106,13 @@ def scores_of(problem: Problem, teacher: Teacher) -> Scores:
 def by_torch(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
     """Hugging Face models in this process; published ones are streamed."""
     from opd.teachers.download import is_published
-    from opd.teachers.streamed_teacher import streamed_teachers
+    from opd.teachers.lora_teacher import published_teachers
     from opd.teachers.torch_teacher import TorchTeacher
 
     place, found = problem.placement, {}
     for name, source in sources.items():
         if is_published(source):
-            teacher = streamed_teachers({name: source}, place)[name]
+            teacher = published_teachers({name: source}, place)[name]
             found[name] = scores_of(problem, teacher)
             teacher.close()
             continue

@@ -16,6 +16,7 @@ from opd.config import BatchConfig, OptimConfig, Recipe
 from opd.models.causal_lm import CausalLM, weights_digest
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import load_tokenizer
+from opd.pipelines.adapted import adapted, receiving, save_trained
 from opd.pipelines.context import StageContext
 from opd.pipelines.helpers import Writers
 from opd.pipelines.stage_rollout import StageRollout, open_rollout
@@ -36,11 +37,16 @@ from opd.train.torch_backend import TorchBackend
 from opd.types import SampleGroup, SamplingParams
 
 
-def load_model(recipe: Recipe, path: Path) -> CausalLM:
-    """The Hugging Face folder `path` in the recipe's dtype, on its device."""
-    model = CausalLM.from_pretrained(path, dtype=recipe.model.dtype, device=recipe.model.device)
+def load_model(recipe: Recipe, path: Path, dtype: str | None = None) -> CausalLM:
+    """The Hugging Face folder `path` in `dtype`, or the recipe's, on the recipe's device."""
+    model = CausalLM.from_pretrained(path, dtype=dtype or recipe.model.dtype, device=recipe.model.device)
     model.vocabulary = min(len(tokenizer_of(recipe, path)), model.vocab_size)
     return model
+
+
+def load_trained(recipe: Recipe, path: Path, ranks: Ranks, dtype: str | None = None) -> CausalLM:
+    """`load_model`, with adapters where the recipe trains those."""
+    return adapted(recipe, load_model(recipe, path, dtype), path, ranks.alone)
 
 
 def tokenizer_of(recipe: Recipe, path: Path) -> PreTrainedTokenizerBase:
@@ -91,7 +97,7 @@ def with_stops(engine: RolloutEngine, stops: StopStrings | None) -> RolloutEngin
 
 def embedded(recipe: Recipe, path: Path) -> Writers:
     """One engine in this process, around a model of its own."""
-    return Writers([make_engine(recipe, load_model(recipe, path))])
+    return Writers([make_engine(recipe, receiving(recipe, load_model(recipe, path)))])
 
 
 @dataclass(slots=True)
@@ -126,7 +132,7 @@ class Student:
         """Load `path` to train; the engine, here or among the stage's helpers, holds a copy of its own."""
         recipe, ranks, helpers = context.recipe, context.ranks, context.helpers
         tokenizer = tokenizer_of(recipe, path)
-        load = partial(load_model, recipe, path)
+        load = partial(load_trained, recipe, path, ranks)
         return cls(
             tokenizer,
             open_backend(load, recipe.train, optim, batch, recipe.rollout.temperature, terms, ranks),
@@ -191,8 +197,7 @@ class Student:
     def export(self, folder: Path, card: dict[str, Any]) -> str:
         """Write the Hugging Face folder and return the digest of its weights."""
         if isinstance(self.backend, TorchBackend) and self.ranks.alone:
-            save_checkpoint(self.backend.model, self.tokenizer, folder, card)
-            return self.backend.digest()
+            return save_trained(self.backend.model, self.tokenizer, folder, card)
         kept: dict[str, Tensor] = {}
 
         def walk() -> Iterator[tuple[str, Tensor]]:

@@ -11,17 +11,19 @@ import torch.distributed as dist
 
 from opd.config import Recipe, TopKKL
 from opd.errors import ConfigError
+from opd.pipelines.adapted import published_with_base
 from opd.pipelines.context import StageContext
 from opd.pipelines.publish import publish_checkpoint
 from opd.protocols import Teacher
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.teachers.cached_scores import CachedScores
 from opd.teachers.download import download, is_published
+from opd.teachers.lora_teacher import published_teachers
 from opd.teachers.megatron_teacher import megatron_teachers
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
 from opd.teachers.sglang_teacher import Asked, SGLangTeacher
-from opd.teachers.streamed_teacher import Placement, streamed_teachers
+from opd.teachers.streamed_teacher import Placement
 from opd.teachers.torch_teacher import TorchTeacher
 
 MIB = 1 << 20
@@ -79,7 +81,7 @@ def _fetch(context: StageContext, names: list[str]) -> None:
     whole = distill.teachers == "resident"
     for name in names:
         if not whole:
-            published_teacher(context, name)
+            streamed_source(context, name)
         elif distill.backend == "torch":
             whole_teacher(context, name)
 
@@ -92,8 +94,9 @@ def open_teachers(
     stack: ExitStack,
 ) -> Mapping[str, Teacher]:
     recipe = context.recipe
+    batch = recipe.distill.batch
     placement = Placement(
-        recipe.model.dtype, recipe.model.device, recipe.distill.batch.max_tokens, vocabulary
+        recipe.model.dtype, recipe.model.device, batch.max_tokens, vocabulary, batch.sequence_chunk
     )
     if recipe.distill.backend == "megatron":
         return stack.enter_context(_megatron_teachers(context, names, placement))
@@ -106,11 +109,12 @@ def open_teachers(
                 device=placement.device,
                 max_tokens=placement.max_tokens,
                 vocabulary=vocabulary,
+                sequence_chunk=placement.sequence_chunk,
             )
             for name in names
         }
-    streamed = streamed_teachers(
-        {name: published_teacher(context, name) for name in names},
+    streamed = published_teachers(
+        {name: streamed_source(context, name) for name in names},
         placement,
         prefetch_bytes=recipe.storage.prefetch_mb * MIB,
         group=group,
@@ -174,6 +178,11 @@ def wait_shares(metrics: Mapping[str, float], seconds: float) -> dict[str, float
     return {
         name.removesuffix(ends) + "/wait_share": value / max(seconds, 1e-9) for name, value in waits.items()
     }
+
+
+def streamed_source(context: StageContext, name: str) -> str:
+    """`published_teacher`; for a model that has kept its adapters those, their base published once."""
+    return published_with_base(context, name) or published_teacher(context, name)
 
 
 def published_teacher(context: StageContext, name: str) -> str:

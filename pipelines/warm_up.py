@@ -14,6 +14,7 @@ from opd.config import Recipe, WarmupConfig
 from opd.errors import ConfigError, TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
+from opd.pipelines.adapted import all_weights
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.evaluate import domain_accuracy
@@ -44,7 +45,7 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     """
     recipe = context.recipe
     config = recipe.base or WarmupConfig()
-    student = Student.open(context, start, config.optim, config.batch, [CrossEntropyTerm()])
+    student = Student.open(all_weights(context), start, config.optim, config.batch, [CrossEntropyTerm()])
     data = DomainSet.open(recipe, student.tokenizer)
 
     def step(step: Step) -> StepResult:

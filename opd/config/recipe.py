@@ -10,6 +10,7 @@ from opd.config.base import Config
 from opd.config.data import DomainConfig, RolloutConfig, TeacherConfig
 from opd.config.distill import DistillConfig
 from opd.config.launch import LaunchConfig, LocalLaunch
+from opd.config.lora import LoRAConfig
 from opd.config.rl import SpecialistConfig
 from opd.config.storage import StorageConfig
 from opd.config.train import BatchConfig, OptimConfig, TrainConfig
@@ -28,6 +29,9 @@ class ModelConfig(Config):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "auto"
     """`auto` takes CUDA where there is one."""
+    lora: LoRAConfig | None = None
+    """Train adapters on the base in place of its weights (extra `lora`): specialists, merge and trained
+    baselines; the warm-up trains all weights. Needs the torch back end in one process and its engine."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -146,6 +150,24 @@ class Recipe(Config):
                 "rollout.engine sglang gives its workers one student's weights, so stages cannot run side by"
                 " side; set runtime.workers to 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_stay_in_one_process(self) -> Recipe:
+        if self.model.lora is None:
+            return self
+        needed = {
+            "rollout.engine": (self.rollout.engine.type, "torch"),
+            "train.backend": (self.train.backend, "torch"),
+            "train.ranks": (self.train.ranks or 1, 1),
+            "train.mixed_precision": (self.train.mixed_precision, False),
+            "launch": (self.launch.type, "local"),
+        }
+        for key, (given, wanted) in needed.items():
+            if given != wanted:
+                raise ValueError(
+                    f"model.lora needs {key} {wanted}, not {given}; change it or leave model.lora out"
+                )
         return self
 
     @model_validator(mode="after")

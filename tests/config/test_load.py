@@ -202,3 +202,19 @@ def test_launch_by_name_takes_settings_from_other_places(write):
     assert load_recipe([by_name, settings], ["--launch", "local"]).launch == LocalLaunch()
     assert "did you mean 'ray'" in refusal([by_name], ["--launch", "rey"])
     assert "belongs to type 'ray'" in refusal([write(MINIMAL), settings])
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ("train: {backend: deepspeed}", "model.lora needs train.backend torch, not deepspeed"),
+        ("train: {ranks: 2}", "model.lora needs train.ranks 1, not 2"),
+        ("launch: ray", "model.lora needs launch local, not ray"),
+    ],
+)
+def test_adapters_are_refused_where_they_cannot_be_trained(write, settings, complaint):
+    text = MINIMAL.replace("domains:", "  lora: {rank: 4}\ndomains:")
+    recipe = load_recipe([write(text)])
+    assert recipe.model.lora is not None
+    assert (recipe.model.lora.rank, recipe.model.lora.alpha) == (4, 32.0)
+    assert complaint in refusal([write(text + settings)])

@@ -1,0 +1,74 @@
+"""LoRA in a run: which models are adapted, what is exported, and how adapted teachers are published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from opd.config import Recipe
+from opd.errors import ConfigError
+from opd.models.adapters import has_adapter, read_adapter, save_adapted
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.models.lora import AdaptedLM, MergingLM
+from opd.pipelines.context import StageContext
+from opd.pipelines.publish import publish_checkpoint
+from opd.teachers.published_adapter import publish_adapter
+
+SHARED_BASE = "adapted-base"
+"""Where, below the root of published teachers, the bases lie that adapters belong to."""
+
+
+def adapted(recipe: Recipe, model: CausalLM, path: Path, alone: bool = True) -> CausalLM:
+    """`model`, read from `path`, as it is trained: with the adapters of `model.lora`, if the recipe has it.
+
+    `alone`: no other process trains it too. Raises `ConfigError` otherwise.
+    """
+    lora = recipe.model.lora
+    if lora is None:
+        return model
+    if not alone:
+        raise ConfigError(
+            "model.lora is trained by one process; set train.ranks to 1, or leave model.lora out."
+        )
+    return AdaptedLM(model, lora, path, recipe.seed)
+
+
+def receiving(recipe: Recipe, model: CausalLM) -> CausalLM:
+    """`model` as an engine holds it: one that merges the adapters it is sent, if the recipe trains them."""
+    return model if recipe.model.lora is None else MergingLM(model, recipe.model.lora)
+
+
+def all_weights(context: StageContext) -> StageContext:
+    """`context` of a stage that trains all weights, whatever the recipe says of adapters."""
+    recipe = context.recipe
+    model = recipe.model.model_copy(update={"lora": None})
+    return replace(context, recipe=recipe.model_copy(update={"model": model}))
+
+
+def save_trained(
+    model: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict[str, Any]
+) -> str:
+    """Write the Hugging Face folder, adapters merged and kept beside; returns the digest of its weights."""
+    if isinstance(model, AdaptedLM):
+        return save_adapted(model, tokenizer, folder, card)
+    save_checkpoint(model, tokenizer, folder, card)
+    return model.digest()
+
+
+def published_with_base(context: StageContext, name: str) -> str | None:
+    """URL of teacher `name` published as an adapter, and its base once beside it; `None` if it kept none.
+
+    Raises `CheckpointError` or `StorageError` if either cannot be published.
+    """
+    source = context.teacher_source(name)
+    if not has_adapter(source):
+        return None
+    storage = context.recipe.storage
+    root = (storage.published or str(context.folder.published)).rstrip("/")
+    published = publish_checkpoint(read_adapter(source).base, f"{root}/{SHARED_BASE}", shards=storage.shards)
+    base = f"{root}/{SHARED_BASE}/{published.manifest.version}"
+    return f"{root}/{name}/{publish_adapter(source, f'{root}/{name}', base)}"

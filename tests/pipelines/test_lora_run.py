@@ -1,0 +1,86 @@
+"""A run that trains adapters: specialists, their teachers on one base, and the student."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recipes import tiny_recipe
+
+from opd.models.adapters import read_adapter
+from opd.pipelines.run import run_stage
+from opd.pipelines.run_folder import RunFolder
+from opd.teachers.lora_teacher import SharedBase
+
+pytest.importorskip("peft")
+
+FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 3, "optim": {"lr": 0.01}}
+DOMAINS = ("sort", "add3")
+
+
+def recipe(**changes):
+    model = tiny_recipe().model.model_dump(exclude_none=True) | {"lora": {"rank": 4, "alpha": 8}}
+    settings = {"model": model, "distill": FEW, "baselines": {"methods": []}}
+    return tiny_recipe(**settings | changes)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lora") / "run"
+    with RunFolder.create(path, recipe()) as folder:
+        run_stage(recipe(), folder, "merge")
+    return path
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_every_model_is_the_base_and_an_adapter(trained):
+    base = weights(trained / "base")
+    for name in ("specialists/sort", "specialists/add3", "merged"):
+        found, adapter = weights(trained / name), read_adapter(trained / name)
+        changed = {key for key, tensor in found.items() if not torch.equal(tensor, base[key])}
+        assert changed == set(adapter.pairs)
+        for key, (a, b) in adapter.pairs.items():
+            torch.testing.assert_close(found[key], base[key] + 2.0 * (b @ a), rtol=1e-5, atol=1e-6)
+    assert not (trained / "base" / "adapter").exists()
+
+
+def test_the_teachers_are_published_as_one_base_and_adapters(trained):
+    published = trained / "published"
+    assert sorted(path.name for path in published.iterdir()) == ["adapted-base", *sorted(DOMAINS)]
+    assert len([path for path in (published / "adapted-base").iterdir() if path.is_dir()]) == 1
+    for name in DOMAINS:
+        assert (published / name / "adapter.json").is_file()
+        assert not list((published / name).rglob("shard-*"))
+
+
+def test_each_step_reads_the_base_once(trained, monkeypatch):
+    passes = []
+    monkeypatch.setattr(
+        SharedBase,
+        "score_all",
+        lambda self, asked, score=SharedBase.score_all: passes.append(len(asked)) or score(self, asked),
+    )
+    folder_of_run = trained.parent / "again"
+    given = {name: {"path": str(trained / "specialists" / name)} for name in DOMAINS}
+    model = {"path": str(trained / "base"), "lora": {"rank": 4, "alpha": 8}}
+    settings = {"model": model, "base": None, "teachers": given}
+    with RunFolder.create(folder_of_run, recipe(**settings)) as folder:
+        run_stage(recipe(**settings), folder, "merge")
+        streamed = folder.stage_done("merge")
+    assert passes == [len(DOMAINS)] * FEW["steps"]
+    assert streamed["digest"] == json.loads((trained / "stages/merge/done.json").read_text())["digest"]
+
+    settings |= {"distill": FEW | {"teachers": "resident"}}
+    with RunFolder.create(trained.parent / "resident", recipe(**settings)) as folder:
+        run_stage(recipe(**settings), folder, "merge")
+        resident = folder.stage_done("merge")
+    # The merged folders are what the base and the adapters are together, bit for bit.
+    assert resident["digest"] == streamed["digest"]
