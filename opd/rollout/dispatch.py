@@ -68,16 +68,16 @@ class Dispatch(Iterator[DecodeStep]):
             self._between()
             if self._pool.paused:
                 raise RolloutError("the engine is paused; call resume() before the next decode step.")
-            if self._ledger.ready:
-                return self._ledger.ready.popleft()
+            if (step := self._ledger.take()) is not None:
+                return step
             if not self._pending and not any(call.open for call in self._calls.values()):
                 self.close()
                 break
             if self._pending or self._pool.policy.hedge_after is not None:
                 self._assign()
             self._listen()
-            if self._ledger.ready:
-                return self._ledger.ready.popleft()
+            if (step := self._ledger.take()) is not None:
+                return step
         raise StopIteration
 
     def close(self) -> None:

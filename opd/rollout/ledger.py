@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -45,7 +45,7 @@ class Books:
 
 
 class Ledger:
-    """State of all requests of one call; `ready` holds steps that are logged and wait for the caller."""
+    """State of all requests of one call; `take` gives the steps that are logged and wait for the caller."""
 
     def __init__(self, requests: Sequence[RolloutRequest], books: Books, version: int) -> None:
         """Look the requests up in the log and open those it does not know. Raises `RolloutError` for a uid
@@ -61,7 +61,10 @@ class Ledger:
             )
         self._books = books
         self.ended: dict[str, Status] = {}
-        self.ready: deque[DecodeStep] = deque()
+        self._ready: deque[DecodeStep] = deque()
+        self._told: Iterator[DecodeStep] = iter(())
+        """What the log held, made as it is taken: as objects, a long response's steps are large."""
+        self._telling = False
         self.version = version
         """Policy version of the newest step."""
         known = {r.uid: _prefix(r, version) for r in requests}
@@ -82,6 +85,15 @@ class Ledger:
                 self.close(uid, Status.TRUNCATED)
             elif uid in self._stopped and books.environment is None:
                 self.close(uid, Status.COMPLETED)
+
+    def take(self) -> DecodeStep | None:
+        """The next step for the caller, if one waits: first what the log held."""
+        if self._telling:
+            step = next(self._told, None)
+            if step is not None:
+                return step
+            self._telling = False
+        return self._ready.popleft() if self._ready else None
 
     @property
     def unfinished(self) -> list[str]:
@@ -118,7 +130,7 @@ class Ledger:
             self.transcript.add(step)
             books.counters["tokens"] += len(step.uids)
             self._end(step.finished)
-            self.ready.append(step)
+            self._ready.append(step)
         return [uid for uid in turns if self.next_turn(uid)]
 
     def next_turn(self, uid: str) -> bool:
@@ -135,7 +147,7 @@ class Ledger:
             books.log.append_observation(uid, step.token_ids, self.version)
         self.transcript.add(step)
         books.counters["observation_tokens"] += len(step.uids)
-        self.ready.append(step)
+        self._ready.append(step)
         if self.transcript.length(uid) >= request.sampling.max_new_tokens:
             self.close(uid, Status.TRUNCATED)
             return False
@@ -158,7 +170,7 @@ class Ledger:
         if reason is not None:
             self._books.failures[uid] = reason
         self._end({uid: status})
-        self.ready.append(_ending(self.version, {uid: status}))
+        self._ready.append(_ending(self.version, {uid: status}))
 
     def _end(self, finished: Mapping[str, Status]) -> None:
         self.ended.update(finished)
@@ -166,16 +178,16 @@ class Ledger:
             self._books.counters[status.value] += 1
 
     def _read(self, log: TokenLog, requests: Sequence[RolloutRequest], version: int) -> dict[str, Tokens]:
-        """Take over what the log holds, put it into `ready`, and open the requests it does not know."""
+        """Take over what the log holds, to be told first, and open the requests it does not know."""
         books = self._books
         found, unknown = look_up(log, requests, None if books.accept_newer else version)
         _open(log, [(plain(request), books.describe(request)) for request in unknown])
         known = {uid: Tokens.logged(logged) for uid, logged in found.items()}
         skip = {uid: len(self.requests[uid].prefix_ids) for uid in found}
-        self.ready.extend(replay(known, skip))
+        self._told, self._telling = replay(known, skip), True
         ended = {uid: r.status for uid, r in found.items() if r.status is not Status.PENDING}
         if ended:
-            self.ready.append(_ending(version, ended))
+            self._ready.append(_ending(version, ended))
             self._end(ended)
         books.failures |= {uid: found[uid].failure or "" for uid in ended if found[uid].failure}
         self.resumed = [uid for uid in found if uid not in ended and len(known[uid])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -21,6 +22,9 @@ from opd.storage.wal.records import (
     decode_retire,
 )
 from opd.storage.wal.table import RequestTable
+
+_TOKENS_AT_ONCE = 1 << 18
+"""Tokens that wait, as views of the file, to be sorted together."""
 
 
 @dataclass(slots=True)
@@ -96,9 +100,16 @@ def _read_file(file: LogFile, limit: int | None, found: Recovered) -> None:
     report.files.append(file.path.name)
     report.stored_bytes += len(file.data)
     first = 0 if header.is_snapshot else header.first_lsn
-    frames = list(scan(file.data, HEADER_BYTES, first, salt_of(header.log_id)))
-    ended = bool(frames) and frames[-1].kind == FrameKind.END
-    end = frames[-1].end if frames else HEADER_BYTES
+    until = None if header.is_snapshot else limit
+    replay, starts, durable, ended = Replay(found), array("Q"), 0, False
+    end = HEADER_BYTES
+    for frame in scan(file.data, HEADER_BYTES, first, salt_of(header.log_id)):
+        ended, end, durable = frame.kind == FrameKind.END, frame.end, max(durable, frame.durable)
+        starts.append(frame.start)
+        if until is None or frame.lsn < until:
+            replay.take(file.data, frame)
+    replay.end()
+    content = len(starts) - ended
     found.log_id, found.durable_lsn = header.log_id, header.first_lsn - 1
     if header.is_snapshot:
         if not ended or end != len(file.data):
@@ -106,17 +117,14 @@ def _read_file(file: LogFile, limit: int | None, found: Recovered) -> None:
         elif limit not in (None, header.first_lsn):
             report.damage = f"{file.path}: the segment after it does not continue it"
         report.clean = ended
-        replay(file.data, frames, found)
-        return
-    content = frames[:-1] if ended else frames
-    if limit is None:
+    elif limit is None:
         report.clean = ended
-        _judge_end(file, end, first + len(frames), ended, found)
-        found.durable_lsn = max([found.durable_lsn, *(frame.durable for frame in frames)])
-        _keep_tail(file, content, found)
-    elif first + len(content) < limit:
-        report.damage = f"{file.path} at byte {end}: frame {first + len(frames)} is damaged or missing"
-    replay(file.data, content if limit is None else content[: limit - first], found)
+        _judge_end(file, end, first + len(starts), ended, found)
+        found.durable_lsn = max(found.durable_lsn, durable)
+        stop = starts[content] if ended else end
+        _keep_tail(file, starts[:content], stop, found)
+    elif first + content < limit:
+        report.damage = f"{file.path} at byte {end}: frame {first + len(starts)} is damaged or missing"
 
 
 def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: Recovered) -> None:
@@ -137,21 +145,32 @@ def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: Recovered)
         report.cut_bytes, report.cut_frames = rest, beyond.frames
 
 
-def _keep_tail(file: LogFile, frames: list[Frame], found: Recovered) -> None:
+def _keep_tail(file: LogFile, starts: array[int], stop: int, found: Recovered) -> None:
+    """Keep the frames not proven to be on the disk; `starts` is where each lies, `stop` their end."""
     first = found.durable_lsn + 1 - file.header.first_lsn
-    if first < len(frames):
-        found.tail = bytes(file.data[frames[first].start : frames[-1].end])
-        found.tail_frames = len(frames) - first
+    if first < len(starts):
+        found.tail = bytes(file.data[starts[first] : stop])
+        found.tail_frames = len(starts) - first
 
 
-def replay(data: memoryview, frames: list[Frame], found: Recovered) -> None:
-    """Bring the table to where it was when the last of `frames` was written."""
-    table, tokens = found.table, []
-    for frame in frames:
-        payload = frame.start + FRAME_BYTES
+class Replay:
+    """Brings the table to where it was when the frames were written, one frame after another."""
+
+    def __init__(self, found: Recovered) -> None:
+        self._table, self._report = found.table, found.report
+        self._tokens: list[memoryview] = []
+        self._waiting = 0
+
+    def take(self, data: memoryview, frame: Frame) -> None:
+        """The next frame, in `data`."""
+        table, payload = self._table, frame.start + FRAME_BYTES
+        self._report.frames += frame.kind != FrameKind.END
         if frame.kind == FrameKind.STEP:
             split = payload + frame.tokens * TOKEN.itemsize
-            tokens.append(data[payload:split])
+            self._tokens.append(data[payload:split])
+            self._waiting += frame.tokens
+            if self._waiting >= _TOKENS_AT_ONCE:
+                self.end()
             if split < frame.end:
                 for number, code in np.frombuffer(data[split : frame.end], END_OF_REQUEST).tolist():
                     table.close(Closing(number, STATUSES[code], None))
@@ -160,12 +179,11 @@ def replay(data: memoryview, frames: list[Frame], found: Recovered) -> None:
         elif frame.kind == FrameKind.CLOSE:
             table.close(decode_close(data[payload : frame.end]))
         elif frame.kind == FrameKind.RETIRE:
-            table.add_read(_joined(tokens))
-            tokens = []
+            self.end()
             table.retire(decode_retire(data[payload : frame.end]))
-    table.add_read(_joined(tokens))
-    found.report.frames += len(frames)
 
-
-def _joined(tokens: list[memoryview]) -> np.ndarray:
-    return np.frombuffer(b"".join(tokens), dtype=TOKEN)
+    def end(self) -> None:
+        """Give the tokens that wait to their requests."""
+        if self._tokens:
+            self._table.add_read(np.frombuffer(b"".join(self._tokens), dtype=TOKEN))
+            self._tokens, self._waiting = [], 0
