@@ -19,7 +19,7 @@ from pathlib import Path
 from seaweedfs import free_ports
 
 CPU_SERVER = Path(__file__).resolve().parents[2] / "examples" / "sglang_teachers" / "cpu_server"
-INSTALL_SECONDS, START_SECONDS = 900, 300
+INSTALL_SECONDS, START_SECONDS = 900, 500
 
 
 @functools.cache
