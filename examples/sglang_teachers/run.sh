@@ -20,7 +20,7 @@ for index in 0 1 2; do
   servers+=($!)
 done
 for port in "${ports[@]}"; do
-  for _ in $(seq 300); do
+  for _ in $(seq 900); do
     "$python" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$port/ready', timeout=5)" 2>/dev/null && break
     sleep 1
   done
