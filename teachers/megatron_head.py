@@ -15,7 +15,7 @@ from opd.kernels.head import Head
 from opd.kernels.vocab_shard import HeadShard
 
 if TYPE_CHECKING:
-    from opd.teachers.megatron_form import MegatronForm
+    from opd.megatron.form import MegatronForm
 
 
 def whole_head(rows: Tensor, form: MegatronForm, vocabulary: int | None, group: dist.ProcessGroup) -> Head:

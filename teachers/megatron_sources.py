@@ -16,14 +16,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from opd.errors import TeacherError
+from opd.megatron.convert import assemble, check_tensors, read_from
+from opd.megatron.form import MegatronForm
+from opd.megatron.layout import HEAD, Cut, Piece
 from opd.models.hf_config import read_config
 from opd.models.hf_folder import check_folder, file_digest, weight_files
 from opd.storage.checkpoint_source import read_headers
 from opd.storage.published import PublishedModel
 from opd.teachers.gather import UnitGather
-from opd.teachers.megatron_convert import assemble, check_tensors, read_from
-from opd.teachers.megatron_form import MegatronForm
-from opd.teachers.megatron_layout import HEAD, Cut, Piece
 from opd.teachers.unit_tensors import unit_tensors
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from opd.errors import TeacherError
-from opd.teachers.megatron_layout import HEAD, pieces
-from opd.teachers.megatron_module import MegatronModule
+from opd.megatron.layout import HEAD, pieces
+from opd.megatron.module import MegatronModule
 from opd.teachers.megatron_sources import WeightSource
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type
 
 import megatron_models as models
 
-from opd.teachers.megatron_form import MegatronForm
+from opd.megatron.form import MegatronForm
 from opd.teachers.megatron_teacher import megatron_teachers
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule

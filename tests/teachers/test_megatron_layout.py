@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import ModelError
-from opd.teachers.megatron_convert import check_tensors, from_megatron, to_megatron
-from opd.teachers.megatron_form import MegatronForm
-from opd.teachers.megatron_layout import HEAD, pieces
+from opd.megatron.convert import check_tensors, from_megatron, to_megatron
+from opd.megatron.form import MegatronForm
+from opd.megatron.layout import HEAD, pieces
 
 
 @st.composite

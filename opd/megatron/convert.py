@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from opd.errors import ModelError
-from opd.teachers.megatron_form import MegatronForm
-from opd.teachers.megatron_layout import HEAD, Cut, Piece, pieces
+from opd.megatron.form import MegatronForm
+from opd.megatron.layout import HEAD, Cut, Piece, pieces
 
 _BUFFERS = (".rotary_emb.inv_freq", ".masked_bias")
 """Ends of names of buffers in old checkpoints, which are computed anew."""
@@ -72,7 +72,7 @@ def check_tensors(form: MegatronForm, shapes: Mapping[str, Sequence[int]], where
     if unused:
         raise ModelError(
             f"tensor {min(unused)} of {where} has no place in a model_type {form.family} on Megatron-Core;"
-            " leave distill.backend at torch for this one."
+            " take the torch back end for this one."
         )
 
 

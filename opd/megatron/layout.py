@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from opd.teachers.megatron_form import MegatronForm
+from opd.megatron.form import MegatronForm
 
 HEAD = "output_layer.weight"
 """Megatron-Core's name of the head."""

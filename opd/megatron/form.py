@@ -100,8 +100,8 @@ def _refuse(config: Any) -> None:
     family = config.model_type
     if family not in FAMILIES:
         raise ModelError(
-            f"a Megatron-Core teacher cannot be of model_type {family!r}; known are {', '.join(FAMILIES)}."
-            " Leave distill.backend at torch for this one."
+            f"a model on Megatron-Core cannot be of model_type {family!r}; known are {', '.join(FAMILIES)}."
+            " take the torch back end for this one."
         )
     others = {
         "attention_bias": getattr(config, "attention_bias", False),
@@ -111,8 +111,8 @@ def _refuse(config: Any) -> None:
     for name, value in others.items():
         if value:
             raise ModelError(
-                f"a Megatron-Core teacher of model_type {family} cannot have {name} {value!r}; leave"
-                " distill.backend at torch for this one."
+                f"a model on Megatron-Core of model_type {family} cannot have {name} {value!r}; take"
+                " the torch back end for this one."
             )
 
 
@@ -145,8 +145,8 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     for kind in kinds:
         if kind not in known or (kind == "sliding_attention" and window is None):
             raise ModelError(
-                f"a Megatron-Core teacher cannot have a layer of kind {kind!r} with window {window}; leave"
-                " distill.backend at torch for this one."
+                f"a model on Megatron-Core cannot have a layer of kind {kind!r} with window {window}; take"
+                " the torch back end for this one."
             )
     return tuple(known[kind] for kind in kinds)
 
@@ -163,7 +163,7 @@ def _inverse_frequencies(config: Any) -> Tensor:
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     if kind not in ("linear", "llama3") or factor != 1.0 or len(frequencies) * 2 != _head_dim(config):
         raise ModelError(
-            f"a Megatron-Core teacher cannot have rotary embeddings of rope_type {kind!r}; known are default,"
-            " linear and llama3. Leave distill.backend at torch for this one."
+            f"a model on Megatron-Core cannot have rotary embeddings of rope_type {kind!r}; known are"
+            " default, linear and llama3. Take the torch back end for this one."
         )
     return frequencies

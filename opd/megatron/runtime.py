@@ -27,7 +27,7 @@ def megatron_core() -> ModuleType:
             import megatron.core.models.gpt.moe_module_specs
             from megatron.core.transformer.moe import moe_utils
     except ImportError as error:
-        raise MissingExtraError("a Megatron-Core teacher", "megatron") from error
+        raise MissingExtraError("a model on Megatron-Core", "megatron") from error
     # The router of 0.16.1 asks whether this is None, but without Transformer Engine it is not defined.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -1,4 +1,4 @@
-"""The layer specification of a Megatron-Core teacher: stock parallel layers, our attention kernel and norm.
+"""The layer specification of a model on Megatron-Core: stock parallel layers, our attention kernel and norm.
 
 Megatron-Core's own attention without Transformer Engine ignores `cu_seqlens`. Here the core attention is
 the packed attention every other model of `opd` runs on: no token sees another sequence.

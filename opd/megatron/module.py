@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from opd.teachers.megatron_form import MegatronForm
-from opd.teachers.megatron_layers import layer_spec, packed_params
-from opd.teachers.megatron_runtime import inside_megatron, megatron_core
+from opd.megatron.form import MegatronForm
+from opd.megatron.layers import layer_spec, packed_params
+from opd.megatron.runtime import inside_megatron, megatron_core
 
 if TYPE_CHECKING:
     import torch.distributed as dist

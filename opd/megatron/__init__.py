@@ -1,0 +1,1 @@
+"""Decoders on Megatron-Core: their form, layers, tensors and process groups, for teachers and students."""
