@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,13 +26,25 @@ class Seat:
     """0 is the trainer."""
     world: int
     backend: str = "gloo"
-    """`gloo`, or `nccl` where every member has CUDA."""
+    """`gloo`, or `nccl` where every member has CUDA (which has not been run yet)."""
 
 
 def host_store(host: str, timeout: float = TIMEOUT) -> tuple[TCPStore, int]:
-    """A store where a group's members meet, on a free port of this machine; returns it and its port."""
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    return store, store.port
+    """A store where a group's members meet, on a free port of this machine's address `host` and of no other;
+    returns it and its port.
+    """
+    listening = socket.create_server((host, 0))
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listening.detach(),
+        use_libuv=False,  # the other server takes no socket
+    )
+    return store, port
 
 
 def visit_store(host: str, port: int, timeout: float = TIMEOUT) -> TCPStore:
