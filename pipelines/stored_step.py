@@ -61,13 +61,15 @@ class StoredStep:
 
     def plan(self, number: int = 0) -> TrainingPlan:
         """The micro-batches of step `number`, from metadata alone; its rows are places in `rows`."""
-        table = self.store.table
-        sizes = self.store.heavy_bytes(FIELDS)[self.rows]
-        sizes = sizes + table.response_tokens[self.rows] * self.settings.hidden_bytes
         teachers = np.array([self._places[route] for route in self.routes], np.int64)
-        work = Workload(table.tokens[self.rows], teachers, sizes)
+        work = Workload(self.store.table.tokens[self.rows], teachers, self.sizes())
         settings = PlanSettings(max(1, len(self.rows)), seed=self.settings.seed, epoch=number)
         return make_plan(work, settings, self.settings.cost, self.settings.budget)
+
+    def sizes(self) -> np.ndarray:
+        """[n] int64: heavy bytes of each of `rows`, its hidden states among them."""
+        hidden = self.store.table.response_tokens[self.rows] * self.settings.hidden_bytes
+        return self.store.heavy_bytes(FIELDS)[self.rows] + hidden
 
     def score(self, schedule: TeacherSchedule, plan: TrainingPlan) -> None:
         """Let every teacher read its samples and leave its hidden states in the schedule's cache, whence

@@ -158,6 +158,8 @@ def _blocks(query: Tensor, key: Tensor, scores: Scores) -> Iterator[tuple[slice,
     offset = size - count
     scored = _SCORES if query.device.type == "cpu" else _SCORES_GPU
     side = max(32, 1 << int((scored / heads) ** 0.5).bit_length() - 1)
+    if scores.window is not None:  # larger blocks would be mostly hidden
+        side = min(side, max(64, 1 << (scores.window - 1).bit_length()))
     for start in range(0, count, side):
         stop = min(start + side, count)
         first, last = offset + start, offset + stop - 1

@@ -1,0 +1,141 @@
+"""The parts of the job: random models, synthetic trajectories, and what memory did meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from opd.config import Recipe
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.models.tokenizers import character_tokenizer
+from opd.monitor.progress import Progress
+from opd.pipelines.publish import publish_checkpoint
+from opd.storage.trajectories import TrajectoryRecord, TrajectoryWriter
+
+VOCABULARY = 512
+_PIECE = 1 << 16
+_MIB = 1 << 20
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    """Characters, so many that logits of all positions would be gigabytes."""
+    return character_tokenizer("".join(chr(0x4E00 + i) for i in range(VOCABULARY - 2)))
+
+
+def publish_teachers(recipe: Recipe, folder: Path) -> dict[str, str]:
+    """A random teacher for each domain of the recipe; their URLs."""
+    urls = {}
+    for seed, name in enumerate(recipe.domains, start=1):
+        urls[name] = str(folder / name / "published")
+        if not Path(urls[name]).exists():
+            model = CausalLM.from_config(recipe.model.config or {}, tokenizer=tokenizer(), seed=seed)
+            checkpoint = save_checkpoint(model, tokenizer(), folder / name / "checkpoint", {})
+            publish_checkpoint(checkpoint, urls[name])
+    return urls
+
+
+def write_trajectories(recipe: Recipe, folder: Path, lengths: list[int], progress: Progress) -> None:
+    """Random trajectories of `lengths` tokens in a store, appended piece by piece as a rollout would.
+
+    Tokens are drawn at random, so that nobody waits for a model to write them; all else is as it would be.
+    """
+    rng = np.random.default_rng(recipe.seed)
+    domains = list(recipe.domains)
+    done, total = 0, sum(lengths)
+    with TrajectoryWriter(folder) as writer:
+        for number, length in enumerate(lengths):
+            domain, prompt = domains[number % len(domains)], min(1024, length // 2)
+            uid = f"{domain}/{number}"
+            writer.begin(uid, prompt, length - prompt)
+            writer.append(uid, token_ids=rng.integers(2, VOCABULARY, prompt).astype(np.int32))
+            for start in range(prompt, length, _PIECE):
+                count = min(_PIECE, length - start)
+                writer.append(
+                    uid,
+                    token_ids=rng.integers(2, VOCABULARY, count).astype(np.int32),
+                    rollout_logprobs=np.full(count, -np.log(VOCABULARY), np.float32),
+                    policy_versions=np.zeros(count, np.int32),
+                    loss_mask=np.ones(count, bool),
+                )
+                done += count
+                progress.update("write", done, total)
+            record = TrajectoryRecord(uid, prompt, length - prompt, uid, domain, domain)
+            writer.seal(replace(record, trainable_tokens=length - prompt))
+    progress.finish("write", f"{total:,} tokens in {len(lengths)} trajectories")
+
+
+class MemoryLog:
+    """This process's resident memory twice a second, its own and mapped files apart, with the phases."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.own_mib: list[float] = []
+        self.file_mib: list[float] = []
+        self.phases: list[tuple[str, float, float]] = []
+        self._began = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> MemoryLog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Note when `name` began and ended."""
+        begin = time.monotonic() - self._began
+        yield
+        self.phases.append((name, begin, time.monotonic() - self._began))
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.5):
+            status = Path("/proc/self/status").read_text()
+            own, mapped = (
+                int(status.split(f"{name}:")[1].split()[0]) / 1024 for name in ("RssAnon", "RssFile")
+            )
+            self.seconds.append(time.monotonic() - self._began)
+            self.own_mib.append(own)
+            self.file_mib.append(mapped)
+
+    def draw(self, path: Path, title: str) -> None:
+        """The plot."""
+        import matplotlib as mpl
+
+        mpl.use("agg")
+        from matplotlib import pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(8, 3.6))
+        axes.stackplot(
+            self.seconds,
+            self.own_mib,
+            self.file_mib,
+            labels=["own", "mapped files"],
+            colors=["#2f6fc8", "#b9cdea"],
+        )
+        top = max(map(sum, zip(self.own_mib, self.file_mib, strict=True)))
+        for name, begin, end in self.phases:
+            axes.axvline(begin, color="#888888", linewidth=0.6, linestyle=":")
+            if end - begin > 0.02 * self.seconds[-1]:
+                axes.text((begin + end) / 2, top * 1.04, name, ha="center", fontsize=8)
+        axes.set(xlabel="seconds", ylabel="resident memory (MiB)", ylim=(0, top * 1.12), title=title)
+        axes.legend(loc="lower right", fontsize=8)
+        figure.tight_layout()
+        figure.savefig(path, dpi=120)
+
+
+def peak_mib() -> float:
+    """The most memory this process has had resident."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / _MIB

@@ -1,0 +1,163 @@
+"""One optimiser step on trajectories of a million tokens, with a plot of the memory it took.
+
+    python examples/million_token/run.py [--tokens 1000000] [--long 2] [--short 6] [--out FOLDER]
+
+Writes synthetic trajectories into a store, plans the step from their metadata, lets two streamed teachers
+read them in pieces, trains the student on the full-vocabulary reverse KL and takes a step of AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from job import VOCABULARY, MemoryLog, peak_mib, publish_teachers, tokenizer, write_trajectories
+
+from opd.config import Recipe
+from opd.config.load import load_recipe
+from opd.models.causal_lm import CausalLM
+from opd.monitor.progress import Progress
+from opd.pipelines.plan import describe
+from opd.pipelines.stored_samples import stored_settings
+from opd.pipelines.stored_step import StoredStep
+from opd.storage.hidden_cache import HiddenStateCache
+from opd.storage.trajectories import TrajectoryStore
+from opd.teachers.cached_scores import CachedScores
+from opd.teachers.routing import Router
+from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.streamed_teacher import Placement, streamed_teachers
+from opd.train.distill_terms import build_distill_term
+from opd.train.plan import TrainingPlan, Workload
+from opd.train.torch_backend import TorchBackend
+
+_MIB = 1 << 20
+
+
+def main() -> None:
+    """Run the job."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens of a long trajectory")
+    parser.add_argument("--long", type=int, default=2, help="how many of them")
+    parser.add_argument("--short", type=int, default=6, help="trajectories of a fiftieth of that")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    recipe = load_recipe([Path(__file__).with_name("recipe.yaml")])
+    torch.set_num_threads(recipe.runtime.threads)
+    folder = options.out or Path(recipe.run_dir or "runs/million-token")
+    folder.mkdir(parents=True, exist_ok=True)
+    lengths = [options.tokens] * options.long + [options.tokens // 50] * options.short
+    with Progress() as progress, ExitStack() as stack:
+        job = Job(recipe, folder, progress, stack)
+        results = job.run(lengths)
+    results |= {"tokens": sum(lengths), "trajectories": len(lengths), "longest": max(lengths)}
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
+    print(f"plot: {folder / 'memory.png'}")
+
+
+class Job:
+    """The job, phase by phase."""
+
+    def __init__(self, recipe: Recipe, folder: Path, progress: Progress, stack: ExitStack) -> None:
+        self.recipe, self.folder, self.progress = recipe, folder, progress
+        self.memory = stack.enter_context(MemoryLog())
+        self.stack = stack
+        self.seconds: dict[str, float] = {}
+
+    def run(self, lengths: list[int]) -> dict[str, Any]:
+        """Everything; returns what was measured."""
+        path = self.folder / "trajectories"
+        if not (path / "store.json").exists():
+            self._timed("write", write_trajectories, self.recipe, path, lengths, self.progress)
+        urls = publish_teachers(self.recipe, self.folder / "teachers")
+        schedule, backend = self._open(urls)
+        before = peak_mib()
+        store = self.stack.enter_context(TrajectoryStore.open(path))
+        rows = np.arange(len(store.table))
+        settings = stored_settings(self.recipe, backend.model, None)
+        step = StoredStep(store, rows, list(urls), settings)
+        plan: TrainingPlan = self._timed("plan", step.plan)
+        planned = store.counters.bytes_read
+        self._print_plan(step, plan, list(urls))
+        tokens = int(store.table.tokens.sum())
+        layers = len(backend.model.decoder.layers)
+        teachers = self.teachers.values()
+        with self._counting("score", [t.skeleton.layers for t in teachers], tokens * layers):
+            self._timed("score", step.score, schedule, plan)
+        with self._counting("train", [backend.model.decoder.layers], 2 * tokens * layers):
+            metrics = self._timed("train", step.train, backend, schedule, plan)
+        metrics |= self._timed("step", backend.step, self.recipe.distill.optim.lr)
+        heavy = int(store.heavy_bytes().sum())
+        self.memory.draw(
+            self.folder / "memory.png", f"one step on {tokens:,} tokens, the longest {max(lengths):,}"
+        )
+        return {
+            "seconds": {name: round(took, 2) for name, took in self.seconds.items()},
+            "heavy_mib": round(heavy / _MIB, 1),
+            "heavy_bytes_read_by_planning": planned,
+            "hidden_states_mib": round(tokens * backend.model.config.hidden_size * 4 / _MIB, 1),
+            "logits_would_take_mib": round(2 * tokens * VOCABULARY * 4 / _MIB),
+            "peak_mib": round(peak_mib(), 1),
+            "peak_mib_before_the_data": round(before, 1),
+            "head_loads": schedule.take_counters()["head_loads"],
+            "kl_mean": metrics["kl/mean"],
+            "grad_norm": metrics["grad_norm"],
+        }
+
+    def _open(self, urls: dict[str, str]) -> tuple[TeacherSchedule, TorchBackend]:
+        recipe = self.recipe
+        batch, storage = recipe.distill.batch, recipe.storage
+        placement = Placement(max_tokens=batch.max_tokens, sequence_chunk=batch.sequence_chunk)
+        self.teachers = teachers = streamed_teachers(
+            urls, placement, prefetch_bytes=storage.prefetch_mb * _MIB
+        )
+        for teacher in teachers.values():
+            self.stack.callback(teacher.close)
+        quota = storage.cache_mb * _MIB
+        cache = HiddenStateCache(self.folder / "cache", quota_bytes=quota, verify="first", durable=False)
+        self.stack.enter_context(cache)
+        schedule = TeacherSchedule(teachers, Router.from_recipe(recipe), cache=CachedScores(cache))
+        term = build_distill_term(recipe.distill, schedule)
+        assert term is not None
+        model = CausalLM.from_config(recipe.model.config or {}, tokenizer=tokenizer(), seed=recipe.seed)
+        return schedule, TorchBackend(model, recipe.distill.optim, batch, recipe.rollout.temperature, [term])
+
+    def _timed(self, name: str, act: Any, *arguments: Any) -> Any:
+        begin = time.monotonic()
+        with self.memory.phase(name):
+            found = act(*arguments)
+        self.seconds[name] = time.monotonic() - begin
+        return found
+
+    def _counting(self, name: str, stacks: Iterable[Iterable[Any]], total: int) -> ExitStack:
+        """While it is open, every token that passes a layer's MLP moves the bar of `name`."""
+        done = 0
+
+        def passed(_: torch.nn.Module, __: Any, output: torch.Tensor) -> None:
+            nonlocal done
+            done += output.shape[1]
+            self.progress.update(name, done, total, f"peak {peak_mib():,.0f} MiB")
+
+        hooks = ExitStack()
+        for layer in (layer for layers in stacks for layer in layers):
+            hooks.callback(layer.mlp.register_forward_hook(passed).remove)
+        hooks.callback(lambda: self.progress.finish(name, f"peak {peak_mib():,.0f} MiB"))
+        return hooks
+
+    def _print_plan(self, step: StoredStep, plan: TrainingPlan, teachers: list[str]) -> None:
+        table = step.store.table
+        places = np.array([teachers.index(name) for name in step.routes])
+        work = Workload(table.tokens[step.rows], places, step.sizes())
+        for line in describe(work, teachers, plan, step.settings.cost, step.settings.budget):
+            self.progress.note(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The million-token example, with fewer tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "million_token" / "run.py"
+
+
+def test_the_example_plans_scores_trains_and_draws_its_memory(tmp_path):
+    options = ["--tokens", "20000", "--long", "1", "--short", "3", "--out", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), *options], env=environment, check=True, capture_output=True, text=True
+    )
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["tokens"] == 21_200
+    assert results["heavy_bytes_read_by_planning"] == 0
+    assert results["head_loads"] == 2
+    assert results["kl_mean"] > 0.1
+    assert results["grad_norm"] > 0
+    assert 0 < results["peak_mib_before_the_data"] < results["peak_mib"]
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    for phase in ("write", "score", "train"):
+        assert phase in done.stderr
+    again = subprocess.run(
+        [sys.executable, str(EXAMPLE), *options], env=environment, check=True, capture_output=True, text=True
+    )
+    assert "write" not in again.stderr  # the store is there
+    repeated = json.loads((tmp_path / "results.json").read_text())
+    assert (repeated["kl_mean"], repeated["grad_norm"]) == (results["kl_mean"], results["grad_norm"])
