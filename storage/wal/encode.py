@@ -17,10 +17,6 @@ _REQUEST, _POSITION, _TOKEN, _LOGPROB, _VERSION, _FLAGS = range(WORDS)
 class StepFrame(NamedTuple):
     """One decode step, checked and in the form in which it is stored."""
 
-    slots: np.ndarray
-    """int64: the requests' rows in the table."""
-    lengths: np.ndarray
-    """int64, one a slot: how many tokens each has when this is written."""
     records: np.ndarray
     """[B, WORDS] of `<i4`: the bytes of `[B]` of `TOKEN`."""
     closings: list[Closing]
@@ -46,10 +42,22 @@ class StepEncoder:
         """[B, WORDS]: what one step of the same requests shares with the next."""
         self._version = 0
         """The policy version in `template`."""
+        self._expected = np.zeros(0, dtype=np.int32)
+        """[B]: the position at which each of the requests goes on."""
+        self._written = 0
+        """Steps of these requests that the table's lengths do not count yet."""
 
     def forget(self) -> None:
-        """A request was opened, ended or retired: look everything up again."""
+        """A request is to be opened, ended or retired: count what was written, look everything up again."""
+        if self._written:
+            self._table.lengths[self._slots] += self._written
+            self._written = 0
         self._uids = None
+
+    def wrote_step(self) -> None:
+        """The newest step is in the log."""
+        self._expected += 1
+        self._written += 1
 
     def step(self, step: DecodeStep) -> StepFrame:
         """Check and encode a decode step. Raises `StorageError` if it does not continue the log."""
@@ -60,19 +68,18 @@ class StepEncoder:
         if step.policy_version != self._version:
             self._version = self._checked_version(step.policy_version)
             self._template[:, _VERSION] = self._version
-        slots = self._slots
-        before = self._table.lengths[slots]
-        if (step.positions != before).any():
-            self._refuse_positions(step, before)
+        if step.positions.tobytes() != self._expected.tobytes():
+            self._check_positions(step)
         records = self._template.copy()
         records[:, _POSITION] = step.positions
         records[:, _TOKEN] = step.token_ids
         records.view("<f4")[:, _LOGPROB] = step.logprobs
         closings = [self._closing(uid, status) for uid, status in step.finished.items()]
-        return StepFrame(slots, before + 1, records, closings)
+        return StepFrame(records, closings)
 
     def observation(self, uid: str, token_ids: np.ndarray, policy_version: int) -> StepFrame:
         """Encode `[K]` environment tokens at the end of one request's response."""
+        self.forget()
         slot = self._open_slot(uid)
         records = np.empty(len(token_ids), dtype=TOKEN)
         records["request"] = self._table.numbers[slot]
@@ -81,9 +88,11 @@ class StepEncoder:
         records["logprob"] = 0
         records["version"] = self._checked_version(policy_version)
         records["flags"] = ENVIRONMENT
-        slots = np.array([slot])
-        words = records.view("<i4").reshape(-1, WORDS)
-        return StepFrame(slots, self._table.lengths[slots] + len(records), words, [])
+        return StepFrame(records.view("<i4").reshape(-1, WORDS), [])
+
+    def wrote_observation(self, uid: str, count: int) -> None:
+        """`count` environment tokens of `uid` are in the log."""
+        self._table.lengths[self._open_slot(uid)] += count
 
     @staticmethod
     def _checked_version(version: int) -> int:
@@ -101,12 +110,18 @@ class StepEncoder:
         return Closing(self.open_number(uid), Status(status), None)
 
     def _look_up(self, uids: list[str]) -> None:
-        slots = np.array([self._open_slot(uid) for uid in uids], dtype=np.int64)
+        self.forget()
+        entries = list(map(self._table.entry, uids))
+        slots = np.fromiter((-1 if entry is None else entry.slot for entry in entries), np.int64, len(uids))
+        if (slots < 0).any() or not self._table.is_open[slots].all():
+            for uid in uids:
+                self._open_slot(uid)  # says which one, and why
         if len(set(uids)) != len(uids):
             raise StorageError("a decode step names a request twice; give each running request once")
         template = np.zeros((len(uids), WORDS), dtype="<i4")
         template[:, _REQUEST] = self._table.numbers[slots].view(np.int32)
         self._uids, self._slots, self._template, self._version = list(uids), slots, template, 0
+        self._expected = self._table.lengths[slots].astype(np.int32)
 
     def _open_slot(self, uid: str) -> int:
         slot = self._table.slot(uid)
@@ -116,8 +131,12 @@ class StepEncoder:
             raise StorageError(f"request {uid} has ended and takes no more tokens")
         return slot
 
-    def _refuse_positions(self, step: DecodeStep, expected: np.ndarray) -> None:
-        wrong = int(np.flatnonzero(np.asarray(step.positions) != expected)[0])
+    def _check_positions(self, step: DecodeStep) -> None:
+        expected = self._expected
+        unequal = np.flatnonzero(np.asarray(step.positions) != expected)
+        if not len(unequal):
+            return  # the same numbers in another dtype
+        wrong = int(unequal[0])
         raise StorageError(
             f"request {step.uids[wrong]} has {expected[wrong]} tokens in the log and was given one for"
             f" position {step.positions[wrong]}; positions must follow on"

@@ -121,9 +121,9 @@ class TokenWAL:
             with self._guard:
                 self._files.append_all(FrameKind.OPEN, payloads)
                 self._commit()
+                self._encoder.forget()
                 for opening in openings:
                     self._table.open(opening)
-                self._encoder.forget()
 
     def append(self, step: DecodeStep) -> None:
         """Log one decode step, the tokens and the requests it ended, as one frame and one commit."""
@@ -135,7 +135,7 @@ class TokenWAL:
         """Log environment tokens `[K]` int32 at the end of a request's response."""
         with self._mutex:
             self._guard.check()
-            self._write_tokens(self._encoder.observation(uid, np.asarray(token_ids), policy_version))
+            self._write_tokens(self._encoder.observation(uid, np.asarray(token_ids), policy_version), uid)
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
         """End a request outside a decode step. The log itself is closed by `shutdown`."""
@@ -148,8 +148,8 @@ class TokenWAL:
             with self._guard:
                 self._files.append(FrameKind.CLOSE, [payload], len(payload), 0)
                 self._commit()
-                self._table.close(closing)
                 self._encoder.forget()
+                self._table.close(closing)
 
     def find(self, uid: str) -> LoggedRequest | None:
         """What is known of a request, in arrays of its own; `None` if it is not in the log."""
@@ -180,8 +180,8 @@ class TokenWAL:
             with self._guard:
                 self._files.append(FrameKind.RETIRE, [payload], len(payload), 0)
                 self._commit()
-                self._table.retire(numbers)
                 self._encoder.forget()
+                self._table.retire(numbers)
                 if self._files.wasteful(self._table):
                     self._files.rewrite(self._table)
 
@@ -233,8 +233,9 @@ class TokenWAL:
         with contextlib.suppress(StorageError) if error is not None else contextlib.nullcontext():
             self.shutdown()
 
-    def _write_tokens(self, frame: StepFrame) -> None:
-        table, records, payload = self._table, frame.records, frame.payload
+    def _write_tokens(self, frame: StepFrame, observed: str | None = None) -> None:
+        """Write a decode step, or what an environment wrote to the request `observed`."""
+        records, payload = frame.records, frame.payload
         if len(payload) > MAX_PAYLOAD:
             raise StorageError(f"{len(records)} tokens do not fit into one commit; log them in several")
         if not payload:
@@ -242,12 +243,15 @@ class TokenWAL:
         with self._guard:
             self._files.append(FrameKind.STEP, [payload], len(payload), len(records))
             self._commit()
-            table.lengths[frame.slots] = frame.lengths
-            table.add(records)
+            self._table.add(records)
+            if observed is None:
+                self._encoder.wrote_step()
+            else:
+                self._encoder.wrote_observation(observed, len(records))
             if frame.closings:
-                for closing in frame.closings:
-                    table.close(closing)
                 self._encoder.forget()
+                for closing in frame.closings:
+                    self._table.close(closing)
 
     def _commit(self) -> None:
         if self._policy == "always":
