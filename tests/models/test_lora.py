@@ -133,9 +133,7 @@ def test_the_engine_writes_what_the_exported_model_would(base_path: Path, tmp_pa
     assert len(written[0]) == 8
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing`:FutureWarning"
-)  # by peft
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by peft
 def test_the_exported_model_is_the_trained_one(base_path: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -201,3 +199,19 @@ def test_adapters_of_another_form_are_refused(base_path: Path) -> None:
         MergingLM(CausalLM.from_pretrained(base_path), LORA).load_weights(weights[:-1])
     with pytest.raises(ModelError, match="names 'c_attn'"):
         AdaptedLM(CausalLM.from_pretrained(base_path), LoRAConfig(targets=["q_proj", "c_attn"]), base_path, 0)
+
+
+@pytest.mark.parametrize("memory", [{"recompute_layers": True}, {"sequence_chunk": 4}])
+def test_saving_memory_leaves_the_gradient_of_adapters_as_it_is(base_path: Path, memory: dict) -> None:
+    found = []
+    for settings in ({}, memory):
+        model = adapted(base_path)
+        for name, tensor in model.adapters():
+            tensor.copy_(torch.linspace(-0.2, 0.2, tensor.numel()).view_as(tensor) * (1 + len(name) % 3))
+        backend = TorchBackend(model, OptimConfig(), BatchConfig(**settings), 1.0, [CrossEntropyTerm()])
+        backend.forward_backward(supervised())
+        grads = {n: p.grad for n, p in model.module.named_parameters() if p.requires_grad}
+        found.append({name: grad for name, grad in grads.items() if grad is not None})
+    assert len(found[0]) == len(found[1]) == 2 * 2 * len(LORA.targets)
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
