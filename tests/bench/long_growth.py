@@ -1,6 +1,7 @@
 """How time grows with the length of one trajectory: log, store, planner and the engine's books.
 
-    python tests/bench/long_growth.py [--rounds 1] [--folder DIR] [--json FILE] [--plot FILE]
+    python tests/bench/long_growth.py [--rounds 1] [--only "log recover" ...] [--folder DIR] [--json FILE]
+                                      [--plot FILE]
 
 Processor seconds at n = 62,500 ... 1,000,000 tokens of
 
@@ -145,11 +146,13 @@ def tasks(folder: Path, tokens: int) -> dict[str, Callable[[Path], object]]:
     }
 
 
-def growth(folder: Path, rounds: int) -> dict[str, Any]:
-    """Processor seconds by n of every task, and their exponents."""
+def growth(folder: Path, rounds: int, only: list[str]) -> dict[str, list[float]]:
+    """Processor seconds by n of every task, or of some."""
     seconds: dict[str, list[float]] = {}
     for tokens in TOKENS:
         for name, task in tasks(folder, tokens).items():
+            if only and name not in only:
+                continue
             times = []
             for number in range(1 if name == "log resume" else rounds):  # it can be resumed once
                 place = folder / f"{name}-{tokens}-{number}"
@@ -160,9 +163,7 @@ def growth(folder: Path, rounds: int) -> dict[str, Any]:
         if tokens == TOKENS[0]:
             print(f"{'n':>12}" + "".join(f"{name:>13}" for name in seconds))
         print(f"{tokens:>12,}" + "".join(f"{times[-1]:13.4f}" for times in seconds.values()), flush=True)
-    slopes = {name: exponent(TOKENS, times) for name, times in seconds.items()}
-    print(f"{'exponent':>12}" + "".join(f"{slope:13.3f}" for slope in slopes.values()))
-    return {"n": TOKENS, "seconds": seconds, "exponents": slopes, "goal": GOAL}
+    return seconds
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -192,13 +193,19 @@ def main() -> None:
     """Measure, print and plot."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", nargs="+", default=[], help="tasks; the others stay as the file has them")
     parser.add_argument("--folder", type=Path, help="where logs and stores go")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
-        result = growth(Path(root), options.rounds)
-    result = {"machine": f"{os.cpu_count()} cores, {platform.machine()}", **result}
+        seconds = growth(Path(root), options.rounds, options.only)
+    if options.only and options.json and options.json.exists():
+        seconds = json.loads(options.json.read_text())["seconds"] | seconds
+    slopes = {name: exponent(TOKENS, times) for name, times in seconds.items()}
+    print(f"{'exponent':>12}" + "".join(f"{slope:13.3f}" for slope in slopes.values()))
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    result = {"machine": machine, "n": TOKENS, "seconds": seconds, "exponents": slopes, "goal": GOAL}
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
