@@ -66,7 +66,7 @@ BOTH = {"sort": 0.5, "add3": 0.5}
 
 
 def merge(whole, path, **distill):
-    teacher = distill.pop("teacher", None)
+    teacher, storage = distill.pop("teacher", None), distill.pop("storage", {})
     domains = tiny_recipe().model_dump(mode="json")["domains"]
     domains["sort"]["teacher"] = teacher
     return run(
@@ -76,6 +76,7 @@ def merge(whole, path, **distill):
         teachers={d: {"path": str(whole / "specialists" / d)} for d in ("sort", "add3")},
         domains=domains,
         distill=DISTILL | distill,
+        storage=storage,
     )
 
 
@@ -100,6 +101,23 @@ def test_merge_by_every_estimator(whole, tmp_path, loss):
     assert rows[0]["kl/mean"] != 0
     assert rows[0]["mismatch/max_abs"] < 1e-3
     assert rows[0]["token_share/sort"] + rows[0]["token_share/add3"] == pytest.approx(1)
+
+
+def test_samples_on_disk_and_sequences_in_pieces_make_the_same_merge(whole, tmp_path):
+    plain = merge(whole, tmp_path / "memory")
+    batch = {"max_tokens": 40, "sequence_chunk": 8}
+    rows = merge(whole, tmp_path / "disk", batch=batch, storage={"trajectories": "disk"})
+    exact = ("kl/mean", "kl/sort", "reward/mean", "token_share/sort", "head_loads", "student_tokens")
+    for mine, other in zip(rows, plain, strict=True):
+        assert mine == other | {k: v for k, v in mine.items() if k not in exact} | {
+            k: pytest.approx(other[k], rel=1e-3, abs=1e-5) for k in exact if k in other
+        }
+    weights = [CausalLM.from_pretrained(tmp_path / name / "merged").weights() for name in ("memory", "disk")]
+    for (name, tensor), (_, other) in zip(*weights, strict=True):
+        assert float((tensor - other).abs().max()) < 1e-3, name
+    assert not list((tmp_path / "disk/stages/merge/trajectories/segments").glob("*.token_ids"))
+    with pytest.raises(OpdError, match="trajectories disk cannot be used"):
+        merge(whole, tmp_path / "k1", loss={"type": "k1"}, storage={"trajectories": "disk"})
 
 
 def test_a_reward_beside_the_distillation(whole, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from recipes import tiny_recipe
 
 from opd.config import BatchConfig, DistillConfig, OptimConfig
-from opd.errors import ConfigError, TrainingError
+from opd.errors import ConfigError, StorageError, TrainingError
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.stored_samples import SampleFiles, check_stored
 from opd.pipelines.stored_step import FIELDS, StoredSettings, StoredStep
@@ -156,3 +157,16 @@ def test_what_needs_every_sample_at_once_is_refused():
         check_stored(recipe, policy_stream=True, ranks=1)
     with pytest.raises(ConfigError, match="several ranks"):
         check_stored(recipe, policy_stream=False, ranks=2)
+
+
+def test_a_full_disk_ends_the_step_and_leaves_the_store_whole(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with SampleFiles.open(tmp_path / "store") as files:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, limits[1]))
+        try:
+            with pytest.raises(StorageError, match="given up; free disk space"):
+                files.holding(tiny.samples([(10, 20_000)])).__enter__()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with files.holding(samples()) as (store, rows), store.lease(rows) as batch:
+            assert [batch.sample(row).uid for row in batch.rows] == [s.uid for s in samples()]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import resource
+import signal
+import subprocess
+import sys
 
 import pytest
 import tiny
@@ -149,3 +152,32 @@ def test_rows_that_are_not_finite_are_refused_and_leave_nothing(family, tmp_path
         scored(open_schedule(teacher, tmp_path / "cache"))
     assert not list((tmp_path / "cache" / "v1" / "partial").iterdir())
     assert not list((tmp_path / "cache" / "v1" / "blobs").iterdir())
+
+
+_KILLED = """
+import os, signal, sys
+import numpy as np
+from opd.storage.hidden_cache import CacheRecord, HiddenStateCache
+cache = HiddenStateCache(sys.argv[1], quota_bytes=1 << 24)
+rows = np.ones((1000, 64), np.float32)
+writer = cache.open_rows(bytes(32), rows[:1], 10_000, CacheRecord("s", "t", 1))
+for _ in range(int(sys.argv[2])):
+    assert writer.append(rows)
+if sys.argv[3] == "named":
+    writer.finish()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("pieces", "end"), [(3, "killed"), (10, "killed"), (10, "named")])
+def test_a_writer_killed_between_pieces_leaves_no_part_of_an_array(tmp_path, pieces, end):
+    command = [sys.executable, "-c", _KILLED, str(tmp_path), str(pieces), end]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    with HiddenStateCache(tmp_path, quota_bytes=1 << 24) as cache:
+        lease = cache.get(bytes(32))
+        assert (lease is not None) == (end == "named")
+        if lease is not None:
+            assert lease.rows.shape == (10_000, 64)
+            assert (lease.rows == 1).all()
+            lease.release()
+        assert cache.used_bytes() <= (10_000 * 256 + 8192 if end == "named" else 0)
