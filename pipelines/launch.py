@@ -46,7 +46,7 @@ def is_rank(recipe: Recipe) -> bool:
             " torchrun."
         )
     if size > 1:
-        _check(recipe, size)
+        check_ranks(recipe, size)
     return size > 1
 
 
@@ -54,12 +54,13 @@ def wants_ranks(recipe: Recipe) -> bool:
     """Whether `launch` has to start the ranks. Raises `ConfigError` for what ranks cannot do."""
     ranks = recipe.train.ranks or 1
     if ranks > 1 and recipe.launch.type == "local":
-        _check(recipe, ranks)
+        check_ranks(recipe, ranks)
         return True
     return False
 
 
-def _check(recipe: Recipe, size: int) -> None:
+def check_ranks(recipe: Recipe, size: int) -> None:
+    """Raise `ConfigError` for what `size` ranks cannot do."""
     tensor_parallel = recipe.train.tensor_parallel
     if size % tensor_parallel:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import time
@@ -36,8 +37,10 @@ class ActorSpec:
     working_dir: str
     """Where the run was started: relative paths of the recipe begin there."""
 
-    def begin(self) -> Recipe:
-        """Settle in the actor's process: its folder, its log, its threads. Returns the recipe."""
+    def begin(self, module: str) -> Recipe:
+        """Settle in the actor's process: its folder, its log, its threads; import `module`, which takes
+        seconds, while the other actors do the same. Returns the recipe.
+        """
         with contextlib.suppress(OSError):  # on another node it may be missing: then Ray's own is kept
             os.chdir(self.working_dir)
         if os.getcwd() not in sys.path:
@@ -45,6 +48,7 @@ class ActorSpec:
         log = RunFolder.attach(self.folder).actor_log(self.name)
         _write_into(log)
         print(f"{time.strftime('%F %T')} {self.name} is process {os.getpid()}", flush=True)
+        importlib.import_module(module)
         from opd.pipelines.machine import settle
 
         recipe = Recipe.model_validate_json(self.recipe_json)
@@ -65,6 +69,11 @@ def _write_into(log: Path) -> None:
 
 class ActorLostError(RuntimeError):
     """An actor died, or did not answer in time and was ended."""
+
+    def __init__(self, text: str, actor: str | None = None) -> None:
+        """`actor`: its name, if that process is gone for certain."""
+        super().__init__(text)
+        self.actor = actor
 
 
 class Remote:
@@ -93,12 +102,12 @@ class Remote:
         except ray.exceptions.GetTimeoutError:
             if kill:
                 self.kill()
-            raise ActorLostError(f"{self.name} gave no answer for {seconds:g} s") from None
+            raise ActorLostError(f"{self.name} gave no answer for {seconds:g} s", self.name) from None
         except ray.exceptions.RayTaskError as error:
             cause = getattr(error, "cause", None)
             raise (cause if isinstance(cause, Exception) else error) from None
         except ray.exceptions.RayError as error:
-            raise ActorLostError(f"{self.name} died ({type(error).__name__})") from None
+            raise ActorLostError(f"{self.name} died ({_reason(error)})", self.name) from None
 
     def call(self, verb: str, *arguments: Any, seconds: float | None = None) -> Any:
         """`send` and `get`."""
@@ -129,6 +138,12 @@ class Remote:
                 self.kill()
                 raise ActorLostError(f"{self.name} did not come back in {self.limits.start_timeout:g} s")
         raise ActorLostError(f"{self.name} is not needed any more")
+
+
+def _reason(error: Exception) -> str:
+    """Ray's own words where they say more than that the process is gone."""
+    kind = type(error).__name__
+    return kind if "Actor" in kind else f"{kind}: {one_line(error)}"
 
 
 class Group:

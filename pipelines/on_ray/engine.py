@@ -21,7 +21,7 @@ class EngineActor:
     """What `opd.pipelines.on_ray.ray_engine` talks to. One method runs at a time."""
 
     def __init__(self, spec: ActorSpec) -> None:
-        self._recipe = spec.begin()
+        self._recipe = spec.begin("opd.pipelines.student")
         self._engine: Any = None
         self._model: str | None = None
         self._call = 0
@@ -33,11 +33,11 @@ class EngineActor:
 
     def load(self, model: str) -> None:
         """Hold the Hugging Face folder `model` as version 0."""
-        from opd.pipelines.student import load_model, make_engine
+        from opd.pipelines.student import embedded
 
         self._end()
         self._engine = self._model = None
-        self._engine = make_engine(self._recipe, load_model(self._recipe, Path(model)))
+        self._engine = embedded(self._recipe, Path(model)).engines[0]
         self._model = model
 
     def holds(self) -> tuple[str | None, int]:

@@ -23,14 +23,18 @@ class Layout:
     """Actor name -> index of its bundle."""
 
     @classmethod
-    def of(cls, launch: RayLaunch) -> Layout:
-        """One bundle for all actors, or one for each, on other nodes where there are some."""
-        roles = {name: resources_of(getattr(launch, role_of(name))) for name in actor_names(launch)}
+    def of(cls, launch: RayLaunch, ranks: int = 1) -> Layout:
+        """One bundle for each trainer with its share of the others, or one for each actor, on other nodes
+        where there are some.
+        """
+        names = actor_names(launch, ranks)
+        roles = {name: resources_of(getattr(launch, role_of(name))) for name in names}
         if launch.layout == "colocated":
-            together: Counter[str] = Counter()
-            for needs in roles.values():
-                together.update(needs)
-            return cls([dict(together)], "STRICT_PACK", dict.fromkeys(roles, 0))
+            places = {name: number_of(name) % ranks for name in names}
+            together: list[Counter[str]] = [Counter() for _ in range(ranks)]
+            for name, needs in roles.items():
+                together[places[name]].update(needs)
+            return cls([dict(sums) for sums in together], "PACK" if ranks > 1 else "STRICT_PACK", places)
         return cls(list(roles.values()), "SPREAD", {name: place for place, name in enumerate(roles)})
 
     @property
@@ -42,15 +46,21 @@ class Layout:
         return dict(sums)
 
 
-def actor_names(launch: RayLaunch) -> list[str]:
-    """`trainer`, `engine-0` ..., `teacher-0` ..."""
+def actor_names(launch: RayLaunch, ranks: int = 1) -> list[str]:
+    """`trainer`, or `trainer-0` ... of several ranks, `engine-0` ..., `teacher-0` ..."""
+    trainers = ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
     engines = [f"engine-{index}" for index in range(launch.engines)]
-    return ["trainer", *engines, *(f"teacher-{index}" for index in range(launch.teachers))]
+    return [*trainers, *engines, *(f"teacher-{index}" for index in range(launch.teachers))]
 
 
 def role_of(name: str) -> str:
     """`engine` for `engine-3`."""
     return name.partition("-")[0]
+
+
+def number_of(name: str) -> int:
+    """3 for `engine-3`; 0 for the only trainer."""
+    return int(name.partition("-")[2] or 0)
 
 
 def resources_of(wanted: ActorResources) -> dict[str, float]:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from opd import errors
 from opd.config import RayLaunch, Recipe
-from opd.errors import LaunchError, OpdError
+from opd.errors import ConfigError, LaunchError, OpdError
 from opd.monitor.progress import Progress
+from opd.pipelines.launch import check_ranks
 from opd.pipelines.on_ray.actors import PING_SECONDS, ActorLostError, ActorSpec, Remote, start_actors
 from opd.pipelines.on_ray.cluster import Cluster, open_cluster, reserve
-from opd.pipelines.on_ray.layout import Layout
+from opd.pipelines.on_ray.layout import Layout, role_of
+from opd.pipelines.on_ray.trainer import Seat
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import Stage
 from opd.rollout.preemption import Preemption
 
 LOOK = 0.25
 """Seconds between two looks at the trainer."""
+LAST_WORDS_SECONDS = 20.0
+"""Time the other ranks have to say what they know once one has failed."""
 
 
 def run_on_ray(recipe: Recipe, folder: RunFolder, stages: Sequence[Stage], progress: Progress) -> None:
@@ -31,9 +35,10 @@ def run_on_ray(recipe: Recipe, folder: RunFolder, stages: Sequence[Stage], progr
     acknowledged is in the run folder then.
     """
     listening = Preemption(recipe.runtime.grace_seconds).listen(leave=False)
-    with listening as asked, open_crew(recipe, folder) as crew:
+    # In this order: Ray takes the signals when it is initialised.
+    with open_crew(recipe, folder) as crew, listening as asked:
         for stage in stages:
-            result = crew.run(stage.name, progress, asked)
+            result = crew.run(stage, progress, asked)
             progress.finish(stage.name, _summary(result))
 
 
@@ -42,7 +47,14 @@ def open_crew(recipe: Recipe, folder: RunFolder) -> Iterator[Crew]:
     """The actors of a run while the block runs."""
     launch = recipe.launch
     assert isinstance(launch, RayLaunch)
-    layout = Layout.of(launch)
+    ranks = recipe.train.ranks or 1
+    check_ranks(recipe, ranks)
+    if launch.engines < ranks:
+        raise ConfigError(
+            f"launch.engines is {launch.engines}, but each of the {ranks} ranks of train.ranks needs an"
+            " engine; raise it."
+        )
+    layout = Layout.of(launch, ranks)
     specs = {
         name: ActorSpec(name, recipe.model_dump_json(), str(folder.path.resolve()), os.getcwd())
         for name in layout.places
@@ -64,30 +76,49 @@ class Crew:
     cluster: Cluster
     launch: RayLaunch
     actors: dict[str, Remote]
-    suspended: bool = field(default=False, init=False)
+    _suspended: bool = field(default=False, init=False)
     _stopped: float | None = field(default=None, init=False)
 
-    def run(self, stage: str, progress: Progress, asked: Preemption) -> dict[str, Any]:
-        """Run one stage; a trainer that dies or hangs is started anew and goes on from the checkpoint."""
-        trainer, restarts = self.actors["trainer"], 0
-        helpers = [self._role("engine"), self._role("teacher")]
-        while True:
+    def run(self, stage: Stage, progress: Progress, asked: Preemption) -> dict[str, Any]:
+        """Run one stage. When a trainer dies or hangs, all ranks are started anew and go on from the newest
+        checkpoint.
+        """
+        # What is not trained is done by one rank.
+        trainers = self.role("trainer") if stage.trained else self.role("trainer")[:1]
+        for attempt in range(self.launch.max_restarts + 1):
             try:
-                reference = trainer.send("run", stage, *helpers)
-                return _outcome(stage, self._listen(stage, reference, progress, asked))
+                references = self._begin(stage.name, trainers)
+                return self._listen(stage.name, trainers, references, progress, asked)
             except ActorLostError as error:
-                restarts += 1
+                lost = error
                 self._require_cluster()
                 asked.check()
-                if restarts > self.launch.max_restarts:
-                    raise self._given_up(stage, error) from None
-                progress.note(f"{stage}: {error}; it is started anew from the newest checkpoint")
-            try:
-                trainer.await_return(lambda: self.cluster.lost() or asked.stopping)
-            except ActorLostError as error:
-                self._require_cluster()
-                asked.check()
-                raise self._given_up(stage, error) from None
+            if attempt < self.launch.max_restarts:
+                progress.note(f"{stage.name}: {lost}; it is started anew from the newest checkpoint")
+                try:
+                    for trainer in trainers:
+                        trainer.await_return(lambda: self.cluster.lost() or asked.stopping)
+                except ActorLostError as error:
+                    self._require_cluster()
+                    asked.check()
+                    raise _given_up(stage.name, error) from None
+        raise _given_up(stage.name, lost)
+
+    def role(self, role: str) -> list[Remote]:
+        """The actors of a role, by number."""
+        return [actor for name, actor in self.actors.items() if role_of(name) == role]
+
+    def _begin(self, stage: str, trainers: Sequence[Remote]) -> list[Any]:
+        """Ask every rank for `stage`, each with its share of the engines."""
+        engines, teachers, size = self.role("engine"), self.role("teacher"), len(trainers)
+        seats: list[Seat | None] = [None]
+        if size > 1:
+            address, port = trainers[0].call("meeting_place", seconds=PING_SECONDS)
+            seats = [Seat(rank, size, address, port) for rank in range(size)]
+        return [
+            trainer.send("run", stage, engines[rank::size], teachers, seat)
+            for rank, (trainer, seat) in enumerate(zip(trainers, seats, strict=True))
+        ]
 
     def dismiss(self, placement: Any) -> None:
         """End the actors and give their resources back."""
@@ -102,28 +133,57 @@ class Crew:
         with suppress(ray.exceptions.RayError, ValueError):
             remove_placement_group(placement)
 
-    def _role(self, role: str) -> list[Remote]:
-        return [actor for name, actor in self.actors.items() if name.startswith(f"{role}-")]
+    def _listen(
+        self,
+        stage: str,
+        trainers: Sequence[Remote],
+        references: Sequence[Any],
+        progress: Progress,
+        asked: Preemption,
+    ) -> dict[str, Any]:
+        """The result of the stage; until it is there, news are passed on. Raises `ActorLostError` when a rank
+        is lost, after the others have been ended.
+        """
+        ray, heard = self.cluster.ray, time.monotonic()
+        self._suspended, self._stopped = False, None
+        said: dict[int, tuple] = {}
+        try:
+            while len(said) < len(trainers):
+                waiting = [reference for rank, reference in enumerate(references) if rank not in said]
+                done, _ = ray.wait(waiting, timeout=LOOK)
+                self._pass_on(trainers, asked)
+                for reference in done:
+                    rank = references.index(reference)
+                    said[rank] = trainers[rank].get(reference, PING_SECONDS)
+                if any(words[0] != "done" for words in said.values()):
+                    self._last_words(trainers, references, said)
+                    return _outcome(stage, said)
+                if self.cluster.lost():
+                    raise self.cluster.gone()
+                if 0 in said or self._report(stage, trainers[0], progress) or self._suspended:
+                    heard = time.monotonic()
+                limit = self.launch.trainer_timeout
+                if limit is not None and time.monotonic() - heard > limit:
+                    raise ActorLostError(f"the trainer finished no step in {limit:g} s")
+        except ActorLostError as error:
+            for trainer in trainers:
+                if trainer.name != error.actor:
+                    trainer.kill()
+            raise
+        self._report(stage, trainers[0], progress)
+        return _outcome(stage, said)
 
-    def _listen(self, stage: str, reference: Any, progress: Progress, asked: Preemption) -> tuple:
-        """What `reference` gives in the end; until then news are passed on. Raises `ActorLostError`."""
-        trainer, ray = self.actors["trainer"], self.cluster.ray
-        heard = time.monotonic()
-        self.suspended, self._stopped = False, None
-        while True:
-            done, _ = ray.wait([reference], timeout=LOOK)
-            self._pass_on(asked)
-            if done:
-                self._report(stage, trainer, progress)
-                return trainer.get(reference, PING_SECONDS)
-            if self.cluster.lost():
-                raise self.cluster.gone()
-            if self._report(stage, trainer, progress) or self.suspended:
-                heard = time.monotonic()
-            limit = self.launch.trainer_timeout
-            if limit is not None and time.monotonic() - heard > limit:
-                trainer.kill()
-                raise ActorLostError(f"the trainer finished no step in {limit:g} s and was ended")
+    def _last_words(
+        self, trainers: Sequence[Remote], references: Sequence[Any], said: dict[int, tuple]
+    ) -> None:
+        """A rank has failed: hear what the others know, for the first to fail says why. Raises
+        `ActorLostError` if one of them died, or if they had only lost each other.
+        """
+        for rank, reference in enumerate(references):
+            if rank not in said:
+                said[rank] = trainers[rank].get(reference, LAST_WORDS_SECONDS)
+        if all(words[0] == "done" or words[:2] == ("error", "RanksError") for words in said.values()):
+            raise ActorLostError("the ranks lost each other")
 
     def _report(self, stage: str, trainer: Remote, progress: Progress) -> bool:
         """Pass the trainer's news on; whether there were any. A trainer that does not answer is ended."""
@@ -135,17 +195,18 @@ class Crew:
                 progress.note(f"{stage}: {words[0]}")
         return bool(news)
 
-    def _pass_on(self, asked: Preemption) -> None:
-        """Tell the trainer what this process was asked to do."""
-        trainer = self.actors["trainer"]
+    def _pass_on(self, trainers: Sequence[Remote], asked: Preemption) -> None:
+        """Tell the trainers what this process was asked to do."""
         if asked.stopping and self._stopped is None:
             self._stopped = time.monotonic()
-            trainer.send("ask", "stop", control=True)
+            for trainer in trainers:
+                trainer.send("ask", "stop", control=True)
         if self._stopped is not None and time.monotonic() - self._stopped > asked.grace:
             asked.check()  # the grace period is over: the log holds all that was acknowledged
-        if asked.suspended != self.suspended:
-            self.suspended = asked.suspended
-            trainer.send("ask", "suspend" if self.suspended else "wake", control=True)
+        if asked.suspended != self._suspended:
+            self._suspended = asked.suspended
+            for trainer in trainers:
+                trainer.send("ask", "suspend" if self._suspended else "wake", control=True)
 
     def _require_cluster(self) -> None:
         """Raise if it was the cluster that went."""
@@ -159,23 +220,23 @@ class Crew:
         if not alive:
             raise self.cluster.gone()
 
-    def _given_up(self, stage: str, error: Exception) -> LaunchError:
-        return LaunchError(
-            f"the trainer of {stage} is lost ({error}); see logs/trainer.log in the run folder and continue"
-            " with --resume."
-        )
+
+def _given_up(stage: str, error: Exception) -> LaunchError:
+    return LaunchError(
+        f"the trainer of {stage} is lost ({error}); see logs/ in the run folder and continue with --resume."
+    )
 
 
-def _outcome(stage: str, said: tuple) -> dict[str, Any]:
-    """A stage's result, or the error it raised."""
-    kind, *words = said
-    if kind == "done":
-        return words[0]
+def _outcome(stage: str, said: Mapping[int, tuple]) -> dict[str, Any]:
+    """The first rank's result, or the error of a rank that did not just lose another."""
+    failed = [words for _, words in sorted(said.items()) if words[0] != "done"]
+    if not failed:
+        return said[0][1]
+    kind, *words = min(failed, key=lambda words: words[1] == "RanksError")
     if kind == "crash":
-        raise RuntimeError(f"stage {stage} crashed with {words[0]}; its traceback is in logs/trainer.log")
+        raise RuntimeError(f"stage {stage} crashed with {words[0]}; its traceback is in logs/")
     name, arguments = words
-    found = getattr(errors, name, OpdError)
-    raise found(*arguments)
+    raise getattr(errors, name, OpdError)(*arguments)
 
 
 def _summary(result: dict[str, Any]) -> str:

@@ -43,7 +43,7 @@ class TeacherActor:
     """
 
     def __init__(self, spec: ActorSpec) -> None:
-        self._recipe = spec.begin()
+        self._recipe = spec.begin("opd.pipelines.teachers")
         self._spec = spec
         self._held: Assignment | None = None
         self._teachers: Mapping[str, Teacher] = {}

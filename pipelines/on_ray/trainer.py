@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,35 @@ from opd.config import Recipe
 from opd.errors import OpdError, RunFolderError
 from opd.pipelines.helpers import Writers
 from opd.pipelines.on_ray.actors import ActorSpec, Remote
+from opd.pipelines.on_ray.cluster import import_ray
 from opd.protocols import Teacher
 from opd.rollout.preemption import Preemption
 
 PATIENCE = 60.0
 """Seconds an earlier trainer of the run may take to be gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A trainer's place among several ranks."""
+
+    rank: int
+    size: int
+    address: str
+    """Where rank 0 is."""
+    port: int
+
+    def take(self) -> None:
+        """Set what torchrun would set. Ray shows each actor its own devices alone."""
+        os.environ |= {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+        if self.address.startswith("127."):
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,36 +81,50 @@ class TrainerActor:
     """
 
     def __init__(self, spec: ActorSpec) -> None:
-        self._recipe = spec.begin()
+        self._recipe = spec.begin("opd.pipelines.run")
         self._spec = spec
-        self._news: deque[tuple] = deque()
+        self._news: deque[tuple] = deque(maxlen=1000)  # nobody asks a rank but the first
         self._preemption = Preemption(self._recipe.runtime.grace_seconds)
 
     def ping(self) -> int:
         """The process."""
         return os.getpid()
 
-    def run(self, stage: str, engines: Sequence[Remote], teachers: Sequence[Remote]) -> tuple:
-        """Run `stage` from its newest checkpoint; returns ("done", result), ("error", class, arguments) for
-        an `OpdError`, or ("crash", words).
+    def meeting_place(self) -> tuple[str, int]:
+        """Address of its node, and a port that is free there."""
+        address = import_ray().util.get_node_ip_address()
+        with socket.socket() as tried:
+            tried.bind((address, 0))
+            return address, tried.getsockname()[1]
+
+    def run(
+        self, stage: str, engines: Sequence[Remote], teachers: Sequence[Remote], seat: Seat | None
+    ) -> tuple:
+        """Run `stage` from its newest checkpoint, alone or in a `seat` among several ranks; returns
+        ("done", result), ("error", class, arguments) for an `OpdError`, or ("crash", words).
         """
         from opd.pipelines.run import execute
         from opd.pipelines.run_folder import RunFolder
         from opd.pipelines.stages import plan
+        from opd.ranks import Ranks, joined
 
-        folder = RunFolder.attach(self._spec.folder)
-        lock = self._alone(folder.path)
+        recipe, folder = self._recipe, RunFolder.attach(self._spec.folder)
+        lock = self._alone(folder.path) if seat is None or seat.rank == 0 else None
         try:
-            helpers = RayHelpers(self._recipe, stage, engines, teachers, self._note)
-            result = execute(
-                self._recipe,
-                folder,
-                plan(self._recipe)[stage],
-                lambda *words: self._news.append(("progress", *words)),
-                self._note,
-                self._preemption,
-                helpers,
-            )
+            if seat is not None:
+                seat.take()
+            together = joined(recipe.model.device, recipe.train.timeout_seconds) if seat else None
+            with together or nullcontext(Ranks()) as ranks:
+                result = execute(
+                    recipe,
+                    folder,
+                    plan(recipe)[stage],
+                    lambda *words: self._news.append(("progress", *words)),
+                    self._note,
+                    self._preemption,
+                    RayHelpers(recipe, stage, engines, teachers, self._note),
+                    ranks,
+                )
         except OpdError as error:
             traceback.print_exc()
             return "error", type(error).__name__, error.args
@@ -92,7 +132,8 @@ class TrainerActor:
             traceback.print_exc()
             return "crash", f"{type(error).__name__}: {error}"
         finally:
-            lock.release()
+            if lock is not None:
+                lock.release()
         return "done", result
 
     def news(self) -> list[tuple]:

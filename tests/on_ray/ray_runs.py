@@ -111,12 +111,12 @@ class Run:
             self.process.kill()
         self.process.wait()
 
-    def finish(self, seconds: float = 240) -> tuple[int, str]:
+    def finish(self, seconds: float = 400) -> tuple[int, str]:
         """Exit status and what was printed."""
         status = self.process.wait(seconds)
         return status, self.said.read_text()
 
-    def until(self, what: Callable[[], object], seconds: float = 120) -> None:
+    def until(self, what: Callable[[], object], seconds: float = 240) -> None:
         """Wait for `what` while the run goes on."""
         deadline = time.monotonic() + seconds
         while not what():

@@ -1,0 +1,142 @@
+"""Each actor killed or stopped on its own, and the whole cluster: minutes, so only with OPD_RAY_KILLS=1."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ray_runs import Run, digest, ended, learnt, rows, undisturbed, wal_bytes, write_recipe
+
+from opd.pipelines.on_ray.processes import descendants
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.environ.get("OPD_RAY_KILLS"), reason="set OPD_RAY_KILLS=1: takes minutes"),
+]
+RAY = ["--launch.type", "ray", "--launch.engines", "2", "--launch.teachers", "2"]
+
+
+@pytest.fixture(scope="module")
+def merge(tmp_path_factory):
+    """(recipe, run folder of the merge without Ray)."""
+    recipe = write_recipe(tmp_path_factory.mktemp("merge"))
+    return recipe, undisturbed(recipe)
+
+
+def same(run: Run, expected: Path) -> None:
+    assert learnt(run.out) == learnt(expected)
+    assert digest(run.out) == digest(expected)
+    assert ended(run.all_pids())
+
+
+@pytest.mark.parametrize("layout", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("actor", ["engine-1", "teacher-0", "trainer"])
+def test_actor_killed(tmp_path, cluster, merge, actor, layout):
+    recipe, expected = merge
+    options = [*RAY, "--launch.address", cluster.address, "--launch.layout", layout]
+    with Run(recipe, tmp_path / "run", *options) as run:
+        run.kill_in_step(actor, 4)
+        status, said = run.finish()
+        assert status == 0, said
+        assert len(run.pids(actor)) == 2
+    same(run, expected)
+
+
+@pytest.mark.parametrize("actor", ["engine-0", "teacher-1", "trainer"])
+def test_actor_hangs(tmp_path, cluster, merge, actor):
+    recipe, expected = merge
+    limits = ["--launch.step_timeout", "15", "--launch.start_timeout", "60"]
+    with Run(recipe, tmp_path / "run", *RAY, *limits, "--launch.address", cluster.address) as run:
+        run.until(lambda: len(rows(run.out)) >= 4)
+        os.kill(run.pids(actor)[-1], signal.SIGSTOP)
+        status, said = run.finish(400)
+        assert status == 0, said
+        assert len(run.pids(actor)) == 2
+    same(run, expected)
+
+
+def test_every_engine_killed_at_once(tmp_path, cluster, merge):
+    recipe, expected = merge
+    with Run(recipe, tmp_path / "run", *RAY, "--launch.address", cluster.address) as run:
+        run.until(lambda: len(rows(run.out)) >= 4)
+        for actor in ("engine-0", "engine-1"):
+            os.kill(run.pids(actor)[-1], signal.SIGKILL)
+        status, said = run.finish()
+        assert status == 0, said
+    same(run, expected)
+
+
+@pytest.mark.parametrize("which", ["everything", "gcs_server", "raylet"])
+def test_cluster_killed_and_resumed(tmp_path, merge, which):
+    recipe, expected = merge
+    with Run(recipe, tmp_path / "run", *RAY) as run:
+        run.until(lambda: len(rows(run.out)) >= 5)
+        written = wal_bytes(run.out)
+        run.until(lambda: wal_bytes(run.out) > written)
+        everything = descendants(run.process.pid)
+        names = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0] for pid in everything}
+        chosen = [pid for pid, name in names.items() if which == "everything" or name.endswith(f"/{which}")]
+        assert chosen
+        for pid in chosen:
+            os.kill(pid, signal.SIGKILL)
+        status, said = run.finish(120)
+        assert status == 2, said
+        errors = [line for line in said.splitlines() if line.startswith("opd: error:")]
+        assert len(errors) == 1
+        assert "--resume" in errors[0]
+        assert ended(list(everything))
+    before = len(rows(run.out))
+    assert before < 10
+    with Run(recipe, tmp_path / "run", *RAY, "--resume") as run:
+        status, said = run.finish()
+        assert status == 0, said
+    same(run, expected)
+
+
+def test_driver_killed_and_resumed_without_ray(tmp_path, merge):
+    recipe, expected = merge
+    with Run(recipe, tmp_path / "run", *RAY) as run:
+        run.until(lambda: len(rows(run.out)) >= 5)
+        everything = descendants(run.process.pid)
+        run.process.kill()
+        run.process.wait()
+        assert ended(list(everything), 60)
+    with Run(recipe, tmp_path / "run", "--resume") as run:
+        status, said = run.finish()
+        assert status == 0, said
+    same(run, expected)
+
+
+def test_run_told_to_stop_leaves_and_goes_on(tmp_path, cluster, merge):
+    recipe, expected = merge
+    options = [*RAY, "--launch.address", cluster.address]
+    with Run(recipe, tmp_path / "run", *options) as run:
+        run.until(lambda: len(rows(run.out)) >= 4)
+        run.process.send_signal(signal.SIGTERM)
+        status, said = run.finish(60)
+        assert status == 143, said
+        assert ended(run.all_pids())
+    with Run(recipe, tmp_path / "run", *options, "--resume") as run:
+        status, said = run.finish()
+        assert status == 0, said
+    same(run, expected)
+
+
+def test_restarts_are_counted(tmp_path, cluster, merge):
+    recipe, _ = merge
+    options = [*RAY, "--launch.address", cluster.address, "--launch.max_restarts", "0"]
+    with Run(recipe, tmp_path / "run", *options) as run:
+        run.until(lambda: len(rows(run.out)) >= 2)
+        begin = time.monotonic()
+        os.kill(run.pids("teacher-0")[-1], signal.SIGKILL)
+        status, said = run.finish(60)
+        assert status == 2, said
+        assert "is lost" in said
+        assert "--resume" in said
+        assert time.monotonic() - begin < 60
+    assert ended(run.all_pids())
