@@ -1,0 +1,109 @@
+"""Bundles by layout, and tensors through the object store; no cluster is needed."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opd.config import RayLaunch
+from opd.kernels.head import Head
+from opd.pipelines.on_ray.layout import Layout, actor_names, number_of, options_of, resources_of, role_of
+from opd.pipelines.on_ray.processes import descendants, end_left_over
+from opd.pipelines.on_ray.tensors import Packed, PackedHead, buckets
+
+RESOURCES = {
+    "trainer": {"cpus": 2, "gpus": 0.5},
+    "engine": {"cpus": 1, "gpus": 0.25, "memory_mb": 100},
+    "teacher": {"cpus": 0, "custom": {"big": 1}},
+}
+
+
+@given(
+    engines=st.integers(1, 9),
+    teachers=st.integers(0, 5),
+    ranks=st.integers(1, 4),
+    layout=st.sampled_from(["colocated", "disaggregated"]),
+)
+def test_bundles_hold_what_their_actors_ask_for(engines, teachers, ranks, layout):
+    launch = RayLaunch.model_validate(
+        {"engines": engines, "teachers": teachers, "layout": layout, **RESOURCES}
+    )
+    found = Layout.of(launch, ranks)
+    assert list(found.places) == actor_names(launch, ranks)
+    asked = [Counter() for _ in found.bundles]
+    for name, place in found.places.items():
+        asked[place].update(resources_of(getattr(launch, role_of(name))))
+        if layout == "colocated":
+            assert place == number_of(name) % ranks
+    assert [dict(sums) for sums in asked] == found.bundles
+    assert len(found.bundles) == (ranks if layout == "colocated" else ranks + engines + teachers)
+
+
+def test_resources_become_options():
+    launch = RayLaunch.model_validate(RESOURCES)
+    assert options_of(launch.engine) == {"num_cpus": 1.0, "num_gpus": 0.25, "memory": 100 << 20}
+    assert options_of(launch.teacher) == {"num_cpus": 0.0, "num_gpus": 0.0, "resources": {"big": 1.0}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3, 4)])
+def test_a_tensor_comes_out_as_it_went_in(dtype, shape):
+    tensor = torch.randn(shape).to(dtype)
+    packed = Packed.of(tensor)
+    packed.data.flags.writeable = False
+    again = packed.tensor()
+    assert again.dtype == dtype
+    assert again.shape == shape
+    assert torch.equal(again, tensor)
+    if tensor.numel():
+        assert again.data_ptr() == packed.data.ctypes.data, "it was copied"
+
+
+def test_a_tensor_keeps_its_bytes_alive():
+    packed = Packed.of(torch.arange(1000, dtype=torch.float32))
+    again = Packed(np.array(packed.data), packed.dtype, packed.shape).tensor()
+    del packed
+    assert torch.equal(again, torch.arange(1000, dtype=torch.float32))
+
+
+def test_a_head_comes_out_as_it_went_in():
+    head = Head(torch.randn(7, 4), torch.randn(7), scale=2.0, softcap=5.0, vocab_size=6)
+    again = PackedHead.of(head).head(torch.device("cpu"))
+    hidden = torch.randn(3, 4)
+    assert torch.equal(head.logits(hidden), again.logits(hidden))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), max_size=12),
+    limit=st.integers(1, 200),
+)
+def test_pieces_are_all_weights_in_order(sizes, limit):
+    weights = [(f"w{i}", torch.full((size,), float(i))) for i, size in enumerate(sizes)]
+    pieces = list(buckets(weights, limit))
+    assert [name for piece in pieces for name, _ in piece] == [name for name, _ in weights]
+    for piece in pieces:
+        assert len(piece) == 1 or sum(packed.data.nbytes for _, packed in piece) <= limit
+
+
+def test_processes_left_over_are_ended_and_no_other():
+    before = descendants(os.getpid())
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    try:
+        while len(found := descendants(process.pid)) < 1:
+            pass
+        family = {pid: start for pid, start in descendants(os.getpid()).items() if pid not in before}
+        assert set(family) == {process.pid, *found}
+        end_left_over(dict.fromkeys(family, -1), patience=0.0)  # other processes of these ids
+        assert process.poll() is None
+        end_left_over(family, patience=0.0)
+        assert process.wait(20) == -9
+    finally:
+        process.kill()
+        process.communicate()
