@@ -25,7 +25,10 @@ DOMAINS = ("sort", "add3")
 
 def recipe(**changes):
     model = tiny_recipe().model.model_dump(exclude_none=True) | {"lora": {"rank": 4, "alpha": 8}}
-    settings = {"model": model, "distill": FEW, "baselines": {"methods": []}}
+    base = tiny_recipe().base
+    assert base is not None
+    short = base.model_dump() | {"steps": 90}
+    settings = {"model": model, "base": short, "distill": FEW, "baselines": {"methods": []}}
     return tiny_recipe(**settings | changes)
 
 
@@ -74,13 +77,13 @@ def test_each_step_reads_the_base_once(trained, monkeypatch):
     settings = {"model": model, "base": None, "teachers": given}
     with RunFolder.create(folder_of_run, recipe(**settings)) as folder:
         run_stage(recipe(**settings), folder, "merge")
-        streamed = folder.stage_done("merge")
+        streamed = folder.stage_done("merge") or {}
     assert passes == [len(DOMAINS)] * FEW["steps"]
     assert streamed["digest"] == json.loads((trained / "stages/merge/done.json").read_text())["digest"]
 
     settings |= {"distill": FEW | {"teachers": "resident"}}
     with RunFolder.create(trained.parent / "resident", recipe(**settings)) as folder:
         run_stage(recipe(**settings), folder, "merge")
-        resident = folder.stage_done("merge")
+        resident = folder.stage_done("merge") or {}
     # The merged folders are what the base and the adapters are together, bit for bit.
     assert resident["digest"] == streamed["digest"]

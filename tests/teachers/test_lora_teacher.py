@@ -10,6 +10,8 @@ import pytest
 import ranks
 import tiny
 import torch
+from rank_processes import run_ranks
+from safetensors.torch import load_file
 
 from opd.config.lora import LoRAConfig
 from opd.errors import CheckpointError, StorageError, TeacherError
@@ -124,6 +126,18 @@ def test_one_reading_of_the_base_serves_all_adapters(made: Made) -> None:
     whole = teachers["a"].base.published.manifest.nbytes
     assert whole <= one_base < 1.2 * whole
     teachers["a"].close()
+
+
+def test_ranks_that_share_the_reading_make_the_same_step(made: Made, tmp_path: Path) -> None:
+    task = {"name": "lora", "urls": made.urls, "domains": NAMES, "steps": 2, "prefetch_bytes": 20_000}
+    # Rank 1 has samples of teacher c alone, and still takes part in every pass.
+    (tmp_path / "tasks.json").write_text(json.dumps([task | {"owner": [0, 0, 1, 0, 0, 1, 0, 0]}]))
+    run_ranks(ranks.__file__, 2, tmp_path)
+    expected = ranks.gradient(TeacherSchedule(loaded(made), ROUTER), ranks.samples(NAMES))
+    for rank in (0, 1):
+        found = load_file(tmp_path / f"lora-{rank}.safetensors")
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_adapters_stand_beside_whole_models_on_one_stream(made: Made) -> None:
