@@ -127,6 +127,21 @@ def test_run_told_to_stop_leaves_and_goes_on(tmp_path, cluster, merge):
     same(run, expected)
 
 
+def test_one_of_two_ranks_killed(tmp_path, cluster, merge):
+    recipe, _ = merge
+    options = [*RAY, "--launch.address", cluster.address, "--train.ranks", "2"]
+    with Run(recipe, tmp_path / "whole", *options) as whole:
+        status, said = whole.finish()
+        assert status == 0, said
+    with Run(recipe, tmp_path / "run", *options) as run:
+        run.kill_in_step("trainer-1", 4)
+        status, said = run.finish()
+        assert status == 0, said
+        assert len(run.pids("trainer-0")) == 2
+        assert len(run.pids("trainer-1")) == 2
+    same(run, whole.out)
+
+
 def test_restarts_are_counted(tmp_path, cluster, merge):
     recipe, _ = merge
     options = [*RAY, "--launch.address", cluster.address, "--launch.max_restarts", "0"]
