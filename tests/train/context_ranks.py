@@ -18,15 +18,17 @@ import context_step
 
 from opd.ranks import Ranks
 from opd.train.context_backend import ContextBackend
+from opd.train.fsdp_backend import FSDPBackend
 
 
 def main() -> None:
-    """Every case once; what came out is written for the test to compare."""
-    with joined(120) as (rank, folder):
+    """The cases of `FOLDER/cases.json`; what came out is written for the test to compare."""
+    with joined(240) as (rank, folder):
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)
-        for name in context_step.CASES:
-            tensors, metrics = context_step.step(name, lambda *args: ContextBackend(*args, Ranks(group)))
+        for name in json.loads((folder / "cases.json").read_text()):
+            kind = FSDPBackend if name in context_step.SHARDED else ContextBackend
+            tensors, metrics = context_step.step(name, lambda *args, kind=kind: kind(*args, Ranks(group)))
             save_file(tensors, folder / f"{name}-{rank}.safetensors")
             (folder / f"{name}-{rank}.json").write_text(json.dumps(metrics))
 

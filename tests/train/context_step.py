@@ -8,6 +8,7 @@ import numpy as np
 import tiny
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig
 from opd.kernels.head import Head
@@ -29,6 +30,11 @@ CASES: dict[str, tuple[dict, dict, list[tuple[int, int]]]] = {
     # Fewer response tokens than ranks: some train on none.
     "short": ({}, {}, [(1, 1), (2, 1)]),
 }
+SHARDED = {
+    "again": ({}, {"recompute_layers": True}, [(3, 14), (5, 1), (2, 23), (6, 3)]),
+    "pieces": ({}, {"sequence_chunk": 9}, [(3, 14), (5, 1), (2, 23), (6, 3)]),
+}
+"""Steps for FSDP, whose ranks share samples and not sequences."""
 
 
 def _teacher(micro):
@@ -57,7 +63,7 @@ def _batch(lengths: list[tuple[int, int]]) -> RolloutBatch:
 
 def step(name: str, make: Callable[..., TorchBackend]) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The gradient by parameter, the log-probabilities, the weights after the step; and the metrics."""
-    changes, memory, lengths = CASES[name]
+    changes, memory, lengths = (CASES | SHARDED)[name]
     terms = [
         FullVocabularyTerm(_teacher, "one_hot", FullVocabularyKL()),
         PolicyTerm(PolicyLossConfig(), 0.01),
@@ -70,6 +76,7 @@ def step(name: str, make: Callable[..., TorchBackend]) -> tuple[dict[str, Tensor
     found = {"logprobs": torch.from_numpy(np.concatenate(back.logprobs(batch.samples)))}
     metrics = back.forward_backward(batch)
     parameters = back.model.module.named_parameters()
-    found |= {f"grad/{n}": p.grad.clone() for n, p in parameters if p.grad is not None}
+    gradients = {f"grad/{n}": p.grad for n, p in parameters if p.grad is not None}
+    found |= {n: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for n, g in gradients.items()}
     metrics |= back.step(1e-3)
     return found | {f"new/{n}": t.clone() for n, t in back.weights()}, metrics

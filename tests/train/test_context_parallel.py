@@ -1,7 +1,8 @@
-"""Sequences shared by ranks: the step of one rank, with real processes."""
+"""Sequences shared by ranks, and long ones with FSDP: the step of one rank, with real processes."""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from itertools import pairwise
@@ -22,18 +23,28 @@ from opd.models.context_parallel import ContextParallel
 from opd.train.context_backend import own_places
 from opd.train.torch_backend import TorchBackend
 
-
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request, tmp_path_factory):
-    """What each of 2 and 4 ranks found, case by case."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(str(Path(__file__).with_name("context_ranks.py")), request.param, folder)
-    return folder, request.param
+RANKS = {2: [*context_step.CASES, *context_step.SHARDED], 4: ["llama", "gemma2", "short"]}
 
 
-@pytest.mark.parametrize("case", context_step.CASES)
-def test_ranks_that_share_sequences_make_the_step_of_one(ranks, case):
-    folder, world = ranks
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Folder of what each of so many ranks found, case by case; run when first asked for."""
+
+    @functools.cache
+    def folder_of(world: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks-{world}")
+        (folder / "cases.json").write_text(json.dumps(RANKS[world]))
+        run_ranks(str(Path(__file__).with_name("context_ranks.py")), world, folder, seconds=400)
+        return folder
+
+    return folder_of
+
+
+@pytest.mark.parametrize(
+    ("world", "case"), [(world, case) for world, cases in RANKS.items() for case in cases]
+)
+def test_ranks_that_share_sequences_or_weights_make_the_step_of_one(ranks, world, case):
+    folder = ranks(world)
     expected, metrics = context_step.step(case, TorchBackend)
     first = load_file(folder / f"{case}-0.safetensors")
     assert first.keys() == expected.keys()
