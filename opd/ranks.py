@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from opd.errors import OpdError, RanksError
@@ -233,6 +233,13 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
         # After an error the others may be gone or waiting; leaving tells them.
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def make_group() -> None:
+    """Make sure that there is a process group: of this process alone, without a port, if it has none."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def _no_meeting(environment: Mapping[str, str], error: Exception) -> str:

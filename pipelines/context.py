@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +36,8 @@ class StageContext:
     """Engines and teachers in other processes, where the recipe's `launch` asks for them."""
     ranks: Ranks = field(default_factory=Ranks)
     """The processes that run this stage together."""
+    closing: ExitStack = field(default_factory=ExitStack)
+    """What is given back when the stage ends."""
 
     @classmethod
     def open(

@@ -127,13 +127,15 @@ def launch(recipe: Recipe, argv: Sequence[str]) -> int:
         store = _open_store(recipe)
         preemption = stack.enter_context(Preemption(grace).listen(leave=False))
         ranks: list[_Rank] = []
+        ended: list[int | None] = []
         try:
             for number in range(size):
                 ranks.append(_start(number, size, store.port, argv, folder, stack))
             _watch(ranks, preemption)
+            ended = [rank.process.poll() for rank in ranks]
         finally:
             _end(ranks, grace)
-        return _outcome(ranks, preemption)
+        return _outcome(ranks, ended, preemption)
 
 
 def _open_store(recipe: Recipe) -> Any:
@@ -210,7 +212,8 @@ def _end(ranks: list[_Rank], grace: float) -> None:
             rank.process.wait()
 
 
-def _outcome(ranks: list[_Rank], preemption: Preemption) -> int:
+def _outcome(ranks: list[_Rank], ended: list[int | None], preemption: Preemption) -> int:
+    """The exit status; `ended` are those of the ranks that ended by themselves."""
     codes = [rank.process.returncode for rank in ranks]
     if not any(codes):
         return 0
@@ -220,11 +223,8 @@ def _outcome(ranks: list[_Rank], preemption: Preemption) -> int:
     for rank, own in said:
         if not own["lost"]:
             raise OpdError(f"rank {rank.number}: {own['sentence']}")
-    for rank in ranks:
-        # Ranks that were ended here have lost one themselves, or hang.
-        if rank.process.returncode not in (0, 2, EXIT_STATUS, -signal.SIGTERM, -signal.SIGKILL) or (
-            rank.process.returncode == -signal.SIGKILL and not said
-        ):
+    for rank, code in zip(ranks, ended, strict=True):
+        if code not in (None, 0, 2, EXIT_STATUS):
             raise _crash(rank)
     if said:
         raise RanksError(said[0][1]["sentence"])

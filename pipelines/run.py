@@ -92,7 +92,7 @@ def execute(
     with listening or nullcontext(preemption) as asked:
         context = StageContext.open(recipe, folder, stage.name, report, note, asked, helpers, ranks)
         try:
-            with with_engine(context):
+            with context.closing, with_engine(context):
                 result = stage.run(context)
         finally:
             context.metrics.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from opd.rollout.sync.verb import LocalTarget, sync_weights
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.user_generate import Generate, load_generate
 from opd.train.backend import Backend
-from opd.train.backends import open_backend
+from opd.train.backends import Load, open_backend
 from opd.train.terms import LossTerm
 from opd.train.torch_backend import TorchBackend
 from opd.types import SampleGroup, SamplingParams
@@ -109,7 +109,7 @@ class Student:
     writers: Writers
     sampling: SamplingParams
     seed: int
-    load: Callable[[], CausalLM]
+    load: Load
     """The model as it was before training."""
     ranks: Ranks
     writing: Ranks
@@ -133,9 +133,12 @@ class Student:
         recipe, ranks, helpers = context.recipe, context.ranks, context.helpers
         tokenizer = tokenizer_of(recipe, path)
         load = partial(load_trained, recipe, path, ranks)
+        temperature, dtype = recipe.rollout.temperature, recipe.model.dtype
+        backend = open_backend(load, recipe.train, optim, batch, temperature, terms, ranks, dtype=dtype)
+        context.closing.callback(backend.close)
         return cls(
             tokenizer,
-            open_backend(load, recipe.train, optim, batch, recipe.rollout.temperature, terms, ranks),
+            backend,
             embedded(recipe, path) if helpers is None else helpers.writers(path),
             sampling_params(recipe, tokenizer),
             recipe.seed,
@@ -208,7 +211,7 @@ class Student:
 
         digest = weights_digest(walk())
         if self.ranks.main:
-            model = self.load()
+            model = self.load(None)
             model.load_weights(kept.items())
             save_checkpoint(model, self.tokenizer, folder, card)
         return digest

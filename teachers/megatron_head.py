@@ -13,6 +13,7 @@ from torch import Tensor
 from opd.errors import ModelError
 from opd.kernels.head import Head
 from opd.kernels.vocab_shard import HeadShard
+from opd.megatron.head import tokens_of
 
 if TYPE_CHECKING:
     from opd.megatron.form import MegatronForm
@@ -23,30 +24,12 @@ def whole_head(rows: Tensor, form: MegatronForm, vocabulary: int | None, group: 
 
     A collective call with more than one rank. Raises `ModelError` for a vocabulary the head does not have.
     """
-    tokens = _tokens(form, vocabulary)
+    tokens = tokens_of(form, vocabulary)
     if group.size() > 1:
         parts = [torch.empty_like(rows) for _ in range(group.size())]
         dist.all_gather(parts, rows.contiguous(), group=group)
         rows = torch.cat(parts)[: form.vocabulary]
     return Head(rows, vocab_size=tokens)
-
-
-def head_shard(
-    rows: Tensor, form: MegatronForm, vocabulary: int | None, group: dist.ProcessGroup
-) -> HeadShard:
-    """This rank's `rows` [padded V / ranks, D] without padding, for `opd.kernels.vocab_parallel`.
-
-    Ranks hold as many rows each as Megatron-Core gives them; of the last ones `vocabulary` leaves fewer.
-    Raises `ModelError` on all ranks if it leaves one without any.
-    """
-    tokens, each = _tokens(form, vocabulary), len(rows)
-    sizes = tuple(min(max(tokens - rank * each, 0), each) for rank in range(group.size()))
-    if 0 in sizes:
-        raise ModelError(
-            f"a vocabulary of {tokens} tokens leaves rank {sizes.index(0)} of {group.size()} without any;"
-            " choose a smaller tensor parallel size."
-        )
-    return HeadShard(Head(rows, vocab_size=sizes[group.rank()]), sizes, group)
 
 
 def cut_like(head: Head, shard: HeadShard) -> HeadShard:
@@ -65,12 +48,3 @@ def cut_like(head: Head, shard: HeadShard) -> HeadShard:
     bias = None if head.bias is None else head.bias[rows]
     part = replace(head, weight=head.weight[rows], bias=bias, vocab_size=None)
     return HeadShard(part, shard.sizes, shard.group)
-
-
-def _tokens(form: MegatronForm, vocabulary: int | None) -> int:
-    if vocabulary is not None and vocabulary > form.vocabulary:
-        raise ModelError(
-            f"the teacher's head has {form.vocabulary} rows, fewer than the {vocabulary} tokens asked for;"
-            " use the tokenizer the model was made for."
-        )
-    return form.vocabulary if vocabulary is None else vocabulary

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from opd.kernels.head import Head
 from opd.kernels.vocab_shard import HeadShard
 from opd.megatron.form import MegatronForm
+from opd.megatron.head import head_shard
 from opd.megatron.module import MegatronModule
 from opd.megatron.runtime import model_parallel
 from opd.models.causal_lm import torch_device, torch_dtype
-from opd.teachers.megatron_head import head_shard, whole_head
+from opd.teachers.megatron_head import whole_head
 from opd.teachers.megatron_sources import WeightSource, open_source
 from opd.teachers.megatron_tags import WeightTags
 from opd.teachers.streamed_teacher import Placement

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -53,6 +53,9 @@ class TrainConfig(Config):
     """Processes `opd` starts on this machine for a run. `null` is one, or as many as torchrun has started."""
     zero_stage: Literal[1, 2, 3] = 3
     """What `deepspeed` shards: optimiser state (1), gradients too (2), weights too (3)."""
+    deepspeed: dict[str, Any] = {}
+    """More of DeepSpeed's own settings, such as `{zero_optimization: {offload_optimizer: {device: cpu}}}`.
+    What is said elsewhere in the recipe wins."""
     tensor_parallel: int = Field(default=1, gt=0)
     """Ranks that share each layer and the vocabulary with `megatron`; the others share the batch."""
     mixed_precision: bool = False

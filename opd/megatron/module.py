@@ -24,10 +24,16 @@ class MegatronModule:
         group: The tensor-parallel ranks, from `model_parallel`, inside whose block this lives.
         dtype: Of weights and hidden states.
         device: Where it runs.
+        trained: Keep what a backward needs, and let gradients add up over ranks instead of being averaged.
     """
 
     def __init__(
-        self, form: MegatronForm, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
+        self,
+        form: MegatronForm,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        trained: bool = False,
     ) -> None:
         form.check_divisible(group.size())
         self.form = form
@@ -36,6 +42,7 @@ class MegatronModule:
         self.device = device
         with inside_megatron(device):
             self.module = _build(form, group.size(), dtype, device)
+        self.module.requires_grad_(trained)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by Megatron-Core's names; the head is not among them."""
@@ -43,6 +50,10 @@ class MegatronModule:
 
     @torch.no_grad()
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """`run` without a gradient."""
+        return self.run(input_ids, position_ids, cu_seqlens)
+
+    def run(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Last hidden states after the final norm [T, D], on every rank, of sequences packed end to end.
 
         `input_ids` and `position_ids` [T] int64, `cu_seqlens` [B + 1] int32: the same on all ranks.
@@ -76,7 +87,7 @@ def _build(form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.dev
     model.rotary_pos_emb.inv_freq = torch.tensor(form.rope, dtype=torch.float32, device=device)
     for layer, window in zip(model.decoder.layers, form.windows, strict=True):
         layer.self_attention.core_attention.sliding_window = window
-    return model.requires_grad_(False).eval()
+    return model.eval()
 
 
 def _transformer_config(form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.device) -> Any:
@@ -124,6 +135,8 @@ def _transformer_config(form: MegatronForm, ranks: int, dtype: torch.dtype, devi
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
+        # Weights of the loss hold the normaliser of the whole step: gradients are sums, never means.
+        calculate_per_token_loss=True,
         persist_layer_norm=False,
         **experts,
     )

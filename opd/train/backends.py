@@ -5,29 +5,70 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from opd.config.train import BatchConfig, OptimConfig, TrainConfig
-from opd.models.causal_lm import CausalLM
-from opd.ranks import Ranks
+from opd.errors import ConfigError
+from opd.models.causal_lm import CausalLM, torch_dtype
+from opd.ranks import Ranks, make_group
 from opd.train.backend import Backend
 from opd.train.terms import LossTerm
 from opd.train.torch_backend import TorchBackend
 
+Load = Callable[[str | None], CausalLM]
+"""The model in a dtype by name, or in the recipe's for `None`."""
+
 
 def open_backend(
-    load: Callable[[], CausalLM],
+    load: Load,
     train: TrainConfig,
     optim: OptimConfig,
     batch: BatchConfig,
     temperature: float,
     terms: Sequence[LossTerm],
     ranks: Ranks,
+    *,
+    dtype: str = "float32",
 ) -> Backend:
-    """The back end of `train` on these `ranks`, around the model `load` gives.
+    """The back end of `train` on these `ranks`, around the model `load` gives, which computes in `dtype`.
 
     Raises `ConfigError` if the settings do not fit the number of ranks, `MissingExtraError` without the
     library.
     """
-    if train.backend == "torch" and ranks.alone:
-        return TorchBackend(load(), optim, batch, temperature, terms)
+    if train.backend == "torch" and ranks.alone and not train.mixed_precision:
+        return TorchBackend(load(None), optim, batch, temperature, terms)
+    _refuse(train, batch)
+    make_group()
+    model = load("float32" if train.mixed_precision else None)
+    compute = torch_dtype(dtype) if train.mixed_precision else None
+    if train.backend != "torch" and not all(p.requires_grad for p in model.module.parameters()):
+        raise ConfigError(
+            f"train.backend {train.backend} trains every weight, but some of this model's are frozen; set"
+            " train.backend to torch."
+        )
+    if train.backend == "megatron":
+        from opd.train.megatron_backend import MegatronBackend
+
+        cut = train.tensor_parallel
+        return MegatronBackend(model, optim, batch, temperature, terms, ranks, tensor_parallel=cut)
+    if train.backend == "deepspeed":
+        from opd.train.deepspeed_backend import DeepSpeedBackend
+
+        return DeepSpeedBackend(
+            model, optim, batch, temperature, terms, ranks, train=train, compute_dtype=compute
+        )
     from opd.train.fsdp_backend import FSDPBackend
 
-    return FSDPBackend(load(), optim, batch, temperature, terms, ranks)
+    return FSDPBackend(model, optim, batch, temperature, terms, ranks, compute)
+
+
+def _refuse(train: TrainConfig, batch: BatchConfig) -> None:
+    """`ConfigError` for a setting that the back end would ignore."""
+    ignored = {
+        "batch.sequence_chunk": train.backend != "torch" and batch.sequence_chunk is not None,
+        "batch.recompute_layers": train.backend == "megatron" and batch.recompute_layers,
+        "train.mixed_precision": train.backend == "megatron" and train.mixed_precision,
+    }
+    for name, given in ignored.items():
+        if given:
+            raise ConfigError(
+                f"{name} has no effect with train.backend {train.backend}; remove it, or set train.backend to"
+                " torch."
+            )

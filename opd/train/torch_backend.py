@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -146,6 +146,16 @@ def optimizer_fields(
             " resume with the recipe the run was started with."
         )
     return by_name
+
+
+def check_names(saved: Iterable[str], own: Iterable[str], model: str) -> None:
+    """`CheckpointError` unless a checkpoint has `saved` exactly the tensors `model` owns."""
+    different = sorted(set(saved) ^ set(own))
+    if different:
+        raise CheckpointError(
+            f"the checkpoint and {model} do not have the same tensors, {different[0]} among them; resume with"
+            " the recipe the run was started with."
+        )
 
 
 def layer_memory(batch: BatchConfig) -> LayerMemory:

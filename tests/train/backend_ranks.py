@@ -89,7 +89,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     metrics, log-probabilities, weights and a checkpoint."""
     train_config = TrainConfig.model_validate(task["train"])
     model = student(**task.get("model", {}))
-    backend = open_backend(lambda: model, train_config, OPTIM, BATCH, TEMPERATURE, terms(), ranks)
+    backend = open_backend(lambda _: model, train_config, OPTIM, BATCH, TEMPERATURE, terms(), ranks)
     if "load" in task:
         saved = folder / task["load"]
         backend.load_state({n: load_file(saved / f"{n}.safetensors") for n in ("model", "optimizer")})

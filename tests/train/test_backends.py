@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +23,23 @@ STEPS = 20
 HALF = 10
 TASKS = {
     "fsdp": {"backend": "torch"},
+    "megatron-tensor": {"backend": "megatron", "tensor_parallel": 2},
+    "megatron-data": {"backend": "megatron"},
 }
+if find_spec("deepspeed") is not None:
+    # So small that every tensor would stay whole on every rank.
+    partition = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    TASKS |= {
+        f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage, "deepspeed": partition}
+        for stage in (1, 2, 3)
+    }
 
 
 def one_process(first, last, state=None, **model):
     """A back end in this process after steps `first` to `last`, and their metrics."""
     tiny_model = backend_ranks.student(**model)
     backend = open_backend(
-        lambda: tiny_model,
+        lambda _: tiny_model,
         TrainConfig(),
         backend_ranks.OPTIM,
         backend_ranks.BATCH,

@@ -1,0 +1,255 @@
+"""Megatron-Core: a student's layers and vocabulary cut over tensor-parallel ranks, its samples over others.
+
+Shoeybi et al. 2019, "Megatron-LM". Gradients go through Megatron-Core's own data-parallel buffers and
+`finalize_model_grads`; the optimiser is torch's AdamW on each rank's slices.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opd.config.train import BatchConfig, OptimConfig
+from opd.errors import ModelError
+from opd.kernels.head import Head
+from opd.kernels.vocab_shard import HeadShard
+from opd.megatron.convert import from_megatron, to_megatron
+from opd.megatron.form import MegatronForm
+from opd.megatron.head import head_shard
+from opd.megatron.layout import HEAD, pieces
+from opd.megatron.module import MegatronModule
+from opd.megatron.runtime import inside_megatron, megatron_core, model_parallel
+from opd.models.causal_lm import CausalLM, weights_digest
+from opd.ranks import Ranks
+from opd.train.backend import Backend
+from opd.train.terms import LossTerm
+from opd.train.torch_backend import adamw, check_names, not_finite, optimizer_fields
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MegatronBackend(Backend):
+    """A `TrainBackend` on Megatron-Core. Checkpoints hold whole Hugging Face tensors, as of every back end.
+
+    Args:
+        model: The student as it begins; its weights are copied, it may be dropped.
+        optim: AdamW settings.
+        ranks: All ranks; `tensor_parallel` neighbours share a model and its samples.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        optim: OptimConfig,
+        batch: BatchConfig,
+        temperature: float,
+        terms: Sequence[LossTerm],
+        ranks: Ranks,
+        *,
+        tensor_parallel: int,
+    ) -> None:
+        """Raises `ModelError` if the model has no place on Megatron-Core or cannot be cut into that many."""
+        self._form = _form(model, tensor_parallel)
+        self._ranks, self._stack = ranks, ExitStack()
+        self._group = self._stack.enter_context(model_parallel(tensor_parallel))
+        super().__init__(batch, temperature, terms, _data_ranks(ranks, tensor_parallel))
+        self._vocabulary = model.vocabulary
+        self._device = model.device
+        self._order = [name for name, _ in model.weights()]
+        self._module = MegatronModule(self._form, self._group, model.dtype, model.device, trained=True)
+        padding = model.module.get_input_embeddings().padding_idx
+        if padding is not None:
+            words = self._module.module.embedding.word_embeddings
+            words.register_forward_hook(partial(_constant_padding, padding))
+        self._parameters = dict(self._module.parameters())
+        if not self._form.tied:
+            rows = self._form.padded_vocabulary(tensor_parallel) // tensor_parallel
+            shape = (rows, self._form.hidden_size)
+            self._parameters[HEAD] = nn.Parameter(torch.empty(shape, dtype=model.dtype, device=model.device))
+        self._load(dict(model.weights()))
+        self._split = {piece.name: piece.split for piece in self._pieces()}
+        self._buffers = self._data_parallel()
+        self._max_grad_norm = optim.max_grad_norm
+        self._optimizer = adamw(self._parameters, optim)
+
+    def _data_parallel(self) -> Any:
+        """Megatron-Core's gradient buffers of all parameters, the head's among them."""
+        megatron_core()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        whole = nn.Module()
+        whole.add_module("decoder", self._module.module)
+        if not self._form.tied:
+            whole.register_parameter("head", self._parameters[HEAD])
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+        with inside_megatron(self._device):
+            return DistributedDataParallel(self._module.module.config, settings, whole)
+
+    def _pieces(self) -> list[Any]:
+        return [
+            piece
+            for piece in pieces(self._form, self._group.rank(), self._group.size())
+            if piece.name in self._parameters
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return self._module.run(input_ids, position_ids, cu_seqlens)
+
+    def head(self) -> Head | HeadShard:
+        rows = self._parameters[_EMBEDDING if self._form.tied else HEAD]
+        shard = head_shard(rows, self._form, self._vocabulary, self._group)
+        return shard if self._group.size() > 1 else shard.head
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        del last
+        with inside_megatron(self._device):
+            loss.backward()
+
+    def reduce(self) -> None:
+        """Sum over the data-parallel ranks, and what tensor-parallel ranks have of the heads' norms."""
+        from megatron.core.distributed import finalize_model_grads
+
+        with inside_megatron(self._device):
+            finalize_model_grads([self._buffers])
+
+    def zero_grad(self) -> None:
+        self._buffers.zero_grad_buffer()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def step(self, lr: float) -> dict[str, float]:
+        """Clip the accumulated gradient, update the weights, zero the gradient.
+
+        Raises `TrainingError` if the gradient is not finite; the weights are untouched then.
+        """
+        norm = self._norm()
+        if not np.isfinite(norm):
+            self.zero_grad()
+            raise not_finite(norm)
+        scale = min(1.0, self._max_grad_norm / (norm + 1e-6))
+        for parameter in self._parameters.values():
+            parameter.grad = (_gradient(parameter) * scale).to(parameter.dtype)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.zero_grad()
+        return {"lr": lr, "grad_norm": norm}
+
+    def _norm(self) -> float:
+        """The L2 norm of the whole gradient: every rank's slices, and once what all of them hold."""
+        squares = torch.zeros(2, dtype=torch.float32, device=self._device)
+        for name, parameter in self._parameters.items():
+            squares[int(self._split[name])] += _gradient(parameter).float().square().sum()
+        cut = squares[1:].clone()
+        dist.all_reduce(cut, group=self._group)
+        return float((squares[0] + cut[0]).sqrt())
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the student by Hugging Face's names, whole; all ranks walk together."""
+        whole = self._whole({name: parameter.detach() for name, parameter in self._parameters.items()})
+        for name in self._order:
+            yield name, whole[name]
+
+    def _whole(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors by Hugging Face's names, from every rank's slices."""
+        shards: list[dict[str, Tensor]] = [{} for _ in range(self._group.size())]
+        for name, tensor in mine.items():
+            parts = [torch.empty_like(tensor) for _ in shards]
+            dist.all_gather(parts, tensor.contiguous(), group=self._group)
+            for shard, part in zip(shards, parts, strict=True):
+                shard[name] = part
+        return from_megatron(self._form, shards)
+
+    def digest(self) -> str:
+        return weights_digest(self.weights())
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """On the first rank the files `model` and `optimizer`, with whole tensors; elsewhere nothing."""
+        model = dict(self.weights())
+        optimizer: dict[str, Tensor] = {}
+        states = {name: self._optimizer.state.get(p, {}) for name, p in self._parameters.items()}
+        if all(states.values()):
+            for key in _MOMENTS:
+                whole = self._whole({name: state[key] for name, state in states.items()})
+                optimizer |= {f"{name}/{key}": tensor for name, tensor in whole.items()}
+            step = next(iter(states.values()))["step"]
+            optimizer |= {f"{name}/step": step.detach().clone() for name in self._order}
+        if not self._ranks.main:
+            return {}
+        files = {"model": model, "optimizer": optimizer}
+        return {
+            file: {n: t.to("cpu", copy=True).contiguous() for n, t in tensors.items()}
+            for file, tensors in files.items()
+        }
+
+    def load_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+        fields = optimizer_fields(state["optimizer"], dict.fromkeys(self._order))
+        check_names(state["model"], self._order, f"a {self._form.family} on Megatron-Core")
+        self._load(state["model"])
+        if not fields:
+            return
+        step = next(iter(fields.values()))["step"]
+        for key in _MOMENTS:
+            mine = self._slices({name: values[key] for name, values in fields.items()})
+            for name, parameter in self._parameters.items():
+                own = self._optimizer.state[parameter]
+                own[key] = mine[name].to(parameter.device, parameter.dtype)
+                own["step"] = step.detach().clone().to(parameter.device)
+
+    @torch.no_grad()
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        mine = self._slices(weights)
+        for name, parameter in self._parameters.items():
+            parameter.copy_(mine[name])
+
+    def _slices(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return to_megatron(self._form, weights, self._group.rank(), self._group.size())
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _form(model: CausalLM, tensor_parallel: int) -> MegatronForm:
+    form = MegatronForm.from_config(model.module.config)
+    if form.experts:
+        raise ModelError(
+            f"a student of model_type {form.family} has experts, which train.backend megatron does not train;"
+            " set train.backend to torch or deepspeed."
+        )
+    form.check_divisible(tensor_parallel)
+    return form
+
+
+def _data_ranks(ranks: Ranks, tensor_parallel: int) -> Ranks:
+    """The ranks at this one's place in the other tensor-parallel groups: each of them has other samples."""
+    mine = ranks
+    for place in range(tensor_parallel):
+        members = range(place, ranks.size, tensor_parallel)
+        found = ranks.another(f"data-{place}", members)
+        if ranks.rank in members:
+            mine = found
+    return mine
+
+
+def _constant_padding(padding: int, _: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """As in `nn.Embedding`: the row of the padding token gets no gradient from where it is read."""
+    return torch.where((inputs[0] == padding).unsqueeze(-1), output.detach(), output)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]

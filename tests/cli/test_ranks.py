@@ -1,0 +1,106 @@
+"""Several ranks started by `opd`: what they refuse, and that none is left when one dies or hangs."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
+from recipes import tiny_recipe, write_recipe
+
+from opd.errors import ConfigError, RanksError
+from opd.pipelines.launch import is_rank, launch, wants_ranks
+
+SECONDS = 240
+
+
+def test_without_ranks_nothing_is_started(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert not is_rank(tiny_recipe())
+    assert not wants_ranks(tiny_recipe(train={"ranks": 1}))
+
+
+def test_ranks_are_started_for_a_local_run(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert wants_ranks(tiny_recipe(train={"ranks": 2}))
+
+
+def test_a_process_of_torchrun_is_a_rank(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert is_rank(tiny_recipe())
+    with pytest.raises(ConfigError, match=r"train.ranks is 3, but 2 processes were started"):
+        is_rank(tiny_recipe(train={"ranks": 3}))
+
+
+def test_what_ranks_cannot_do_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(
+        ConfigError, match=r"3 ranks cannot be divided into groups of train.tensor_parallel 2"
+    ):
+        is_rank(tiny_recipe(train={"backend": "megatron", "tensor_parallel": 2}))
+    with pytest.raises(ConfigError, match=r"runtime.workers is 2"):
+        is_rank(tiny_recipe(runtime={"workers": 2}))
+
+
+def test_a_port_in_use_is_one_sentence():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        recipe = tiny_recipe(train={"ranks": 2, "port": taken.getsockname()[1]})
+        with pytest.raises(RanksError, match=r"cannot be used for the ranks .* choose another train.port"):
+            launch(recipe, ["run", "nothing.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [(signal.SIGKILL, "rank 1 was ended by SIGKILL"), (signal.SIGSTOP, "rank 1 did not come to")],
+)
+def test_a_rank_that_dies_or_hangs_ends_the_run(tmp_path, number, sentence):
+    recipe = write_recipe(tmp_path / "recipe.yaml", train={"ranks": 2, "timeout_seconds": 20.0})
+    out = tmp_path / "run"
+    command = ["run", str(recipe), "--out", str(out), "--base.steps", "100000"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "opd.pipelines.cli", *command], stdout=log, stderr=log, cwd=tmp_path
+        )
+    ranks: dict[int, int] = {}
+    left: list[int] = []
+    try:
+        deadline = time.monotonic() + SECONDS
+        metrics = out / "stages" / "base" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        ranks = ranks_of(process.pid)
+        os.kill(ranks[1], number)
+        assert process.wait(SECONDS) == 2
+    finally:
+        process.kill()
+        process.wait()
+        left = [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    said = (tmp_path / "log").read_text().splitlines()[-1]
+    assert said.startswith("opd: error: ")
+    assert sentence in said
+    assert ranks.keys() == {0, 1}
+    assert not left
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Process ids of the ranks a launcher has started, by rank."""
+    found = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        if parent == launcher:
+            found |= {int(e[5:]): pid for e in environment if e.startswith(b"RANK=")}
+    return found
