@@ -70,6 +70,7 @@ class Job:
         self.memory = stack.enter_context(MemoryLog())
         self.stack = stack
         self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}
 
     def run(self, lengths: list[int]) -> dict[str, Any]:
         """Everything; returns what was measured."""
@@ -100,6 +101,7 @@ class Job:
         )
         return {
             "seconds": {name: round(took, 2) for name, took in self.seconds.items()},
+            "cpu_seconds": {name: round(took, 2) for name, took in self.cpu_seconds.items()},
             "heavy_mib": round(heavy / _MIB, 1),
             "heavy_bytes_read_by_planning": planned,
             "hidden_states_mib": round(tokens * backend.model.config.hidden_size * 4 / _MIB, 1),
@@ -130,10 +132,11 @@ class Job:
         return schedule, TorchBackend(model, recipe.distill.optim, batch, recipe.rollout.temperature, [term])
 
     def _timed(self, name: str, act: Any, *arguments: Any) -> Any:
-        begin = time.monotonic()
+        begin, cpu = time.monotonic(), time.process_time()
         with self.memory.phase(name):
             found = act(*arguments)
         self.seconds[name] = time.monotonic() - begin
+        self.cpu_seconds[name] = time.process_time() - cpu
         return found
 
     def _counting(self, name: str, stacks: Iterable[Iterable[Any]], total: int) -> ExitStack:
