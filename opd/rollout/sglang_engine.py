@@ -230,7 +230,8 @@ class _Generation(Iterator[DecodeStep]):
         pool, body = self._workers.pool, request_body(request, written, self._engine._never)
         tokens = len(request.prompt_ids) + request.sampling.max_new_tokens
         due = self._workers.version
-        stream = Stream(request.uid, len(written), self._workers.versions, self._limits_vocabulary)
+        vocabulary, stops = self._limits_vocabulary, request.sampling.stop_ids
+        stream = Stream(request.uid, len(written), self._workers.versions, vocabulary, stops)
         async with pool.lease(tokens, [], home) as server, pool.stream(server, "/generate", body) as lines:
             async for line in lines:
                 piece = stream.read(line)

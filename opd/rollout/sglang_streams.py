@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,19 @@ class Piece:
 class Stream:
     """Reads the messages of one request: cumulative or not, tokens in groups, several versions."""
 
-    def __init__(self, uid: str, start: int, versions: Mapping[str, int], vocabulary: int) -> None:
+    def __init__(
+        self,
+        uid: str,
+        start: int,
+        versions: Mapping[str, int],
+        vocabulary: int,
+        stop_ids: Collection[int] = (),
+    ) -> None:
+        """`stop_ids`: a response that ends with one of them is complete, also where it is as long as it may
+        be; servers call that its length.
+        """
         self.uid, self._start, self._versions, self._vocabulary = uid, start, versions, vocabulary
+        self._stop_ids, self._last = stop_ids, -1
         self.seen = 0
         """Tokens of this attempt so far."""
         self.cached_tokens = 0
@@ -65,6 +76,9 @@ class Stream:
         spans = meta.get("weight_versions") or []
         versions = [self._version(spans, meta, self.seen + place) for place in range(len(ids))]
         finished = _STATUS.get((meta.get("finish_reason") or {}).get("type", ""))
+        self._last = ids[-1] if ids else self._last
+        if finished is Status.TRUNCATED and self._last in self._stop_ids:
+            finished = Status.COMPLETED
         return Piece(self.uid, self._start + self.seen, ids, logprobs.tolist(), versions, finished)
 
     def _version(self, spans: Sequence[Mapping[str, Any]], meta: Mapping[str, Any], place: int) -> int:
