@@ -173,7 +173,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6, 4.8), layout="constrained")
     for (name, seconds), mark in zip(result["seconds"].items(), "os^vD<>p", strict=True):
         label = f"{name} ({result['exponents'][name]:.2f})"
         axes.loglog(result["n"], seconds, marker=mark, markersize=4, linewidth=1.2, label=label)
@@ -184,7 +184,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("processor seconds")
     axes.set_xticks(result["n"], [f"{n / 1000:g}k" for n in result["n"]])
     axes.minorticks_off()
-    axes.legend(fontsize=7, ncols=2, title="exponent in brackets", title_fontsize=7)
+    figure.legend(
+        loc="outside lower center", fontsize=7, ncols=3, title="exponent in brackets", title_fontsize=7
+    )
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
