@@ -41,6 +41,8 @@ class RayTeacher:
         self.name = name
         self._remote, self._assignment, self._device, self._note = remote, assignment, device, note
         self._begun: tuple[tuple[str, ...], Any] | None = None
+        self._there = False
+        """Whether the actor has loaded its teachers since it was last started."""
 
     @cached_property
     def _digest(self) -> str:
@@ -78,14 +80,18 @@ class RayTeacher:
 
     def _ask(self, verb: str, asked: Sequence[Asked] | None, reference: Any = None) -> Any:
         remote = self._remote
-        # What others were begun on the same actor comes first, and loading the models the first time.
-        seconds = remote.limits.start_timeout + remote.limits.step_timeout * len(self._assignment.names)
         while True:
+            # What others were begun on the same actor comes first, and the first time it loads its models.
+            seconds = remote.limits.step_timeout * len(self._assignment.names)
+            seconds += 0.0 if self._there else remote.limits.start_timeout
             try:
                 if reference is None:
                     reference = self._send(verb, asked)
-                return remote.get(reference, seconds)
+                answer = remote.get(reference, seconds)
+                self._there = True
+                return answer
             except ActorLostError as error:
+                self._there = False
                 self._note(f"teacher {self.name} is asked again, for {one_line(error)}")
             reference = None
             try:

@@ -34,6 +34,13 @@ def same(run: Run, expected: Path) -> None:
     assert ended(run.all_pids())
 
 
+def noticed(run: Run, actor: str, said: str) -> bool:
+    """Whether the run went on without `actor`: it may end before an engine is back."""
+    if actor.startswith("engine"):
+        return f"{actor} failed and is brought back" in said
+    return len(run.pids(actor)) == 2
+
+
 @pytest.mark.parametrize("layout", ["colocated", "disaggregated"])
 @pytest.mark.parametrize("actor", ["engine-1", "teacher-0", "trainer"])
 def test_actor_killed(tmp_path, cluster, merge, actor, layout):
@@ -43,20 +50,20 @@ def test_actor_killed(tmp_path, cluster, merge, actor, layout):
         run.kill_in_step(actor, 4)
         status, said = run.finish()
         assert status == 0, said
-        assert len(run.pids(actor)) == 2
+        assert noticed(run, actor, said)
     same(run, expected)
 
 
 @pytest.mark.parametrize("actor", ["engine-0", "teacher-1", "trainer"])
 def test_actor_hangs(tmp_path, cluster, merge, actor):
     recipe, expected = merge
-    limits = ["--launch.step_timeout", "15", "--launch.start_timeout", "60"]
+    limits = ["--launch.step_timeout", "20"]
     with Run(recipe, tmp_path / "run", *RAY, *limits, "--launch.address", cluster.address) as run:
         run.until(lambda: len(rows(run.out)) >= 4)
         os.kill(run.pids(actor)[-1], signal.SIGSTOP)
-        status, said = run.finish(400)
+        status, said = run.finish()
         assert status == 0, said
-        assert len(run.pids(actor)) == 2
+        assert noticed(run, actor, said)
     same(run, expected)
 
 
