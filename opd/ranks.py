@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,9 @@ from opd.errors import OpdError, RanksError
 
 _LOST = re.compile(r"gloo|nccl|connection|timed out|timeout|socket|peer|heartbeat", re.IGNORECASE)
 """Words of the messages with which communication fails; its errors have no class of their own."""
+
+_OTHERS = 3.0
+"""Seconds in which ranks that wait for the same one give up after each other."""
 
 
 class Ranks:
@@ -161,9 +165,15 @@ class Ranks:
             yield
             return
         self._met += 1
-        try:
+        with self.naming_the_lost(what):
             if self._store is not None:
                 self._store.set(self._key(self.rank), str(self._met))
+            yield
+
+    @contextlib.contextmanager
+    def naming_the_lost(self, what: str) -> Iterator[None]:
+        """`meeting` for a piece of work that holds many, some of them out of sight."""
+        try:
             yield
         except OpdError:
             raise
@@ -185,16 +195,22 @@ class Ranks:
         )
 
     def _late(self) -> list[int]:
-        """The ranks that have met less often than this one, as far as the store still knows."""
-        late = []
+        """The ranks that have met less often than this one; if none has, those that miss nobody themselves:
+        who hangs in the middle of a meeting. As far as the store still knows.
+        """
+        store = self._store
+        if store is None:
+            return []
         with contextlib.suppress(RuntimeError):
-            for rank in range(self.size if self._store is not None else 0):
-                assert self._store is not None
-                key = self._key(rank)
-                met = int(self._store.get(key)) if self._store.check([key]) else 0
-                if met < self._met:
-                    late.append(self._members[rank])
-        return late
+            store.set(f"misses/{self._key(self.rank)}", "1")
+            keys = [self._key(rank) for rank in range(self.size)]
+            counts = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
+            late = [rank for rank, count in enumerate(counts) if count < self._met]
+            if not late:
+                time.sleep(_OTHERS)
+                late = [rank for rank, key in enumerate(keys) if not store.check([f"misses/{key}"])]
+            return [self._members[rank] for rank in late]
+        return []
 
 
 def asked_for() -> int:

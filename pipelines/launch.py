@@ -223,7 +223,8 @@ def _outcome(ranks: list[_Rank], ended: list[int | None], preemption: Preemption
     for rank, own in said:
         if not own["lost"]:
             raise OpdError(f"rank {rank.number}: {own['sentence']}")
-    for rank, code in zip(ranks, ended, strict=True):
+    # One that was killed comes before those that crashed for want of it.
+    for rank, code in sorted(zip(ranks, ended, strict=True), key=lambda pair: pair[1] or 0):
         if code not in (None, 0, 2, EXIT_STATUS):
             raise _crash(rank)
     if said:

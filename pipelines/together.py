@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,6 +33,8 @@ def run_rank(
     another rank is lost.
     """
     end_with_launcher()
+    # Libraries call what newer versions of torch have renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with joined(recipe.model.device, recipe.train.timeout_seconds) as ranks, ExitStack() as stack:
         folder = RunFolder.attach(path)
         if ranks.main:
@@ -72,7 +75,8 @@ def _run(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> None:
         ranks.main_first(lambda: _execute(recipe, folder, stage, Ranks()) if ranks.main else None)
         return
     try:
-        _execute(recipe, folder, stage, ranks)
+        with ranks.naming_the_lost(f"the work on stage {stage.name}"):
+            _execute(recipe, folder, stage, ranks)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise _no_memory(stage, ranks, error) from error
     except RuntimeError as error:
