@@ -1,6 +1,6 @@
 """One optimiser step on trajectories of a million tokens, with a plot of the memory it took.
 
-    python examples/million_token/run.py [--tokens 1000000] [--long 2] [--short 6] [--out FOLDER]
+    python examples/million_token/run.py [--tokens 1000000] [--long 1] [--short 2] [--out FOLDER]
 
 Writes synthetic trajectories into a store, plans the step from their metadata, lets two streamed teachers
 read them in pieces, trains the student on the full-vocabulary reverse KL and takes a step of AdamW.
@@ -44,8 +44,8 @@ def main() -> None:
     """Run the job."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens of a long trajectory")
-    parser.add_argument("--long", type=int, default=2, help="how many of them")
-    parser.add_argument("--short", type=int, default=6, help="trajectories of a fiftieth of that")
+    parser.add_argument("--long", type=int, default=1, help="how many of them")
+    parser.add_argument("--short", type=int, default=2, help="trajectories of a fiftieth of that")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     recipe = load_recipe([Path(__file__).with_name("recipe.yaml")])
