@@ -36,9 +36,9 @@ def deepspeed_library() -> ModuleType:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import deepspeed
-            import deepspeed.ops
-            import deepspeed.utils
+            import deepspeed  # pyright: ignore[reportMissingImports]
+            import deepspeed.ops  # pyright: ignore[reportMissingImports]
+            import deepspeed.utils  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingExtraError("train.backend deepspeed", "deepspeed") from error
     if not torch.cuda.is_available():
