@@ -58,6 +58,9 @@ class TrainConfig(Config):
     What is said elsewhere in the recipe wins."""
     tensor_parallel: int = Field(default=1, gt=0)
     """Ranks that share each layer and the vocabulary with `megatron`; the others share the batch."""
+    context_parallel: int = Field(default=1, gt=0)
+    """Ranks that share each sequence with `torch`: all of them, or 1. Every one holds all weights; it is for
+    sequences that are too long for one rank."""
     mixed_precision: bool = False
     """Keep weights and optimiser state in float32 and compute in `model.dtype`."""
     timeout_seconds: float = Field(default=600.0, gt=0)
@@ -68,11 +71,12 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> TrainConfig:
-        if self.tensor_parallel > 1 and self.backend != "megatron":
-            raise ValueError(
-                f"tensor_parallel has no effect with backend {self.backend}; set backend to megatron, or"
-                " leave tensor_parallel at 1"
-            )
+        for name, backend in (("tensor_parallel", "megatron"), ("context_parallel", "torch")):
+            if getattr(self, name) > 1 and self.backend != backend:
+                raise ValueError(
+                    f"{name} has no effect with backend {self.backend}; set backend to {backend}, or leave"
+                    f" {name} at 1"
+                )
         if self.ranks is not None and self.ranks % self.tensor_parallel:
             raise ValueError(
                 f"{self.ranks} ranks cannot be divided into groups of tensor_parallel {self.tensor_parallel};"

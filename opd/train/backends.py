@@ -32,6 +32,11 @@ def open_backend(
     Raises `ConfigError` if the settings do not fit the number of ranks, `MissingExtraError` without the
     library.
     """
+    if train.context_parallel not in (1, ranks.size):
+        raise ConfigError(
+            f"train.context_parallel is {train.context_parallel}, but {ranks.size} ranks train; start as"
+            " many, or leave it at 1."
+        )
     if train.backend == "torch" and ranks.alone and not train.mixed_precision:
         return TorchBackend(load(None), optim, batch, temperature, terms)
     _refuse(train, batch)
@@ -48,6 +53,10 @@ def open_backend(
 
         cut = train.tensor_parallel
         return MegatronBackend(model, optim, batch, temperature, terms, ranks, tensor_parallel=cut)
+    if train.context_parallel > 1:
+        from opd.train.context_backend import ContextBackend
+
+        return ContextBackend(model, optim, batch, temperature, terms, ranks)
     if train.backend == "deepspeed":
         from opd.train.deepspeed_backend import DeepSpeedBackend
 
@@ -72,3 +81,6 @@ def _refuse(train: TrainConfig, batch: BatchConfig) -> None:
                 f"{name} has no effect with train.backend {train.backend}; remove it, or set train.backend to"
                 " torch."
             )
+    if train.context_parallel > 1 and (batch.sequence_chunk is not None or train.mixed_precision):
+        name = "train.mixed_precision" if train.mixed_precision else "batch.sequence_chunk"
+        raise ConfigError(f"{name} has no effect with train.context_parallel; remove one of the two.")

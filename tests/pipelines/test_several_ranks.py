@@ -1,0 +1,96 @@
+"""A whole merge on two ranks, from the command line: the student that one process makes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recipes import tiny_recipe, write_recipe
+
+from opd.config import BatchConfig, OptimConfig, TrainConfig
+from opd.errors import ConfigError
+from opd.pipelines.launch import check_ranks
+from opd.pipelines.run import run_pipeline, run_stage
+from opd.pipelines.run_folder import RunFolder
+from opd.ranks import Ranks
+from opd.train.backends import open_backend
+
+SECONDS = 400
+MERGE = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 3}
+LAUNCHES = {
+    "fsdp": {"backend": "torch"},
+    "context": {"backend": "torch", "context_parallel": 2},
+    "megatron": {"backend": "megatron", "tensor_parallel": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A base and its specialists."""
+    path = tmp_path_factory.mktemp("ranks") / "run"
+    recipe = tiny_recipe(distill=MERGE)
+    with RunFolder.create(path, recipe) as folder:
+        for stage in ("specialist-sort", "specialist-add3"):
+            run_stage(recipe, folder, stage)
+    return path
+
+
+def merge(trained: Path) -> dict:
+    """What a recipe says that merges these specialists."""
+    return {
+        "model": {"path": str(trained / "base")},
+        "base": None,
+        "teachers": {name: {"path": str(trained / "specialists" / name)} for name in ("sort", "add3")},
+        "distill": MERGE,
+        "baselines": {"methods": []},
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(trained, tmp_path_factory):
+    """The student of one process."""
+    path = tmp_path_factory.mktemp("alone") / "run"
+    recipe = tiny_recipe(**merge(trained))
+    with RunFolder.create(path, recipe) as folder:
+        run_pipeline(recipe, folder)
+    return load_file(path / "merged" / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_two_ranks_make_the_student_of_one(trained, alone, tmp_path, launch):
+    if launch == "megatron":
+        pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)
+    train = {"ranks": 2, **LAUNCHES[launch]}
+    recipe = write_recipe(tmp_path / "recipe.yaml", **merge(trained), train=train)
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "opd.pipelines.cli", "distill", str(recipe), "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours = load_file(out / "merged" / "model.safetensors")
+    start = load_file(trained / "base" / "model.safetensors")
+    assert ours.keys() == alone.keys()
+    moved = max(float((alone[name] - start[name]).abs().max()) for name in alone)
+    apart = max(float((ours[name] - alone[name]).abs().max()) for name in alone)
+    assert apart <= 1e-2 * moved  # four steps of AdamW: what rounding can become
+
+
+def test_sequences_are_shared_by_all_ranks_or_by_none():
+    recipe = tiny_recipe(train={"context_parallel": 2})
+    check_ranks(recipe, 2)
+    with pytest.raises(ConfigError, match=r"train.context_parallel is 2, but sequences are shared by all 4"):
+        check_ranks(recipe, 4)
+    with pytest.raises(ConfigError, match=r"train.context_parallel is 2, but 1 ranks train"):
+        open_backend(_never, recipe.train, OptimConfig(), BatchConfig(), 1.0, [], Ranks())
+    with pytest.raises(ValueError, match=r"context_parallel has no effect with backend megatron"):
+        TrainConfig(backend="megatron", context_parallel=2)
+
+
+def _never(dtype):
+    raise AssertionError("no model is loaded for settings that do not fit")
