@@ -161,10 +161,10 @@ def _dispatch(argv: list[str]) -> int:
 
 def _doctor(recipe: Recipe, *, parity: bool) -> int:
     if parity:
-        from opd.pipelines.doctor_parity import check_parity
+        from opd.pipelines.doctor.parity_table import check_parity
 
         return check_parity(recipe)
-    from opd.pipelines.doctor import diagnose
+    from opd.pipelines.doctor.examine import diagnose
 
     return diagnose(recipe)
 
@@ -255,7 +255,7 @@ def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
 
 def _preflight(recipe: Recipe, path: Path) -> bool:
     """The doctor's cheap checks; prints what they found and says whether the run can start."""
-    from opd.pipelines.doctor import examine
+    from opd.pipelines.doctor.examine import examine
 
     findings = examine(recipe, run_dir=path, thorough=False)
     for finding in findings:

@@ -10,7 +10,7 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.errors import ConfigError, DataError
-from opd.pipelines.doctor_estimate import readable
+from opd.pipelines.doctor.estimate import readable
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryStore
 from opd.train.plan import PlanSettings, TrainingPlan, Workload, make_plan
 from opd.train.plan_cost import CostModel, DeviceBudget
@@ -19,7 +19,7 @@ from opd.types import Status
 _MIB = 1 << 20
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ACTIVATIONS = 17
-"""Values a decoder layer keeps per token and hidden unit (as in `doctor_estimate`)."""
+"""Values a decoder layer keeps per token and hidden unit (as in `doctor.estimate`)."""
 _SHOWN = 24
 """Most micro-batches that are listed."""
 
@@ -138,8 +138,8 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
     from opd.data.cursor import PromptCursor
     from opd.data.load import encode_prompt
     from opd.data.prompts import Domain
-    from opd.pipelines.doctor_checks import check_domains
-    from opd.pipelines.doctor_models import Models, check_models
+    from opd.pipelines.doctor.checks import check_domains
+    from opd.pipelines.doctor.models import Models, check_models
     from opd.teachers.routing import Router
 
     domains: dict[str, Domain] = {}

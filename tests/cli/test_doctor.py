@@ -13,10 +13,10 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
-from opd.pipelines.doctor import Finding, diagnose, examine
-from opd.pipelines.doctor_estimate import disk_needed, memory_needed, memory_parts, readable
-from opd.pipelines.doctor_kl import mean_kl
-from opd.pipelines.doctor_models import Shape
+from opd.pipelines.doctor.estimate import disk_needed, memory_needed, memory_parts, readable
+from opd.pipelines.doctor.examine import Finding, diagnose, examine
+from opd.pipelines.doctor.kl import mean_kl
+from opd.pipelines.doctor.models import Shape
 from opd.teachers.torch_teacher import TorchTeacher
 from opd.types import Sample
 

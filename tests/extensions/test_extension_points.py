@@ -18,7 +18,7 @@ from opd.algorithms.filters import keep_groups
 from opd.config import BatchConfig, DistillConfig, OptimConfig, PolicyLossConfig
 from opd.config.distill import CustomDivergence
 from opd.errors import ConfigError, RolloutError, TrainingError
-from opd.pipelines.doctor import examine
+from opd.pipelines.doctor.examine import examine
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
 from opd.rollout.collect import EncodedPrompt

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from opd.errors import ConfigError, RolloutError
 from opd.pipelines.context import StageContext
-from opd.pipelines.doctor_served import check_served
+from opd.pipelines.doctor.served import check_served
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.served_engine import with_engine

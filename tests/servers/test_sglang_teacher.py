@@ -16,7 +16,7 @@ from opd.config.served import TeacherServerConfig
 from opd.errors import ConfigError, TeacherError
 from opd.kernels.ops import linear_kl, linear_logprobs, linear_topk
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.doctor_served import check_served
+from opd.pipelines.doctor.served import check_served
 from opd.pipelines.publish import publish_checkpoint
 from opd.pipelines.run import run_pipeline
 from opd.pipelines.run_folder import RunFolder

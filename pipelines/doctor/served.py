@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from opd.config import Recipe
 from opd.config.served import SGLangEngineConfig, TeacherServerConfig
 from opd.errors import RolloutError, TeacherError
-from opd.pipelines.doctor_checks import Finding, attempt, given_teachers
+from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
 
 if TYPE_CHECKING:
     from opd.served.http_client import Server

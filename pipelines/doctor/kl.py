@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opd.config import Recipe
-from opd.pipelines.doctor_checks import Finding, attempt, given_teachers
+from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
 from opd.types import RolloutRequest, Sample
 
 if TYPE_CHECKING:

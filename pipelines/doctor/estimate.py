@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from opd.config import Recipe
-from opd.pipelines.doctor_checks import Finding, existing_parent
-from opd.pipelines.doctor_models import Models, Shape
+from opd.pipelines.doctor.checks import Finding, existing_parent
+from opd.pipelines.doctor.models import Models, Shape
 
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MOMENTS = 8

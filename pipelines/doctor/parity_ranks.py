@@ -1,6 +1,6 @@
 """Megatron-Core with tensor parallel size 2 for the parity check: two processes that meet over a file.
 
-    python -m opd.pipelines.parity_ranks FOLDER RANK
+    python -m opd.pipelines.doctor.parity_ranks FOLDER RANK
 
 What the ranks are to score lies in the folder; rank 0 writes the scores beside it.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 from opd.errors import OpdError, TeacherError
 from opd.kernels import vocab_parallel
 from opd.kernels.head import Head
-from opd.pipelines.parity import TEMPERATURES, Problem, Scores
+from opd.pipelines.doctor.parity import TEMPERATURES, Problem, Scores
 from opd.teachers.megatron_head import cut_like
 from opd.teachers.megatron_teacher import MegatronTeacher, megatron_teachers
 from opd.teachers.streamed_teacher import Placement
@@ -82,7 +82,7 @@ def _write_problem(folder: Path, problem: Problem, sources: Mapping[str, str]) -
 
 def _run_ranks(folder: Path) -> None:
     files = [(folder / f"errors-{rank}").open("wb") for rank in range(RANKS)]
-    command = [sys.executable, "-m", "opd.pipelines.parity_ranks", str(folder)]
+    command = [sys.executable, "-m", "opd.pipelines.doctor.parity_ranks", str(folder)]
     processes = [
         subprocess.Popen([*command, str(rank)], stderr=file, stdout=file, env=_environment())
         for rank, file in enumerate(files)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ModelError
-from opd.pipelines.doctor_checks import Finding, attempt, given_teachers
+from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
 
 if TYPE_CHECKING:
     from opd.data.prompts import Domain

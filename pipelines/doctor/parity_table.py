@@ -17,9 +17,9 @@ from rich.table import Table
 
 from opd.config import Recipe
 from opd.errors import OpdError
-from opd.pipelines.doctor_checks import given_teachers
-from opd.pipelines.doctor_kl import sample_responses
-from opd.pipelines.parity import (
+from opd.pipelines.doctor.checks import given_teachers
+from opd.pipelines.doctor.kl import sample_responses
+from opd.pipelines.doctor.parity import (
     TOLERANCE,
     Mode,
     Problem,
@@ -29,7 +29,7 @@ from opd.pipelines.parity import (
     by_torch,
     difference,
 )
-from opd.pipelines.parity_ranks import RANKS, by_two_ranks
+from opd.pipelines.doctor.parity_ranks import RANKS, by_two_ranks
 from opd.teachers.streamed_teacher import Placement
 from opd.types import Sample
 

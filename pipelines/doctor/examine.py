@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from opd.config import Recipe
-from opd.pipelines.doctor_checks import (
+from opd.pipelines.doctor.checks import (
     Finding,
     attempt,
     check_domains,
@@ -17,10 +17,10 @@ from opd.pipelines.doctor_checks import (
     check_run_dir,
     check_sampling,
 )
-from opd.pipelines.doctor_estimate import check_resources
-from opd.pipelines.doctor_kl import check_kl
-from opd.pipelines.doctor_models import Models, check_models
-from opd.pipelines.doctor_served import check_served
+from opd.pipelines.doctor.estimate import check_resources
+from opd.pipelines.doctor.kl import check_kl
+from opd.pipelines.doctor.models import Models, check_models
+from opd.pipelines.doctor.served import check_served
 from opd.pipelines.run_folder import default_path
 
 if TYPE_CHECKING:
