@@ -180,11 +180,15 @@ class Backend(ABC):
         missing = self._missing_passes(self._count(mine)) if self.lockstep else 0
         while waiting is not None:
             micro, waiting, own = waiting, next(micros, None), own + 1
-            loss = self.run(lambda micro=micro: self._loss(micro, sums))
-            self._check(loss, micro)
-            self.backward(loss, last=waiting is None and not missing)
+            self._pass(micro, sums, last=waiting is None and not missing)
         for left in reversed(range(missing)):
             self.backward(self.run(self._nothing), last=not left)
+
+    def _pass(self, micro: MicroBatch, sums: MetricSums, last: bool) -> None:
+        # The loss ends with this call: what its graph still holds, a teacher's head, is gone before the next.
+        loss = self.run(lambda: self._loss(micro, sums))
+        self._check(loss, micro)
+        self.backward(loss, last)
 
     def _count(self, batch: RolloutBatch) -> int:
         answered = [s for s in batch.samples if len(s.response_ids)]
