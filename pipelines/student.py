@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
-from opd.models.causal_lm import CausalLM, weights_digest
+from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
+from opd.models.digest import weights_digest
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.adapted import adapted, receiving, save_trained
 from opd.pipelines.context import StageContext

@@ -5,7 +5,6 @@ Shapes: `T` packed tokens, `B` sequences, `D` hidden size, `V` vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers.utils import logging as hf_logging
 from opd.errors import CheckpointError, ModelError
 from opd.kernels.head import Head
 from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention
+from opd.models.digest import weights_digest
 from opd.models.heads import check_head, head_of
 from opd.models.hf_config import read_config, scratch_config
 from opd.models.hf_folder import check_folder
@@ -201,16 +201,6 @@ class CausalLM:
     def digest(self) -> str:
         """sha256 (hex) over the names, shapes, dtypes and bytes of `weights()`."""
         return weights_digest(self.weights())
-
-
-def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 (hex) over the names, shapes, dtypes and bytes of `weights`, in their order."""
-    digest = hashlib.sha256()
-    for name, tensor in weights:
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def torch_dtype(name: str) -> torch.dtype:

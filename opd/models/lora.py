@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from opd.config.lora import LoRAConfig
 from opd.errors import MissingExtraError, ModelError
-from opd.models.causal_lm import CausalLM, weights_digest
+from opd.models.causal_lm import CausalLM
+from opd.models.digest import weights_digest
 
 BASE = "base.sha256"
 """Name under which the digest of the base, `[32]` uint8, stands before the adapters."""

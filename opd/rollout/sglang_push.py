@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from opd.errors import RolloutError
+from opd.models.digest import raw_bytes
 from opd.rollout.sync.disk import WeightFolder
 from opd.rollout.sync.group import TIMEOUT, Seat, host_store, weight_group
-from opd.rollout.sync.parcel import Weights, raw_bytes
+from opd.rollout.sync.parcel import Weights
 from opd.served.faults import RefusedError, UnavailableError
 from opd.served.http_client import Server
 

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
-from opd.models.causal_lm import DTYPES, weights_digest
+from opd.models.causal_lm import DTYPES
+from opd.models.digest import weights_digest
 from opd.rollout.sglang_push import Push
 from opd.rollout.sglang_sync import check_checksums, check_config, check_form
 from opd.served.faults import RefusedError, UnavailableError, pause

@@ -19,7 +19,8 @@ from torch import Tensor
 from opd.config.train import BatchConfig, OptimConfig, TrainConfig
 from opd.errors import MissingExtraError
 from opd.kernels.head import Head
-from opd.models.causal_lm import CausalLM, weights_digest
+from opd.models.causal_lm import CausalLM
+from opd.models.digest import weights_digest
 from opd.ranks import Ranks
 from opd.train.backend import Backend
 from opd.train.root import Root

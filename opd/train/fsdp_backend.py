@@ -15,7 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from opd.config.train import BatchConfig, OptimConfig
-from opd.models.causal_lm import CausalLM, weights_digest
+from opd.models.causal_lm import CausalLM
+from opd.models.digest import weights_digest
 from opd.ranks import Ranks
 from opd.train.root import Root, layers_of
 from opd.train.terms import LossTerm

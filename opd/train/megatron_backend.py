@@ -27,7 +27,8 @@ from opd.megatron.head import head_shard
 from opd.megatron.layout import HEAD, pieces
 from opd.megatron.module import MegatronModule
 from opd.megatron.runtime import inside_megatron, megatron_core, model_parallel
-from opd.models.causal_lm import CausalLM, weights_digest
+from opd.models.causal_lm import CausalLM
+from opd.models.digest import weights_digest
 from opd.ranks import Ranks
 from opd.train.backend import Backend
 from opd.train.terms import LossTerm

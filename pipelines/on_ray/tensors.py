@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opd.kernels.head import Head
+from opd.models.digest import raw_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,8 @@ class Packed:
     @classmethod
     def of(cls, tensor: Tensor) -> Packed:
         """Shares memory with a contiguous tensor on the CPU."""
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
         name = str(tensor.dtype).removeprefix("torch.")
-        return cls(flat.view(torch.uint8).numpy(), name, tuple(tensor.shape))
+        return cls(raw_bytes(tensor).numpy(), name, tuple(tensor.shape))
 
     def tensor(self) -> Tensor:
         """The tensor, on the CPU, without a copy: read-only if the store holds the bytes, so that writing to

@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sync_process import greedy
 
 from opd.errors import RolloutError
-from opd.models.causal_lm import weights_digest
+from opd.models.digest import WeightsDigest, weights_digest
 from opd.rollout.sync.broadcast import BroadcastReceiver, BroadcastSender
 from opd.rollout.sync.disk import WeightFolder
 from opd.rollout.sync.group import Seat, host_store, visit_store, weight_group
 from opd.rollout.sync.in_process import InProcess
-from opd.rollout.sync.parcel import Digest, Parcel
+from opd.rollout.sync.parcel import Parcel
 from opd.rollout.sync.shared_memory import FOLDER, PREFIX, SharedMemoryReceiver, SharedMemorySender, sweep
 from opd.rollout.sync.verb import LocalTarget, sync_weights
 from opd.rollout.torch_engine import TorchEngine
@@ -133,7 +133,7 @@ def test_an_engine_elsewhere_writes_with_the_new_weights(pair, sender):
 
 def test_weights_that_differ_are_found_out_and_nothing_is_resumed(pair, sender, monkeypatch):
     remote, _ = pair
-    monkeypatch.setattr(Digest, "hex", lambda self: "another")
+    monkeypatch.setattr(WeightsDigest, "hex", lambda self: "another")
     version = next(versions)
     with pytest.raises(RolloutError, match=f"after the push of version {version} engine 0 holds other"):
         sync_weights([remote], sender, tiny.model(seed=3).weights(), version)

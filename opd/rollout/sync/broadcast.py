@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from opd.errors import RolloutError
+from opd.models.digest import WeightsDigest, raw_bytes
 from opd.rollout.sync.parcel import (
-    Digest,
     Parcel,
     Tell,
     Weights,
     described,
-    raw_bytes,
     rebuilt,
     size_of,
 )
@@ -58,7 +57,7 @@ class BroadcastSender:
 
     def send(self, weights: Weights, version: int, tell: Tell) -> tuple[str, Sequence[str]]:
         """See `WeightSender`. Raises `RolloutError` if a receiver is lost."""
-        digest = Digest()
+        digest = WeightsDigest()
         answers = tell(Parcel("broadcast", version, {"bucket_bytes": self._size}))
         buckets = _Outgoing(self._group, self._size, self._device)
         for name, tensor in digest.watch(weights):

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opd.errors import RolloutError
-from opd.rollout.sync.parcel import Digest, Parcel, Tell, Weights
+from opd.models.digest import WeightsDigest
+from opd.rollout.sync.parcel import Parcel, Tell, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +61,7 @@ class WeightFolder:
 
     def send(self, weights: Weights, version: int, tell: Tell) -> tuple[str, Sequence[str]]:
         """See `WeightSender`; the newest version stays, for a receiver that comes late."""
-        digest = Digest()
+        digest = WeightsDigest()
         folder = self.write(digest.watch(weights), version)
         return digest.hex(), tell(Parcel("disk", version, {"folder": str(folder)}))()
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from opd.errors import RolloutError
-from opd.rollout.sync.parcel import Digest, Parcel, Tell, Weights
+from opd.models.digest import WeightsDigest
+from opd.rollout.sync.parcel import Parcel, Tell, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,7 @@ class InProcess:
 
     def send(self, weights: Weights, version: int, tell: Tell) -> tuple[str, Sequence[str]]:
         """See `WeightSender`. Raises `RolloutError` for a second receiver."""
-        digest = Digest()
+        digest = WeightsDigest()
         self._weights = digest.watch(weights)
         held = tell(Parcel("in_process", version))()
         return digest.hex(), held

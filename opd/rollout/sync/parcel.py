@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -56,29 +55,6 @@ class WeightReceiver(Protocol):
         the next one is asked for: copy it. Raises `RolloutError` if they are not there or not whole.
         """
         ...
-
-
-class Digest:
-    """The digest of weights that pass by; equals `weights_digest` of them."""
-
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256()
-
-    def watch(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """`weights`, as they are."""
-        for name, tensor in weights:
-            self._sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            self._sha.update(raw_bytes(tensor).numpy().data)
-            yield name, tensor
-
-    def hex(self) -> str:
-        """Of what has passed so far."""
-        return self._sha.hexdigest()
-
-
-def raw_bytes(tensor: Tensor) -> Tensor:
-    """[nbytes] uint8 on the CPU: the bytes of `tensor`, shared where it lies there in order."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def described(name: str, tensor: Tensor) -> dict[str, Any]:

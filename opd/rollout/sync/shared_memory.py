@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
+from opd.models.digest import WeightsDigest, raw_bytes
 from opd.rollout.sync.parcel import (
-    Digest,
     Parcel,
     Tell,
     Weights,
     described,
-    raw_bytes,
     rebuilt,
     size_of,
 )
@@ -50,7 +49,7 @@ class SharedMemorySender:
 
     def send(self, weights: Weights, version: int, tell: Tell) -> tuple[str, Sequence[str]]:
         """See `WeightSender`. Raises `RolloutError` if the memory file system is full."""
-        digest = Digest()
+        digest = WeightsDigest()
         descriptor, path = self._file = _locked_file(self._folder)
         try:
             try:
