@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from opd.errors import RolloutError
 from opd.models.digest import raw_bytes
 from opd.rollout.sync.disk import WeightFolder
 from opd.rollout.sync.group import TIMEOUT, Seat, host_store, weight_group
-from opd.rollout.sync.parcel import Weights
+from opd.rollout.sync.parcel import Weights, buckets
 from opd.served.faults import RefusedError, UnavailableError
 from opd.served.http_client import Server
 
@@ -90,9 +91,9 @@ class TensorPush:
             except RefusedError:  # a trainer that died has left its update open
                 await ask(server, "POST", "/end_weight_update", {})
                 _check(server, name, await ask(server, "POST", "/begin_weight_update", {}))
-            buckets = list(_buckets(self._newest, self._size))
-            for place, bucket in enumerate(buckets):
-                last = place == len(buckets) - 1
+            pieces = list(_buckets(self._newest, self._size))
+            for place, bucket in enumerate(pieces):
+                last = place == len(pieces) - 1
                 await self._send(ask, server, bucket, name if last else None)
             _check(server, name, await ask(server, "POST", "/end_weight_update", {}))
         except (UnavailableError, RefusedError) as error:
@@ -158,16 +159,9 @@ def _copies(weights: Weights) -> list[tuple[str, Tensor]]:
 
 
 def _buckets(weights: list[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors of one dtype, together about `size` bytes: receivers cut a bucket at its dtypes."""
-    bucket: list[tuple[str, Tensor]] = []
-    for name, tensor in weights:
-        full = sum(other.nbytes for _, other in bucket) + tensor.nbytes > size
-        if bucket and (full or tensor.dtype != bucket[0][1].dtype):
-            yield bucket
-            bucket = []
-        bucket.append((name, tensor))
-    if bucket:
-        yield bucket
+    """`buckets` of one dtype each: receivers cut a bucket at its dtypes."""
+    for _, alike in groupby(weights, key=lambda item: item[1].dtype):
+        yield from buckets(alike, size)
 
 
 def _check(server: Server, name: str, done: Any) -> None:

@@ -14,8 +14,9 @@ from opd.errors import RolloutError
 from opd.pipelines.helpers import Writers
 from opd.pipelines.on_ray.actors import ActorLostError, Remote
 from opd.pipelines.on_ray.cluster import import_ray, one_line
-from opd.pipelines.on_ray.tensors import buckets
+from opd.pipelines.on_ray.tensors import Packed
 from opd.rollout.health import RetryPolicy
+from opd.rollout.sync.parcel import buckets
 from opd.types import DecodeStep, RolloutRequest
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class Fleet:
                     f" {self.version}."
                 )
             put = import_ray().put
-            self.pieces = [put(piece) for piece in buckets(weights, self.limits.bucket_mb * MIB)]
+            pieces = buckets(weights, self.limits.bucket_mb * MIB)
+            self.pieces = [put([(name, Packed.of(tensor)) for name, tensor in piece]) for piece in pieces]
             self.version = version
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,18 +62,3 @@ class PackedHead:
         weight = self.weight.tensor().to(device)
         bias = None if self.bias is None else self.bias.tensor().to(device)
         return Head(weight, bias, self.scale, self.softcap, self.vocab_size, self.allow_bf16_logits)
-
-
-def buckets(weights: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[list[tuple[str, Packed]]]:
-    """Named tensors in pieces of about `nbytes`; a larger tensor is a piece of its own."""
-    piece: list[tuple[str, Packed]] = []
-    size = 0
-    for name, tensor in weights:
-        packed = Packed.of(tensor)
-        if piece and size + packed.data.nbytes > nbytes:
-            yield piece
-            piece, size = [], 0
-        piece.append((name, packed))
-        size += packed.data.nbytes
-    if piece:
-        yield piece

@@ -15,7 +15,8 @@ from opd.config import RayLaunch
 from opd.kernels.head import Head
 from opd.pipelines.on_ray.layout import Layout, actor_names, number_of, options_of, resources_of, role_of
 from opd.pipelines.on_ray.processes import descendants, end_left_over
-from opd.pipelines.on_ray.tensors import Packed, PackedHead, buckets
+from opd.pipelines.on_ray.tensors import Packed, PackedHead
+from opd.rollout.sync.parcel import buckets
 
 RESOURCES = {
     "trainer": {"cpus": 2, "gpus": 0.5},
@@ -88,7 +89,7 @@ def test_pieces_are_all_weights_in_order(sizes, limit):
     pieces = list(buckets(weights, limit))
     assert [name for piece in pieces for name, _ in piece] == [name for name, _ in weights]
     for piece in pieces:
-        assert len(piece) == 1 or sum(packed.data.nbytes for _, packed in piece) <= limit
+        assert len(piece) == 1 or sum(tensor.nbytes for _, tensor in piece) <= limit
 
 
 def test_processes_left_over_are_ended_and_no_other():

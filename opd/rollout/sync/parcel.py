@@ -57,6 +57,20 @@ class WeightReceiver(Protocol):
         ...
 
 
+def buckets(weights: Weights, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive tensors of together at most `nbytes`; a larger one is alone."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if bucket and size + tensor.nbytes > nbytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
 def described(name: str, tensor: Tensor) -> dict[str, Any]:
     """`tensor` without its bytes, as JSON."""
     return {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
