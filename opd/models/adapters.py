@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from opd.errors import CheckpointError
 from opd.models.checkpoint import save_checkpoint
-from opd.models.hf_folder import file_digest, read_checksums, weight_files
+from opd.models.hf_folder import file_digest, read_checksums, read_object, weight_files
 from opd.models.lora import AdaptedLM, adapter_pairs, peft_config
 
 FOLDER = "adapter"
@@ -76,7 +76,7 @@ def read_adapter(folder: str | Path) -> Adapter:
     other than plain LoRA.
     """
     place = Path(folder) / FOLDER
-    config, base = (_read_json(place / name) for name in (CONFIG, BASE))
+    config, base = (read_object(place / name) for name in (CONFIG, BASE))
     odd = [
         key
         for key in ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern")
@@ -101,13 +101,3 @@ def weight_digests(folder: Path) -> dict[str, str]:
     """sha256 of each weight file of a Hugging Face folder: as its `checksums.json` says, or computed."""
     known = read_checksums(folder)
     return {name: known.get(name) or file_digest(folder / name) for name in weight_files(folder)}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy it again.") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is not a JSON object; copy the file again from its source.")
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -28,8 +29,7 @@ def check_folder(folder: Path) -> None:
 def weight_files(folder: Path) -> list[str]:
     """Names of the safetensors shards of `folder`, in order."""
     if (folder / INDEX).is_file():
-        index = _read_json(folder / INDEX)
-        names = index.get("weight_map") if isinstance(index, dict) else None
+        names = read_object(folder / INDEX).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise CheckpointError(f"{folder / INDEX} has no weight_map; copy the file again from its source.")
         return sorted(set(names.values()))
@@ -59,12 +59,7 @@ def check_shard(path: Path, expected: str | None) -> None:
 def read_checksums(folder: Path) -> dict[str, str]:
     """The folder's `checksums.json`, or nothing where there is none."""
     path = folder / CHECKSUMS
-    if not path.is_file():
-        return {}
-    checksums = _read_json(path)
-    if not isinstance(checksums, dict):
-        raise CheckpointError(f"{path} is not a JSON object; copy the file again from its source.")
-    return checksums
+    return read_object(path) if path.is_file() else {}
 
 
 def file_digest(path: Path) -> str:
@@ -73,8 +68,12 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_json(path: Path) -> object:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file `path`. Raises `CheckpointError` if there is none."""
     try:
-        return json.loads(path.read_text("utf-8"))
+        found = json.loads(path.read_text("utf-8"))
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy it again.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is not a JSON object; copy the file again from its source.")
+    return found

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from opd.errors import RolloutError
 from opd.models.digest import WeightsDigest
+from opd.models.hf_folder import INDEX
 from opd.rollout.sync.parcel import Parcel, Tell, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHARD_BYTES = 1 << 30
-INDEX = "model.safetensors.index.json"
 
 
 class WeightFolder:
