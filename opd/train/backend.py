@@ -13,6 +13,7 @@ from opd.config.train import BatchConfig
 from opd.errors import TrainingError
 from opd.kernels.head import Head
 from opd.kernels.vocab_shard import HeadShard
+from opd.models.digest import weights_digest
 from opd.ranks import Ranks
 from opd.train.head_ops import linear_logprobs
 from opd.train.packing import micro_batches, of_packed, split_by_tokens
@@ -81,13 +82,14 @@ class Backend(ABC):
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
     @abstractmethod
-    def digest(self) -> str: ...
-
-    @abstractmethod
     def state(self) -> dict[str, dict[str, Tensor]]: ...
 
     @abstractmethod
     def load_state(self, state: dict[str, dict[str, Tensor]]) -> None: ...
+
+    def digest(self) -> str:
+        """Digest of the student's weights, as an engine computes it after a sync; all ranks take part."""
+        return weights_digest(self.weights())
 
     def close(self) -> None:
         """Give back what outlives the object."""
@@ -108,10 +110,8 @@ class Backend(ABC):
 
     @torch.no_grad()
     def _logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-        passes = len(split_by_tokens(lengths, [None] * len(lengths), self._batch.max_tokens))
         with self.data.meeting("the recomputed log-probabilities"):
-            missing = self._missing_passes(passes)
+            missing = self._missing_passes(samples, by_teacher=False)
             results = of_packed(
                 samples,
                 self._batch.max_tokens,
@@ -176,10 +176,9 @@ class Backend(ABC):
         mine = self.shares.batch(batch)
         micros: Iterator[MicroBatch] = micro_batches(mine, self._batch.max_tokens, self.device)
         waiting = next(micros, None)
-        own = 0
-        missing = self._missing_passes(self._count(mine)) if self.lockstep else 0
+        missing = self._missing_passes([s for s in mine.samples if len(s.response_ids)], by_teacher=True)
         while waiting is not None:
-            micro, waiting, own = waiting, next(micros, None), own + 1
+            micro, waiting = waiting, next(micros, None)
             self._pass(micro, sums, last=waiting is None and not missing)
         for left in reversed(range(missing)):
             self.backward(self.run(self._nothing), last=not left)
@@ -190,14 +189,14 @@ class Backend(ABC):
         self._check(loss, micro)
         self.backward(loss, last)
 
-    def _count(self, batch: RolloutBatch) -> int:
-        answered = [s for s in batch.samples if len(s.response_ids)]
-        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in answered]
-        return len(split_by_tokens(lengths, [s.teacher for s in answered], self._batch.max_tokens))
-
-    def _missing_passes(self, own: int) -> int:
-        """Passes this rank has to make beyond its `own`, so that all make as many."""
-        return self.data.most(own, "the number of passes") - own if self.lockstep else 0
+    def _missing_passes(self, samples: Sequence[Sample], by_teacher: bool) -> int:
+        """Passes this rank has to make beyond those of its own `samples`, so that all make as many."""
+        if not self.lockstep:
+            return 0
+        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+        teachers = [s.teacher if by_teacher else None for s in samples]
+        own = len(split_by_tokens(lengths, teachers, self._batch.max_tokens))
+        return self.data.most(own, "the number of passes") - own
 
     def _nothing(self) -> Tensor:
         """0, with a gradient of 0 for every weight."""

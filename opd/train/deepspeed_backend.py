@@ -20,12 +20,12 @@ from opd.config.train import BatchConfig, OptimConfig, TrainConfig
 from opd.errors import MissingExtraError
 from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
-from opd.models.digest import weights_digest
 from opd.ranks import Ranks
 from opd.train.backend import Backend
+from opd.train.optimizer import adamw, check_names, not_finite, optimizer_fields
 from opd.train.root import Root
 from opd.train.terms import LossTerm
-from opd.train.torch_backend import adamw, check_names, layer_memory, not_finite, optimizer_fields
+from opd.train.torch_backend import layer_memory
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -154,9 +154,6 @@ class DeepSpeedBackend(Backend):
             return tensor
         with self._library.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
-
-    def digest(self) -> str:
-        return weights_digest(self.weights())
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """On the first rank the files `model` and `optimizer`, with whole tensors; elsewhere nothing."""

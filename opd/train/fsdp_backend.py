@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from opd.config.train import BatchConfig, OptimConfig
 from opd.models.causal_lm import CausalLM
-from opd.models.digest import weights_digest
 from opd.ranks import Ranks
+from opd.train.optimizer import optimizer_fields
 from opd.train.root import Root, layers_of
 from opd.train.terms import LossTerm
-from opd.train.torch_backend import TorchBackend, optimizer_fields
+from opd.train.torch_backend import TorchBackend
 
 
 class FSDPBackend(TorchBackend):
@@ -67,9 +67,6 @@ class FSDPBackend(TorchBackend):
         for name, tensor in self.model.weights():
             whole = _whole(tensor)
             yield name, whole.to(self._dtype) if whole.is_floating_point() else whole
-
-    def digest(self) -> str:
-        return weights_digest(self.weights())
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """On the first rank the files `model` and `optimizer`, with whole tensors; elsewhere nothing."""

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,11 +27,10 @@ from opd.megatron.layout import HEAD, pieces
 from opd.megatron.module import MegatronModule
 from opd.megatron.runtime import inside_megatron, megatron_core, model_parallel
 from opd.models.causal_lm import CausalLM
-from opd.models.digest import weights_digest
 from opd.ranks import Ranks
 from opd.train.backend import Backend
+from opd.train.optimizer import adamw, check_names, optimizer_fields, update
 from opd.train.terms import LossTerm
-from opd.train.torch_backend import adamw, check_names, not_finite, optimizer_fields
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -138,18 +136,15 @@ class MegatronBackend(Backend):
 
         Raises `TrainingError` if the gradient is not finite; the weights are untouched then.
         """
+        return update(self, self._optimizer, self._clip(), lr)
+
+    def _clip(self) -> float:
+        """The norm of the whole gradient, which is handed to the optimiser scaled down to the limit."""
         norm = self._norm()
-        if not np.isfinite(norm):
-            self.zero_grad()
-            raise not_finite(norm)
         scale = min(1.0, self._max_grad_norm / (norm + 1e-6))
         for parameter in self._parameters.values():
             parameter.grad = (_gradient(parameter) * scale).to(parameter.dtype)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self.zero_grad()
-        return {"lr": lr, "grad_norm": norm}
+        return norm
 
     def _norm(self) -> float:
         """The L2 norm of the whole gradient: every rank's slices, and once what all of them hold."""
@@ -175,9 +170,6 @@ class MegatronBackend(Backend):
             for shard, part in zip(shards, parts, strict=True):
                 shard[name] = part
         return from_megatron(self._form, shards)
-
-    def digest(self) -> str:
-        return weights_digest(self.weights())
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """On the first rank the files `model` and `optimizer`, with whole tensors; elsewhere nothing."""

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from opd.config.train import BatchConfig, OptimConfig
-from opd.errors import CheckpointError, TrainingError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import CausalLM
 from opd.models.long_sequence import LayerMemory
 from opd.ranks import Ranks
 from opd.train.backend import Backend
+from opd.train.optimizer import adamw, optimizer_fields, update
 from opd.train.packing import of_packed
 from opd.train.terms import LossTerm
 from opd.types import Sample
@@ -68,15 +67,7 @@ class TorchBackend(Backend):
 
         Raises `TrainingError` if the gradient is not finite; the weights are untouched then.
         """
-        norm = self._clip()
-        if not np.isfinite(norm):
-            self.zero_grad()
-            raise not_finite(norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self.zero_grad()
-        return {"lr": lr, "grad_norm": norm}
+        return update(self, self._optimizer, self._clip(), lr)
 
     def _clip(self) -> float:
         """The global norm of the gradient, which is scaled down to the limit."""
@@ -85,10 +76,6 @@ class TorchBackend(Backend):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the student, in a fixed order."""
         return self.model.weights()
-
-    def digest(self) -> str:
-        """Digest of the student's weights, as the engine computes it after a sync."""
-        return self.model.digest()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Everything `load_state` needs to continue bit for bit: the files `model` and `optimizer`."""
@@ -109,53 +96,6 @@ class TorchBackend(Backend):
             parameter = self._parameters[name]
             # The fused AdamW keeps its step count where the parameter is, too.
             self._optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in fields.items()}
-
-
-def adamw(parameters: Mapping[str, Tensor], optim: OptimConfig, *, fused: bool = True) -> torch.optim.AdamW:
-    """AdamW over `parameters` as the recipe asks for it; the learning rate comes with every step."""
-    return torch.optim.AdamW(
-        list(parameters.values()),
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=fused,
-    )
-
-
-def not_finite(norm: float) -> TrainingError:
-    """The error for a gradient of this norm."""
-    return TrainingError(f"the gradient norm is {norm}; lower the learning rate or resume from a checkpoint.")
-
-
-def optimizer_fields(
-    saved: Mapping[str, Tensor], known: Mapping[str, object]
-) -> dict[str, dict[str, Tensor]]:
-    """The entries `NAME/FIELD` of a checkpoint by name of the parameter.
-
-    Raises `CheckpointError` for a name that is not `known`.
-    """
-    by_name: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for key, value in saved.items():
-        name, _, field = key.rpartition("/")
-        by_name[name][field] = value
-    unknown = sorted(set(by_name) - set(known))
-    if unknown:
-        raise CheckpointError(
-            f"the checkpoint holds optimiser state for {unknown[0]}, which this model does not have;"
-            " resume with the recipe the run was started with."
-        )
-    return by_name
-
-
-def check_names(saved: Iterable[str], own: Iterable[str], model: str) -> None:
-    """`CheckpointError` unless a checkpoint has `saved` exactly the tensors `model` owns."""
-    different = sorted(set(saved) ^ set(own))
-    if different:
-        raise CheckpointError(
-            f"the checkpoint and {model} do not have the same tensors, {different[0]} among them; resume with"
-            " the recipe the run was started with."
-        )
 
 
 def layer_memory(batch: BatchConfig) -> LayerMemory:
