@@ -18,7 +18,7 @@ from opd.pipelines.results import write_results
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.served_engine import with_engine
 from opd.pipelines.stage_rollout import remove_log
-from opd.pipelines.stages import Stage, plan, with_needs
+from opd.pipelines.stages import Stage, plan, summary, with_needs
 from opd.pipelines.workers import run_side_by_side
 from opd.ranks import Ranks
 from opd.rollout.preemption import Preemption
@@ -105,10 +105,3 @@ def execute(
         remove_log(context)
     context.ranks.barrier("the record of a stage")
     return result
-
-
-def summary(result: dict[str, Any]) -> str:
-    """A finished stage in a few words."""
-    tokens = result["student_tokens"]
-    written = f", {tokens:,} student tokens" if tokens else ""
-    return f"done in {result['seconds']:.0f} s{written}"

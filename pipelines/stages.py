@@ -125,3 +125,10 @@ def _tokens(context: StageContext, stage: str) -> int:
             f"stage {stage} is not done, and its number of student tokens is needed; run it first."
         )
     return int(done["student_tokens"])
+
+
+def summary(result: dict[str, Any]) -> str:
+    """A finished stage in a few words."""
+    tokens = result["student_tokens"]
+    written = f", {tokens:,} student tokens" if tokens else ""
+    return f"done in {result['seconds']:.0f} s{written}"

@@ -15,9 +15,9 @@ from opd.monitor.progress import Progress
 from opd.pipelines.launch import end_with_launcher
 from opd.pipelines.report import write_report
 from opd.pipelines.results import write_results
-from opd.pipelines.run import execute, summary
+from opd.pipelines.run import execute
 from opd.pipelines.run_folder import RunFolder
-from opd.pipelines.stages import Stage, plan, with_needs
+from opd.pipelines.stages import Stage, plan, summary, with_needs
 from opd.ranks import Ranks, joined
 from opd.rollout.preemption import Preemption
 

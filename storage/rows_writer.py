@@ -36,9 +36,9 @@ class RowsWriter:
         """`record` says rows, width and dtype already; `partial` has room for them and a header."""
         self._files, self._partial, self._record, self._durable = files, partial, record, durable
         self._reporting = reporting
+        self._checksum = xxhash.xxh3_128()
         self._begin = len(self._header())
         self._offset = self._begin
-        self._checksum = xxhash.xxh3_128()
         self._open = True
 
     def append(self, rows: np.ndarray) -> bool:
@@ -99,9 +99,7 @@ class RowsWriter:
             self._discard()
 
     def _header(self) -> bytes:
-        done = getattr(self, "_checksum", None)
-        checksum = "00" * 16 if done is None else done.hexdigest()
-        return encode_header(self._partial.key, replace(self._record, checksum=checksum))
+        return encode_header(self._partial.key, replace(self._record, checksum=self._checksum.hexdigest()))
 
     def _discard(self) -> None:
         if self._open:

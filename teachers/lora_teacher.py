@@ -21,6 +21,7 @@ from opd.models.causal_lm import torch_device
 from opd.storage.published import PublishedModel
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.published_adapter import PublishedAdapter, is_adapter
+from opd.teachers.row_pieces import response_rows
 from opd.teachers.skeleton import PackedWork
 from opd.teachers.streamed_teacher import Placement, StreamedTeacher
 from opd.teachers.unit_tensors import converted_bytes, unit_tensors
@@ -56,11 +57,8 @@ class SharedBase(StreamedTeacher):
     def _rows(self, batches: list[tuple[PackedWork, Sequence[Sample]]]) -> list[Tensor]:
         rows = []
         for work, samples in batches:
-            start, hidden = 0, work.last_hidden()
-            for sample in samples:
-                first = start + len(sample.prompt_ids) - 1
-                rows.append(hidden[first : first + len(sample.response_ids)].clone())
-                start = first + len(sample.response_ids) + 1
+            hidden = work.last_hidden()
+            rows += [hidden[first:last].clone() for _, first, last in response_rows(samples)]
         return rows
 
     def _run(self, unit: str, flat: Tensor, batches: list[PackedWork]) -> None:

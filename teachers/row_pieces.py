@@ -33,10 +33,16 @@ def cuts(teacher: object, samples: Sequence[Sample]) -> bool:
 
 def row_pieces(samples: Sequence[Sample], hidden: Tensor, chunk: int | None) -> RowPieces:
     """Of `hidden` [T, D], of `samples` packed end to end, the rows that predict response tokens."""
+    for sample, first, last in response_rows(samples):
+        for begin in range(first, last, chunk or max(1, last - first)):
+            yield sample, hidden[begin : last if chunk is None else min(begin + chunk, last)]
+
+
+def response_rows(samples: Sequence[Sample]) -> Iterator[tuple[Sample, int, int]]:
+    """Each of `samples`, packed end to end, with the range of rows that predict its response tokens."""
     start = 0
     for sample in samples:
         first = start + len(sample.prompt_ids) - 1
         last = first + len(sample.response_ids)
-        for begin in range(first, last, chunk or max(1, last - first)):
-            yield sample, hidden[begin : last if chunk is None else min(begin + chunk, last)]
+        yield sample, first, last
         start = last + 1

@@ -23,8 +23,8 @@ from opd.errors import TeacherError
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
 from opd.models.causal_lm import quiet
 from opd.models.chunked_layers import ChunkedLayers
+from opd.models.long_sequence import FINAL_NORMS
 
-_NORMS = ("norm", "final_layernorm", "ln_f")
 _IGNORED = ("rotary_emb.inv_freq",)  # older checkpoints hold it; it follows from the configuration
 
 
@@ -80,7 +80,7 @@ class Skeleton:
         module = _empty_model(dict(config), dtype)
         self._decoder: Any = module.get_decoder()
         self._prefix = next(name for name, part in module.named_modules() if part is self._decoder)
-        norms = [name for name in _NORMS if hasattr(self._decoder, name)]
+        norms = [name for name in FINAL_NORMS if hasattr(self._decoder, name)]
         missing = [name for name in ("embed_tokens", "layers") if not hasattr(self._decoder, name)]
         if missing or not norms:
             raise self._unusable(f"it has no {missing[0] if missing else 'final norm'}")

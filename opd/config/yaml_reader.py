@@ -1,4 +1,4 @@
-"""Reads and writes recipe YAML: the YAML 1.2 core schema, no repeated keys, every key with its line.
+"""Reads and writes the YAML of recipes and clusters: 1.2 core schema, no repeated keys, each with its line.
 
 PyYAML speaks YAML 1.1, in which `3e-5` is text, `no` is false and `1:30` is ninety; none of it is meant.
 """
@@ -45,17 +45,17 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Content of a recipe file, and where each key stands as `FILE:LINE`.
+def read_yaml(path: Path, kind: str = "recipe") -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """Content of a file of this `kind`, and where each key stands as `FILE:LINE`.
 
     Raises `ConfigError` if the file cannot be read, is not YAML, repeats a key or is not a mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such recipe file; check the path") from None
+        raise ConfigError(f"{path}: there is no such {kind} file; check the path") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: the recipe cannot be read as UTF-8 text ({error})") from None
+        raise ConfigError(f"{path}: the {kind} cannot be read as UTF-8 text ({error})") from None
     places: dict[KeyPath, str] = {}
     try:
         loader = _Loader(text)
@@ -70,7 +70,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{_place(path, error)}: not valid YAML: {_reason(error)}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a recipe is a mapping of keys to values, not a {type(data).__name__}")
+        raise ConfigError(f"{path}: a {kind} is a mapping of keys to values, not a {type(data).__name__}")
     return data, places
 
 

@@ -21,7 +21,8 @@ from opd.models.chunked_layers import ChunkedLayers, Layer
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
 
-_NORMS = ("norm", "final_layernorm", "ln_f")
+FINAL_NORMS = ("norm", "final_layernorm", "ln_f")
+"""What families call the norm after the last layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ WHOLE = LayerMemory()
 
 def final_norm(decoder: Any) -> nn.Module | None:
     """The module behind the last layer; `None` if it has none of the usual names."""
-    found = [getattr(decoder, name) for name in _NORMS if hasattr(decoder, name)]
+    found = [getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)]
     return found[0] if found else None
 
 

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,13 +158,6 @@ class Group:
             member.get(reference, seconds or member.limits.step_timeout)
             for member, reference in zip(self.members, references, strict=True)
         ]
-
-    def each(self, do: Callable[[Remote], Any]) -> list[Any]:
-        """`do` for every member at the same time, each in a thread of its own."""
-        if not self.members:
-            return []
-        with ThreadPoolExecutor(len(self.members)) as threads:
-            return list(threads.map(do, self.members))
 
 
 def start_actors(

@@ -19,7 +19,7 @@ from opd.pipelines.on_ray.cluster import Cluster, open_cluster, reserve
 from opd.pipelines.on_ray.layout import Layout, role_of
 from opd.pipelines.on_ray.trainer import Seat
 from opd.pipelines.run_folder import RunFolder
-from opd.pipelines.stages import Stage
+from opd.pipelines.stages import Stage, summary
 from opd.rollout.preemption import Preemption
 
 LOOK = 0.25
@@ -39,7 +39,7 @@ def run_on_ray(recipe: Recipe, folder: RunFolder, stages: Sequence[Stage], progr
     with open_crew(recipe, folder) as crew, listening as asked:
         for stage in stages:
             result = crew.run(stage, progress, asked)
-            progress.finish(stage.name, _summary(result))
+            progress.finish(stage.name, summary(result))
 
 
 @contextmanager
@@ -237,9 +237,3 @@ def _outcome(stage: str, said: Mapping[int, tuple]) -> dict[str, Any]:
         raise RuntimeError(f"stage {stage} crashed with {words[0]}; its traceback is in logs/")
     name, arguments = words
     raise getattr(errors, name, OpdError)(*arguments)
-
-
-def _summary(result: dict[str, Any]) -> str:
-    from opd.pipelines.run import summary
-
-    return summary(result)

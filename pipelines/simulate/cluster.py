@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from opd.config.base import Config
+from opd.config.explain import explain
+from opd.config.yaml_reader import read_yaml
 from opd.errors import ConfigError
 
 
@@ -146,16 +147,8 @@ class Cluster(Config):
 
 def load_cluster(path: Path) -> Cluster:
     """Read a cluster. Raises `ConfigError` for what is wrong with file or values."""
-    try:
-        document = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"the cluster {path} cannot be read ({error.strerror}); check the path") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the cluster {path} is not YAML ({' '.join(str(error).split())})") from None
+    document, places = read_yaml(path, "cluster")
     try:
         return Cluster.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the cluster"
-        message = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{path}: {where}: {message}; see pipelines/simulate/cluster.py") from None
+        raise ConfigError(explain(error, Cluster, document, {(): str(path), **places})) from None

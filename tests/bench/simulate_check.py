@@ -57,10 +57,11 @@ SHAPES = [(2, 16, 24), (4, 48, 48), (4, 16, 24), (2, 48, 24), (2, 16, 72), (6, 3
 SETTINGS = [Setting(*numbers) for numbers in SHAPES]
 """The first two are fitted to."""
 FITTED = {
-    "rollout": ("step_overhead_ms", "decode_efficiency"),
     "score": ("layer_overhead_ms", "prefill_efficiency"),
     "train": ("update_overhead_ms", "train_efficiency"),
+    "rollout": ("step_overhead_ms", "decode_efficiency"),
 }
+"""In this order: an engine reads prompts as fast as a teacher does."""
 
 
 def recipe(setting: Setting, shape: dict[str, int], steps: int, **more: Any) -> Recipe:
@@ -140,13 +141,14 @@ def calibrate(
     settings: list[Setting], model: dict[str, float], real: list[dict[str, float]]
 ) -> dict[str, float]:
     """Overhead and efficiency of each phase, so that the simulation takes as long as two real merges. Seconds
-    are a sum of an overhead's part and one that goes with 1 / efficiency: two merges give two equations.
+    are a sum of an overhead's part and one that goes with 1 / efficiency: two merges give two equations, in
+    shares of the merges' seconds.
     """
     machine: dict[str, float] = {}
     for phase, (overhead, efficiency) in FITTED.items():
 
         def ask(number: int, milliseconds: float, share: float) -> float:
-            chosen = {overhead: milliseconds, efficiency: share}  # noqa: B023
+            chosen = machine | {overhead: milliseconds, efficiency: share}  # noqa: B023
             some = cluster(settings[number], model, real[number]["length"], chosen)
             return predicted(some)[phase]  # noqa: B023
 
@@ -157,12 +159,17 @@ def calibrate(
             rest = ask(number, 0.0, 0.5) - ask(number, 0.0, 1.0)
             rows.append([per_ms, rest])
             times.append(found[phase] - (ask(number, 0.0, 1.0) - rest))
-        milliseconds, inverse = np.linalg.solve(np.array(rows), np.array(times))
-        machine |= {
-            overhead: max(0.0, float(milliseconds)),
-            efficiency: min(1.0, 1 / max(1.0, float(inverse))),
-        }
+        milliseconds, inverse = fit(np.array(rows) / np.array(times)[:, None])
+        machine |= {overhead: milliseconds, efficiency: 1 / max(1.0, inverse)}
     return machine
+
+
+def fit(rows: np.ndarray) -> tuple[float, float]:
+    """`x >= 0` [2] with `rows @ x` near 1. Without the first if an exact one were negative."""
+    both = np.linalg.solve(rows, np.ones(2))
+    if (both >= 0).all():
+        return float(both[0]), float(both[1])
+    return 0.0, float(rows[:, 1].sum() / np.square(rows[:, 1]).sum())
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
