@@ -14,17 +14,18 @@ from opd.algorithms.advantages import build_advantage
 from opd.algorithms.corrections import Correction, correct
 from opd.algorithms.normalise import per_teacher_weights, token_weights
 from opd.algorithms.opd_term import opd_advantages
-from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
+from opd.config import DistillConfig, SampledTokenK1
 from opd.pipelines.batches import Batches, open_batches
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import domain_accuracy
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
+from opd.pipelines.merge_loss import loss_terms, needs_policy_stream, policy_loss
 from opd.pipelines.rollout_metrics import generated_tokens, rollout_metrics, staleness_metrics
 from opd.pipelines.route_shares import route_shares
 from opd.pipelines.score_ahead import scoring_ahead
 from opd.pipelines.shared_rewards import score_rewards
-from opd.pipelines.stored_samples import SampleFiles, StoredSamples, check_stored
+from opd.pipelines.stored_samples import StoredSamples
 from opd.pipelines.student import Student, tokenizer_of
 from opd.pipelines.teachers import open_schedule, wait_shares
 from opd.rollout.collect import EncodedPrompt, Generates
@@ -32,9 +33,8 @@ from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
 from opd.teachers.signals import sampled_logprobs
 from opd.train.conversion import convert_batch
-from opd.train.distill_terms import build_distill_term
 from opd.train.schedule import learning_rate
-from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm
+from opd.train.terms import MismatchProbe
 from opd.types import RolloutBatch, Sample, SampleGroup, TokenTerms
 
 
@@ -50,8 +50,8 @@ def distill(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
             Extent(steps=config.steps),
             config.checkpoint_every,
             lambda step: run.step(step, batches),
-            batches.start,
-            batches.consumed,
+            lambda step: run.start(step, batches),
+            lambda: run.consumed(batches),
         )
     card = {
         "base": str(start),
@@ -75,7 +75,7 @@ class DistillRun:
     teachers: list[str]
     probe: MismatchProbe
     stored: StoredSamples | None = None
-    """Where samples wait for their micro-batch, if not in memory."""
+    """Where responses are, if not in memory."""
 
     @classmethod
     def open(cls, context: StageContext, start: Path, stack: ExitStack) -> DistillRun:
@@ -91,9 +91,7 @@ class DistillRun:
         teachers = Router.from_recipe(recipe).teachers
         stored = None
         if recipe.storage.trajectories == "disk":
-            check_stored(recipe, needs_policy_stream(config), context.ranks.size)
-            files = stack.enter_context(SampleFiles.open(context.folder.trajectories(context.stage)))
-            stored = StoredSamples(recipe, files, schedule, student.backend)
+            stored = stack.enter_context(StoredSamples.open(context, student, data.rewards, schedule))
         return cls(context, student, data, schedule, config, teachers, probe, stored)
 
     def open_batches(self, stack: ExitStack) -> Batches:
@@ -104,6 +102,8 @@ class DistillRun:
     def write(self, engine: Generates, index: int) -> list[SampleGroup]:
         """Batch number `index`."""
         prompts = self.prompts(index)
+        if self.stored is not None:
+            return self.stored.write(engine, prompts, index)
         if self.context.ranks.alone:  # else another rank may train what this one writes
             engine = scoring_ahead(self.context.recipe, engine, self.schedule, prompts)
         return self.student.rollout(prompts, self.config.samples_per_prompt, engine)
@@ -118,24 +118,25 @@ class DistillRun:
             for prompt in self.data.take(domain, index * count, count, stage)
         ]
 
+    def start(self, step: int, batches: Batches) -> None:
+        """The learner's weights of version `step` are in place."""
+        if self.stored is not None:
+            self.stored.start(step)
+        batches.start(step)
+
+    def consumed(self, batches: Batches) -> None:
+        """A checkpoint holds what was learnt up to now."""
+        batches.consumed()
+        if self.stored is not None:
+            self.stored.consumed()
+
     def step(self, step: Step, batches: Batches) -> StepResult:
         """Rollout, reward, teacher scores, update, sync."""
         with step.timer("rollout"):
             groups = batches.take(step.index)
-        tokens = generated_tokens(groups)
-        with step.timer("score"):
-            self.reward(groups)
-            if self.stored is None:
-                self.let_teachers_read(groups)
-        metrics = rollout_metrics(groups)
-        samples = [s for group in groups for s in group.samples]
-        metrics |= staleness_metrics(samples, step.index, self.context.recipe.rollout.max_staleness)
+        tokens, metrics = (self.learn if self.stored is None else self.stored.learn)(groups, step)
         with step.timer("train"):
-            if self.stored is None:
-                metrics |= self.accumulate(groups)
-            else:
-                groups.clear()  # the store has them from here on
-                metrics |= self.stored.accumulate(samples, step.index) | self.probe.take()
+            metrics |= self.probe.take()
             lr = learning_rate(self.config.optim, step.index, step.progress)
             metrics |= self.student.backend.step(lr)
         with step.timer("sync"):
@@ -146,6 +147,17 @@ class DistillRun:
         kl = metrics.get("kl/mean", 0.0)
         headline = f"KL {kl:.4f}  reward {metrics['reward/mean']:.3f}"
         return StepResult(metrics, tokens, headline)
+
+    def learn(self, groups: Sequence[SampleGroup], step: Step) -> tuple[int, dict[str, float]]:
+        """The gradient of step `step` on groups in memory; tokens the student wrote, and metrics."""
+        tokens = generated_tokens(groups)
+        with step.timer("score"):
+            self.score(groups)
+        metrics = rollout_metrics(groups)
+        samples = [s for group in groups for s in group.samples]
+        metrics |= staleness_metrics(samples, step.index, self.context.recipe.rollout.max_staleness)
+        with step.timer("train"):
+            return tokens, metrics | self.accumulate(groups)
 
     def score(self, groups: Sequence[SampleGroup]) -> None:
         """Reward every sample and let its teacher read it."""
@@ -177,7 +189,7 @@ class DistillRun:
             old = advantages = [np.zeros(len(s.response_ids), dtype=np.float32) for s in samples]
             correction = None
         batch = self.schedule.sort(self._batch(samples, old, advantages, correction))
-        metrics |= backend.forward_backward(batch) | self.probe.take()
+        metrics |= backend.forward_backward(batch)
         self.schedule.release()
         return metrics
 
@@ -269,22 +281,3 @@ class DistillRun:
                 ).accuracy
                 for domain in self.context.recipe.domains
             }
-
-
-def needs_policy_stream(config: DistillConfig) -> bool:
-    """Whether sampled tokens carry a policy gradient: k1 lives there, and so does a reward."""
-    return config.rl_coef > 0 or isinstance(config.loss, SampledTokenK1)
-
-
-def policy_loss(config: DistillConfig) -> PolicyLossConfig:
-    """The settings of the policy stream: those of k1, which lives there, or the defaults."""
-    return config.loss.loss if isinstance(config.loss, SampledTokenK1) else PolicyLossConfig()
-
-
-def loss_terms(config: DistillConfig, schedule: TeacherSchedule) -> list[LossTerm]:
-    """The streams of the merge's loss."""
-    terms: list[LossTerm] = []
-    if needs_policy_stream(config):
-        terms.append(PolicyTerm(policy_loss(config)))
-    stream = build_distill_term(config, schedule)
-    return [*terms, stream] if stream else terms

@@ -12,11 +12,16 @@ from opd.monitor.mismatch import mismatch
 from opd.types import Sample, SampleGroup, Status
 
 
-def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Rewards (overall and by domain), zero-variance share, lengths, truncation."""
+def rollout_metrics(
+    groups: Sequence[SampleGroup], lengths: Sequence[int] | np.ndarray | None = None
+) -> dict[str, float]:
+    """Rewards (overall and by domain), zero-variance share, lengths, truncation.
+
+    `lengths`: the samples' response tokens, where these are not in memory.
+    """
     samples = [sample for group in groups for sample in group.samples]
     rewards = np.array([s.reward for s in samples], dtype=np.float64)
-    lengths = np.array([len(s.response_ids) for s in samples])
+    lengths = np.array([len(s.response_ids) for s in samples] if lengths is None else lengths)
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),

@@ -76,6 +76,11 @@ class StageRollout:
         if self._log is not None:
             self._log.retire([uid for uid in self._log.log.uids() if uid not in keep])
 
+    def forget(self, uids: Iterable[str]) -> None:
+        """These responses are safe elsewhere: the log and its memory may let them go."""
+        if self._log is not None:
+            self._log.retire(uids)
+
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
         """What happened to requests, engines and log since this was last called, as metrics; added to
         `totals`.
@@ -129,7 +134,9 @@ def _tolerant(
 
 
 def remove_log(context: StageContext) -> None:
-    """A stage that is done needs neither the log of its rollouts nor its teachers' hidden states."""
-    for folder in (context.folder.wal(context.stage), context.folder.cache(context.stage)):
+    """A stage that is done needs neither its rollouts, their log, nor its teachers' hidden states."""
+    run, stage = context.folder, context.stage
+    signals = run.stage(stage) / "signals"
+    for folder in (run.wal(stage), run.cache(stage), run.trajectories(stage), signals):
         for own in (folder, *folder.parent.glob(f"{folder.name}-rank-*")):
             shutil.rmtree(own, ignore_errors=True)

@@ -1,101 +1,249 @@
-"""The samples of a merge's steps on disk: a trajectory store in the run folder, one step at a time."""
+"""A merge whose responses are on disk: written as they end, rewarded, counted and trained on piece by piece.
+
+What a step knows of all its responses at once is metadata: lengths, rewards, teachers, versions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from opd.config import Recipe
+from opd.config import Recipe, SampledTokenK1
 from opd.errors import ConfigError
 from opd.models.causal_lm import CausalLM
+from opd.models.hf_config import layer_windows
+from opd.pipelines.context import StageContext
+from opd.pipelines.loop import Step
+from opd.pipelines.merge_loss import needs_policy_stream
+from opd.pipelines.rollout_metrics import rollout_metrics
 from opd.pipelines.route_shares import route_shares
+from opd.pipelines.stored_batch import StoredBatch, written_by_all
+from opd.pipelines.stored_files import SampleFiles, digest_of, folder_of
+from opd.pipelines.stored_policy import StoredPolicy
 from opd.pipelines.stored_step import StoredSettings, StoredStep
-from opd.storage.trajectories import TrajectoryStore, TrajectoryWriter, put_samples
+from opd.pipelines.student import Student
+from opd.rewards.runner import RewardRunner
+from opd.rollout.collect import EncodedPrompt, Generates, collect, stream
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
-from opd.train.backend import Backend
 from opd.train.plan_cost import CostModel, DeviceBudget
 from opd.train.torch_backend import TorchBackend
-from opd.types import Sample
+from opd.types import DecodeStep, RolloutRequest, Sample, SampleGroup
 
 _MIB = 1 << 20
-
-
-class SampleFiles:
-    """Where a step's samples wait for their micro-batch; gone when the step is done."""
-
-    def __init__(self, folder: Path, writer: TrajectoryWriter) -> None:
-        self._folder, self._writer = folder, writer
-
-    @classmethod
-    @contextmanager
-    def open(cls, folder: Path) -> Iterator[SampleFiles]:
-        """A store in `folder`, emptied of what an interrupted attempt left: its batch is written again."""
-        # A power cut may take what is here: the log of the rollouts has it.
-        with TrajectoryWriter(folder, durable=False) as writer:
-            writer.retire(writer.uids)
-            yield cls(folder, writer)
-
-    @contextmanager
-    def holding(self, samples: Sequence[Sample]) -> Iterator[tuple[TrajectoryStore, np.ndarray]]:
-        """Write `samples`; the store and their rows in it while the block runs, after which they are gone."""
-        put_samples(self._writer, samples)
-        uids = [sample.uid for sample in samples]
-        try:
-            with TrajectoryStore.open(self._folder) as store:
-                found = {uid: row for row, uid in enumerate(store.table.uid)}
-                yield store, np.array([found[uid] for uid in uids], np.int64)
-        finally:
-            self._writer.retire(uids)
+_NO_IDS = np.zeros(0, np.int32)
+_TOGETHER = 1 << 16
+"""Tokens of ended responses that wait, in the log and in memory, to be made durable together."""
 
 
 class StoredSamples:
-    """The gradient of a merge's steps from samples on disk."""
+    """Writes batches of the merge to disk and learns from them there.
+
+    Args:
+        context: The stage.
+        files: Where responses go.
+        student: Who writes and learns.
+        rewards: Of the domains.
+        schedule: The teachers.
+    """
 
     def __init__(
-        self, recipe: Recipe, files: SampleFiles, schedule: TeacherSchedule, backend: Backend
+        self,
+        context: StageContext,
+        files: SampleFiles,
+        student: Student,
+        rewards: RewardRunner,
+        schedule: TeacherSchedule,
     ) -> None:
-        assert isinstance(backend, TorchBackend)  # by `check_stored`
-        self._recipe, self._files, self._schedule, self._backend = recipe, files, schedule, backend
+        assert isinstance(student.backend, TorchBackend)  # by `check_stored`
+        self._context, self._recipe = context, context.recipe
+        self._files, self._student, self._rewards, self._schedule = files, student, rewards, schedule
+        self._backend = student.backend
+        self._router = Router.from_recipe(context.recipe)
+        self._learnt = 0
 
-    def accumulate(self, samples: list[Sample], number: int) -> dict[str, float]:
-        """Scores and the gradient of step `number`; metrics. Empties `samples` when they are written.
+    @classmethod
+    @contextmanager
+    def open(
+        cls, context: StageContext, student: Student, rewards: RewardRunner, schedule: TeacherSchedule
+    ) -> Iterator[StoredSamples]:
+        """In the stage's folder, while the block runs. Raises `ConfigError` as `check_stored`."""
+        recipe = context.recipe
+        check_stored(recipe)
+        log = recipe.rollout.log
+        folder = context.folder.trajectories(context.stage)
+        # What has left the token log must not go with the power either, as far as that was promised.
+        durable = log is not None and log.fsync != "os"
+        with SampleFiles.open(folder, context.ranks, keep=log is not None, durable=durable) as files:
+            yield cls(context, files, student, rewards, schedule)
 
-        Raises what `StoredStep.train` raises, and `StorageError` if the disk is full.
+    def start(self, step: int) -> None:
+        """The learner begins with batch `step`: what came before it is learnt."""
+        self._files.retire_before(step)
+
+    def consumed(self) -> None:
+        """A checkpoint holds what was learnt from every batch so far: forget them."""
+        self._files.retire_before(self._learnt)
+
+    def write(self, engine: Generates, prompts: Sequence[EncodedPrompt], index: int) -> list[SampleGroup]:
+        """Batch number `index`: this rank's share of its groups, in the order of the prompts, without tokens.
+
+        Each response goes to disk when it ends, and then leaves log and memory. What an earlier attempt has
+        written is not written again.
         """
-        shares = route_shares(self._recipe, samples)
-        with self._files.holding(samples) as (store, rows):
-            samples.clear()
-            teachers = Router.from_recipe(self._recipe).teachers
-            step = StoredStep(
-                store, rows, teachers, stored_settings(self._recipe, self._backend.model, shares)
-            )
-            plan = step.plan(number)
-            step.score(self._schedule, plan)
-            return step.train(self._backend, self._schedule, plan)
+        mine = prompts if self._student.writing.alone else self._student.writing.mine(prompts)
+        if self._student.generate is collect:
+            self._stream(engine, mine, index)
+        else:
+            self._generate(engine, mine, index)
+        groups = []
+        for prompt in mine:
+            found = self._files.group(prompt.uid, self._asked(prompt))
+            samples = [
+                Sample(found[place], prompt.uid, prompt.domain, _NO_IDS)
+                for place in range(self._recipe.distill.samples_per_prompt)
+            ]
+            groups.append(SampleGroup(prompt.uid, prompt.domain, samples))
+        return groups
+
+    def learn(self, mine: Sequence[SampleGroup], step: Step) -> tuple[int, dict[str, float]]:
+        """The gradient of step `step` on the groups this rank has written, and all others their own; tokens
+        of the student, and metrics.
+
+        Raises what `StoredStep.train` raises.
+        """
+        ranks, recipe = self._context.ranks, self._recipe
+        written = written_by_all(mine, ranks)
+        with self._files.view() as union:
+            with step.timer("score"):
+                batch = StoredBatch.of(union, written, ranks)
+                batch.reward(self._rewards)
+            tokens = int(batch.trainable.sum())
+            metrics = rollout_metrics(batch.groups, batch.lengths)
+            metrics |= batch.drop_stale(step.index, recipe.rollout.max_staleness)
+            with step.timer("train"), ExitStack() as stack:
+                settings = stored_settings(recipe, self._backend.model, route_shares(recipe, batch.samples))
+                work = StoredStep(
+                    union,
+                    batch.rows,
+                    self._router.teachers,
+                    settings,
+                    data=self._backend.data,
+                    counted=batch.counted,
+                )
+                plan = work.plan(step.index)
+                work.score(self._schedule, plan)
+                policy = None
+                if needs_policy_stream(recipe.distill) and len(work.rows):
+                    folder = self._context.folder.stage(self._context.stage) / "signals"
+                    own = folder_of(folder, ranks.rank)
+                    opened = StoredPolicy.open(recipe.distill, work, batch.groups, own)
+                    policy = stack.enter_context(opened)
+                    metrics |= policy.prepare(self._backend, self._schedule, plan)
+                metrics |= work.train(self._backend, self._schedule, plan, policy)
+        self._learnt = step.index + 1
+        return tokens, metrics
+
+    def _stream(self, engine: Generates, prompts: Sequence[EncodedPrompt], index: int) -> None:
+        """Sample what is not there yet; responses go to disk when they end, short ones several together."""
+        places: dict[str, int] = {}
+        asked: dict[str, str] = {}
+        missing = []
+        for prompt in prompts:
+            asked[prompt.uid] = self._asked(prompt)
+            known = self._files.group(prompt.uid, asked[prompt.uid])
+            for place in range(self._recipe.distill.samples_per_prompt):
+                if place not in known:
+                    uid = f"{prompt.uid}/{place}"
+                    places[uid] = place
+                    missing.append(_sample(prompt, uid))
+        if not missing:
+            return
+        student = self._student
+        waiting: list[Sample] = []
+        for ended in stream(engine, missing, student.sampling, student.seed):
+            waiting += ended
+            if sum(len(sample.response_ids) for sample in waiting) >= _TOGETHER:
+                self._put(waiting, index, asked, places)
+                waiting = []
+        self._put(waiting, index, asked, places)
+
+    def _generate(self, engine: Generates, prompts: Sequence[EncodedPrompt], index: int) -> None:
+        """The recipe's own rollout of the prompts whose groups are not there: they come whole."""
+        size, student = self._recipe.distill.samples_per_prompt, self._student
+        missing = [p for p in prompts if len(self._files.group(p.uid, self._asked(p))) < size]
+        if not missing:
+            return
+        noted = _Noted(engine)
+        groups = student.generate(noted, missing, size, student.sampling, student.seed)
+        for prompt, group in zip(missing, groups, strict=True):
+            places = {sample.uid: place for place, sample in enumerate(group.samples)}
+            self._files.retire(self._files.group(prompt.uid, self._asked(prompt)).values())
+            self._put(group.samples, index, {prompt.uid: self._asked(prompt)}, places)
+        self._forget(noted.asked)
+
+    def _put(
+        self, samples: Sequence[Sample], index: int, asked: Mapping[str, str], places: Mapping[str, int]
+    ) -> None:
+        """To disk, and out of log and memory."""
+        for sample in samples:
+            sample.teacher = self._router.route(sample.domain, sample.group_uid).name
+        self._files.put(samples, index, asked, places)
+        for sample in samples:
+            sample.prompt_ids = sample.response_ids = sample.policy_versions = _NO_IDS
+            sample.rollout_logprobs, sample.loss_mask = np.zeros(0, np.float32), np.zeros(0, bool)
+        self._forget(sample.uid for sample in samples)
+
+    def _forget(self, uids: Iterable[str]) -> None:
+        if self._student.rollouts is not None:
+            self._student.rollouts.forget(uids)
+
+    def _asked(self, prompt: EncodedPrompt) -> str:
+        return digest_of(prompt.token_ids, self._student.sampling, self._student.seed)
+
+
+class _Noted:
+    """An engine, and what it was asked for."""
+
+    def __init__(self, engine: Generates) -> None:
+        self._engine = engine
+        self.asked: list[str] = []
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+        self.asked += [request.uid for request in requests]
+        return self._engine.generate(requests)
+
+
+def _sample(prompt: EncodedPrompt, uid: str) -> Sample:
+    return Sample(
+        uid,
+        prompt.uid,
+        prompt.domain,
+        prompt.token_ids,
+        label=prompt.label,
+        metadata=dict(prompt.metadata),
+    )
 
 
 def stored_settings(recipe: Recipe, model: CausalLM, shares: Mapping[str, float] | None) -> StoredSettings:
     """How a step of the recipe is planned; `shares` are the routes' of the loss."""
     config = model.config
     return StoredSettings(
-        cost=CostModel.of_model(model.parameter_count, config.num_hidden_layers, config.hidden_size),
+        cost=CostModel.of_model(model.parameter_count, config.hidden_size, layer_windows(config)),
         budget=DeviceBudget(recipe.storage.trajectory_mb * _MIB, max_tokens=recipe.distill.batch.max_tokens),
         # A teacher's hidden state, taken to be as wide as the student's: teachers need not be open yet.
         hidden_bytes=config.hidden_size * model.dtype.itemsize,
         shares=shares,
         seed=recipe.seed,
+        taught=not isinstance(recipe.distill.loss, SampledTokenK1),
     )
 
 
-def check_stored(recipe: Recipe, policy_stream: bool, ranks: int) -> None:
+def check_stored(recipe: Recipe) -> None:
     """`ConfigError` where samples on disk do not go with the rest of the recipe."""
     reasons = {
-        "distill.loss k1 and distill.rl_coef need every sample's log-probabilities at once": policy_stream,
-        "several ranks share the samples in memory": ranks > 1,
         f"train.backend {recipe.train.backend} takes a step's samples together": recipe.train.backend
         != "torch",
         "distill.to_batch is given the samples of a whole step": recipe.distill.to_batch is not None,

@@ -86,9 +86,16 @@ def _metrics(masks: Arrays, kept: Arrays, weights: Arrays, truncated: int) -> di
     count = sum(int(np.count_nonzero(mask)) for mask in kept)
     total = sum(float(w.sum(dtype=np.float64)) for w in weights)
     squares = sum(float(np.square(w, dtype=np.float64).sum()) for w in weights)
+    return correction_metrics(tokens, count, truncated, total, squares)
+
+
+def correction_metrics(
+    tokens: float, kept: float, truncated: float, weights: float, squares: float
+) -> dict[str, float]:
+    """`Correction.metrics` of `tokens` (more than 0), of which `kept` have weights with these sums."""
     return {
-        "correction/rejected": 1.0 - count / tokens,
+        "correction/rejected": 1.0 - kept / tokens,
         "correction/truncated": truncated / tokens,
-        "correction/weight_mean": total / max(count, 1),
-        "correction/ess": total**2 / (tokens * squares) if squares else 0.0,
+        "correction/weight_mean": weights / max(kept, 1),
+        "correction/ess": weights**2 / (tokens * squares) if squares else 0.0,
     }

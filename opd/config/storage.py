@@ -23,9 +23,10 @@ class StorageConfig(Config):
     """Disk for teachers' hidden states, so that they need not wait in memory for their turn in the update
     (MiB); 0 keeps them in memory."""
     trajectories: Literal["memory", "disk"] = "memory"
-    """Where a step of the merge keeps its samples between rollout and update. `disk`: in a trajectory store;
-    the step is planned from their lengths alone, and a micro-batch's tokens and hidden states are read when
-    it is their turn and let go after it. For long responses; pure distillation in one process."""
+    """Where the merge keeps its samples between rollout and update. `disk`: in a trajectory store, which each
+    response goes to when it ends; the step is planned from lengths alone, and a micro-batch's tokens and
+    hidden states are read when it is their turn and let go after it. For long responses; with
+    `train.backend: torch`. Several ranks need a run folder that all of them see."""
     trajectory_mb: int = Field(default=1024, gt=0)
     """Memory for the heavy data of a micro-batch and of the next, with `trajectories: disk` (MiB)."""
 

@@ -36,6 +36,10 @@ class RewardRunner:
         self._special = frozenset(tokenizer.all_special_ids)
         self._timeout = timeout
 
+    def together(self, domain: str) -> bool:
+        """Whether the domain's function is given all samples of a call of `score` at once."""
+        return domain in self._functions and self._functions[domain].style == "batch"
+
     def score(self, samples: Sequence[Sample]) -> None:
         """Set `reward` and `reward_parts` of every sample that did not fail or get aborted.
 

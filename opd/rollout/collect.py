@@ -73,6 +73,30 @@ def collect(
     return groups
 
 
+def stream(
+    engine: Generates, samples: Sequence[Sample], sampling: SamplingParams, seed: int
+) -> Iterator[list[Sample]]:
+    """Sample a response to each of `samples`, which have a uid and a prompt; they come as they end, whole,
+    those of a decode step together, and nothing of them stays here.
+
+    Raises `RolloutError` as `collect` does.
+    """
+    waiting = {sample.uid: sample for sample in samples}
+    requests = [RolloutRequest(uid, sample.prompt_ids, sampling, seed) for uid, sample in waiting.items()]
+    transcript = Transcript({uid: Tokens.empty() for uid in waiting})
+    for step in engine.generate(requests):
+        transcript.add(step)
+        ended = {uid: waiting.pop(uid) for uid in step.finished}
+        for uid, sample in ended.items():
+            sample.status = step.finished[uid]
+            _fill(sample, transcript.tokens(uid), getattr(engine, "failures", {}))
+        transcript.end(ended)
+        _check(ended, keep_failed=False)
+        if ended:
+            yield list(ended.values())
+    _check(waiting, keep_failed=False)
+
+
 def _run(engine: Generates, requests: list[RolloutRequest], samples: dict[str, Sample]) -> None:
     transcript = Transcript({uid: Tokens.empty() for uid in samples})
     for step in engine.generate(requests):
@@ -81,11 +105,14 @@ def _run(engine: Generates, requests: list[RolloutRequest], samples: dict[str, S
             samples[uid].status = status
     reasons: dict[str, str] = getattr(engine, "failures", {})
     for uid, sample in samples.items():
-        tokens = transcript.tokens(uid)
-        sample.response_ids, sample.rollout_logprobs = tokens.token_ids, tokens.logprobs
-        sample.policy_versions, sample.loss_mask = tokens.policy_versions, tokens.loss_mask
-        if sample.status in (Status.FAILED, Status.ABORTED):
-            sample.failure = reasons.get(uid, "the engine gave no reason")
+        _fill(sample, transcript.tokens(uid), reasons)
+
+
+def _fill(sample: Sample, tokens: Tokens, reasons: dict[str, str]) -> None:
+    sample.response_ids, sample.rollout_logprobs = tokens.token_ids, tokens.logprobs
+    sample.policy_versions, sample.loss_mask = tokens.policy_versions, tokens.loss_mask
+    if sample.status in (Status.FAILED, Status.ABORTED):
+        sample.failure = reasons.get(sample.uid, "the engine gave no reason")
 
 
 def _check(samples: dict[str, Sample], keep_failed: bool) -> None:

@@ -73,6 +73,7 @@ class Ledger:
         if books.log is not None:
             known |= self._read(books.log, requests, version)
         self.transcript = Transcript(known)
+        self.transcript.end(self.ended)
         self._watch = StopWatch(books.stops) if books.stops is not None else None
         self._stopped: set[str] = set()
         """Requests that were interrupted after a stop string, before its end was dealt with."""
@@ -130,6 +131,7 @@ class Ledger:
             self.transcript.add(step)
             books.counters["tokens"] += len(step.uids)
             self._end(step.finished)
+            self.transcript.end(step.finished)
             self._ready.append(step)
         return [uid for uid in turns if self.next_turn(uid)]
 
@@ -170,6 +172,7 @@ class Ledger:
         if reason is not None:
             self._books.failures[uid] = reason
         self._end({uid: status})
+        self.transcript.end([uid])
         self._ready.append(_ending(self.version, {uid: status}))
 
     def _end(self, finished: Mapping[str, Status]) -> None:

@@ -91,18 +91,21 @@ class Tokens:
 class _Growing:
     """One request's tokens in buffers that double: appending `R` tokens one by one copies less than `2 R`."""
 
-    __slots__ = ("_held", "length", "moved")
+    __slots__ = ("_held", "gone", "length", "moved")
 
     def __init__(self, tokens: Tokens) -> None:
         self._held = tokens
         self.length = len(tokens)
         self.moved = 0
         """Tokens copied because the buffers were full."""
+        self.gone = False
 
     def append(self, new: Tokens) -> None:
         """Take over `new`; what was given out before stays as it is."""
         start, end = self.length, self.length + len(new)
         self.length = end
+        if self.gone:
+            return
         if start == 0:
             self._held = new
             return
@@ -114,6 +117,10 @@ class _Growing:
             self._held = held
         for wide, fresh in zip(self._held.columns, new.columns, strict=True):
             wide[start:end] = fresh
+
+    def drop(self) -> None:
+        """Let the tokens go; their number stays."""
+        self._held, self.gone = Tokens.empty(), True
 
     def tokens(self) -> Tokens:
         return self._held if len(self._held) == self.length else self._held.cut(slice(0, self.length))
@@ -129,6 +136,7 @@ class Transcript:
         self._requests = {uid: _Growing(tokens) for uid, tokens in known.items()}
         self._steps: list[DecodeStep] = []
         self._waiting = 0
+        self._ended: list[str] = []
 
     @property
     def moved(self) -> int:
@@ -151,15 +159,26 @@ class Transcript:
 
     def tokens(self, uid: str) -> Tokens:
         """All tokens of a request so far, in order; later ones do not change them. Raises `RolloutError` if a
-        position is missing or came twice.
+        position is missing or came twice, or `end` was told that nobody would ask.
         """
         self._fold()
+        if self._requests[uid].gone:
+            raise RolloutError(f"request {uid!r} has ended and its tokens were let go; ask before.")
         return self._requests[uid].tokens()
+
+    def end(self, uids: Iterable[str]) -> None:
+        """Nobody will ask for the tokens of `uids`: they go when the kept steps are sorted."""
+        self._ended += uids
 
     def _fold(self) -> None:
         """Sort the tokens of all kept steps into their requests."""
-        if not self._steps:
-            return
+        if self._steps:
+            self._sort()
+        for uid in self._ended:
+            self._requests[uid].drop()
+        self._ended.clear()
+
+    def _sort(self) -> None:
         steps, self._steps, self._waiting = self._steps, [], 0
         names = list(dict.fromkeys(chain.from_iterable(step.uids for step in steps)))
         self._check_known(names)

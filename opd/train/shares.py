@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -23,6 +24,16 @@ class Shares:
     def __init__(self, data: Ranks) -> None:
         self._data = data
         self._owners: dict[str, int] = {}
+        self._apart = data.alone
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """While the block runs every rank is given its own samples: all are its own, and no other is told."""
+        before, self._apart = self._apart, True
+        try:
+            yield
+        finally:
+            self._apart = before
 
     def deal(self, samples: Iterable[Sample]) -> None:
         """Forget what was dealt and deal `samples`: the longest first, to the rank with the fewest tokens of
@@ -32,14 +43,14 @@ class Shares:
 
     def mine(self, samples: Sequence[Sample]) -> list[Sample]:
         """Those of `samples` that are this rank's; what was not dealt yet is dealt now."""
-        if self._data.alone:
+        if self._apart:
             return list(samples)
         self._add(sample for sample in samples if sample.uid not in self._owners)
         return [sample for sample in samples if self._owners[sample.uid] == self._data.rank]
 
     def batch(self, batch: RolloutBatch) -> RolloutBatch:
         """The part of `batch` that is this rank's."""
-        if self._data.alone:
+        if self._apart:
             return batch
         mine = {sample.uid for sample in self.mine(batch.samples)}
         kept = [(sample, terms) for sample, terms in batch if sample.uid in mine]
@@ -47,7 +58,7 @@ class Shares:
 
     def each(self, samples: Sequence[Sample], compute: PerSample, what: str) -> list[np.ndarray]:
         """`compute` of all `samples`, each done by its rank and told to the others; `what` names it."""
-        if self._data.alone:
+        if self._apart:
             return compute(samples)
         mine = self.mine(samples)
         found = compute(mine)

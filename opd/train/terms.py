@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ from opd.errors import ConfigError, TrainingError
 from opd.imports import import_function
 from opd.losses.kl_estimators import reference_penalty
 from opd.losses.policy import clipped_policy_loss
-from opd.monitor.mismatch import mismatch
+from opd.monitor.mismatch import MismatchSums
 from opd.ranks import Ranks
 from opd.train.head_ops import linear_logprobs
 from opd.train.student_rows import MetricSums, StudentRows, masked_mean
@@ -83,17 +84,16 @@ class ReferenceTerm:
 
 
 class MismatchProbe:
-    """No loss: keeps the engine's and the trainer's log-probabilities of a step for the mismatch metrics.
+    """No loss: compares the engine's and the trainer's log-probabilities of a step for the mismatch metrics.
 
-    Where no policy stream recomputes log-probabilities, this is where the recompute contract is watched.
+    Where no policy stream recomputes log-probabilities, this is where the recompute contract is watched. Sums
+    are kept, not tokens.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         """`ranks`: those whose tokens the metrics are of."""
         self._ranks = Ranks() if ranks is None else ranks
-        self.rollout: list[np.ndarray] = []
-        self.recomputed: list[np.ndarray] = []
-        self.masks: list[np.ndarray] = []
+        self._seen = MismatchSums()
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         with torch.no_grad():
@@ -104,26 +104,23 @@ class MismatchProbe:
                 temperature=student.temperature,
                 chunk=student.chunk,
             )
-        self.recomputed.append(logprobs.float().cpu().numpy())
-        for seen, name in ((self.rollout, "rollout_logprobs"), (self.masks, "loss_mask")):
-            values = [getattr(sample, name) for sample in micro.samples]
-            seen += values if micro.kept is None else [np.concatenate(values)[micro.kept.cpu().numpy()]]
+        rollout, mask = (
+            np.concatenate([getattr(sample, name) for sample in micro.samples])
+            for name in ("rollout_logprobs", "loss_mask")
+        )
+        if micro.kept is not None:
+            kept = micro.kept.cpu().numpy()
+            rollout, mask = rollout[kept], mask[kept]
+        self._seen.add(rollout, logprobs.float().cpu().numpy(), mask)
         return logprobs.new_zeros(())
 
     def take(self) -> dict[str, float]:
         """The metrics of the tokens seen since the last call."""
-        seen = (self.rollout, self.recomputed, self.masks)
-        whole = [
-            self._of_all(part, dtype) for part, dtype in zip(seen, (np.float32,) * 2 + (bool,), strict=True)
-        ]
-        for part in seen:
-            part.clear()
-        return mismatch(*whole)
-
-    def _of_all(self, part: list[np.ndarray], dtype: type) -> np.ndarray:
-        mine = np.concatenate([np.zeros(0, dtype), *part]).astype(dtype)
-        said = self._ranks.gather(mine.tobytes(), "the mismatch metrics")
-        return np.concatenate([np.frombuffer(own, dtype) for own in said])
+        mine, self._seen = self._seen, MismatchSums()
+        whole = MismatchSums()
+        for said in self._ranks.gather_json(asdict(mine), "the mismatch metrics"):
+            whole.include(MismatchSums(**said))
+        return whole.metrics()
 
 
 class CrossEntropyTerm:

@@ -5,6 +5,7 @@ from opd.storage.trajectories.fields import SAMPLE_FIELDS, Field
 from opd.storage.trajectories.samples import put_samples, record_of
 from opd.storage.trajectories.store import TrajectoryStore
 from opd.storage.trajectories.table import TrajectoryRecord, TrajectoryTable
+from opd.storage.trajectories.union import TrajectoryUnion, UnionBatch
 from opd.storage.trajectories.upload import upload
 from opd.storage.trajectories.writer import TrajectoryWriter
 
@@ -15,7 +16,9 @@ __all__ = [
     "TrajectoryRecord",
     "TrajectoryStore",
     "TrajectoryTable",
+    "TrajectoryUnion",
     "TrajectoryWriter",
+    "UnionBatch",
     "put_samples",
     "record_of",
     "upload",

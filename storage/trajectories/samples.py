@@ -36,12 +36,16 @@ def record_of(sample: Sample) -> TrajectoryRecord:
     )
 
 
-def put_samples(writer: TrajectoryWriter, samples: Sequence[Sample]) -> None:
-    """Write finished samples, in a store of `SAMPLE_FIELDS`, and seal them together."""
+def put_samples(
+    writer: TrajectoryWriter, samples: Sequence[Sample], records: Sequence[TrajectoryRecord] | None = None
+) -> None:
+    """Write finished samples, in a store of `SAMPLE_FIELDS`, and seal them together.
+
+    `records`: what the metadata is to say of each; by default what `record_of` does.
+    """
     items = []
-    for sample in samples:
-        record = record_of(sample)
-        values: dict[str, np.ndarray] = {"token_ids": sample.token_ids.astype(np.int32)}
+    for sample, record in zip(samples, records or map(record_of, samples), strict=True):
+        values: dict[str, np.ndarray] = {"token_ids": sample.token_ids.astype(np.int32, copy=False)}
         for name, dtype in (("rollout_logprobs", "f4"), ("policy_versions", "i4"), ("loss_mask", "?")):
             array = getattr(sample, name)
             if len(array):

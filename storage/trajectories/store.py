@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +15,7 @@ from opd.storage.trajectories.blocks import BlockChecks, LocalSegments, ReadCoun
 from opd.storage.trajectories.faults import reporting
 from opd.storage.trajectories.fields import HEADER, Field, StoreHeader, decode_header
 from opd.storage.trajectories.metadata import MetadataReader
+from opd.storage.trajectories.read_ahead import Rows, batches
 from opd.storage.trajectories.remote import RemoteMetadata, RemoteSegments, open_remote
 from opd.storage.trajectories.segments import segment_path
 from opd.storage.trajectories.table import TrajectoryTable
@@ -111,7 +111,7 @@ class TrajectoryStore:
             self.table = self._metadata.table()
         return changed
 
-    def lease(self, rows: Sequence[int] | np.ndarray) -> TrajectoryBatch:
+    def lease(self, rows: Rows) -> TrajectoryBatch:
         """The trajectories in these rows of `table`, to be read until they are released.
 
         Raises `StorageError` if one was retired meanwhile, and its disk given back.
@@ -121,33 +121,14 @@ class TrajectoryStore:
             return TrajectoryBatch(self.table, chosen, self._segments, self._checks, self._still_there)
 
     def batches(
-        self, plan: Iterable[Sequence[int] | np.ndarray], fields: Sequence[str], *, ahead: bool = True
+        self, plan: Iterable[Rows], fields: Sequence[str], *, ahead: bool = True
     ) -> Iterator[TrajectoryBatch]:
         """Lease the mini-batches of `plan` one after another; each is released when the next is asked for.
 
         With `ahead` the `fields` of the next one are read and checked by a thread while this one is used: two
         mini-batches are in memory, else one.
         """
-        if not ahead:
-            for rows in plan:
-                with self.lease(rows) as batch:
-                    yield batch
-            return
-        waiting: Future[TrajectoryBatch] | None = None
-        with ThreadPoolExecutor(1, thread_name_prefix="opd-trajectories") as pool:
-            try:
-                for rows in plan:
-                    coming = pool.submit(self._loaded, rows, fields)
-                    if waiting is not None:
-                        current, waiting = waiting, coming
-                        yield from _used(current)
-                    waiting = coming
-                if waiting is not None:
-                    current, waiting = waiting, None
-                    yield from _used(current)
-            finally:
-                if waiting is not None and waiting.exception() is None:
-                    waiting.result().release()
+        return batches(self.lease, plan, fields, ahead=ahead)
 
     def read_checks(self, number: int) -> bytes:
         """All checksums of segment `number`."""
@@ -169,14 +150,6 @@ class TrajectoryStore:
     ) -> None:
         self.close()
 
-    def _loaded(self, rows: Sequence[int] | np.ndarray, fields: Sequence[str]) -> TrajectoryBatch:
-        batch = self.lease(rows)
-        try:
-            return batch.load(fields)
-        except BaseException:
-            batch.release()
-            raise
-
     def _still_there(self, table: TrajectoryTable, row: int) -> bool:
         """Whether the trajectory in `row` of `table` is in the store as it is now."""
         if not isinstance(self._metadata, MetadataReader):
@@ -184,8 +157,3 @@ class TrajectoryStore:
         latest = MetadataReader(self.folder, len(self.fields))
         latest.refresh()
         return table.uid[row] in set(latest.table().uid)
-
-
-def _used(future: Future[TrajectoryBatch]) -> Iterator[TrajectoryBatch]:
-    with future.result() as batch:
-        yield batch

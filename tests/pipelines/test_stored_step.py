@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from recipes import tiny_recipe
 
 from opd.config import BatchConfig, DistillConfig, OptimConfig
-from opd.errors import ConfigError, StorageError, TrainingError
+from opd.errors import ConfigError, RolloutError, StorageError, TrainingError
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.stored_samples import SampleFiles, check_stored
+from opd.pipelines.stored_files import SampleFiles, rows_by_uid
+from opd.pipelines.stored_samples import check_stored
 from opd.pipelines.stored_step import FIELDS, StoredSettings, StoredStep
 from opd.storage.hidden_cache import HiddenStateCache
-from opd.storage.trajectories import TrajectoryBatch
+from opd.storage.trajectories import TrajectoryBatch, TrajectoryUnion
 from opd.teachers.cached_scores import CachedScores
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
@@ -29,7 +32,7 @@ from opd.teachers.torch_teacher import TorchTeacher
 from opd.train.distill_terms import build_distill_term
 from opd.train.plan_cost import CostModel, DeviceBudget
 from opd.train.torch_backend import TorchBackend
-from opd.types import RolloutBatch, TokenTerms
+from opd.types import RolloutBatch, Sample, TokenTerms
 
 LENGTHS = [(3, 4), (5, 1), (2, 37), (4, 0), (6, 3), (1, 5), (2, 9)]
 TEACHERS = ["a", "b", "a", "b", "b", "a", "b"]
@@ -42,6 +45,16 @@ def samples():
     for sample in made:
         sample.loss_mask = rng.random(len(sample.response_ids)) < 0.8
     return made
+
+
+@contextmanager
+def holding(files: SampleFiles, made: Sequence[Sample]) -> Iterator[tuple[TrajectoryUnion, np.ndarray]]:
+    """`made` as batch 0 on disk, and their rows."""
+    uids = [sample.uid for sample in made]
+    files.put(made, 0, {sample.group_uid: "asked" for sample in made}, {uid: 0 for uid in uids})
+    with files.view() as union:
+        found = rows_by_uid(union, 0)
+        yield union, np.array([found[uid] for uid in uids], np.int64)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +102,7 @@ def test_a_stored_step_is_the_step_in_memory(teachers, in_memory, tmp_path, cach
     cache = CachedScores(HiddenStateCache(tmp_path / "cache", quota_bytes=1 << 22)) if cached else None
     schedule = open_schedule(teachers, cache)
     backend = open_backend(schedule, sequence_chunk=16)
-    with SampleFiles.open(tmp_path / "store") as files, files.holding(samples()) as (store, rows):
+    with SampleFiles.open(tmp_path / "store") as files, holding(files, samples()) as (store, rows):
         step = StoredStep(store, rows, ["a", "b"], SETTINGS)
         plan = step.plan()
         assert store.counters.bytes_read == 0
@@ -118,7 +131,7 @@ def test_a_micro_batch_is_let_go_before_the_next_but_one_is_read(teachers, tmp_p
 
     monkeypatch.setattr(TrajectoryBatch, "load", loading)
     monkeypatch.setattr(TrajectoryBatch, "release", lambda b: (held.discard(id(b)), release(b))[1])
-    with SampleFiles.open(tmp_path / "store") as files, files.holding(samples()) as (store, rows):
+    with SampleFiles.open(tmp_path / "store") as files, holding(files, samples()) as (store, rows):
         step = StoredStep(store, rows, ["a", "b"], SETTINGS)
         plan = step.plan()
         assert len(plan) >= 4
@@ -132,31 +145,38 @@ def test_a_micro_batch_is_let_go_before_the_next_but_one_is_read(teachers, tmp_p
         assert read <= store.counters.bytes_read
 
 
-def test_a_step_leaves_nothing_in_the_store_and_neither_does_a_killed_one(tmp_path):
-    with SampleFiles.open(tmp_path / "store") as files, files.holding(samples()) as (store, _):
-        assert len(store.table) == len(LENGTHS)
-        with pytest.raises(ValueError, match="stop here"), files.holding(tiny.samples([(1, 2)] * 9)[7:]):
-            raise ValueError("stop here")
-    with SampleFiles.open(tmp_path / "store") as files, files.holding(samples()) as (store, rows):
-        assert len(store.table) == len(rows) == len(LENGTHS)
+def test_what_is_learnt_leaves_the_store_and_the_rest_is_there_for_the_next_attempt(tmp_path):
+    made = samples()
+    with SampleFiles.open(tmp_path / "store") as files:
+        for number, sample in enumerate(made[:3]):
+            files.put([sample], number, {sample.group_uid: "asked"}, {sample.uid: 0})
+        files.retire_before(1)
+    with SampleFiles.open(tmp_path / "store", keep=True) as files:
+        groups = [files.group(sample.group_uid, "asked") for sample in made[:4]]
+        assert groups == [{}, {0: "s1"}, {0: "s2"}, {}]
+        with pytest.raises(RolloutError, match="response s1 to another prompt"):
+            files.group(made[1].group_uid, "asked otherwise")
+        with files.view() as union:
+            assert list(union.table.uid) == ["s1", "s2"]
+    with SampleFiles.open(tmp_path / "store") as files, files.view() as union:
+        assert not len(union.table)
 
 
 def test_empty_responses_are_refused(teachers, tmp_path):
     schedule = open_schedule(teachers)
     empty = tiny.samples([(3, 0), (2, 0)], teachers=["a", "b"])
-    with SampleFiles.open(tmp_path / "store") as files, files.holding(empty) as (store, rows):
+    with SampleFiles.open(tmp_path / "store") as files, holding(files, empty) as (store, rows):
         step = StoredStep(store, rows, ["a", "b"], SETTINGS)
         with pytest.raises(TrainingError, match="all responses of this step are empty"):
             step.train(open_backend(schedule), schedule, step.plan())
 
 
-def test_what_needs_every_sample_at_once_is_refused():
-    recipe = tiny_recipe()
-    check_stored(recipe, policy_stream=False, ranks=1)
-    with pytest.raises(ConfigError, match="log-probabilities at once"):
-        check_stored(recipe, policy_stream=True, ranks=1)
-    with pytest.raises(ConfigError, match="several ranks"):
-        check_stored(recipe, policy_stream=False, ranks=2)
+def test_what_takes_samples_together_is_refused():
+    check_stored(tiny_recipe())
+    with pytest.raises(ConfigError, match=r"backend deepspeed takes a step's samples together"):
+        check_stored(tiny_recipe(train={"backend": "deepspeed"}))
+    with pytest.raises(ConfigError, match="to_batch is given the samples of a whole step"):
+        check_stored(tiny_recipe(distill={"to_batch": "my_code:convert"}))
 
 
 def test_a_full_disk_ends_the_step_and_leaves_the_store_whole(tmp_path):
@@ -165,8 +185,8 @@ def test_a_full_disk_ends_the_step_and_leaves_the_store_whole(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, limits[1]))
         try:
             with pytest.raises(StorageError, match="given up; free disk space"):
-                files.holding(tiny.samples([(10, 20_000)])).__enter__()
+                holding(files, tiny.samples([(10, 20_000)])).__enter__()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        with files.holding(samples()) as (store, rows), store.lease(rows) as batch:
+        with holding(files, samples()) as (store, rows), store.lease(rows) as batch:
             assert [batch.sample(row).uid for row in batch.rows] == [s.uid for s in samples()]
