@@ -47,8 +47,9 @@ class _Model:
     """Shape of the student; the default is a decoder of a billion parameters."""
 
     parameters: int = 10**9
-    layers: int = 24
     hidden_size: int = 2048
+    windows: tuple[int | None, ...] = (None,) * 24
+    """Of each layer's attention."""
     width: int = 2
 
 
@@ -103,10 +104,10 @@ def _machine(recipe: Recipe | None, model: _Model, options: PlanOptions) -> tupl
     }
     try:
         return (
-            CostModel.of_model(model.parameters, model.layers, model.hidden_size, **speeds),
+            CostModel.of_model(model.parameters, model.hidden_size, model.windows, **speeds),
             DeviceBudget(
                 max_bytes=options.budget_mb * _MIB,
-                bytes_per_token=_ACTIVATIONS * model.layers * model.hidden_size * model.width,
+                bytes_per_token=_ACTIVATIONS * len(model.windows) * model.hidden_size * model.width,
                 max_tokens=recipe.distill.batch.max_tokens if recipe is not None else None,
             ),
         )
@@ -150,7 +151,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
     shape = models.student
     assert shape is not None
     width = _WIDTH[recipe.model.dtype]
-    model = _Model(shape.parameters, shape.layers, shape.hidden_size, width)
+    model = _Model(shape.parameters, shape.hidden_size, shape.windows, width)
     if not needs_work:
         return model, None
     router, config = Router.from_recipe(recipe), recipe.distill
@@ -176,7 +177,7 @@ def describe(
 ) -> list[str]:
     """The plan, for people."""
     operations = cost.operations(work.lengths)
-    attention = cost.quadratic * (work.lengths.astype(np.float64) ** 2).sum() / max(operations.sum(), 1.0)
+    attention = cost.attention(work.lengths).sum() / max(operations.sum(), 1.0)
     counts = np.bincount(work.teachers, minlength=len(teachers))
     tokens, sizes = plan.totals(work.lengths), plan.totals(work.sizes)
     loads = np.zeros((plan.mini_batches, plan.ranks))
@@ -192,9 +193,12 @@ def describe(
         f"balance   slowest rank over mean: {balance.mean():.3f} on average, {balance.max():.3f} at worst",
         f"micro     {len(plan):,} micro-batches of at most {tokens.max():,} tokens and"
         f" {readable(sizes.max())} of data, within {readable(budget.max_bytes)}",
-        f"time      {seconds.sum():.3g} s by the model of opd/train/plan_cost.py, {seconds.max():.3g} s the"
-        " longest mini-batch",
     ]
+    if cost.operations_per_second != CostModel.operations_per_second:
+        lines.append(
+            f"time      {seconds.sum():.3g} s by the model of opd/train/plan_cost.py,"
+            f" {seconds.max():.3g} s the longest mini-batch"
+        )
     if len(plan.oversize):
         lines.append(
             f"oversize  {len(plan.oversize):,} trajectories do not fit the budget even alone; they must be"

@@ -31,6 +31,14 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise ModelError(f"{path} is not a configuration this transformers release knows: {error}") from error
 
 
+def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """How many tokens each layer's attention sees; `None` where it sees all before."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
 def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """A configuration from `model_type` and its arguments; vocabulary and special ids are the tokenizer's.
 

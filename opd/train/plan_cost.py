@@ -3,7 +3,8 @@
 Compute. A sequence of `L` tokens takes `linear * L + quadratic * L^2` floating-point operations: matrix
 products with every parameter, and attention of every token to those before it. Forward and backward pass
 together are three times the forward one (Kaplan et al. 2020, "Scaling Laws", section 2.1: `6 P` a token;
-the causal half of attention: `2 h L^2` forward a layer for hidden size `h`, so `6 h L^2`).
+the causal half of attention: `2 h L^2` forward a layer for hidden size `h`, so `6 h L^2`). In a layer whose
+window is `w < L` tokens see `w` of those before: `6 h w (2 L - w)`.
 
 Overlap. A rank works through `K` micro-batches; while one is computed the next is read, as in a pipeline of
 two stages with two buffers:
@@ -19,6 +20,7 @@ mini-batches by workload, to balance compute throughput against I/O overlap; it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +33,11 @@ class CostModel:
     linear: float = 1.0
     """Operations a token."""
     quadratic: float = 0.0
-    """Operations a pair of tokens."""
+    """Operations a pair of tokens, in layers of full attention."""
+    windowed: float = 0.0
+    """The same, in layers with a window."""
+    window: int = 1
+    """Tokens that those see."""
     operations_per_second: float = 1.0
     bytes_per_second: float = float("inf")
     """At which heavy data comes to the device."""
@@ -40,20 +46,36 @@ class CostModel:
 
     def __post_init__(self) -> None:
         speeds = self.operations_per_second > 0 and self.bytes_per_second > 0
-        if not speeds or min(self.linear, self.quadratic, self.overhead_seconds) < 0 or self.linear == 0:
+        costs = (self.quadratic, self.windowed, self.overhead_seconds)
+        if not speeds or min(costs) < 0 or self.linear <= 0:
             raise ValueError(
                 f"{self}: linear cost and speeds must be positive, the others not negative; correct them"
             )
 
     @classmethod
-    def of_model(cls, parameters: int, layers: int, hidden_size: int, **speeds: float) -> CostModel:
-        """A decoder with causal attention in every layer."""
-        return cls(linear=6.0 * parameters, quadratic=6.0 * layers * hidden_size, **speeds)
+    def of_model(
+        cls, parameters: int, hidden_size: int, windows: Sequence[int | None], **speeds: float
+    ) -> CostModel:
+        """A decoder with causal attention; `windows` has each layer's, `None` where it sees everything."""
+        pair = 6.0 * hidden_size
+        cut = [window for window in windows if window is not None]
+        return cls(
+            linear=6.0 * parameters,
+            quadratic=pair * (len(windows) - len(cut)),
+            windowed=pair * len(cut),
+            window=max(cut, default=1),
+            **speeds,
+        )
+
+    def attention(self, lengths: np.ndarray) -> np.ndarray:
+        """[n] float64: operations on pairs of tokens in sequences of `lengths` (`[n]` tokens)."""
+        tokens = np.asarray(lengths, np.float64)
+        seen = np.minimum(tokens, self.window)
+        return self.quadratic * tokens * tokens + self.windowed * seen * (2.0 * tokens - seen)
 
     def operations(self, lengths: np.ndarray) -> np.ndarray:
         """[n] float64 of sequences of `lengths` (`[n]` tokens)."""
-        tokens = np.asarray(lengths, np.float64)
-        return self.linear * tokens + self.quadratic * tokens * tokens
+        return self.linear * np.asarray(lengths, np.float64) + self.attention(lengths)
 
     def compute_seconds(self, lengths: np.ndarray) -> np.ndarray:
         """[n] float64."""

@@ -27,10 +27,16 @@ class Shape:
 
     parameters: int
     hidden_size: int
-    layers: int
+    windows: tuple[int | None, ...]
+    """How far each layer's attention sees; `None`: to the beginning."""
     vocabulary: int
     kv_width: int
     """Key-value heads times head size: values per token, layer and side of the cache."""
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return len(self.windows)
 
 
 @dataclass(slots=True)
@@ -133,6 +139,8 @@ def _shape(config: Any, source: str) -> Shape:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from opd.models.hf_config import layer_windows
+
     text = config.get_text_config()
     try:
         with torch.device("meta"):
@@ -144,7 +152,7 @@ def _shape(config: Any, source: str) -> Shape:
     return Shape(
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         hidden_size=text.hidden_size,
-        layers=text.num_hidden_layers,
+        windows=layer_windows(config),
         vocabulary=text.vocab_size,
         kv_width=heads * width,
     )

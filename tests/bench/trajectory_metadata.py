@@ -15,7 +15,7 @@ from opd.train.plan_cost import CostModel, DeviceBudget
 
 BUDGET = DeviceBudget(4e9, 1e5, 65_536)
 COST = CostModel.of_model(
-    10**9, 24, 2048, operations_per_second=1e14, bytes_per_second=1e9, overhead_seconds=0.01
+    10**9, 2048, [None] * 24, operations_per_second=1e14, bytes_per_second=1e9, overhead_seconds=0.01
 )
 
 

@@ -188,7 +188,7 @@ def test_the_estimate_adds_up():
     recipe = make_recipe(
         Path("unused"), rollout={"max_running": 2, "max_new_tokens": 5}, storage={"cache_mb": 3}
     )
-    shape = Shape(parameters=1000, hidden_size=4, layers=2, vocabulary=10, kv_width=4)
+    shape = Shape(parameters=1000, hidden_size=4, windows=(None, None), vocabulary=10, kv_width=4)
     parts = memory_parts(recipe, shape, {})
     assert parts["weights"] == parts["gradients"] == parts["engine copy"] == parts["teachers"] == 4000
     assert parts["AdamW"] == 8000

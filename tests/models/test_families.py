@@ -9,8 +9,10 @@ import tiny
 import torch
 
 from opd.errors import ModelError
+from opd.models.attention import AttentionCall, PackedAttention
 from opd.models.causal_lm import CausalLM
 from opd.models.heads import check_head
+from opd.models.hf_config import layer_windows
 from opd.models.probes import check_attention
 
 LENGTHS = [3, 11, 1, 7, 40]
@@ -42,6 +44,19 @@ def test_packed_equals_one_by_one(family: CausalLM, lengths: list[int]):
         )
     assert hidden.shape == (sum(lengths), family.config.hidden_size)
     torch.testing.assert_close(logits, alone, atol=1e-5 * float(alone.abs().max().clamp(min=1)), rtol=1e-5)
+
+
+def test_a_configuration_tells_how_far_each_layer_sees(family: CausalLM):
+    ids, positions, ends = packed([5], family.vocab_size)
+    attend, seen = PackedAttention(ends.tolist()), []
+
+    def noted(call: AttentionCall) -> torch.Tensor:
+        seen.append(call.sliding_window)
+        return attend(call)
+
+    with torch.no_grad():
+        family.run(ids, positions, noted)
+    assert list(layer_windows(family.module.config)) == seen
 
 
 def test_gradients_equal_one_by_one(family: CausalLM):

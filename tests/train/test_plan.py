@@ -162,6 +162,17 @@ def test_attention_counts_when_ranks_are_balanced() -> None:
     assert sorted(map(len, by_rank)) == [1, 1, 20]
 
 
+@given(st.integers(1, 60), st.integers(1, 30))
+def test_a_window_counts_the_pairs_that_it_shows(length: int, window: int) -> None:
+    """The area under the window, which pairs of tokens fill up to their diagonal."""
+    pairs = sum(min(place + 1, window) for place in range(length))
+    cost = CostModel(windowed=0.5, window=window)
+    assert pairs - min(length, window) / 2 == pytest.approx(float(cost.attention(np.array([length]))[0]))
+    full, cut = CostModel.of_model(7, 4, [None] * 3), CostModel.of_model(7, 4, [None, length, None])
+    lengths = np.arange(length + 1)
+    np.testing.assert_allclose(full.operations(lengths), cut.operations(lengths))
+
+
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="mini_batch and ranks"):
         PlanSettings(0)
