@@ -1,11 +1,12 @@
 """The simulated cluster against real merges on this machine: calibrated on two, asked about others.
 
-    python tests/bench/simulate_check.py [--steps 8] [--hidden 256] [--layers 6] [--json FILE]
+    python tests/bench/simulate_check.py [--steps 8] [--rounds 3] [--hidden 256] [--layers 6] [--json FILE]
 
 Real merges of an untrained student with streamed teachers in this process, at several numbers of teachers,
 prompts and lengths. An overhead and an efficiency for each of rollout, score and train are fitted to the
 first two merges; the others are predicted from their own sizes and mean response lengths alone. The teachers'
-files are in the page cache, so reading is taken as free. Medians over the steps but the first.
+files are in the page cache, so reading is taken as free. Medians over the steps but the first,
+and of these over rounds of all merges.
 """
 
 from __future__ import annotations
@@ -190,12 +191,15 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     vocabulary = loaded.module.get_input_embeddings().weight.shape[0]
     model = {"parameters": parameters, "layers": options.layers, "hidden_size": options.hidden}
     model["vocabulary"] = vocabulary
-    real, rows = [], []
-    for number, setting in enumerate(SETTINGS):
-        given = {f"t{i}": {"path": url} for i in range(setting.teachers)}
-        changes: dict[str, Any] = {"model": {"path": str(base)}, "base": None, "teachers": given}
-        own = recipe(setting, shape, options.steps, **changes)
-        real.append(measured(setting, own, folder / str(number)))
+    seen: list[list[dict[str, float]]] = [[] for _ in SETTINGS]
+    for turn in range(options.rounds):
+        for number, setting in enumerate(SETTINGS):
+            given = {f"t{i}": {"path": url} for i in range(setting.teachers)}
+            changes: dict[str, Any] = {"model": {"path": str(base)}, "base": None, "teachers": given}
+            own = recipe(setting, shape, options.steps, **changes)
+            seen[number].append(measured(setting, own, folder / f"{turn}-{number}"))
+    real = [{name: statistics.median(found[name] for found in own) for name in own[0]} for own in seen]
+    rows = []
     machine = calibrate(SETTINGS[:2], model, real[:2])
     for setting, found in zip(SETTINGS, real, strict=True):
         said = predicted(cluster(setting, model, found["length"], machine))
@@ -213,6 +217,7 @@ def main() -> None:
     """Measure, predict and print."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--json", type=Path)
