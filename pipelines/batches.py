@@ -72,11 +72,13 @@ class InTurn(Batches):
 
 
 class InParallel(Batches):
-    """Write while learning."""
+    """Write while learning. `joined`: responses of several batches at once, as their age allows."""
 
-    def __init__(self, student: Student, rollouts: StageRollout, write: Write, max_ahead: int) -> None:
+    def __init__(
+        self, student: Student, rollouts: StageRollout, write: Write, max_ahead: int, joined: bool
+    ) -> None:
         super().__init__(student, rollouts, write)
-        self._max_ahead = max_ahead
+        self._max_ahead, self._joined = max_ahead, joined
         self._opened: RolloutAhead | None = None
 
     @property
@@ -88,16 +90,17 @@ class InParallel(Batches):
 
     def start(self, step: int) -> None:
         self._student.start(step)
-        self._opened = RolloutAhead(self._rollouts.engine, self._write, step, self._max_ahead)
+        engine = self._rollouts.engine
+        self._opened = RolloutAhead(engine, self._write, step, self._max_ahead, joined=self._joined)
 
     def take(self, index: int) -> list[SampleGroup]:
         return self.ahead.take(index)
 
     def learnt(self, version: int, *, changed: bool = True) -> None:
-        if changed:
-            with self.ahead.turnstile.between():
+        with self.ahead.turnstile.between():
+            if changed:
                 self._student.sync(version)
-        self.ahead.learnt(version)
+            self.ahead.learnt(version)
 
     def idle(self) -> AbstractContextManager[None]:
         return self.ahead.idle()
@@ -112,6 +115,7 @@ class InParallel(Batches):
 
     def close(self) -> None:
         """Stop writing."""
+        self._student.meeting.call_off()
         if self._opened is not None:
             self._opened.close()
 
@@ -123,7 +127,7 @@ class OneAhead(InParallel):
     """
 
     def __init__(self, student: Student, rollouts: StageRollout, write: Write) -> None:
-        super().__init__(student, rollouts, write, max_ahead=1)
+        super().__init__(student, rollouts, write, max_ahead=1, joined=False)
         self._pending: tuple[int, bool] | None = None
 
     def take(self, index: int) -> list[SampleGroup]:
@@ -167,4 +171,7 @@ def open_batches(
         return InTurn(student, rollouts, write)
     if config.schedule == "ahead":
         return stack.enter_context(_parallel(OneAhead(student, rollouts, write)))
-    return stack.enter_context(_parallel(InParallel(student, rollouts, write, config.max_ahead)))
+    # Ranks tell each other a batch's responses in the order of the batches, and a `generate` of the recipe's
+    # own may hold state: there one batch is written at a time.
+    joined = student.ranks.alone and config.generate is None
+    return stack.enter_context(_parallel(InParallel(student, rollouts, write, config.max_ahead, joined)))

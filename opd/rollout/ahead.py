@@ -10,37 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
+from opd.rollout.ahead_calls import JoinedCalls, StoppedError, Turnstile
 from opd.rollout.collect import Generates
 from opd.types import DecodeStep, RolloutRequest, SampleGroup
 
-POLL = 0.5
-"""Seconds after which a waiting learner looks whether the writer is still alive."""
-
-
-class Turnstile:
-    """Lets one thread in at a time; `between` gets in before the next `step`, however fast steps follow."""
-
-    def __init__(self) -> None:
-        self._door, self._room = threading.Lock(), threading.Lock()
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """For the writer: one decode step."""
-        with self._door:
-            self._room.acquire()
-        try:
-            yield
-        finally:
-            self._room.release()
-
-    @contextmanager
-    def between(self) -> Iterator[None]:
-        """For the learner: what must not happen during a decode step."""
-        with self._door, self._room:
-            yield
+SOON = 0.05
+"""Seconds that decoding waits at most for a batch that was begun to ask for its responses."""
 
 
 class RolloutAhead:
@@ -57,39 +36,47 @@ class RolloutAhead:
         write: Callable[[Generates, int], list[SampleGroup]],
         first: int,
         max_ahead: int = 1,
+        *,
+        joined: bool = False,
     ) -> None:
         """Starts at once with batch `first`, which is also the learner's version. `write` samples everything
-        through the `generate` it is given. Raises `RolloutError` if `max_ahead` is below 1.
+        through the `generate` it is given. `joined`: a batch is begun as soon as its age allows, while
+        earlier ones are being written, each in a thread of its own; else one batch at a time. Raises
+        `RolloutError` if `max_ahead` is below 1.
         """
         if max_ahead < 1:
             raise RolloutError(f"max_ahead must be at least 1, not {max_ahead}; for 0 write in turn.")
-        self._engine, self._write, self._max_ahead = engine, write, max_ahead
+        self._write, self._max_ahead = write, max_ahead
+        self._together = max_ahead + 1 if joined else 1
         self.turnstile = Turnstile()
+        self._calls = JoinedCalls(engine, self.turnstile)
         self._changed = threading.Condition()
-        self._version = first
-        self._writing = False
+        self._version = self._next = first
+        self._writing: dict[int, threading.Thread] = {}
+        self._unasked: set[int] = set()
+        """Batches begun that have asked the engine for nothing yet."""
         self._held = 0
         """Learners that want no batch begun."""
         self._stopped = False
         self._ready: dict[int, list[SampleGroup]] = {}
-        self._error: BaseException | None = None
-        self._index = first
+        self._errors: dict[int, BaseException] = {}
         self._untaken: dict[int, set[str]] = {}
         """Requests begun, by batch."""
-        self._thread = threading.Thread(target=self._run, args=(first,), name="rollout", daemon=True)
-        self._thread.start()
+        with self._changed:
+            self._begin()
 
     @property
     def untaken(self) -> set[str]:
         """Uids of the requests that were begun and have not been taken. To be read between steps."""
-        return set().union(*self._untaken.values())
+        with self._changed:
+            return set().union(*self._untaken.values())
 
     def take(self, index: int) -> list[SampleGroup]:
         """Batch `index`, once it is written. Raises what the writer raised."""
         self.wait(index)
-        with self.turnstile.between():
+        with self._changed:
             self._untaken.pop(index, None)
-        return self._ready.pop(index)
+            return self._ready.pop(index)
 
     def wait(self, index: int) -> None:
         """Return once batch `index` is written; raises what the writer raised.
@@ -98,17 +85,21 @@ class RolloutAhead:
         """
         with self._changed:
             while index not in self._ready:
-                if self._error is not None:
-                    raise self._error
-                if not self._thread.is_alive():
-                    raise RolloutError(f"the writer has ended before batch {index}; restart with --resume.")
-                self._changed.wait(POLL)
+                failed = min(self._errors, default=index + 1)
+                if failed <= index:
+                    raise self._errors[failed]
+                self._changed.wait()
 
     def learnt(self, version: int) -> None:
-        """The learner has reached `version`, and the engine has its weights."""
+        """The learner has reached `version`, and the engine has its weights.
+
+        Between two decode steps the next one waits for the batches that may be begun now.
+        """
         with self._changed:
             self._version = version
-            self._changed.notify_all()
+            self._begin()
+            if self._together > 1:
+                self._changed.wait_for(lambda: not self._unasked, SOON)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -121,59 +112,70 @@ class RolloutAhead:
         finally:
             with self._changed:
                 self._held -= 1
-                self._changed.notify_all()
+                self._begin()
 
     def close(self) -> None:
         """Stop between two decode steps; what is in flight stays in the log, if there is one."""
         with self._changed:
             self._stopped = True
-            self._changed.notify_all()
-        self._thread.join()
+            threads = list(self._writing.values())
+        self._calls.stop()
+        for thread in threads:
+            thread.join()
+        self._calls.close()
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
-        """The engine's decode steps, each inside the turnstile."""
-        with self.turnstile.step():
-            begun = self._untaken.setdefault(self._index, set())
-            begun.update(request.uid for request in requests)
-            steps = iter(self._engine.generate(requests))
-        while True:
-            with self.turnstile.step():
-                if self._stopped:
-                    raise _StoppedError
-                step = next(steps, None)
-            if step is None:
-                return
-            yield step
+    def _begin(self) -> None:
+        """Begin the batches that are due, with the lock held."""
+        while (
+            not self._stopped
+            and not self._held
+            and not self._errors
+            and len(self._writing) < self._together
+            and self._next - self._version <= self._max_ahead
+        ):
+            index = self._next
+            self._next += 1
+            self._unasked.add(index)
+            thread = threading.Thread(target=self._run, args=(index,), name="rollout", daemon=True)
+            self._writing[index] = thread
+            thread.start()
 
-    def _run(self, first: int) -> None:
-        index = first
+    def _run(self, index: int) -> None:
+        groups: list[SampleGroup] | None = None
+        failure: BaseException | None = None
         try:
-            while self._may_begin(index):
-                self._index = index
-                groups = self._write(self, index)
-                with self._changed:
-                    self._ready[index] = groups
-                    self._writing = False
-                    self._changed.notify_all()
-                index += 1
-        except _StoppedError:
+            groups = self._write(_Batch(self, index), index)
+        except StoppedError:
             pass
         except BaseException as error:
-            self._error = error
+            failure = error
         finally:
             with self._changed:
-                self._writing = False
+                if groups is not None:
+                    self._ready[index] = groups
+                if failure is not None:
+                    self._errors[index] = failure
+                del self._writing[index]
+                self._unasked.discard(index)
+                self._begin()
                 self._changed.notify_all()
 
-    def _may_begin(self, index: int) -> bool:
-        """Wait for the learner to be near enough; False if there will be no more batches."""
+    def _ask(self, index: int, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+        """What batch `index` asks of the engine."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._stopped or (not self._held and index - self._version <= self._max_ahead)
-            )
-            self._writing = not self._stopped
-            return self._writing
+            self._untaken.setdefault(index, set()).update(request.uid for request in requests)
+            steps = self._calls.generate(requests)
+            self._unasked.discard(index)
+            self._changed.notify_all()
+        return steps
 
 
-class _StoppedError(Exception):
-    """The learner wants no more."""
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What one batch is written through."""
+
+    ahead: RolloutAhead
+    index: int
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+        return self.ahead._ask(self.index, requests)

@@ -108,7 +108,7 @@ class FaultTolerantRollout:
             )
         self.failures.clear()
         ledger = Ledger(requests, self._books, self._pool.version)
-        if ledger.resumed:
+        if ledger.recovered:
             self._restore()
         self._counted = self._count_engines()  # others may have used the engines in the meantime
         dispatch = Dispatch(self._pool, ledger, self.counters, self._between_steps, self._count_call)

@@ -69,7 +69,9 @@ class Ledger:
         """Policy version of the newest step."""
         known = {r.uid: _prefix(r, version) for r in requests}
         self.resumed = [r.uid for r in requests if len(r.prefix_ids)]
-        books.counters["requests"] += len(requests)
+        self.recovered = False
+        """Whether the log held tokens that the caller has not seen."""
+        books.counters["requests"] += len(requests) - len(self.resumed)
         if books.log is not None:
             known |= self._read(books.log, requests, version)
         self.transcript = Transcript(known)
@@ -194,9 +196,11 @@ class Ledger:
             self._end(ended)
         books.failures |= {uid: found[uid].failure or "" for uid in ended if found[uid].failure}
         self.resumed = [uid for uid in found if uid not in ended and len(known[uid])]
+        told = {uid: len(tokens) - skip[uid] for uid, tokens in known.items()}
+        self.recovered = any(told[uid] for uid in self.resumed)
         books.counters["replayed_requests"] += len(ended)
-        books.counters["resumed_requests"] += len(self.resumed)
-        books.counters["replayed_tokens"] += sum(len(tokens) for tokens in known.values())
+        books.counters["resumed_requests"] += sum(told[uid] > 0 for uid in self.resumed)
+        books.counters["replayed_tokens"] += sum(told.values())
         return known
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from opd.errors import RolloutError
 from opd.rollout.ahead import RolloutAhead, Turnstile
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine
-from opd.types import SamplingParams
+from opd.types import RolloutRequest, SamplingParams
 
 VOCABULARY = 24
 LONG = SamplingParams(max_new_tokens=24)
@@ -71,13 +72,17 @@ def versions(groups):
 delays = st.lists(st.floats(0, 0.01), min_size=6, max_size=6)
 
 
-@settings(max_examples=8)
-@given(write=delays, learn_delays=delays, max_ahead=st.integers(1, 3), whole=st.booleans())
-def test_no_token_is_too_old(build, write, learn_delays, max_ahead, whole):
+WAYS = ("whole", "apart", "joined")
+"""Batches of one version each; new weights in the middle; and of several batches at once."""
+
+
+@settings(max_examples=12)
+@given(write=delays, learn_delays=delays, max_ahead=st.integers(1, 3), how=st.sampled_from(WAYS))
+def test_no_token_is_too_old(build, write, learn_delays, max_ahead, how):
     model, _ = build()
-    engine = TorchEngine(model)
+    engine, whole = TorchEngine(model), how == "whole"
     max_ahead = 1 if whole else max_ahead
-    ahead = RolloutAhead(engine, writer(lambda i: write[i % 6]), 0, max_ahead)
+    ahead = RolloutAhead(engine, writer(lambda i: write[i % 6]), 0, max_ahead, joined=how == "joined")
     try:
         taken = learn(engine, model, ahead, 6, whole=whole, delay=lambda i: learn_delays[i])
     finally:
@@ -142,6 +147,107 @@ def test_weights_change_in_the_middle_of_responses(build):
     assert set(found.tolist()) == {0, 1}
 
 
+class Spy:
+    """An engine that is paced, and remembers which requests it decoded together."""
+
+    def __init__(self, engine):
+        self.engine, self.together, self.calls = engine, [], []
+
+    def generate(self, requests):
+        self.calls.append([(request.uid, len(request.prefix_ids)) for request in requests])
+        for step in self.engine.generate(requests):
+            self.together.append(set(step.uids))
+            time.sleep(0.001)
+            yield step
+
+
+def samples_of(groups):
+    return {sample.uid: sample for group in groups for sample in group.samples}
+
+
+def test_responses_of_two_batches_are_decoded_together(build):
+    """And are those that each batch gets alone, as their noise goes by uid and position."""
+    model, _ = build()
+    apart = TorchEngine(model)
+    alone = {uid: s for i in range(3) for uid, s in samples_of(writer()(apart, i)).items()}
+    spy = Spy(TorchEngine(model))
+    ahead = RolloutAhead(spy, writer(), 0, max_ahead=2, joined=True)
+    try:
+        found = {}
+        for index in range(3):
+            found |= samples_of(ahead.take(index))
+    finally:
+        ahead.close()
+    assert any(len({uid.split(".")[0] for uid in step}) > 1 for step in spy.together)
+    assert found.keys() == alone.keys()
+    for uid, sample in found.items():
+        assert np.array_equal(sample.response_ids, alone[uid].response_ids)
+        np.testing.assert_allclose(sample.rollout_logprobs, alone[uid].rollout_logprobs, atol=1e-4)
+
+
+def test_a_batch_that_comes_later_joins_what_is_in_flight(build):
+    """What was in flight goes on after its tokens; an engine's call never holds what has ended."""
+    model, _ = build()
+    spy = Spy(TorchEngine(model))
+    ahead = RolloutAhead(spy, writer(), 0, max_ahead=1, joined=True)
+    try:
+        ahead.take(0)
+        with ahead.turnstile.between():
+            ahead.learnt(1)
+        ahead.take(1)
+        ahead.take(2)
+    finally:
+        ahead.close()
+    assert len(spy.calls) >= 2
+    for earlier, later in pairwise(spy.calls):
+        known = dict(earlier)
+        assert all(length > known.get(uid, -1) for uid, length in later if length)
+    begun = [uid for call in spy.calls for uid, length in call if not length]
+    assert len({uid.split(".")[0] for uid in begun}) == 3
+
+
+def test_an_error_of_the_engine_reaches_every_batch(build):
+    model, _ = build()
+
+    class Broken(Spy):
+        def generate(self, requests):
+            for number, step in enumerate(super().generate(requests)):
+                if number == 3:
+                    raise RolloutError("the engine broke.")
+                yield step
+
+    ahead = RolloutAhead(Broken(TorchEngine(model)), writer(), 0, max_ahead=2, joined=True)
+    try:
+        for index in range(3):
+            with pytest.raises(RolloutError, match="the engine broke"):
+                ahead.take(index)
+    finally:
+        ahead.close()
+
+
+def test_what_a_caller_leaves_is_not_decoded_on(build):
+    """A `generate` may stop in the middle; the other callers' responses come all the same."""
+    model, _ = build()
+    spy = Spy(TorchEngine(model))
+
+    def write(engine, index):
+        if index:
+            return writer()(engine, index)
+        steps = engine.generate([RolloutRequest(f"left/{i}", np.arange(4), LONG, 0) for i in range(4)])
+        for _ in range(2):
+            next(steps)
+        steps.close()
+        return []
+
+    ahead = RolloutAhead(spy, write, 0, max_ahead=1, joined=True)
+    try:
+        assert ahead.take(0) == []
+        assert len(samples_of(ahead.take(1))) == BATCH * GROUP
+    finally:
+        ahead.close()
+    assert not any(uid.startswith("left") for uid in spy.together[-1])
+
+
 def test_an_error_of_the_writer_reaches_the_learner(build):
     model, _ = build()
 
@@ -157,10 +263,11 @@ def test_an_error_of_the_writer_reaches_the_learner(build):
     ahead.close()
 
 
-def test_closing_stops_in_the_middle_of_a_batch(build):
+@pytest.mark.parametrize("joined", [False, True])
+def test_closing_stops_in_the_middle_of_a_batch(build, joined):
     model, _ = build()
     engine = TorchEngine(model)
-    ahead = RolloutAhead(engine, writer(), 0)
+    ahead = RolloutAhead(engine, writer(), 0, joined=joined)
     ahead.close()
     assert not [t for t in threading.enumerate() if t.name == "rollout" and t.is_alive()]
     assert ahead.untaken <= {f"{b}.{i}/{j}" for b in (0, 1) for i in range(BATCH) for j in range(GROUP)}
