@@ -59,7 +59,8 @@ def middle_of(out: Path, stage: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_in_every_stage(tmp_path, workers):
-    recipe = write_recipe(tmp_path / "recipe.yaml", runtime={"workers": workers})
+    storage = {"trajectories": "disk" if workers == 2 else "memory"}
+    recipe = write_recipe(tmp_path / "recipe.yaml", runtime={"workers": workers}, storage=storage)
     finish(recipe, tmp_path / "undisturbed")
     disturbed = tmp_path / "disturbed"
     killed = 0

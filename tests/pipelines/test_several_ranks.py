@@ -1,11 +1,13 @@
 """A whole merge on two ranks, from the command line: the student that one process makes."""
 
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -15,7 +17,7 @@ from recipes import tiny_recipe, write_recipe
 from opd.config import BatchConfig, OptimConfig, TrainConfig
 from opd.errors import ConfigError
 from opd.pipelines.launch import check_ranks
-from opd.pipelines.run import run_pipeline, run_stage
+from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
 from opd.ranks import Ranks
 from opd.train.backends import open_backend
@@ -27,6 +29,15 @@ LAUNCHES = {
     "context": {"backend": "torch", "context_parallel": 2},
     "megatron": {"backend": "megatron", "tensor_parallel": 2},
 }
+DISK = {"trajectories": "disk"}
+LOSSES = {
+    "kl": {},
+    "reward": {"rl_coef": 0.5, "samples_per_prompt": 2},
+    "k1": {"loss": {"type": "k1", "discount": 0.5}, "rl_coef": 0.5, "samples_per_prompt": 2},
+}
+more = pytest.mark.skipif(
+    "OPD_RANKS_ON_DISK" not in os.environ, reason="set OPD_RANKS_ON_DISK: a minute more"
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,45 +51,63 @@ def trained(tmp_path_factory):
     return path
 
 
-def merge(trained: Path) -> dict:
+def merge(trained: Path, loss: str = "kl") -> dict:
     """What a recipe says that merges these specialists."""
     return {
         "model": {"path": str(trained / "base")},
         "base": None,
         "teachers": {name: {"path": str(trained / "specialists" / name)} for name in ("sort", "add3")},
-        "distill": MERGE,
+        "distill": MERGE | LOSSES[loss],
         "baselines": {"methods": []},
     }
 
 
 @pytest.fixture(scope="module")
 def alone(trained, tmp_path_factory):
-    """The student of one process."""
-    path = tmp_path_factory.mktemp("alone") / "run"
-    recipe = tiny_recipe(**merge(trained))
-    with RunFolder.create(path, recipe) as folder:
-        run_pipeline(recipe, folder)
-    return load_file(path / "merged" / "model.safetensors")
+    """The student of one process with samples in memory, by the loss."""
+
+    @functools.cache
+    def student(loss: str) -> dict[str, torch.Tensor]:
+        path = tmp_path_factory.mktemp(f"alone-{loss}") / "run"
+        recipe = tiny_recipe(**merge(trained, loss))
+        with RunFolder.create(path, recipe) as folder:
+            run_stage(recipe, folder, "merge")
+        return load_file(path / "merged" / "model.safetensors")
+
+    return student
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_two_ranks_make_the_student_of_one(trained, alone, tmp_path, launch):
+@pytest.mark.parametrize(
+    ("launch", "loss", "storage"),
+    [
+        ("fsdp", "kl", {}),
+        ("context", "kl", {}),
+        ("megatron", "kl", {}),
+        ("fsdp", "reward", DISK),
+        pytest.param("fsdp", "kl", DISK, marks=more),
+        pytest.param("fsdp", "k1", DISK, marks=more),
+        pytest.param("context", "k1", DISK, marks=more),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.get("trajectories", "memory"),
+)
+def test_two_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, loss, storage):
     if launch == "megatron":
         pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)
     train = {"ranks": 2, **LAUNCHES[launch]}
-    recipe = write_recipe(tmp_path / "recipe.yaml", **merge(trained), train=train)
+    recipe = write_recipe(tmp_path / "recipe.yaml", **merge(trained, loss), train=train, storage=storage)
     out = tmp_path / "run"
     command = [sys.executable, "-m", "opd.pipelines.cli", "distill", str(recipe), "--out", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
-    ours = load_file(out / "merged" / "model.safetensors")
+    ours, expected = load_file(out / "merged" / "model.safetensors"), alone(loss)
     start = load_file(trained / "base" / "model.safetensors")
-    assert ours.keys() == alone.keys()
-    moved = max(float((alone[name] - start[name]).abs().max()) for name in alone)
-    apart = max(float((ours[name] - alone[name]).abs().max()) for name in alone)
+    assert ours.keys() == expected.keys()
+    moved = max(float((expected[name] - start[name]).abs().max()) for name in expected)
+    apart = max(float((ours[name] - expected[name]).abs().max()) for name in expected)
     assert apart <= 1e-2 * moved  # four steps of AdamW: what rounding can become
+    assert not list((out / "stages" / "merge").glob("trajectories*"))
 
 
 def test_sequences_are_shared_by_all_ranks_or_by_none():
