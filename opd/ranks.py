@@ -74,6 +74,12 @@ class Ranks:
             return Ranks()
         return Ranks(group, self._store, name)
 
+    def board(self) -> Store | None:
+        """Where these ranks, and nobody else, can leave notes for each other; `None` without a store."""
+        if self._store is None or self.group is None:
+            return None
+        return PrefixStore(f"notes/{self.group.group_name}", self._store)
+
     def gather(self, mine: bytes, what: str) -> list[bytes]:
         """What every rank gives, in the order of ranks. `what` names the meeting, for errors.
 

@@ -9,9 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe
-from opd.errors import ConfigError
 from opd.models.adapters import has_adapter, read_adapter, save_adapted
-from opd.models.causal_lm import CausalLM
+from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.models.checkpoint import save_checkpoint
 from opd.models.lora import AdaptedLM, MergingLM
 from opd.pipelines.context import StageContext
@@ -22,19 +21,18 @@ SHARED_BASE = "adapted-base"
 """Where, below the root of published teachers, the bases lie that adapters belong to."""
 
 
-def adapted(recipe: Recipe, model: CausalLM, path: Path, alone: bool = True) -> CausalLM:
+def adapted(recipe: Recipe, model: CausalLM, path: Path, dtype: str | None = None) -> CausalLM:
     """`model`, read from `path`, as it is trained: with the adapters of `model.lora`, if the recipe has it.
 
-    `alone`: no other process trains it too. Raises `ConfigError` otherwise.
+    `dtype`: what adapters are kept in, if it is not that of `model`.
     """
     lora = recipe.model.lora
     if lora is None:
         return model
-    if not alone:
-        raise ConfigError(
-            "model.lora is trained by one process; set train.ranks to 1, or leave model.lora out."
-        )
-    return AdaptedLM(model, lora, path, recipe.seed)
+    found = AdaptedLM(model, lora, path, recipe.seed)
+    if dtype is not None:
+        found.keep_adapters_in(torch_dtype(dtype))
+    return found
 
 
 def receiving(recipe: Recipe, model: CausalLM) -> CausalLM:

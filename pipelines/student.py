@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
 from opd.models.causal_lm import CausalLM
-from opd.models.checkpoint import save_checkpoint
-from opd.models.digest import weights_digest
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.adapted import adapted, receiving, save_trained
 from opd.pipelines.context import StageContext
@@ -25,7 +23,7 @@ from opd.protocols import RolloutEngine
 from opd.ranks import Ranks
 from opd.rollout.collect import EncodedPrompt, Generates, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.shared import write_shared
+from opd.rollout.shared import Meeting, write_shared
 from opd.rollout.stop_strings import StopStrings
 from opd.rollout.sync.in_process import InProcess
 from opd.rollout.sync.verb import LocalTarget, sync_weights
@@ -45,9 +43,11 @@ def load_model(recipe: Recipe, path: Path, dtype: str | None = None) -> CausalLM
     return model
 
 
-def load_trained(recipe: Recipe, path: Path, ranks: Ranks, dtype: str | None = None) -> CausalLM:
-    """`load_model`, with adapters where the recipe trains those."""
-    return adapted(recipe, load_model(recipe, path, dtype), path, ranks.alone)
+def load_trained(recipe: Recipe, path: Path, dtype: str | None = None) -> CausalLM:
+    """`load_model` as it is trained. With adapters `dtype` is theirs: the base is that of the engines."""
+    if recipe.model.lora is None:
+        return load_model(recipe, path, dtype)
+    return adapted(recipe, load_model(recipe, path), path, dtype)
 
 
 def tokenizer_of(recipe: Recipe, path: Path) -> PreTrainedTokenizerBase:
@@ -115,6 +115,8 @@ class Student:
     ranks: Ranks
     writing: Ranks
     """The same ranks for the thread that writes, which may not be the one that learns."""
+    meeting: Meeting
+    """Where their writers wait for each other."""
     generate: Generate = collect
     """Prompts to sample groups: the recipe's own, if it names one."""
     stops: StopStrings | None = None
@@ -133,10 +135,11 @@ class Student:
         """Load `path` to train; the engine, here or among the stage's helpers, holds a copy of its own."""
         recipe, ranks, helpers = context.recipe, context.ranks, context.helpers
         tokenizer = tokenizer_of(recipe, path)
-        load = partial(load_trained, recipe, path, ranks)
+        load = partial(load_trained, recipe, path)
         temperature, dtype = recipe.rollout.temperature, recipe.model.dtype
         backend = open_backend(load, recipe.train, optim, batch, temperature, terms, ranks, dtype=dtype)
         context.closing.callback(backend.close)
+        writing = ranks.another(f"{context.stage}/rollouts")
         return cls(
             tokenizer,
             backend,
@@ -145,7 +148,8 @@ class Student:
             recipe.seed,
             load,
             ranks,
-            ranks.another(f"{context.stage}/rollouts"),
+            writing,
+            Meeting(writing),
             load_generate(recipe.rollout.generate),
             stop_strings(recipe, tokenizer),
         )
@@ -181,6 +185,7 @@ class Student:
             self.writing,
             prompts,
             lambda mine: self.generate(engine, mine, group_size, self.sampling, self.seed),
+            self.meeting,
         )
 
     def start(self, step: int) -> None:
@@ -199,20 +204,15 @@ class Student:
         sync_weights([LocalTarget(self.writer, link)], link, self.backend.weights(), version)
 
     def export(self, folder: Path, card: dict[str, Any]) -> str:
-        """Write the Hugging Face folder and return the digest of its weights."""
-        if isinstance(self.backend, TorchBackend) and self.ranks.alone:
+        """Write the Hugging Face folder, on the first rank, and return the digest of its weights there."""
+        if type(self.backend) is TorchBackend:  # its model is whole, and in the dtype it computes in
             return save_trained(self.backend.model, self.tokenizer, folder, card)
         kept: dict[str, Tensor] = {}
-
-        def walk() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in self.backend.weights():
-                if self.ranks.main:
-                    kept[name] = tensor.to("cpu", copy=True)
-                yield name, tensor
-
-        digest = weights_digest(walk())
-        if self.ranks.main:
-            model = self.load(None)
-            model.load_weights(kept.items())
-            save_checkpoint(model, self.tokenizer, folder, card)
-        return digest
+        for name, tensor in self.backend.weights():
+            if self.ranks.main:
+                kept[name] = tensor.to("cpu", copy=True)
+        if not self.ranks.main:
+            return ""
+        model = self.load(None)
+        model.load_weights(kept.items())
+        return save_trained(model, self.tokenizer, folder, card)

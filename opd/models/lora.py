@@ -45,6 +45,12 @@ class AdaptedLM(CausalLM):
         super().__init__(base.module)
         self.vocabulary = base.vocabulary
 
+    def keep_adapters_in(self, dtype: torch.dtype) -> None:
+        """Cast the adapters, which are trained, and leave the base as it is."""
+        for name, parameter in self.module.named_parameters():
+            if _PART.search(name):
+                parameter.data = parameter.data.to(dtype)
+
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """`A` and `B` of every adapted layer, detached, in the module's order."""
         for name, parameter in self.module.named_parameters():

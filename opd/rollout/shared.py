@@ -7,12 +7,14 @@ every rank has them.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from opd.errors import RolloutError
+from opd.errors import RanksError, RolloutError
 from opd.ranks import Ranks
 from opd.rollout.collect import EncodedPrompt
 from opd.types import Sample, SampleGroup, Status
@@ -25,13 +27,63 @@ _ARRAYS = {
     "loss_mask": np.dtype(bool),
 }
 _HEADER = 8
+_BEGIN, _STOP = b"begin", b"stop"
+_SOONEST, _LATEST = 0.001, 0.05
+"""Seconds between two looks whether all ranks have come."""
+
+
+class Meeting:
+    """Where ranks that write wait for each other, batch after batch, until one of them stops.
+
+    Whoever waits in a collective for a rank that has stopped waits until it times out. So each rank first
+    says in the store that it is there, and the collective begins when all have said so. That it begins, or
+    will never, is decided once for all of them.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._board, self._size = ranks.board(), ranks.size
+        self._batch = 0
+        self._off = False
+
+    def come(self) -> None:
+        """Return once every rank is here. Raises `RanksError` if one of them, or this one, has stopped."""
+        if self._board is None:
+            return
+        said, pause = f"decided/{self._batch}", _SOONEST
+        if self._board.add(f"here/{self._batch}", 1) == self._size:
+            self._decide(_BEGIN)
+        while not self._board.check([said]):
+            if self._off:
+                self._decide(_STOP)
+            time.sleep(pause)
+            pause = min(2 * pause, _LATEST)
+        begins = self._board.get(said) == _BEGIN
+        self._batch += 1
+        if not begins:
+            raise RanksError(
+                "another rank has stopped writing, and its responses are missing; look for that rank's own"
+                " error and start again with --resume."
+            )
+
+    def call_off(self) -> None:
+        """This rank writes no more: nobody is to wait for it, and it waits for nobody."""
+        self._off = True
+        with suppress(RuntimeError):  # where the store is gone, so are the others
+            self._decide(_STOP)
+
+    def _decide(self, what: bytes) -> None:
+        if self._board is not None:
+            self._board.compare_set(f"decided/{self._batch}", "", what.decode())
 
 
 def write_shared(
-    ranks: Ranks, prompts: Sequence[EncodedPrompt], write: Callable[[list[EncodedPrompt]], list[SampleGroup]]
+    ranks: Ranks,
+    prompts: Sequence[EncodedPrompt],
+    write: Callable[[list[EncodedPrompt]], list[SampleGroup]],
+    meeting: Meeting | None = None,
 ) -> list[SampleGroup]:
     """What `write` makes of `prompts`, of which it is given this rank's; the same on all ranks, in the order
-    of the prompts.
+    of the prompts. They wait for each other at `meeting`, if one may stop before it has written.
 
     Raises `RanksError` if a rank fails to write its own.
     """
@@ -39,7 +91,14 @@ def write_shared(
         return write(list(prompts))
     mine = ranks.mine(prompts)
     known = {prompt.uid: prompt for prompt in prompts}
-    groups = write(mine) if mine else []
+    try:
+        groups = write(mine) if mine else []
+    except BaseException:
+        if meeting is not None:
+            meeting.call_off()
+        raise
+    if meeting is not None:
+        meeting.come()
     said = ranks.gather(encode_groups(groups, known), "the responses of a batch")
     everyone = [group for part in said for group in decode_groups(part, known)]
     order = {prompt.uid: place for place, prompt in enumerate(prompts)}

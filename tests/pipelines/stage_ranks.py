@@ -1,0 +1,112 @@
+"""One rank that runs stages; run by test_stages_on_ranks.py, one process a rank.
+
+    python stage_ranks.py RANK WORLD FOLDER
+
+`FOLDER/tasks.json` names run folders and stages; see `run_task`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rank_processes import joined
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recipes import tiny_recipe
+
+from opd.pipelines.run import execute
+from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.stages import plan
+from opd.pipelines.student import Student
+from opd.ranks import Ranks
+from opd.rollout.torch_engine import TorchEngine
+from opd.types import SampleGroup
+
+SECONDS = 60
+"""How long a rank waits for the other."""
+
+
+class Watch:
+    """What a rank learns from, and an engine of its own pace."""
+
+    def __init__(self, rank: int, steps: int) -> None:
+        self.rank, self.steps = rank, steps
+        self.batches: list[str] = []
+        self.calls = 0
+        self._rollout, self._generate = Student.rollout, TorchEngine.generate
+
+    def rollout(self, student: Student, *given) -> list[SampleGroup]:
+        """`Student.rollout`, remembered."""
+        groups = self._rollout(student, *given)
+        digest = hashlib.sha256()
+        for group in groups:
+            for sample in group.samples:
+                digest.update(sample.uid.encode())
+                for name in ("response_ids", "rollout_logprobs", "policy_versions"):
+                    digest.update(np.ascontiguousarray(getattr(sample, name)).tobytes())
+        self.batches.append(digest.hexdigest())
+        return groups
+
+    def generate(self, engine: TorchEngine, requests):
+        """`TorchEngine.generate`, at times slower on one rank, at times on the other; and so slow on one with
+        what will not be learnt from that the other waits for it when both have ended.
+        """
+        self.calls += 1
+        pause = 0.02 if self.calls % 2 == self.rank % 2 else 0.0
+        if self.rank and len(self.batches) >= self.steps:
+            pause = 1.0
+        for step in self._generate(engine, requests):
+            time.sleep(pause)
+            yield step
+
+
+def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
+    """Run stage `task["stage"]` in the run folder `task["folder"]`; `slow`, its number of steps, gives
+    ranks engines of unequal pace. What this rank has learnt from is written to `NAME-RANK.json`."""
+    watch = Watch(ranks.rank, task["slow"])
+    Student.rollout = lambda *given: watch.rollout(*given)
+    if task["slow"]:
+        TorchEngine.generate = lambda *given: watch.generate(*given)
+    recipe = tiny_recipe(**task["recipe"])
+    try:
+        execute(
+            recipe,
+            RunFolder.attach(Path(task["folder"])),
+            plan(recipe)[task["stage"]],
+            lambda *_: None,
+            lambda _: None,
+            ranks=ranks,
+        )
+    finally:
+        Student.rollout, TorchEngine.generate = watch._rollout, watch._generate
+    (folder / f"{task['name']}-{ranks.rank}.json").write_text(json.dumps(watch.batches))
+
+
+def store_of(rank: int) -> dist.TCPStore:
+    """One store for both ranks, as their launcher has it for a run."""
+    own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = torch.tensor([own.port if own else 0])
+    dist.broadcast(port, 0)
+    return own or dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
+
+
+def main() -> None:
+    """Every task of FOLDER/tasks.json in turn."""
+    with joined(SECONDS) as (rank, folder):
+        ranks = Ranks(dist.group.WORLD, store_of(rank))
+        for task in json.loads((folder / "tasks.json").read_text()):
+            run_task(task, ranks, folder)
+
+
+if __name__ == "__main__":
+    main()

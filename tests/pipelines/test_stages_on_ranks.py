@@ -1,0 +1,149 @@
+"""Stages of every kind on two ranks, some of unequal pace, in one launch, compared with one process."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import run_ranks
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import stage_ranks
+from recipes import tiny_recipe
+
+from opd.models.adapters import read_adapter
+from opd.monitor.metrics import read_metrics
+from opd.pipelines.run import run_stage
+from opd.pipelines.run_folder import RunFolder
+
+SPECIALIST = {"steps": 3, "prompts_per_step": 8, "group_size": 4, "minibatches": 2}
+TIS = {"policy_loss": {"correction": {"type": "tis"}}}
+MERGE = {"steps": 3, "prompts_per_domain": 4}
+TASKS = {
+    "specialist": ("specialist-add3", {"specialist": SPECIALIST}),
+    "ahead": (
+        "specialist-add3",
+        {"specialist": SPECIALIST | TIS, "rollout": {"schedule": "ahead"}},
+    ),
+    "async": (
+        "merge",
+        {"distill": MERGE | {"steps": 4}, "rollout": {"schedule": "async", "max_ahead": 2}},
+    ),
+    "adapters": ("merge", {"distill": MERGE | {"optim": {"lr": 0.01}}, "lora": {"rank": 4, "alpha": 8}}),
+}
+STEPS = {"specialist": 3, "ahead": 3, "async": 4, "adapters": 3}
+MODELS = {"specialist-add3": "specialists/add3", "merge": "merged"}
+BOUND = {"ahead": 1.0, "async": 2.0}
+
+
+def settings(base: Path, changes: dict) -> dict:
+    """What a recipe says that starts from `base`."""
+    plain = tiny_recipe()
+    rollout = plain.rollout.model_dump(mode="json") | changes.get("rollout", {})
+    model = {"path": str(base)} | ({"lora": changes["lora"]} if "lora" in changes else {})
+    own = {key: value for key, value in changes.items() if key not in ("rollout", "lora")}
+    teachers = {name: {"path": str(base.parent / "specialists" / name)} for name in ("sort", "add3")}
+    given = {} if "specialist" in changes else {"teachers": teachers}
+    return (
+        {
+            "base": None,
+            "model": model,
+            "rollout": rollout,
+            "baselines": {"methods": []},
+            "evaluation": {"prompts_per_domain": 20, "every": 2, "curve_prompts": 8},
+        }
+        | given
+        | own
+    )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base; and, beside it, two specialists."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    plain = tiny_recipe().base
+    assert plain is not None
+    recipe = tiny_recipe(specialist=SPECIALIST, base=plain.model_dump() | {"steps": 90})
+    with RunFolder.create(path, recipe) as folder:
+        for stage in ("specialist-sort", "specialist-add3"):
+            run_stage(recipe, folder, stage)
+    return path / "base"
+
+
+@pytest.fixture(scope="module")
+def ranks(base, tmp_path_factory):
+    """The folder in which two ranks have left their runs."""
+    folder = tmp_path_factory.mktemp("ranks")
+    tasks = []
+    for name, (stage, changes) in TASKS.items():
+        recipe = settings(base, changes)
+        RunFolder.create(folder / name, tiny_recipe(**recipe)).close()
+        slow = name in BOUND
+        tasks.append(
+            {"name": name, "folder": str(folder / name), "stage": stage, "recipe": recipe, "slow": slow}
+        )
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    run_ranks(stage_ranks.__file__, 2, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(base, tmp_path_factory):
+    """The run of one process, by name of the task."""
+
+    @functools.cache
+    def run(name: str) -> Path:
+        stage, changes = TASKS[name]
+        recipe = tiny_recipe(**settings(base, changes))
+        path = tmp_path_factory.mktemp("alone") / name
+        with RunFolder.create(path, recipe) as folder:
+            run_stage(recipe, folder, stage)
+        return path
+
+    return run
+
+
+def weights(run: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(run / MODELS[TASKS[name][0]] / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["specialist", "ahead", "adapters"])
+def test_a_stage_of_two_ranks_ends_with_the_weights_of_one(base, ranks, alone, name):
+    ours, expected = weights(ranks / name, name), weights(alone(name), name)
+    start = load_file(base / "model.safetensors")
+    assert ours.keys() == expected.keys()
+    moved = max(float((expected[key] - start[key]).abs().max()) for key in expected)
+    apart = max(float((ours[key] - expected[key]).abs().max()) for key in expected)
+    assert moved > 0
+    assert apart <= 1e-2 * moved  # a few steps of AdamW: what rounding can become
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_ranks_learn_from_the_same_responses(ranks, name):
+    first, second = (json.loads((ranks / f"{name}-{rank}.json").read_text()) for rank in (0, 1))
+    steps = STEPS[name]
+    assert len(read_metrics(ranks / name / "stages" / TASKS[name][0] / "metrics.jsonl")) == steps
+    assert first[:steps] == second[:steps]
+    assert len(set(first)) == len(first) >= steps
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_no_token_is_older_than_the_schedule_allows(ranks, name):
+    rows = read_metrics(ranks / name / "stages" / TASKS[name][0] / "metrics.jsonl")
+    ages = [row.get("staleness/max", 0.0) for row in rows]
+    assert max(ages) <= BOUND[name]
+    if name == "ahead":
+        assert ages == [0.0, 1.0, 1.0]
+
+
+def test_adapters_are_kept_beside_the_merged_model(base, ranks):
+    merged = weights(ranks / "adapters", "adapters")
+    start, adapter = load_file(base / "model.safetensors"), read_adapter(ranks / "adapters" / "merged")
+    changed = {key for key, tensor in merged.items() if not torch.equal(tensor, start[key])}
+    assert changed == set(adapter.pairs)
