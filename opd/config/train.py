@@ -40,7 +40,8 @@ class BatchConfig(Config):
     sequence_chunk: int | None = Field(default=None, gt=0)
     """Micro-batches of more packed tokens than this go through the layers of student and teachers in pieces
     of so many, with attention block by block and layers computed again: one sequence of any length fits as
-    long as its hidden states do. `None` runs every micro-batch as a whole."""
+    long as its hidden states do. With `train.context_parallel` these are pieces of a rank's share. `None`
+    runs every micro-batch as a whole."""
 
 
 class TrainConfig(Config):
@@ -59,8 +60,8 @@ class TrainConfig(Config):
     tensor_parallel: int = Field(default=1, gt=0)
     """Ranks that share each layer and the vocabulary with `megatron`; the others share the batch."""
     context_parallel: int = Field(default=1, gt=0)
-    """Ranks that share each sequence with `torch`: all of them, or 1. Every one holds all weights; it is for
-    sequences that are too long for one rank."""
+    """Ranks that share each sequence with `torch`: all of them, or 1. Weights are sharded over them as without
+    it; it is for sequences that are too long for one rank."""
     mixed_precision: bool = False
     """Keep weights and optimiser state in float32 and compute in `model.dtype`."""
     timeout_seconds: float = Field(default=600.0, gt=0)

@@ -1,11 +1,9 @@
-"""Decoder layers run on a long sequence piece by piece, forward and backward, in bounded memory.
+"""Long sequences through decoder layers piece by piece, forward and backward, in bounded memory.
 
-Everything in a decoder layer but its attention treats tokens one by one. So a layer is called on one piece
-of the tokens at a time, with an `attend` that keeps the keys and values of the pieces before: the forward of
-a family is not written a second time. Between layers only the hidden states [T, D] stay. The backward of a
-layer computes its keys and values again, then goes through the pieces from the last to the first, each one
-computed again and differentiated at once, with the gradient of the keys and values it saw added up for the
-pieces before it. (Recomputation: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".)
+A layer's forward runs with an `attend` that keeps the keys and values of the pieces before. Its backward
+computes the keys and values again, then goes through the pieces from the last to the first, each one computed
+again and differentiated at once, with the gradient of the keys and values it saw added up for the pieces
+before it.
 
 Memory of `T` tokens: `T x D` for each layer's input, `T x 4 Hkv d` for one layer's keys, values and their
 gradients, and one piece's activations. [T, T] and [T, intermediate size] never exist.
@@ -13,21 +11,17 @@ gradients, and one piece's activations. [T, T] and [T, intermediate size] never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from opd.errors import ModelError
 from opd.models.attention import Attend, AttentionCall, PackedAttention
 from opd.models.block_attention import Scores, attend, attend_backward
-
-Layer = Callable[..., Tensor]
-"""`layer(hidden [1, t, D], **arguments) -> [1, t, D]`."""
+from opd.models.layer_pieces import LayerCall, LayerPieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +34,11 @@ class Piece:
     """Of its sequences, counted from `start`; where it is part of one, `(0, stop - start)`."""
     sequence: tuple[int, int] | None = None
     """The packed tokens of the sequence it is a part of; `None` for whole sequences."""
+
+    @property
+    def span(self) -> slice:
+        """Its packed tokens."""
+        return slice(self.start, self.stop)
 
 
 def pieces_of(cu_seqlens: Sequence[int], chunk: int) -> list[Piece]:
@@ -64,10 +63,6 @@ def pieces_of(cu_seqlens: Sequence[int], chunk: int) -> list[Piece]:
             bounds.append(stop - begin)
     whole()
     return pieces
-
-
-class _KeysKnownError(Exception):
-    """Ends a layer early: its keys and values were all that was wanted."""
 
 
 class _Cache:
@@ -137,147 +132,51 @@ class _PieceAttend:
 
     cache: _Cache
     piece: Piece
-    only_keys: bool = False
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        if self.only_keys:
-            self.cache.put(self.piece, call.key[0], call.value[0])
-            raise _KeysKnownError
         scores = Scores(call.scaling, call.softcap, call.sliding_window)
         inputs = (call.query[0], call.key[0], call.value[0])
         return _PieceAttention.apply(*inputs, self.cache, self.piece, scores).transpose(0, 1)[None]
 
 
-class ChunkedLayers:
+class ChunkedLayers(LayerPieces):
     """Runs decoder layers over packed sequences in pieces of at most `chunk` tokens."""
 
     def __init__(self, cu_seqlens: Sequence[int], chunk: int) -> None:
-        self.tokens = cu_seqlens[-1]
         self.pieces = pieces_of(cu_seqlens, chunk)
+        super().__init__(cu_seqlens[-1], [piece.span for piece in self.pieces])
 
-    def __call__(self, call: AttentionCall) -> Tensor:
-        """Stands where a decoder wants an `attend`; raises `ModelError` if a layer was not replaced."""
-        raise ModelError(
-            f"layer {call.layer_index} is not one of its decoder's `layers`; this architecture cannot run"
-            " long sequences in pieces: leave sequence_chunk out."
-        )
-
-    @contextmanager
-    def installed(self, layers: Sequence[nn.Module], norm: nn.Module | None) -> Iterator[None]:
-        """While the block runs, `layers` and the final `norm` work piece by piece."""
-        with ExitStack() as undo:
-            for module in [*layers, *([] if norm is None else [norm])]:
-                module.forward = self._stand_in(module.forward, attends=module is not norm)
-                undo.callback(delattr, module, "forward")
-            yield
-
-    def _stand_in(self, layer: Layer, attends: bool) -> Layer:
-        def forward(hidden_states: Tensor, **arguments: Any) -> Tensor:
-            job = _Job(self, layer, arguments, attends)
-            if not torch.is_grad_enabled():
-                return self.prefill(hidden_states, arguments, layer, attends=attends)
-            # Without it a layer behind frozen embeddings would have no input that asks for a gradient.
-            anchor = torch.empty(0, requires_grad=True)
-            return _Recomputed.apply(hidden_states, anchor, job)
-
-        return forward
-
-    @torch.no_grad()
-    def prefill(
-        self, hidden: Tensor, arguments: dict[str, Any], layer: Layer, *, attends: bool = True
-    ) -> Tensor:
-        """`layer` on `hidden` [1, T, D], which is overwritten with the result and returned."""
-        for piece, attention in self._attentions(self.pieces):
-            part = self.cut(arguments, piece, attention if attends else None)
-            hidden[:, piece.start : piece.stop] = layer(hidden[:, piece.start : piece.stop], **part)
-        return hidden
-
-    def cut(self, arguments: dict[str, Any], piece: Piece, attention: Attend | None) -> dict[str, Any]:
-        """The arguments of a layer for one piece: what has a row per token is cut to its rows."""
-        own = {name: self._cut(value, piece) for name, value in arguments.items()}
-        return own if attention is None else own | {"attend": attention}
-
-    def _cut(self, value: Any, piece: Piece) -> Any:
-        if isinstance(value, Tensor):
-            per_token = value.ndim > 1 and value.shape[1] == self.tokens
-            return value[:, piece.start : piece.stop] if per_token else value
-        if isinstance(value, tuple | list):
-            return type(value)(self._cut(part, piece) for part in value)
-        return value
-
-    def _attentions(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Attend]]:
-        """Each piece with its `attend`; those of one sequence share a cache, which goes with the last."""
+    def attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
+        """Those of one sequence share a cache, which goes with the last."""
+        del hidden, call
         cache: _Cache | None = None
-        for piece in pieces:
+        for piece in self.pieces:
             if piece.sequence is None:
                 cache = None
-                yield piece, PackedAttention(list(piece.bounds))
+                yield piece.span, PackedAttention(list(piece.bounds))
                 continue
             if cache is None or (cache.start, cache.stop) != piece.sequence:
                 cache = _Cache(piece.sequence)
-            yield piece, _PieceAttend(cache, piece)
+            yield piece.span, _PieceAttend(cache, piece)
 
-
-@dataclass(slots=True)
-class _Job:
-    """One layer's call in a forward pass that will be differentiated."""
-
-    chunks: ChunkedLayers
-    layer: Layer
-    arguments: dict[str, Any]
-    attends: bool
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[1, T, D]; `hidden` stays as it is, the backward needs it."""
-        return self.chunks.prefill(hidden.clone(), self.arguments, self.layer, attends=self.attends)
-
-    def backward(self, hidden: Tensor, upstream: Tensor) -> Tensor:
-        """The gradient in `hidden`; those in the layer's parameters are added to their `.grad`."""
+    def attending_backward(self, hidden: Tensor, upstream: Tensor, call: LayerCall) -> Tensor:
         gradient = torch.empty_like(hidden)
         caches: dict[tuple[int, int], _Cache] = {}
-        for piece in reversed(self.chunks.pieces):
-            attention: Attend | None = None
-            if self.attends:
-                attention = PackedAttention(list(piece.bounds))
-            if self.attends and piece.sequence is not None:
+        for piece in reversed(self.pieces):
+            attention: Attend = PackedAttention(list(piece.bounds))
+            if piece.sequence is not None:
                 if piece.sequence not in caches:
-                    caches = {piece.sequence: self._keys(hidden, piece.sequence)}
+                    caches = {piece.sequence: self._filled(hidden, call, piece.sequence)}
                 attention = _PieceAttend(caches[piece.sequence], piece)
-            own = slice(piece.start, piece.stop)
-            given = hidden[:, own].detach().requires_grad_()
-            with torch.enable_grad():
-                output = self.layer(given, **self.chunks.cut(self.arguments, piece, attention))
-            torch.autograd.backward(output, upstream[:, own])
-            assert given.grad is not None
-            gradient[:, own] = given.grad
+            gradient[:, piece.span] = self.differentiate(hidden, upstream, call, piece.span, attention)
         return gradient
 
     @torch.no_grad()
-    def _keys(self, hidden: Tensor, sequence: tuple[int, int]) -> _Cache:
+    def _filled(self, hidden: Tensor, call: LayerCall, sequence: tuple[int, int]) -> _Cache:
         """The keys and values of all pieces of `sequence` but the last, which computes its own."""
         cache = _Cache(sequence)
-        for piece in [piece for piece in self.chunks.pieces if piece.sequence == sequence][:-1]:
-            attention = _PieceAttend(cache, piece, only_keys=True)
-            try:
-                part = self.chunks.cut(self.arguments, piece, attention)
-                self.layer(hidden[:, piece.start : piece.stop], **part)
-            except _KeysKnownError:
-                continue
+        for piece in [piece for piece in self.pieces if piece.sequence == sequence][:-1]:
+            found = self.keys(hidden[:, piece.span], call, piece.span)
+            if found:
+                cache.put(piece, *found)
         return cache
-
-
-class _Recomputed(torch.autograd.Function):
-    """A layer of which only the input is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, job: _Job) -> Tensor:
-        del anchor
-        ctx.save_for_backward(hidden)
-        ctx.job = job
-        return job.forward(hidden)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,) = ctx.saved_tensors
-        return ctx.job.backward(hidden, upstream), None, None

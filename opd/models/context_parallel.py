@@ -21,21 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opd.models.attention import AttentionCall
-from opd.models.block_attention import Scores, attend, attend_backward
-from opd.models.long_sequence import WHOLE, LayerMemory, recomputed
+from opd.models.block_attention import Scores
+from opd.models.context_pieces import SharedPieces
+from opd.models.long_sequence import WHOLE, LayerMemory, check_pieces, recomputed, run_pieces
+from opd.models.segments import Segment, attend_segments, attend_segments_backward
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Queries of one rank that lie in one sequence, and the keys they may see."""
-
-    queries: slice
-    """Of the rank's own tokens."""
-    keys: slice
-    """Of all packed tokens: from the start of the sequence to the last query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +115,7 @@ class _SharedAttention(torch.autograd.Function):
     ) -> Tensor:
         sizes = (key.shape[-1], value.shape[-1])
         keys, values = ranks.gathered(torch.cat([key, value], dim=-1)).split(sizes, dim=-1)
-        output = value.new_empty(*query.shape[:2], sizes[1])
-        logsumexp = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-        for own, seen in ((segment.queries, _seen(segment, scores)) for segment in segments):
-            output[:, own], logsumexp[:, own] = attend(query[:, own], keys[:, seen], values[:, seen], scores)
+        output, logsumexp = attend_segments(query, keys, values, segments, scores)
         # The gathered keys are gathered again in the backward: kept, they would be T of every layer.
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.ranks, ctx.segments, ctx.scores = ranks, segments, scores
@@ -140,23 +129,15 @@ class _SharedAttention(torch.autograd.Function):
         gathered = ctx.ranks.gathered(torch.cat([key, value], dim=-1))
         keys, values = gathered.split(sizes, dim=-1)
         sums = torch.zeros_like(gathered, dtype=logsumexp.dtype)
-        of_query = torch.empty_like(query)
-        for segment in ctx.segments:
-            own, seen = segment.queries, _seen(segment, ctx.scores)
-            ahead = (output[:, own], logsumexp[:, own], upstream[:, own])
-            added = sums[:, seen].split(sizes, dim=-1)
-            inputs = (query[:, own], keys[:, seen], values[:, seen])
-            of_query[:, own] = attend_backward(*inputs, ahead, added, ctx.scores)
+        of_query = attend_segments_backward(
+            (query, keys, values),
+            (output, logsumexp, upstream),
+            sums.split(sizes, dim=-1),
+            ctx.segments,
+            ctx.scores,
+        )
         of_key, of_value = ctx.ranks.summed_back(sums).split(sizes, dim=-1)
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
-
-
-def _seen(segment: Segment, scores: Scores) -> slice:
-    """The keys of a segment that a window leaves."""
-    if scores.window is None:
-        return segment.keys
-    first = segment.keys.stop - (segment.queries.stop - segment.queries.start)
-    return slice(max(segment.keys.start, first - scores.window + 1), segment.keys.stop)
 
 
 def shared_hidden(
@@ -164,11 +145,17 @@ def shared_hidden(
 ) -> Tensor:
     """[t, D]: the last hidden states of this rank's tokens. Gradients of parameters are its tokens' part.
 
-    Every rank calls it, and goes through the backward, equally often. Of `memory` only `recompute` counts: a
-    rank's tokens are one piece.
+    Every rank calls it, and goes through the backward, equally often. More tokens of a rank than
+    `memory.chunk` go through the layers in pieces. Raises `ModelError` if the architecture cannot do that.
     """
+    ids, positions = share.input_ids, share.position_ids
+    if memory.chunk is not None and memory.cuts(ids.numel()):
+        check_pieces(model)
+        return run_pieces(
+            model, ids, positions, SharedPieces(ranks, share.segments, ids.numel(), memory.chunk)
+        )
     attention = ContextAttention(ranks, share.segments)
     if memory.recompute and torch.is_grad_enabled():
         with recomputed(model.decoder.layers):
-            return model.run(share.input_ids, share.position_ids, attention)
-    return model.run(share.input_ids, share.position_ids, attention)
+            return model.run(ids, positions, attention)
+    return model.run(ids, positions, attention)

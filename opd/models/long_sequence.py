@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from opd.errors import ModelError
 from opd.models.attention import PackedAttention
-from opd.models.chunked_layers import ChunkedLayers, Layer
+from opd.models.chunked_layers import ChunkedLayers
+from opd.models.layer_pieces import Layer, LayerPieces
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
@@ -59,15 +60,13 @@ def hidden_in_pieces(
     Raises `ModelError` if the architecture's layers cannot be called piece by piece.
     """
     check_pieces(model)
-    return _in_pieces(model, input_ids, position_ids, bounds, chunk)
+    return run_pieces(model, input_ids, position_ids, ChunkedLayers(bounds, chunk))
 
 
-def _in_pieces(
-    model: CausalLM, input_ids: Tensor, position_ids: Tensor, bounds: Sequence[int], chunk: int
-) -> Tensor:
-    layers = ChunkedLayers(bounds, chunk)
-    with layers.installed(model.decoder.layers, final_norm(model.decoder)):
-        return model.run(input_ids, position_ids, layers)
+def run_pieces(model: CausalLM, input_ids: Tensor, position_ids: Tensor, pieces: LayerPieces) -> Tensor:
+    """`model.run`, in these `pieces`."""
+    with pieces.installed(model.decoder.layers, final_norm(model.decoder)):
+        return model.run(input_ids, position_ids, pieces)
 
 
 @contextmanager
@@ -89,7 +88,7 @@ def check_pieces(model: CausalLM) -> None:
     try:
         with torch.no_grad():
             whole = model.run(ids, positions, PackedAttention([0, 13])).float()
-            pieces = _in_pieces(model, ids, positions, [0, 13], 5).float()
+            pieces = run_pieces(model, ids, positions, ChunkedLayers([0, 13], 5)).float()
     except (RuntimeError, AttributeError, TypeError, IndexError) as error:
         raise ModelError(
             f"{type(model.module).__name__} cannot run a sequence in pieces: {error}; leave"

@@ -56,7 +56,7 @@ def open_backend(
     if train.context_parallel > 1:
         from opd.train.context_backend import ContextBackend
 
-        return ContextBackend(model, optim, batch, temperature, terms, ranks)
+        return ContextBackend(model, optim, batch, temperature, terms, ranks, compute)
     if train.backend == "deepspeed":
         from opd.train.deepspeed_backend import DeepSpeedBackend
 
@@ -81,6 +81,3 @@ def _refuse(train: TrainConfig, batch: BatchConfig) -> None:
                 f"{name} has no effect with train.backend {train.backend}; remove it, or set train.backend to"
                 " torch."
             )
-    if train.context_parallel > 1 and (batch.sequence_chunk is not None or train.mixed_precision):
-        name = "train.mixed_precision" if train.mixed_precision else "batch.sequence_chunk"
-        raise ConfigError(f"{name} has no effect with train.context_parallel; remove one of the two.")

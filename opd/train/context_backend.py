@@ -1,4 +1,4 @@
-"""Sequences shared by ranks: each trains on its tokens of every micro-batch, gradients are summed."""
+"""Sequences shared by ranks that also share weights: each trains on its tokens of every micro-batch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from opd.config.train import BatchConfig, OptimConfig
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
 from opd.ranks import Ranks
+from opd.train.fsdp_backend import FSDPBackend
 from opd.train.head_ops import linear_logprobs
+from opd.train.shares import Shares
 from opd.train.student_rows import MetricSums
 from opd.train.terms import LossTerm
-from opd.train.torch_backend import TorchBackend
 from opd.types import MicroBatch, RolloutBatch
 
 
-class ContextBackend(TorchBackend):
-    """A `TorchBackend` whose ranks hold the same weights and share the tokens of each micro-batch.
+class ContextBackend(FSDPBackend):
+    """An `FSDPBackend` whose ranks share the tokens of each micro-batch in place of the samples.
 
     Every rank is given the same samples and makes the same calls; loss, gradient, metrics and
     log-probabilities are those of one rank alone, but for the order of sums. Terms see this rank's response
     tokens, and `MicroBatch.kept` says which they are.
 
     Args:
-        context: The ranks that share sequences.
+        context: The ranks that share sequences and weights.
     """
 
     def __init__(
@@ -38,10 +39,13 @@ class ContextBackend(TorchBackend):
         temperature: float,
         terms: Sequence[LossTerm],
         context: Ranks,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model, optim, batch, temperature, terms)
         if context.group is None:
             raise ValueError("context has no process group; use TorchBackend for one rank")
+        super().__init__(model, optim, batch, temperature, terms, context, compute_dtype)
+        self.data = Ranks()  # samples are shared with nobody
+        self.shares = Shares(self.data)
         self.context = context
         self._context = ContextParallel(context.group)
 
@@ -55,13 +59,6 @@ class ContextBackend(TorchBackend):
         said = self.context.gather_json(mine.parts(), "the metrics of a step")
         sums.include(MetricSums.merged(said))
 
-    def reduce(self) -> None:
-        """Sum the gradient over the ranks that share sequences."""
-        for parameter in self._parameters.values():
-            if parameter.grad is None:  # no token of any rank reaches it, or none of this one
-                parameter.grad = torch.zeros_like(parameter)
-            self._context.sum(parameter.grad)
-
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Last hidden states [t, D] of this rank's tokens."""
         return shared_hidden(
@@ -74,7 +71,7 @@ class ContextBackend(TorchBackend):
         own = self._own(input_ids, position_ids, cu_seqlens)
         local, kept = own_places(rows, own)
         mine = linear_logprobs(
-            shared_hidden(self.model, own, self._context)[local],
+            shared_hidden(self.model, own, self._context, self._memory)[local],
             self.head(),
             input_ids[rows[kept] + 1],
             temperature=self.temperature,

@@ -42,6 +42,7 @@ class FSDPBackend(TorchBackend):
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self._dtype = compute_dtype or model.dtype
+        self._sharding = data
         self._root = Root(model.module)
         mesh = init_device_mesh(model.device.type, (data.size,))
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -56,7 +57,7 @@ class FSDPBackend(TorchBackend):
         del last
         # FSDP2 takes the mean over the ranks. The weights of the loss hold the normaliser of the whole step,
         # so the sum is meant; a sum of its own it has for NCCL alone.
-        (loss * self.data.size).backward()
+        (loss * self._sharding.size).backward()
 
     def _clip(self) -> float:
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm)
@@ -77,11 +78,11 @@ class FSDPBackend(TorchBackend):
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 self._keep(optimizer, f"{name}/{key}", value)
-        return {"model": model, "optimizer": optimizer} if self.data.main else {}
+        return {"model": model, "optimizer": optimizer} if self._sharding.main else {}
 
     def _keep(self, kept: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         whole = _whole(tensor.detach())
-        if self.data.main:
+        if self._sharding.main:
             kept[name] = whole.to("cpu", copy=True)
 
     @torch.no_grad()

@@ -21,8 +21,10 @@ from rank_processes import joined
 from safetensors.torch import load_file, save_file
 
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig, TrainConfig
+from opd.config.lora import LoRAConfig
 from opd.kernels.head import Head
-from opd.models.causal_lm import CausalLM
+from opd.models.causal_lm import CausalLM, torch_dtype
+from opd.models.lora import AdaptedLM
 from opd.ranks import Ranks
 from opd.train.backends import open_backend
 from opd.train.distill_terms import FullVocabularyTerm, TeacherView
@@ -31,13 +33,20 @@ from opd.types import RolloutBatch, TokenTerms
 
 OPTIM = OptimConfig(lr=3e-3, max_grad_norm=0.5, weight_decay=0.01)
 BATCH = BatchConfig(max_tokens=24)
+LORA = LoRAConfig(rank=4, alpha=8, targets=["q_proj", "v_proj", "down_proj"])
 TEMPERATURE = 0.7
 WIDTH = 32
 
 
-def student(seed: int = 0, **changes) -> CausalLM:
-    """The model to train."""
-    return tiny.model(seed, num_attention_heads=4, num_key_value_heads=2, **changes)
+def student(seed: int = 0, lora: bool = False, dtype: str | None = None, **changes) -> CausalLM:
+    """The model to train; with `lora` its adapters alone, kept in `dtype`."""
+    model = tiny.model(seed, num_attention_heads=4, num_key_value_heads=2, **changes)
+    if not lora:
+        return model
+    adapted = AdaptedLM(model, LORA, "base")
+    if dtype is not None:
+        adapted.keep_adapters_in(torch_dtype(dtype))
+    return adapted
 
 
 def teacher(micro):
@@ -76,8 +85,13 @@ def batch(step: int) -> RolloutBatch:
     return RolloutBatch(samples, made)
 
 
-def train(backend, first: int, last: int) -> list[dict[str, float]]:
-    """The metrics of steps `first` to `last`."""
+def again(_: int) -> RolloutBatch:
+    """The same samples at every step."""
+    return batch(0)
+
+
+def train(backend, first: int, last: int, batch=batch) -> list[dict[str, float]]:
+    """The metrics of steps `first` to `last`, of which each learns `batch(step)`."""
     return [
         backend.forward_backward(batch(step)) | backend.step(3e-3 * (0.9**step))
         for step in range(first, last)
@@ -85,15 +99,26 @@ def train(backend, first: int, last: int) -> list[dict[str, float]]:
 
 
 def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
-    """Train from `task["first"]` to `task["last"]`, from a checkpoint if `task["load"]` names one, and write
-    metrics, log-probabilities, weights and a checkpoint."""
+    """Train from `task["first"]` to `task["last"]`, from a checkpoint if `task["load"]` names one, on the
+    first batch again and again if `task["again"]` says so; write metrics, log-probabilities, weights and a
+    checkpoint.
+    """
     train_config = TrainConfig.model_validate(task["train"])
-    model = student(**task.get("model", {}))
-    backend = open_backend(lambda _: model, train_config, OPTIM, BATCH, TEMPERATURE, terms(), ranks)
+    backend = open_backend(
+        lambda dtype: student(dtype=dtype, **task.get("model", {})),
+        train_config,
+        OPTIM,
+        BATCH.model_copy(update=task.get("batch", {})),
+        TEMPERATURE,
+        terms(),
+        ranks,
+        dtype=task.get("dtype", "float32"),
+    )
     if "load" in task:
         saved = folder / task["load"]
         backend.load_state({n: load_file(saved / f"{n}.safetensors") for n in ("model", "optimizer")})
-    metrics = train(backend, task["first"], task["last"])
+    batches = again if task.get("again") else batch
+    metrics = train(backend, task["first"], task["last"], batches)
     logprobs = backend.logprobs(batch(0).samples)
     weights = {name: tensor.clone() for name, tensor in backend.weights()}
     digest, state = backend.digest(), backend.state()

@@ -29,6 +29,20 @@ CASES: dict[str, tuple[dict, dict, list[tuple[int, int]]]] = {
     ),
     # Fewer response tokens than ranks: some train on none.
     "short": ({}, {}, [(1, 1), (2, 1)]),
+    # Each rank's share in pieces of an odd size, that begin and end within sequences.
+    "llama in pieces": ({}, {"sequence_chunk": 5}, [(3, 14), (5, 1), (2, 23), (6, 3), (1, 5)]),
+    "one in pieces": ({}, {"sequence_chunk": 7}, [(4, 60)]),
+    "mistral in pieces": (
+        {"model_type": "mistral", "sliding_window": 5},
+        {"sequence_chunk": 3},
+        [(3, 30), (2, 7)],
+    ),
+    "gemma2 in pieces": (
+        {"model_type": "gemma2", "sliding_window": 6, "attn_logit_softcapping": 5.0, "head_dim": 8},
+        {"sequence_chunk": 4},
+        [(3, 21), (4, 8)],
+    ),
+    "short in pieces": ({"tie_word_embeddings": False}, {"sequence_chunk": 1}, [(1, 1), (2, 1)]),
 }
 SHARDED = {
     "again": ({}, {"recompute_layers": True}, [(3, 14), (5, 1), (2, 23), (6, 3)]),
@@ -61,9 +75,16 @@ def _batch(lengths: list[tuple[int, int]]) -> RolloutBatch:
     return RolloutBatch(samples, terms)
 
 
-def step(name: str, make: Callable[..., TorchBackend]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The gradient by parameter, the log-probabilities, the weights after the step; and the metrics."""
+def step(
+    name: str, make: Callable[..., TorchBackend], *, whole: bool = False
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The gradient by parameter, the log-probabilities, the weights after the step; and the metrics.
+
+    `whole`: without the case's settings of memory.
+    """
     changes, memory, lengths = (CASES | SHARDED)[name]
+    if whole:
+        memory = {}
     terms = [
         FullVocabularyTerm(_teacher, "one_hot", FullVocabularyKL()),
         PolicyTerm(PolicyLossConfig(), 0.01),

@@ -23,7 +23,10 @@ from opd.models.context_parallel import ContextParallel
 from opd.train.context_backend import own_places
 from opd.train.torch_backend import TorchBackend
 
-RANKS = {2: [*context_step.CASES, *context_step.SHARDED], 4: ["llama", "gemma2", "short"]}
+RANKS = {
+    2: [*context_step.CASES, *context_step.SHARDED],
+    4: ["llama", "gemma2", "short", "llama in pieces", "gemma2 in pieces", "short in pieces"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def ranks(tmp_path_factory):
 )
 def test_ranks_that_share_sequences_or_weights_make_the_step_of_one(ranks, world, case):
     folder = ranks(world)
-    expected, metrics = context_step.step(case, TorchBackend)
+    expected, metrics = context_step.step(case, TorchBackend, whole=True)
     first = load_file(folder / f"{case}-0.safetensors")
     assert first.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -1,0 +1,150 @@
+"""Ranks that train adapters alone, or compute in bfloat16: one launch of two, compared with one process."""
+
+import copy
+import functools
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import run_ranks
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+import backend_ranks
+
+from opd.models.causal_lm import CausalLM
+from opd.models.lora import BASE, MergingLM
+from opd.train.torch_backend import TorchBackend
+
+STEPS, HALF = 8, 4
+SHARED = {"train": {"context_parallel": 2}, "batch": {"sequence_chunk": 5}}
+ADAPTERS = {"adapters": {"train": {}}, "adapters, shared sequences": SHARED}
+MIXED = {
+    "mixed": {"train": {"mixed_precision": True}},
+    "mixed, adapters": {"train": {"mixed_precision": True}, "model": {"lora": True}},
+    "mixed, shared sequences": {"train": {"mixed_precision": True, "context_parallel": 2}},
+}
+LOSSES = ("kl/mean", "loss/ce")
+FILES = ("model", "optimizer")
+
+
+def one_process(first: int, last: int, state=None):
+    """A back end that trains adapters in this process, after steps `first` to `last`, and their metrics."""
+    backend = open_alone(backend_ranks.student(lora=True))
+    if state is not None:
+        backend.load_state(state)
+    return backend, backend_ranks.train(backend, first, last)
+
+
+def open_alone(student: CausalLM) -> TorchBackend:
+    settings = (backend_ranks.OPTIM, backend_ranks.BATCH, backend_ranks.TEMPERATURE, backend_ranks.terms())
+    return TorchBackend(student, *settings)
+
+
+def read(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    return {file: load_file(folder / f"{file}.safetensors") for file in FILES}
+
+
+def close(found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float = 2e-5) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert math.isclose(value, theirs[name], rel_tol=tolerance, abs_tol=tolerance), name
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """The folder in which two ranks have left what every task gave."""
+    folder = tmp_path_factory.mktemp("ranks")
+    half, _ = one_process(0, HALF)
+    (folder / "half").mkdir()
+    for name, tensors in half.state().items():
+        save_file(tensors, folder / "half" / f"{name}.safetensors")
+    whole, first = {"first": 0, "last": STEPS}, {"first": 0, "last": HALF}
+    later = {"load": "half", "first": HALF, "last": STEPS}
+    tasks = [
+        {"name": name + more, "model": {"lora": True}} | settings | steps
+        for name, settings in ADAPTERS.items()
+        for more, steps in {"": whole, "-half": first, "-resumed": later}.items()
+    ]
+    mixed = {"dtype": "bfloat16", "again": True}
+    tasks += [{"name": name} | mixed | settings | whole for name, settings in MIXED.items()]
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    run_ranks(backend_ranks.__file__, 2, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters_alone():
+    pytest.importorskip("peft")
+    return one_process(0, STEPS)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_learn_on_two_ranks_what_they_learn_on_one(ranks, adapters_alone, name):
+    backend, metrics = adapters_alone
+    result = json.loads((ranks / name / "result.json").read_text())
+    close(result["metrics"], metrics)
+    assert metrics[-1]["kl/mean"] != metrics[0]["kl/mean"]
+    weights, own = load_file(ranks / name / "weights.safetensors"), dict(backend.weights())
+    assert weights.keys() == own.keys()
+    assert BASE in weights
+    assert all("lora_" in key for key in weights if key != BASE)  # what an engine is sent
+    for key, tensor in own.items():
+        torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=2e-5)
+    engine = MergingLM(backend_ranks.student(), backend_ranks.LORA)
+    engine.load_weights(weights.items())
+    assert engine.digest() == result["digest"]
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_go_on_with_another_number_of_ranks(ranks, adapters_alone, name):
+    _, metrics = adapters_alone
+    _, alone = one_process(HALF, STEPS, read(ranks / f"{name}-half"))
+    close(alone, metrics[HALF:])
+    result = json.loads((ranks / f"{name}-resumed" / "result.json").read_text())
+    close(result["metrics"], metrics[HALF:])
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_bfloat16_layers_learn_float32_weights(ranks, name):
+    for file in FILES:
+        kept = load_file(ranks / name / f"{file}.safetensors")
+        assert {str(t.dtype) for key, t in kept.items() if key != BASE} == {"torch.float32"}
+    sent = load_file(ranks / name / "weights.safetensors")
+    assert {str(t.dtype) for key, t in sent.items() if key != BASE} == {"torch.bfloat16"}
+    kept = load_file(ranks / name / "model.safetensors")
+    assert kept.keys() == sent.keys()
+    for key, tensor in sent.items():
+        assert torch.equal(tensor, kept[key].to(tensor.dtype))
+    # Updates smaller than a rounding of bfloat16 are in them.
+    assert any(not torch.equal(kept[key], t.to(kept[key].dtype)) for key, t in sent.items())
+
+
+@functools.cache
+def exact(lora: bool) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """The same steps in float64; and how far a forward in bfloat16 is from each at most, by metric."""
+    student = backend_ranks.student(lora=lora)
+    student.module.double()
+    backend, metrics, apart = open_alone(student), [], dict.fromkeys(LOSSES, 0.0)
+    for step in range(STEPS):
+        rounded = copy.deepcopy(student.module).bfloat16()
+        there = open_alone(CausalLM(rounded)).forward_backward(backend_ranks.again(step))
+        metrics += backend_ranks.train(backend, step, step + 1, backend_ranks.again)
+        apart = {name: max(apart[name], abs(there[name] - metrics[-1][name])) for name in LOSSES}
+    return metrics, apart
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_bfloat16_layers_learn_as_float64_ones_within_the_rounding_of_a_forward(ranks, name):
+    metrics, apart = exact(bool(MIXED[name].get("model")))
+    found = json.loads((ranks / name / "result.json").read_text())["metrics"]
+    for loss in LOSSES:
+        fall = metrics[0][loss] - metrics[-1][loss]
+        # Every step's gradient is rounded too, and so is where the next one begins.
+        assert 8 * apart[loss] < fall
+        for mine, theirs in zip(found, metrics, strict=True):
+            assert abs(mine[loss] - theirs[loss]) <= 4 * apart[loss]
