@@ -60,8 +60,8 @@ class TrainConfig(Config):
     tensor_parallel: int = Field(default=1, gt=0)
     """Ranks that share each layer and the vocabulary with `megatron`; the others share the batch."""
     context_parallel: int = Field(default=1, gt=0)
-    """Ranks that share each sequence with `torch`: all of them, or 1. Weights are sharded over them as without
-    it; it is for sequences that are too long for one rank."""
+    """Ranks that share each sequence with `torch`: all of them, or 1. Weights are sharded over them as they
+    are without it; it is for sequences that are too long for one rank."""
     mixed_precision: bool = False
     """Keep weights and optimiser state in float32 and compute in `model.dtype`."""
     timeout_seconds: float = Field(default=600.0, gt=0)
