@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.monitor.mismatch import mismatch
+from opd.monitor.mismatch import MismatchSums, mismatch
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 30))
@@ -46,3 +46,16 @@ def test_one_token_that_carries_everything():
 def test_no_tokens(nothing):
     assert mismatch(nothing, nothing, nothing)["mismatch/ess"] == 1.0
     assert mismatch(np.ones(2), np.zeros(2), np.zeros(2, dtype=bool))["mismatch/max_abs"] == 0.0
+
+
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 9), max_size=6))
+def test_sums_of_pieces_in_any_cut_are_those_of_the_whole(seed, pieces):
+    rng = np.random.default_rng(seed)
+    rollout, recomputed = rng.normal(-2, 300, size=(2, sum(pieces)))
+    mask = rng.random(sum(pieces)) < 0.6
+    whole, cuts = MismatchSums(), np.cumsum(pieces)[:-1]
+    for part in zip(*(np.split(x, cuts) for x in (rollout, recomputed, mask)), strict=True):
+        own = MismatchSums()
+        own.add(*part)
+        whole.include(own)
+    assert whole.metrics() == pytest.approx(mismatch(rollout, recomputed, mask), rel=1e-9)

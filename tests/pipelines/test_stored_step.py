@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -20,9 +23,12 @@ from recipes import tiny_recipe
 from opd.config import BatchConfig, DistillConfig, OptimConfig
 from opd.errors import ConfigError, RolloutError, StorageError, TrainingError
 from opd.models.checkpoint import save_checkpoint
+from opd.pipelines.rollout_metrics import staleness_metrics
+from opd.pipelines.stored_batch import StoredBatch, written_by_all
 from opd.pipelines.stored_files import SampleFiles, rows_by_uid
 from opd.pipelines.stored_samples import check_stored
 from opd.pipelines.stored_step import FIELDS, StoredSettings, StoredStep
+from opd.ranks import Ranks
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.trajectories import TrajectoryBatch, TrajectoryUnion
 from opd.teachers.cached_scores import CachedScores
@@ -32,7 +38,7 @@ from opd.teachers.torch_teacher import TorchTeacher
 from opd.train.distill_terms import build_distill_term
 from opd.train.plan_cost import CostModel, DeviceBudget
 from opd.train.torch_backend import TorchBackend
-from opd.types import RolloutBatch, Sample, TokenTerms
+from opd.types import RolloutBatch, Sample, SampleGroup, TokenTerms
 
 LENGTHS = [(3, 4), (5, 1), (2, 37), (4, 0), (6, 3), (1, 5), (2, 9)]
 TEACHERS = ["a", "b", "a", "b", "b", "a", "b"]
@@ -177,6 +183,34 @@ def test_what_takes_samples_together_is_refused():
         check_stored(tiny_recipe(train={"backend": "deepspeed"}))
     with pytest.raises(ConfigError, match="to_batch is given the samples of a whole step"):
         check_stored(tiny_recipe(distill={"to_batch": "my_code:convert"}))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([None, 0, 1, 2, 5]))
+def test_tokens_that_are_too_old_are_those_too_old_in_memory(seed, limit):
+    """Responses of one policy and of several: metrics, counts, and the masks that are trained on."""
+    rng, made = np.random.default_rng(seed), samples()
+    for sample in made:
+        count = len(sample.response_ids)
+        sample.policy_versions = np.sort(rng.integers(1, 5, count)).astype(np.int32)
+        if rng.random() < 0.5:
+            sample.policy_versions[:] = rng.integers(1, 5)
+        sample.loss_mask = rng.random(count) < 0.8
+    with tempfile.TemporaryDirectory() as root, SampleFiles.open(Path(root)) as files:
+        with holding(files, made) as (union, _):
+            mine = [SampleGroup(s.group_uid, s.domain, [s]) for s in made]
+            batch = StoredBatch.of(union, written_by_all(mine, Ranks()), Ranks())
+            before = union.counters.bytes_read
+            several = any(len(set(s.policy_versions.tolist())) > 1 and s.loss_mask.any() for s in made)
+            found = batch.drop_stale(4, limit)
+            assert (union.counters.bytes_read > before) == several
+            step = StoredStep(union, batch.rows, ["a", "b"], SETTINGS, counted=batch.counted)
+            read = [s for part in step.samples(open_schedule({}), step.plan()) for s in part]
+        assert found == pytest.approx(staleness_metrics(made, 4, limit))  # drops them from `made`
+        masks = {s.uid: s.loss_mask.tolist() for s in made if len(s.response_ids)}
+        assert {s.uid: s.loss_mask.tolist() for s in read} == masks
+        counts = {union.table.uid[row]: n for row, n in zip(step.rows, step.tokens.tolist(), strict=True)}
+        assert counts == {uid: sum(mask) for uid, mask in masks.items()}
 
 
 def test_a_full_disk_ends_the_step_and_leaves_the_store_whole(tmp_path):
