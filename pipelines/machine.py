@@ -11,6 +11,14 @@ import torch
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of mallopt(3)
 
 
+def out_of_memory(error: BaseException) -> str | None:
+    """What `error` says, in short, if it means that there is no more memory; `None` for any other error."""
+    allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if allocator or isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return " ".join(str(error).split())[:160].rstrip(".") or "no more is free"
+    return None
+
+
 def settle(threads: int) -> None:
     """Fix the number of CPU threads, and keep freed memory for the next tensor.
 

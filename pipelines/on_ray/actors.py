@@ -17,6 +17,7 @@ from opd.errors import LaunchError
 from opd.pipelines.on_ray.cluster import import_ray, one_line
 from opd.pipelines.on_ray.layout import Layout, options_of, role_of
 from opd.pipelines.run_folder import RunFolder
+from opd.rollout.preemption import Preemption
 
 PING_SECONDS = 15.0
 """An actor that is at no other work and does not answer for so long is taken for hanging."""
@@ -101,12 +102,22 @@ class Remote:
         except ray.exceptions.GetTimeoutError:
             if kill:
                 self.kill()
-            raise ActorLostError(f"{self.name} gave no answer for {seconds:g} s", self.name) from None
+            gone = self.name if kill else None
+            raise ActorLostError(f"{self.name} gave no answer for {seconds:g} s", gone) from None
         except ray.exceptions.RayTaskError as error:
-            cause = getattr(error, "cause", None)
-            raise (cause if isinstance(cause, Exception) else error) from None
+            raise self._raised(error) from None
         except ray.exceptions.RayError as error:
             raise ActorLostError(f"{self.name} died ({_reason(error)})", self.name) from None
+
+    def _raised(self, error: Any) -> Exception:
+        """What the method raised, out of Ray's own error."""
+        from opd.pipelines.machine import out_of_memory
+
+        cause = getattr(error, "cause", None)
+        if not isinstance(cause, Exception):
+            return error
+        reason = out_of_memory(cause)
+        return cause if reason is None else LaunchError(no_memory(self.name, reason))
 
     def call(self, verb: str, *arguments: Any, seconds: float | None = None) -> Any:
         """`send` and `get`."""
@@ -139,6 +150,15 @@ class Remote:
         raise ActorLostError(f"{self.name} is not needed any more")
 
 
+def no_memory(name: str, reason: str) -> str:
+    """The sentence for an actor that asked for more memory than there is."""
+    wanted = "rollout.max_running" if name.startswith("engine") else "batch.max_tokens"
+    return (
+        f"{name} ran out of memory ({reason}); lower {wanted}, or give it a larger node, then continue with"
+        " --resume."
+    )
+
+
 def _reason(error: Exception) -> str:
     """Ray's own words where they say more than that the process is gone."""
     kind = type(error).__name__
@@ -151,21 +171,34 @@ class Group:
     def __init__(self, members: Sequence[Remote]) -> None:
         self.members = list(members)
 
-    def call(self, verb: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
-        """`verb` on every member; results in their order."""
+    def call(
+        self, verb: str, *arguments: Any, seconds: float, between: Callable[[], None] = lambda: None
+    ) -> list[Any]:
+        """`verb` on every member; results in their order. `between` is called time and again while they are
+        waited for. Raises `ActorLostError` for the first that died, or gave no result for `seconds`.
+        """
+        ray = import_ray()
         references = [member.send(verb, *arguments) for member in self.members]
-        return [
-            member.get(reference, seconds or member.limits.step_timeout)
-            for member, reference in zip(self.members, references, strict=True)
-        ]
+        members = dict(zip(references, self.members, strict=True))
+        results: dict[Any, Any] = {}
+        until = time.monotonic() + seconds
+        while waiting := [reference for reference in references if reference not in results]:
+            between()
+            done, _ = ray.wait(waiting, timeout=LOOK)
+            results |= {reference: members[reference].get(reference, PING_SECONDS) for reference in done}
+            if not done and time.monotonic() > until:
+                late = members[waiting[0]]
+                late.kill()
+                raise ActorLostError(f"{late.name} gave no answer for {seconds:g} s", late.name)
+        return [results[reference] for reference in references]
 
 
 def start_actors(
-    launch: RayLaunch, layout: Layout, placement: Any, spec: Mapping[str, ActorSpec]
+    launch: RayLaunch, layout: Layout, placement: Any, spec: Mapping[str, ActorSpec], asked: Preemption
 ) -> dict[str, Remote]:
     """Every actor of `layout`, in its bundle, once all of them answer.
 
-    Raises `LaunchError` if one does not in time.
+    Raises `LaunchError` if one does not in time, `PreemptedError` if the run is asked to stop meanwhile.
     """
     ray = import_ray()
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -186,7 +219,7 @@ def start_actors(
         ).remote(spec[name])
         made[name] = Remote(name, handle, launch)
     try:
-        Group(list(made.values())).call("ping", seconds=launch.start_timeout)
+        Group(list(made.values())).call("ping", seconds=launch.start_timeout, between=asked.check)
     except ActorLostError as error:
         raise LaunchError(f"{error} while it was started; see logs/ in the run folder.") from None
     return made

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from opd.config import RayLaunch
-from opd.errors import LaunchError, MissingExtraError
+from opd.errors import LaunchError, MissingExtraError, PreemptedError
+from opd.pipelines.on_ray.address import probe, require_free, resolved
 from opd.pipelines.on_ray.layout import Layout, words
-from opd.pipelines.on_ray.processes import Processes, descendants, end_left_over
+from opd.pipelines.on_ray.processes import Processes, descendants, end_left_over, own_folder
+from opd.rollout.preemption import Preemption
 
-PROBE_SECONDS = 10.0
 GOODBYE_SECONDS = 5.0
 """Time the processes of a cluster of our own have to leave."""
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
-"""What a gRPC client says first: HTTP/2's preface and an empty SETTINGS frame (RFC 9113, section 3.4)."""
+LOOK = 0.25
 LOOPBACK = ("127.0.0.1:", "localhost:")
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # off, Ray binds the loopback interface alone
     "RAY_DEDUP_LOGS": "0",
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # half a minute for those who serve the web
 }
+
+ALONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "40"}
+"""For a cluster of our own: how long its processes outlive its head, which nobody starts again."""
 
 
 def import_ray() -> Any:
@@ -54,6 +55,8 @@ class Cluster:
     lost_since: float | None = None
     processes: Processes = field(default_factory=dict)
     """What was started here, as far as it is known."""
+    looked: float = 0.0
+    """When; monotonic seconds."""
 
     def lost(self, patience: float = 5.0) -> bool:
         """Whether the cluster's head has not answered for `patience` seconds."""
@@ -62,14 +65,27 @@ class Cluster:
             socket.create_connection((host, int(port)), timeout=2.0).close()
         except OSError:
             self.lost_since = self.lost_since or time.monotonic()
-            return time.monotonic() - self.lost_since > patience
+            return time.monotonic() - self.lost_since >= patience
         self.lost_since = None
         return False
 
-    def look(self) -> None:
-        """Remember the processes of a cluster of our own: those of a dead node manager are found no more."""
-        if self.own:
+    def require(self) -> None:
+        """Raise `gone` if the head does not answer: some of Ray's own calls would then wait for ever, and Ray
+        ends the process after a minute.
+        """
+        while not self.lost():
+            if self.lost_since is None:
+                return
+            time.sleep(LOOK)
+        raise self.gone()
+
+    def look(self, every: float = 0.0) -> None:
+        """Remember the processes of a cluster of our own, if the last look is `every` seconds ago: those of a
+        dead node manager are found no more.
+        """
+        if self.own and time.monotonic() - self.looked >= every:
             self.processes |= descendants(os.getpid())
+            self.looked = time.monotonic()
 
     def gone(self) -> LaunchError:
         """The error for a cluster that is lost."""
@@ -80,56 +96,82 @@ class Cluster:
 
 
 @contextmanager
-def open_cluster(launch: RayLaunch, layout: Layout) -> Iterator[Cluster]:
+def open_cluster(launch: RayLaunch, layout: Layout, asked: Preemption) -> Iterator[Cluster]:
     """The cluster of `launch` while the block runs; only what was started here is ended.
 
     Raises `MissingExtraError` without Ray, `LaunchError` if the cluster cannot be reached, is of another
-    version, or cannot be started.
+    version, or cannot be started, `PreemptedError` if the run is asked to stop meanwhile.
     """
-    if launch.address is None or launch.address.startswith(LOOPBACK):
-        os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
+    quiet = QUIET if launch.address is None or launch.address.startswith(LOOPBACK) else {}
+    for name, value in (quiet | (ALONE if launch.address is None else {})).items():
+        os.environ.setdefault(name, value)
     ray = import_ray()
     if ray.is_initialized():
         raise LaunchError("this process is connected to a Ray cluster already; call ray.shutdown() first.")
-    with _started(ray, launch, layout) if launch.address is None else _joined(ray, launch) as cluster:
+    opened = _started(ray, launch, layout, asked) if launch.address is None else _joined(ray, launch, asked)
+    with opened as cluster:
         yield cluster
+
+
+def _init(ray: Any, asked: Preemption, **options: Any) -> Any:
+    """`ray.init`, which answers SIGTERM by leaving, and would go on doing so: that is the run's own to do."""
+    asked.check()
+    with _own_sigterm():
+        try:
+            return ray.init(
+                logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options
+            )
+        except SystemExit:
+            asked.stop()
+    asked.check()
 
 
 @contextmanager
-def _started(ray: Any, launch: RayLaunch, layout: Layout) -> Iterator[Cluster]:
-    # Sockets lie in this folder, and their paths may have 107 characters.
-    folder = Path(tempfile.mkdtemp(prefix="opd-ray-", dir="/tmp"))
+def _own_sigterm() -> Iterator[None]:
+    """Answer SIGTERM after the block as before it: Ray takes the signal, and leaves it without an answer."""
+    answer = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, answer)
+
+
+@contextmanager
+def _started(ray: Any, launch: RayLaunch, layout: Layout, asked: Preemption) -> Iterator[Cluster]:
     before = descendants(os.getpid())
     cluster = Cluster(ray, "", own=True)
-    try:
-        cluster.address = _start_head(ray, launch, layout, folder)
-        yield cluster
-    finally:
-        cluster.look()
-        ray.shutdown()
-        end_left_over({p: s for p, s in cluster.processes.items() if p not in before}, GOODBYE_SECONDS)
-        shutil.rmtree(folder, ignore_errors=True)
+    with own_folder("opd-ray-") as folder:
+        try:
+            cluster.address = _start_head(ray, launch, layout, str(folder), asked)
+            yield cluster
+        finally:
+            cluster.look()
+            with _own_sigterm():
+                ray.shutdown()
+            end_left_over({p: s for p, s in cluster.processes.items() if p not in before}, GOODBYE_SECONDS)
 
 
-def _start_head(ray: Any, launch: RayLaunch, layout: Layout, folder: Path) -> str:
-    """Start the cluster; returns its address."""
+def _start_head(ray: Any, launch: RayLaunch, layout: Layout, folder: str, asked: Preemption) -> str:
+    """Start the cluster with its files in `folder`; returns its address."""
     if launch.port is not None:
-        _require_free(launch.port)
+        require_free(launch.port)
         os.environ["RAY_GCS_SERVER_PORT"] = str(launch.port)
     # The machine is shared out by the operating system: as many CPUs are counted as the layout asks for.
     cpus = max(os.cpu_count() or 1, int(layout.total.get("CPU", 0)) + 1)
     custom = {n: v for n, v in layout.total.items() if n not in ("CPU", "GPU", "memory")}
     try:
-        context = ray.init(
+        context = _init(
+            ray,
+            asked,
             num_cpus=cpus,
             resources=custom,
             include_dashboard=False,
-            _temp_dir=str(folder),
+            _temp_dir=folder,
             namespace="opd",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
         )
+    except PreemptedError:
+        raise
     except Exception as error:
         raise LaunchError(f"no Ray cluster could be started here: {one_line(error)}.") from error
     finally:
@@ -138,27 +180,23 @@ def _start_head(ray: Any, launch: RayLaunch, layout: Layout, folder: Path) -> st
 
 
 @contextmanager
-def _joined(ray: Any, launch: RayLaunch) -> Iterator[Cluster]:
-    address = _resolved(launch)
+def _joined(ray: Any, launch: RayLaunch, asked: Preemption) -> Iterator[Cluster]:
+    address = resolved(launch)
     probe(address)
     environment = {"runtime_env": {"working_dir": launch.working_dir}} if launch.working_dir else {}
+    namespace = f"opd-{os.getpid()}-{time.time_ns():x}"
     try:
-        with _at_most(launch.start_timeout):
-            ray.init(
-                address=address,
-                namespace=f"opd-{os.getpid()}-{time.time_ns():x}",
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=False,
-                **environment,
-            )
-    except Exception as error:
-        ray.shutdown()
-        raise _unjoinable(address, error) from error
-    try:
+        try:
+            with _at_most(launch.start_timeout):
+                _init(ray, asked, address=address, namespace=namespace, **environment)
+        except PreemptedError:
+            raise
+        except Exception as error:
+            raise _unjoinable(address, error) from error
         yield Cluster(ray, address, own=False)
     finally:
-        ray.shutdown()
+        with _own_sigterm():
+            ray.shutdown()
 
 
 @contextmanager
@@ -191,57 +229,10 @@ def _unjoinable(address: str, error: Exception) -> LaunchError:
     return LaunchError(f"the Ray cluster at {address} could not be joined: {one_line(error)}.")
 
 
-def _resolved(launch: RayLaunch) -> str:
-    if launch.address != "auto":
-        return str(launch.address)
-    address = os.environ.get("RAY_ADDRESS")
-    if not address:
-        raise LaunchError(
-            "launch.address is auto, but RAY_ADDRESS is not set: submit the run as a Ray job, or give the"
-            " cluster's HOST:PORT."
-        )
-    return address
-
-
-def probe(address: str, seconds: float = PROBE_SECONDS) -> None:
-    """`LaunchError` unless something at `address` (HOST:PORT) answers as a Ray head would: Ray itself would
-    go on trying for minutes.
+def reserve(cluster: Cluster, launch: RayLaunch, layout: Layout, asked: Preemption) -> Any:
+    """The placement group of `layout`. Raises `LaunchError` if it is not there within the time-out,
+    `PreemptedError` if the run is asked to stop meanwhile.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise LaunchError(f"launch.address is {address!r}, but must be HOST:PORT, or auto.")
-    try:
-        with socket.create_connection((host, int(port)), timeout=seconds) as connection:
-            connection.settimeout(seconds)
-            connection.sendall(PREFACE)
-            answer = connection.recv(9)
-    except TimeoutError:
-        raise LaunchError(
-            f"{address} does not answer within {seconds:g} s; check launch.address and that a Ray head"
-            " listens there."
-        ) from None
-    except OSError as error:
-        reason = error.strerror or error
-        raise LaunchError(
-            f"the Ray cluster at {address} cannot be reached ({reason}); start it, or correct launch.address."
-        ) from None
-    if len(answer) < 9 or answer[3] != 4:
-        raise LaunchError(f"what listens at {address} is no Ray head; correct launch.address.")
-
-
-def _require_free(port: int) -> None:
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind(("127.0.0.1", port))
-        except OSError:
-            raise LaunchError(
-                f"launch.port {port} is in use; choose another, or none to take a free one."
-            ) from None
-
-
-def reserve(cluster: Cluster, launch: RayLaunch, layout: Layout) -> Any:
-    """The placement group of `layout`. Raises `LaunchError` if it is not there within the time-out."""
     ray = cluster.ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -249,7 +240,7 @@ def reserve(cluster: Cluster, launch: RayLaunch, layout: Layout) -> Any:
     there = ray.cluster_resources()
     short = any(there.get(name, 0.0) < value for name, value in layout.total.items())
     # A cluster of its own does not grow; one that is shared may, or others may leave it.
-    if (cluster.own and short) or not group.wait(launch.placement_timeout):
+    if (cluster.own and short) or not _placed(group, launch.placement_timeout, asked):
         largest = max(layout.bundles, key=lambda bundle: sum(bundle.values()))
         free = words(ray.available_resources())
         with suppress(Exception):
@@ -261,6 +252,15 @@ def reserve(cluster: Cluster, launch: RayLaunch, layout: Layout) -> Any:
             " launch.teachers or what each actor asks for, or add nodes."
         )
     return group
+
+
+def _placed(group: Any, seconds: float, asked: Preemption) -> bool:
+    until = time.monotonic() + seconds
+    while not group.wait(LOOK):
+        asked.check()
+        if time.monotonic() > until:
+            return False
+    return True
 
 
 def one_line(error: BaseException) -> str:

@@ -1,15 +1,26 @@
-"""The processes a cluster of our own consists of, so that none is left when it ends, however it ends."""
+"""Processes and files of a cluster of our own, so that none is left when it ends, however it ends."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from opd.errors import RunFolderError
+from opd.storage.files import FileLock
+
 PROC = Path("/proc")
+TEMPORARY = Path("/tmp")
+"""Sockets lie below it, and their paths may have 107 characters."""
+LOCK = ".lock"
+YOUNG = 60.0
+"""Seconds in which a folder may not be locked by its owner yet."""
+KILLED_SECONDS = 2.0
 Processes = dict[int, int]
 """Process id -> when it started, in the kernel's ticks: an id alone may name another process later."""
 
@@ -39,6 +50,40 @@ def end_left_over(processes: Mapping[int, int], patience: float) -> None:
     for pid in left:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + KILLED_SECONDS
+    while _alive(processes) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+@contextmanager
+def own_folder(prefix: str, parent: Path = TEMPORARY) -> Iterator[Path]:
+    """A folder below `parent` while the block runs. Those that processes of this user left behind, because
+    they were killed, are removed first.
+    """
+    for left in parent.glob(f"{prefix}*/{LOCK}"):
+        _remove_ownerless(left)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        with FileLock(folder / LOCK):
+            yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove_ownerless(lock: Path) -> None:
+    with suppress(OSError, RunFolderError):  # it is in use, somebody else's, or being removed
+        if lock.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < YOUNG:
+            return
+        with FileLock(lock):
+            _remove(lock.parent)
+
+
+def _remove(folder: Path, patience: float = 2.0) -> None:
+    """Remove `folder`, into which a dying process may still write."""
+    until = time.monotonic() + patience
+    while folder.exists() and time.monotonic() < until:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.02)
 
 
 def _alive(processes: Mapping[int, int]) -> list[int]:

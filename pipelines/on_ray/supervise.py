@@ -24,6 +24,8 @@ from opd.rollout.preemption import Preemption
 
 LOOK = 0.25
 """Seconds between two looks at the trainer."""
+LOOK_SECONDS = 5.0
+"""Seconds between two looks at the processes of a cluster of our own."""
 LAST_WORDS_SECONDS = 20.0
 """Time the other ranks have to say what they know once one has failed."""
 
@@ -35,16 +37,15 @@ def run_on_ray(recipe: Recipe, folder: RunFolder, stages: Sequence[Stage], progr
     acknowledged is in the run folder then.
     """
     listening = Preemption(recipe.runtime.grace_seconds).listen(leave=False)
-    # In this order: Ray takes the signals when it is initialised.
-    with open_crew(recipe, folder) as crew, listening as asked:
+    with listening as asked, open_crew(recipe, folder, asked) as crew:
         for stage in stages:
             result = crew.run(stage, progress, asked)
             progress.finish(stage.name, summary(result))
 
 
 @contextmanager
-def open_crew(recipe: Recipe, folder: RunFolder) -> Iterator[Crew]:
-    """The actors of a run while the block runs."""
+def open_crew(recipe: Recipe, folder: RunFolder, asked: Preemption) -> Iterator[Crew]:
+    """The actors of a run while the block runs. Raises `PreemptedError` if it is to stop while they start."""
     launch = recipe.launch
     assert isinstance(launch, RayLaunch)
     ranks = recipe.train.ranks or 1
@@ -59,9 +60,9 @@ def open_crew(recipe: Recipe, folder: RunFolder) -> Iterator[Crew]:
         name: ActorSpec(name, recipe.model_dump_json(), str(folder.path.resolve()), os.getcwd())
         for name in layout.places
     }
-    with open_cluster(launch, layout) as cluster:
-        placement = reserve(cluster, launch, layout)
-        crew = Crew(cluster, launch, start_actors(launch, layout, placement, specs))
+    with open_cluster(launch, layout, asked) as cluster:
+        placement = reserve(cluster, launch, layout, asked)
+        crew = Crew(cluster, launch, start_actors(launch, layout, placement, specs, asked))
         cluster.look()
         try:
             yield crew
@@ -154,18 +155,20 @@ class Crew:
                 self._pass_on(trainers, asked)
                 for reference in done:
                     rank = references.index(reference)
-                    said[rank] = trainers[rank].get(reference, PING_SECONDS)
+                    said[rank] = trainers[rank].get(reference, PING_SECONDS, kill=False)
                 if any(words[0] != "done" for words in said.values()):
                     self._last_words(trainers, references, said)
                     return _outcome(stage, said)
                 if self.cluster.lost():
                     raise self.cluster.gone()
+                self.cluster.look(LOOK_SECONDS)
                 if 0 in said or self._report(stage, trainers[0], progress) or self._suspended:
                     heard = time.monotonic()
                 limit = self.launch.trainer_timeout
                 if limit is not None and time.monotonic() - heard > limit:
                     raise ActorLostError(f"the trainer finished no step in {limit:g} s")
         except ActorLostError as error:
+            self.cluster.require()
             for trainer in trainers:
                 if trainer.name != error.actor:
                     trainer.kill()
@@ -181,13 +184,13 @@ class Crew:
         """
         for rank, reference in enumerate(references):
             if rank not in said:
-                said[rank] = trainers[rank].get(reference, LAST_WORDS_SECONDS)
+                said[rank] = trainers[rank].get(reference, LAST_WORDS_SECONDS, kill=False)
         if all(words[0] == "done" or words[:2] == ("error", "RanksError") for words in said.values()):
             raise ActorLostError("the ranks lost each other")
 
     def _report(self, stage: str, trainer: Remote, progress: Progress) -> bool:
-        """Pass the trainer's news on; whether there were any. A trainer that does not answer is ended."""
-        news = trainer.get(trainer.send("news", control=True), PING_SECONDS)
+        """Pass the trainer's news on; whether there were any. `ActorLostError` if it does not answer."""
+        news = trainer.get(trainer.send("news", control=True), PING_SECONDS, kill=False)
         for kind, *words in news:
             if kind == "progress":
                 progress.update(stage, *words)
@@ -210,8 +213,7 @@ class Crew:
 
     def _require_cluster(self) -> None:
         """Raise if it was the cluster that went."""
-        if self.cluster.lost():
-            raise self.cluster.gone()
+        self.cluster.require()
         ray = self.cluster.ray
         try:
             alive = any(node["Alive"] for node in ray.nodes())

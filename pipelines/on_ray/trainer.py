@@ -7,8 +7,8 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from opd.config import Recipe
 from opd.errors import OpdError, RunFolderError
 from opd.pipelines.helpers import Writers
-from opd.pipelines.on_ray.actors import ActorSpec, Remote
+from opd.pipelines.on_ray.actors import ActorSpec, Remote, no_memory
 from opd.pipelines.on_ray.cluster import import_ray
 from opd.protocols import Teacher
 from opd.rollout.preemption import Preemption
@@ -103,38 +103,45 @@ class TrainerActor:
         """Run `stage` from its newest checkpoint, alone or in a `seat` among several ranks; returns
         ("done", result), ("error", class, arguments) for an `OpdError`, or ("crash", words).
         """
-        from opd.pipelines.run import execute
-        from opd.pipelines.run_folder import RunFolder
-        from opd.pipelines.stages import plan
-        from opd.ranks import Ranks, joined
+        from opd.pipelines.machine import out_of_memory
 
-        recipe, folder = self._recipe, RunFolder.attach(self._spec.folder)
-        lock = self._alone(folder.path) if seat is None or seat.rank == 0 else None
+        helpers = RayHelpers(self._recipe, stage, engines, teachers, self._note)
         try:
-            if seat is not None:
-                seat.take()
-            together = joined(recipe.model.device, recipe.train.timeout_seconds) if seat else None
-            with together or nullcontext(Ranks()) as ranks:
-                result = execute(
-                    recipe,
-                    folder,
-                    plan(recipe)[stage],
-                    lambda *words: self._news.append(("progress", *words)),
-                    self._note,
-                    self._preemption,
-                    RayHelpers(recipe, stage, engines, teachers, self._note),
-                    ranks,
-                )
+            with self._alone() if seat is None or seat.rank == 0 else nullcontext():
+                return "done", self._execute(stage, helpers, seat)
         except OpdError as error:
             traceback.print_exc()
             return "error", type(error).__name__, error.args
         except Exception as error:
             traceback.print_exc()
-            return "crash", f"{type(error).__name__}: {error}"
-        finally:
-            if lock is not None:
-                lock.release()
-        return "done", result
+            reason = out_of_memory(error)
+            if reason is None:
+                return "crash", f"{type(error).__name__}: {error}"
+            return "error", "TrainingError", (no_memory(self._spec.name, reason),)
+
+    def _execute(self, stage: str, helpers: RayHelpers, seat: Seat | None) -> dict[str, Any]:
+        from opd.pipelines.run import execute
+        from opd.pipelines.run_folder import RunFolder
+        from opd.pipelines.stages import plan
+        from opd.ranks import Ranks, joined
+
+        recipe, train = self._recipe, self._recipe.train
+        with ExitStack() as stack:
+            ranks = Ranks()
+            if seat is not None:
+                seat.take()
+                ranks = stack.enter_context(joined(recipe.model.device, train.timeout_seconds))
+                stack.enter_context(ranks.naming_the_lost(f"the work on stage {stage}"))
+            return execute(
+                recipe,
+                RunFolder.attach(self._spec.folder),
+                plan(recipe)[stage],
+                lambda *words: self._news.append(("progress", *words)),
+                self._note,
+                self._preemption,
+                helpers,
+                ranks,
+            )
 
     def news(self) -> list[tuple]:
         """Control: progress and notes since the last call."""
@@ -148,18 +155,23 @@ class TrainerActor:
         print(text, flush=True)
         self._news.append(("note", text))
 
-    def _alone(self, folder: Path) -> Any:
-        """A lock no other trainer of this run holds: one that was given up, but lives on where nobody reaches
-        it, must not write into the folder beside this one.
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold a lock no other trainer of this run holds: one that was given up, but lives on where nobody
+        reaches it, must not write into the folder beside this one.
         """
         from opd.storage.files import FileLock
 
-        lock, until = FileLock(folder / ".trainer.lock"), time.monotonic() + PATIENCE
+        lock, until = FileLock(Path(self._spec.folder) / ".trainer.lock"), time.monotonic() + PATIENCE
         while True:
             try:
                 lock.acquire()
-                return lock
+                break
             except RunFolderError:
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.2)
+        try:
+            yield
+        finally:
+            lock.release()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -17,6 +18,7 @@ from ray_runs import write_recipe
 
 from opd.errors import LaunchError
 from opd.pipelines.cli import main
+from opd.pipelines.machine import out_of_memory
 from opd.pipelines.on_ray.cluster import probe
 from opd.pipelines.on_ray.processes import descendants, end_left_over
 
@@ -137,3 +139,21 @@ def test_cluster_of_another_version(cluster, complaint):
         store.internal_kv_put(key, told, overwrite=True, namespace=namespace)
     assert "runs other versions than this process" in said
     assert "2.1.0" in said
+
+
+@pytest.mark.slow
+def test_node_without_memory(complaint, monkeypatch):
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.001")
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
+    said = complaint(*RAY, "--launch.max_restarts", "0")
+    assert "memory" in said
+
+
+def test_want_of_memory_is_recognised():
+    with pytest.raises(RuntimeError) as asked:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert "1152921504606846976 bytes" in str(out_of_memory(asked.value))
+    with pytest.raises(MemoryError) as asked:
+        bytearray(1 << 60)
+    assert out_of_memory(asked.value) == "no more is free"
+    assert out_of_memory(RuntimeError("another")) is None

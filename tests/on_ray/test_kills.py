@@ -1,6 +1,7 @@
 """Each actor killed or stopped on its own, and the whole cluster: minutes, so only with OPD_RAY_KILLS=1."""
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -10,7 +11,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ray_runs import Run, digest, ended, learnt, rows, undisturbed, wal_bytes, write_recipe
+from ray_runs import (
+    STEPS,
+    Run,
+    digest,
+    ended,
+    learnt,
+    rows,
+    settings,
+    undisturbed,
+    wal_bytes,
+    write_recipe,
+)
 
 from opd.pipelines.on_ray.processes import descendants
 
@@ -18,6 +30,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not os.environ.get("OPD_RAY_KILLS"), reason="set OPD_RAY_KILLS=1: takes minutes"),
 ]
+LONGER = 100
 RAY = ["--launch.type", "ray", "--launch.engines", "2", "--launch.teachers", "2"]
 
 
@@ -25,6 +38,14 @@ RAY = ["--launch.type", "ray", "--launch.engines", "2", "--launch.teachers", "2"
 def merge(tmp_path_factory):
     """(recipe, run folder of the merge without Ray)."""
     recipe = write_recipe(tmp_path_factory.mktemp("merge"))
+    return recipe, undisturbed(recipe)
+
+
+@pytest.fixture(scope="module")
+def longer_merge(tmp_path_factory):
+    """The same of a merge that lasts longer than a run can do without the head of its cluster."""
+    folder = tmp_path_factory.mktemp("longer")
+    recipe = write_recipe(folder, distill=settings(folder)["distill"] | {"steps": LONGER})
     return recipe, undisturbed(recipe)
 
 
@@ -79,8 +100,8 @@ def test_every_engine_killed_at_once(tmp_path, cluster, merge):
 
 
 @pytest.mark.parametrize("which", ["everything", "gcs_server", "raylet"])
-def test_cluster_killed_and_resumed(tmp_path, merge, which):
-    recipe, expected = merge
+def test_cluster_killed_and_resumed(tmp_path, longer_merge, which):
+    recipe, expected = longer_merge
     with Run(recipe, tmp_path / "run", *RAY) as run:
         run.until(lambda: len(rows(run.out)) >= 5)
         written = wal_bytes(run.out)
@@ -97,8 +118,7 @@ def test_cluster_killed_and_resumed(tmp_path, merge, which):
         assert len(errors) == 1
         assert "--resume" in errors[0]
         assert ended(list(everything))
-    before = len(rows(run.out))
-    assert before < 10
+    assert len(rows(run.out)) < LONGER
     with Run(recipe, tmp_path / "run", *RAY, "--resume") as run:
         status, said = run.finish()
         assert status == 0, said
@@ -147,6 +167,76 @@ def test_one_of_two_ranks_killed(tmp_path, cluster, merge):
         assert len(run.pids("trainer-0")) == 2
         assert len(run.pids("trainer-1")) == 2
     same(run, whole.out)
+
+
+def test_one_of_two_ranks_hangs(tmp_path, cluster, merge):
+    recipe, _ = merge
+    options = [
+        *RAY,
+        "--launch.address",
+        cluster.address,
+        "--train.ranks",
+        "2",
+        "--train.timeout_seconds",
+        "20",
+    ]
+    with Run(recipe, tmp_path / "whole", *options) as whole:
+        status, said = whole.finish()
+        assert status == 0, said
+    with Run(recipe, tmp_path / "run", *options) as run:
+        run.until(lambda: len(rows(run.out)) >= 4)
+        os.kill(run.pids("trainer-1")[-1], signal.SIGSTOP)
+        status, said = run.finish()
+        assert status == 0, said
+        assert len(run.pids("trainer-0")) == 2
+        assert len(run.pids("trainer-1")) == 2
+    same(run, whole.out)
+
+
+def test_trainer_without_memory_hangs_and_is_ended(tmp_path, cluster, merge):
+    """Python waits for ever for a thread for which there was no memory."""
+    recipe, _ = merge
+    options = [*RAY, "--launch.address", cluster.address, "--launch.max_restarts", "0"]
+    with Run(recipe, tmp_path / "run", *options, "--launch.trainer_timeout", "40") as run:
+        run.until(lambda: len(rows(run.out)) >= 2)
+        resource.prlimit(run.pids("trainer")[-1], resource.RLIMIT_AS, (1 << 20, 1 << 20))
+        status, said = run.finish(120)
+        assert status == 2, said
+    errors = [line for line in said.splitlines() if line.startswith("opd: error:")]
+    assert len(errors) == 1
+    assert "the trainer of merge is lost" in errors[0]
+    assert "--resume" in errors[0]
+    assert ended(run.all_pids())
+
+
+def test_engine_killed_while_it_writes_ahead(tmp_path, cluster):
+    rollout = settings(tmp_path)["rollout"] | {"schedule": "ahead"}
+    recipe = write_recipe(tmp_path, rollout=rollout)
+    expected = undisturbed(recipe)
+    options = [*RAY, "--launch.address", cluster.address, "--launch.layout", "disaggregated"]
+    with Run(recipe, tmp_path / "run", *options) as run:
+        run.kill_in_step("engine-1", 4)
+        status, said = run.finish()
+        assert status == 0, said
+    assert "engine-1 failed and is brought back" in said
+    same(run, expected)
+
+
+@pytest.mark.parametrize("actor", ["engine-0", "trainer"])
+def test_actor_killed_in_an_asynchronous_merge(tmp_path, cluster, actor):
+    rollout = settings(tmp_path)["rollout"] | {"schedule": "async", "max_ahead": 2}
+    recipe = write_recipe(tmp_path, rollout=rollout)
+    options = [*RAY, "--launch.address", cluster.address, "--launch.layout", "disaggregated"]
+    with Run(recipe, tmp_path / "run", *options) as run:
+        run.kill_in_step(actor, 4)
+        status, said = run.finish()
+        assert status == 0, said
+        assert noticed(run, actor, said)
+    found = rows(run.out)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    stale = [row.get("staleness/max", 0.0) for row in found]
+    assert max(stale) in (1.0, 2.0), stale
+    assert ended(run.all_pids())
 
 
 def test_restarts_are_counted(tmp_path, cluster, merge):
