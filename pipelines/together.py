@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from opd.config import Recipe
 from opd.errors import RanksError, TrainingError
 from opd.monitor.progress import Progress
 from opd.pipelines.launch import end_with_launcher
+from opd.pipelines.machine import out_of_memory
 from opd.pipelines.report import write_report
 from opd.pipelines.results import write_results
 from opd.pipelines.run import execute
@@ -77,11 +76,10 @@ def _run(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> None:
     try:
         with ranks.naming_the_lost(f"the work on stage {stage.name}"):
             _execute(recipe, folder, stage, ranks)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise _no_memory(stage, ranks, error) from error
-    except RuntimeError as error:
-        if "can't allocate memory" in str(error):
-            raise _no_memory(stage, ranks, error) from error
+    except (MemoryError, RuntimeError) as error:
+        reason = out_of_memory(error)
+        if reason is not None:
+            raise _no_memory(stage, ranks, reason) from error
         raise
 
 
@@ -105,8 +103,7 @@ def _execute(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> N
             progress.finish(stage.name, summary(result))
 
 
-def _no_memory(stage: Stage, ranks: Ranks, error: Exception) -> TrainingError:
-    reason = " ".join(str(error).split())[:160] or "no more is free"
+def _no_memory(stage: Stage, ranks: Ranks, reason: str) -> TrainingError:
     return TrainingError(
         f"rank {ranks.rank} ran out of memory in stage {stage.name} ({reason}); lower batch.max_tokens or"
         " rollout.max_running, or train with more ranks, then continue with --resume."
