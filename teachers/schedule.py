@@ -239,7 +239,7 @@ class TeacherSchedule:
         """The samples teacher `name` has to run on; the rows of its others are taken from the cache."""
         answered = (s for s in samples if len(s.response_ids))
         mine = [s for s in answered if name in self._routes[s.teacher or ""].teachers]
-        mine = [s for s in mine if (name, s.uid) not in self._rows]
+        mine = [s for s in mine if (name, s.uid) not in self._rows and not self._given.has(name, s)]
         if self._cache is None:
             return mine
         waiting = []

@@ -12,7 +12,7 @@ from opd.teachers.signals import sampled_logprobs
 from opd.teachers.torch_teacher import TorchTeacher
 from opd.train.distill_terms import build_distill_term
 from opd.train.torch_backend import TorchBackend
-from opd.types import HiddenStates, RolloutBatch, TokenTerms
+from opd.types import HiddenStates, RolloutBatch, TokenLogprobs, TokenTerms
 
 T = 0.7
 WEIGHTS = {"a": 0.25, "b": 0.75}
@@ -118,6 +118,32 @@ def test_unusable_rows_stop_before_they_reach_a_loss(rows, message):
     schedule.assign(samples)
     with pytest.raises(TeacherError, match=message):
         schedule.score(samples)
+
+
+def test_a_teacher_that_gives_logprobs_is_asked_once_a_step():
+    asked: list[list[str]] = []
+
+    class Gives:
+        name, digest = "a", "a"
+
+        def score(self, samples):
+            asked.append([sample.uid for sample in samples])
+            return TokenLogprobs(torch.full((sum(len(s.response_ids) for s in samples),), -1.5))
+
+        def load_head(self):
+            raise AssertionError("log-probabilities need no head")
+
+    samples = tiny.samples([(3, 4), (2, 1), (5, 6)])
+    schedule = TeacherSchedule({"a": Gives()}, Router({"a": {"a": 1.0}}, "one_hot"))
+    schedule.assign(samples)
+    schedule.score(samples[:2])
+    schedule.forget(samples[:2])
+    schedule.score(samples)
+    assert asked == [["s0", "s1"], ["s2"]]
+    assert [len(own) for own in sampled_logprobs(schedule, samples, "one_hot", T)] == [4, 1, 6]
+    schedule.release()
+    schedule.score(samples)
+    assert asked[2:] == [["s0", "s1", "s2"]]
 
 
 def test_a_missing_teacher_folder_is_named(tmp_path):
