@@ -77,11 +77,8 @@ def check_ranks(recipe: Recipe, size: int) -> None:
             f"runtime.workers is {recipe.runtime.workers}, but the {size} ranks of a run work on one stage at"
             " a time; set runtime.workers to 1."
         )
-    if recipe.rollout.engine.type != "torch":
-        raise ConfigError(
-            f"rollout.engine {recipe.rollout.engine.type} takes weights from one trainer, but there are"
-            f" {size} ranks; set rollout.engine to torch, or train with one rank."
-        )
+    if recipe.rollout.engine.type == "sglang":
+        recipe.rollout.engine.urls_of(0, size)
 
 
 def report(error: OpdError) -> bool:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from opd.config.served import SGLangEngineConfig
-from opd.errors import ConfigError
 from opd.pipelines.context import StageContext
 from opd.pipelines.helpers import Writers
 from opd.pipelines.student import tokenizer_of
 from opd.protocols import Teacher
 from opd.rollout.health import RetryPolicy
+from opd.rollout.sglang_distinct import check_distinct
 from opd.rollout.sglang_engine import ServedModel, SGLangEngine
 from opd.rollout.sglang_push import FolderPush, Push, TensorPush
 from opd.rollout.sync.disk import WeightFolder
@@ -34,32 +34,25 @@ class ServedWriters:
     def writers(self, model: Path) -> Writers:
         """One engine over all workers, or over this rank's share of them where several ranks write. It holds
         nothing before its first push (`Student.start`), so that what it samples with is always what the
-        trainer holds. Raises `ConfigError` if there are fewer workers than ranks.
+        trainer holds. Raises `ConfigError` if there are fewer workers than ranks, and `RolloutError` if two
+        URLs lead to one.
         """
-        recipe = self._context.recipe
+        recipe, ranks = self._context.recipe, self._context.ranks
         described = json.loads((model / "config.json").read_bytes())
         text = described.get("text_config", described)
         rows: int = text["vocab_size"]
         limit = recipe.rollout.max_sequence
         longest = min(limit, text.get("max_position_embeddings") or limit)
         served = ServedModel(min(len(tokenizer_of(recipe, model)), rows), longest, rows, text)
-        options = replace(pool_options(self._config), urls=self._urls())
-        engine = SGLangEngine(options, served, self._push(model), version=-1)
+        options, own = pool_options(self._config), self._config.urls_of(ranks.rank, ranks.size)
+        check_distinct(options)  # all ranks' workers: two ranks must not control one server either
+        engine = SGLangEngine(replace(options, urls=own), served, self._push(model), version=-1)
         self._stack.callback(engine.close)
         return Writers([engine], ONCE)
 
     def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
         """See `Helpers`."""
         return None if self._others is None else self._others.teachers(names, vocabulary)
-
-    def _urls(self) -> list[str]:
-        ranks, urls = self._context.ranks, self._config.urls
-        if len(urls) < ranks.size:
-            raise ConfigError(
-                f"rollout.engine has {len(urls)} workers for {ranks.size} ranks, each of which writes"
-                " its share with workers of its own; give it more urls, or take fewer ranks."
-            )
-        return urls[ranks.rank :: ranks.size]
 
     def _push(self, model: Path) -> Push:
         if self._config.sync == "tensors":

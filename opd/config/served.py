@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from opd.config.base import Config
+from opd.errors import ConfigError
 
 
 class ServerConfig(Config):
@@ -65,6 +66,15 @@ class SGLangEngineConfig(ServerConfig):
     `null` is the stage's own folder."""
     host: str = "127.0.0.1"
     """Address of this machine, as the workers reach it, for `tensors`."""
+
+    def urls_of(self, rank: int, ranks: int) -> list[str]:
+        """Its own workers for each rank that writes. Raises `ConfigError` if there are fewer than ranks."""
+        if len(self.urls) < ranks:
+            raise ConfigError(
+                f"rollout.engine has {len(self.urls)} workers for {ranks} ranks, each of which writes its"
+                " share with workers of its own; give it more urls, or take fewer ranks."
+            )
+        return self.urls[rank::ranks]
 
 
 EngineConfig = Annotated[TorchEngineConfig | SGLangEngineConfig, Field(discriminator="type")]

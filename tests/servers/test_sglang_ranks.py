@@ -1,0 +1,118 @@
+"""Several ranks that write on SGLang workers: each on its own, and no worker twice."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from contextlib import ExitStack
+
+import pytest
+from fault_proxy import fault_proxy
+from recipes import tiny_recipe, write_recipe
+from safetensors.torch import load_file
+from sglang_server import SGLangServer
+
+from opd.errors import ConfigError, RolloutError
+from opd.monitor.metrics import read_metrics
+from opd.pipelines.launch import check_ranks
+from opd.pipelines.run import run_stage
+from opd.pipelines.run_folder import RunFolder
+
+SECONDS = 300
+
+
+def merge(served_models, engine, **train):
+    """A merge of four steps that always writes the most likely token: engines agree on every one."""
+    teacher = {"path": str(served_models["b"])}
+    return {
+        "model": {"path": str(served_models["a"])},
+        "base": None,
+        "teachers": {"sort": teacher, "add3": teacher},
+        "rollout": {"engine": engine, "top_k": 1, "max_new_tokens": 12, "max_sequence": 40},
+        "distill": {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 4, "teachers": "resident"},
+        "baselines": {"methods": []},
+        "train": train,
+    }
+
+
+def served(urls, sync="disk"):
+    return {"type": "sglang", "urls": urls, "patience": 10.0, "sync": sync}
+
+
+def version(server):
+    """What a server calls the weights it holds."""
+    with urllib.request.urlopen(f"{server.url}/model_info", timeout=60) as answer:
+        return json.load(answer)["weight_version"]
+
+
+@pytest.fixture
+def restored(sglang, served_models):
+    """The session's server holds model `a` under its first name again afterwards."""
+    yield
+    sglang.load(served_models["a"], "default")
+
+
+@pytest.fixture(scope="module")
+def second(sglang, served_models, tmp_path_factory):
+    """Another server of the same model."""
+    server = SGLangServer(served_models["a"], tmp_path_factory.mktemp("second") / "sglang.log")
+    server.launch()
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("OPD_SGLANG_RANKS" not in os.environ, reason="starts a second server; OPD_SGLANG_RANKS=1")
+def test_two_ranks_with_a_worker_each_make_the_student_of_one(
+    sglang, second, served_models, tmp_path, restored
+):
+    """FSDP2 ranks: each gathers the weights and gives them to its own worker after every step."""
+    here = tiny_recipe(**merge(served_models, {"type": "torch"}))
+    with RunFolder.create(tmp_path / "one", here) as folder:
+        run_stage(here, folder, "merge")
+    engine = served([sglang.url, second.url], "tensors")
+    recipe = write_recipe(tmp_path / "recipe.yaml", **merge(served_models, engine, ranks=2))
+    command = [sys.executable, "-m", "opd.pipelines.cli", "distill", str(recipe)]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "two")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = {name: read_metrics(tmp_path / name / "stages/merge/metrics.jsonl") for name in ("one", "two")}
+    for ours, theirs in zip(steps["one"], steps["two"], strict=True):
+        assert ours["tokens/student"] == theirs["tokens/student"]
+        assert ours["kl/mean"] == pytest.approx(theirs["kl/mean"], abs=1e-4)
+    one, two = (load_file(tmp_path / name / "merged/model.safetensors") for name in ("one", "two"))
+    start = load_file(served_models["a"] / "model.safetensors")
+    moved = max(float((one[name] - start[name]).abs().max()) for name in one)
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) <= 1e-2 * moved
+    for server in (sglang, second):  # and both workers were given every version
+        assert version(server).endswith(".4")
+
+
+def test_fewer_workers_than_ranks_are_refused(served_models):
+    recipe = tiny_recipe(**merge(served_models, served(["http://127.0.0.1:1"]), ranks=2))
+    with pytest.raises(ConfigError, match="has 1 workers for 2 ranks"):
+        check_ranks(recipe, 2)
+    check_ranks(recipe, 1)
+
+
+@pytest.mark.parametrize("same", ["text", "server"])
+def test_one_server_given_twice_is_refused(sglang, served_models, tmp_path, same):
+    """Before it is told anything; also where the two URLs differ."""
+    with ExitStack() as stack:
+        other = sglang.url
+        if same == "server":
+            other = stack.enter_context(fault_proxy(("127.0.0.1", sglang.port))).endpoint
+        recipe = tiny_recipe(**merge(served_models, served([sglang.url, other])))
+        folder = stack.enter_context(RunFolder.create(tmp_path / "run", recipe))
+        with pytest.raises(RolloutError, match=f"{sglang.url} and {other} lead to one server"):
+            run_stage(recipe, folder, "merge")
+    assert version(sglang) == "default"
