@@ -62,9 +62,9 @@ class RolloutConfig(Config):
     """`null` writes no log: a resumed stage then repeats the rollouts since its last checkpoint."""
     schedule: Literal["in_turn", "ahead", "async"] = "in_turn"
     """`in_turn`: the student writes a batch, learns from it, writes the next. `ahead`: it writes the next one
-    while it learns, with weights one version older. `async`: the same up to `max_ahead` batches early, and
-    new weights reach responses in the middle (each token keeps its version). For both consider a correction
-    of the policy loss."""
+    while it learns, with weights one version older. `async`: the same up to `max_ahead` batches early, those
+    in flight together, and new weights reach responses in the middle (each token keeps its version). For both
+    consider a correction of the policy loss."""
     max_ahead: int = Field(default=1, gt=0)
     """Batches that may be begun before their turn with `schedule: async`; no token is older than that many
     versions when it is learnt from."""
