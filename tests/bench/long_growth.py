@@ -1,4 +1,4 @@
-"""How time grows with the length of one trajectory: log, store, planner and the engine's books.
+"""How time grows with the length of one trajectory: log, store, planner, KL and the engine's books.
 
     python tests/bench/long_growth.py [--rounds 1] [--only "log recover" ...] [--folder DIR] [--json FILE]
                                       [--plot FILE]
@@ -11,11 +11,13 @@ log resume     a writer opens it, and a rollout tells the n tokens again as deco
 store write    a trajectory written in pieces of 512 tokens, as a rollout does
 store read     the same, read in chunks
 plan           an epoch of n trajectories
+kl             exact KL of n tokens with its gradients, in chunks (`long_kl.py`: width 16, 512 logits)
 rollout        supervision, books and log of one response of n tokens from an engine without a model
 turns          the same in turns of 1,000 tokens, each answered by 10 tokens of an environment
 
 The exponent is the slope of log seconds against log n; 1 is linear. What grows faster in a model by its
-nature (attention) is not in here. The best of the rounds.
+nature (attention) is not in here. Seconds are the best of the rounds; beside the exponent of these the file
+has the one of each round.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from long_kl import problem, seconds_of
 from trajectories import TOKENS, exponent, read, write
 from trajectory_formats import ROW_BYTES, arrays
 from trajectory_metadata import BUDGET, COST
@@ -47,6 +51,7 @@ from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
 
 TURN, ANSWER = 1_000, np.arange(1, 11, dtype=np.int32)
 GOAL = 1.05
+CHUNK = 1024
 
 
 class PlainEngine:
@@ -125,45 +130,68 @@ def resume(folder: Path, tokens: int) -> None:
         assert sum(len(step.uids) for step in steps) == tokens + 1
 
 
-def tasks(folder: Path, tokens: int) -> dict[str, Callable[[Path], object]]:
+def kl(tokens: int) -> Callable[[Path], object]:
+    """One forward and backward pass of the loss."""
+    student, teacher, heads = problem(tokens)
+    return lambda place: seconds_of(student.clone().requires_grad_(), teacher, heads, CHUNK)
+
+
+def tasks(folder: Path, tokens: int, wanted: Callable[[str], bool]) -> dict[str, Callable[[Path], object]]:
     """What is measured, by name; each is given a folder of its own."""
     data = arrays(tokens)
     rng = np.random.default_rng(0)
     lengths = rng.integers(100, 8000, tokens)
     work = Workload(lengths, rng.integers(0, 8, tokens), lengths * ROW_BYTES)
     logged, stored = folder / f"log-{tokens}", folder / f"store-{tokens}"
-    append(logged, data)
-    write(stored, data)
-    return {
+    if wanted("log recover") or wanted("log resume"):
+        append(logged, data)
+    if wanted("store read"):
+        write(stored, data)
+    found: dict[str, Callable[[Path], object]] = {
         "log append": lambda place: append(place, data),
         "log recover": lambda place: recover(logged, tokens),
         "store write": lambda place: write(place, data),
         "store read": lambda place: read(stored, data),
         "plan": lambda place: make_plan(work, PlanSettings(512, 8), COST, BUDGET),
+        "kl": kl(tokens),
         "rollout": lambda place: rollout(place, tokens, turns=False),
         "turns": lambda place: rollout(place, tokens, turns=True),
         "log resume": lambda place: resume(logged, tokens),
     }
+    return {name: task for name, task in found.items() if wanted(name)}
 
 
-def growth(folder: Path, rounds: int, only: list[str]) -> dict[str, list[float]]:
-    """Processor seconds by n of every task, or of some."""
+def growth(folder: Path, wanted: Callable[[str], bool]) -> dict[str, list[float]]:
+    """One round: processor seconds of every task that is wanted, by n."""
     seconds: dict[str, list[float]] = {}
+    kl(TOKENS[0])(folder)  # what it costs the first time is not its growth
     for tokens in TOKENS:
-        for name, task in tasks(folder, tokens).items():
-            if only and name not in only:
-                continue
-            times = []
-            for number in range(1 if name == "log resume" else rounds):  # it can be resumed once
-                place = folder / f"{name}-{tokens}-{number}"
-                begin = time.process_time()
-                task(place)
-                times.append(time.process_time() - begin)
-            seconds.setdefault(name, []).append(min(times))
+        for name, task in tasks(folder, tokens, wanted).items():
+            begin = time.process_time()
+            task(folder / f"{name}-{tokens}")
+            seconds.setdefault(name, []).append(time.process_time() - begin)
         if tokens == TOKENS[0]:
             print(f"{'n':>12}" + "".join(f"{name:>13}" for name in seconds))
         print(f"{tokens:>12,}" + "".join(f"{times[-1]:13.4f}" for times in seconds.values()), flush=True)
     return seconds
+
+
+def summary(rounds: list[dict[str, list[float]]], before: dict[str, Any]) -> dict[str, Any]:
+    """The best seconds of the `rounds` and their exponents; other tasks as they were `before`."""
+    best = {name: np.min([own[name] for own in rounds], axis=0).tolist() for name in rounds[0]}
+    each = {name: [round(exponent(TOKENS, own[name]), 4) for own in rounds] for name in best}
+    slopes = {name: exponent(TOKENS, times) for name, times in best.items()}
+    for name in best:
+        print(f"{name:12} exponent {slopes[name]:.3f}, by round {each[name]}")
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    return {
+        "machine": machine,
+        "n": TOKENS,
+        "seconds": before.get("seconds", {}) | best,
+        "exponents": before.get("exponents", {}) | slopes,
+        "exponents_of_rounds": before.get("exponents_of_rounds", {}) | each,
+        "goal": GOAL,
+    }
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -174,7 +202,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4.8), layout="constrained")
-    for (name, seconds), mark in zip(result["seconds"].items(), "os^vD<>p", strict=True):
+    for (name, seconds), mark in zip(result["seconds"].items(), "os^vD<>p*", strict=True):
         label = f"{name} ({result['exponents'][name]:.2f})"
         axes.loglog(result["n"], seconds, marker=mark, markersize=4, linewidth=1.2, label=label)
     sizes = np.array(result["n"], dtype=float)
@@ -200,18 +228,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as root:
-        seconds = growth(Path(root), options.rounds, options.only)
-    if options.only and options.json and options.json.exists():
-        seconds = json.loads(options.json.read_text())["seconds"] | seconds
-    slopes = {name: exponent(TOKENS, times) for name, times in seconds.items()}
-    print(f"{'exponent':>12}" + "".join(f"{slope:13.3f}" for slope in slopes.values()))
-    machine = f"{os.cpu_count()} cores, {platform.machine()}"
-    result = {"machine": machine, "n": TOKENS, "seconds": seconds, "exponents": slopes, "goal": GOAL}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.plot:
-        plot(result, options.plot)
+    torch.set_num_threads(1)
+    keep = options.only and options.json and options.json.exists()
+    before = json.loads(options.json.read_text()) if keep else {}
+    rounds = []
+    for _ in range(options.rounds):
+        with tempfile.TemporaryDirectory(dir=options.folder) as root:
+            rounds.append(growth(Path(root), lambda name: name in (options.only or [name])))
+        result = summary(rounds, before)
+        if options.json:  # after each round: one that is cut short costs no other
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        if options.plot:
+            plot(result, options.plot)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,14 @@ LENGTHS = (62_500, 125_000, 250_000, 500_000, 1_000_000)
 WIDTH, VOCABULARY = 16, 512
 
 
+def problem(length: int) -> tuple[torch.Tensor, torch.Tensor, tuple[Head, Head]]:
+    """Hidden states [length, D] of student and teacher, and their heads."""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(length, WIDTH, generator=generator) for _ in range(2))
+    weights = [torch.randn(VOCABULARY, WIDTH, generator=generator) for _ in range(2)]
+    return student, teacher, (Head(weights[0].requires_grad_()), Head(weights[1]))
+
+
 def seconds_of(student: torch.Tensor, teacher: torch.Tensor, heads: tuple[Head, Head], chunk: int) -> dict:
     """Wall and processor seconds of one forward and backward over hidden states `[n, D]`."""
     student.grad = heads[0].weight.grad = None
@@ -41,11 +49,7 @@ def seconds_of(student: torch.Tensor, teacher: torch.Tensor, heads: tuple[Head, 
 
 def measure(rounds: int, chunk: int) -> dict[int, dict[str, float]]:
     """The best times of each length."""
-    generator = torch.Generator().manual_seed(0)
-    student = torch.randn(max(LENGTHS), WIDTH, generator=generator)
-    teacher = torch.randn(max(LENGTHS), WIDTH, generator=generator)
-    weights = [torch.randn(VOCABULARY, WIDTH, generator=generator) for _ in range(2)]
-    heads = (Head(weights[0].requires_grad_()), Head(weights[1]))
+    student, teacher, heads = problem(max(LENGTHS))
     best: dict[int, dict[str, float]] = {}
     for turn in range(rounds + 1):  # the first one warms up
         for length in LENGTHS if turn else LENGTHS[:1]:

@@ -113,6 +113,7 @@ AHEAD = {"max_new_tokens": 5, "max_sequence": 16, "schedule": "ahead"}
     "changes",
     [
         {},
+        {"loss": {"type": "topk", "k": 4}},
         {"loss": {"type": "k1", **POLICY}, "rollout": AHEAD, "steps": 3},
         {"loss": {"type": "k1", "baseline": "none"}, "rl_coef": 0.5, "samples_per_prompt": 2},
         {"rl_coef": 0.5, "samples_per_prompt": 3, "normalise": "token"},
@@ -122,7 +123,7 @@ AHEAD = {"max_new_tokens": 5, "max_sequence": 16, "schedule": "ahead"}
             "advantage": {"type": "custom", "path": "recipes:by_tokens"},
         },
     ],
-    ids=["kl", "k1 and a correction", "k1 and a reward", "reward", "somebody's estimator"],
+    ids=["kl", "top-k", "k1 and a correction", "k1 and a reward", "reward", "somebody's estimator"],
 )
 def test_samples_on_disk_and_sequences_in_pieces_make_the_same_merge(whole, tmp_path, changes):
     plain = merge(whole, tmp_path / "memory", **changes)
