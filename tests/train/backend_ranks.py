@@ -73,7 +73,27 @@ def batch(step: int) -> RolloutBatch:
     rng = np.random.default_rng(step)
     lengths = [(int(p), int(r)) for p, r in zip(rng.integers(1, 9, 9), rng.integers(0, 20, 9), strict=True)]
     lengths[0] = (3, 4)
-    samples = tiny.samples(lengths, teachers=["a"] * 4 + ["b"] * 5, seed=step)
+    return batch_of(lengths, ["a"] * 4 + ["b"] * 5, step)
+
+
+def again(_: int) -> RolloutBatch:
+    """The same samples at every step."""
+    return batch(0)
+
+
+def uneven(step: int) -> RolloutBatch:
+    """One rank has most tokens in one micro-batch, the other few in several; at odd steps it has none."""
+    short = [] if step % 2 else [(1, 1), (2, 2), (1, 3), (1, 1)]
+    return batch_of([(4, 50), *short], ["a", "a", "b", "a", "b"][: 1 + len(short)], step)
+
+
+BATCHES = {"new": batch, "again": again, "uneven": uneven}
+
+
+def batch_of(lengths: list[tuple[int, int]], teachers: list[str], seed: int) -> RolloutBatch:
+    """Samples of these lengths, whose tokens all weigh the same."""
+    rng = np.random.default_rng(seed)
+    samples = tiny.samples(lengths, teachers=teachers, seed=seed)
     total = sum(response for _, response in lengths)
     made = []
     for _, n in lengths:
@@ -85,11 +105,6 @@ def batch(step: int) -> RolloutBatch:
     return RolloutBatch(samples, made)
 
 
-def again(_: int) -> RolloutBatch:
-    """The same samples at every step."""
-    return batch(0)
-
-
 def train(backend, first: int, last: int, batch=batch) -> list[dict[str, float]]:
     """The metrics of steps `first` to `last`, of which each learns `batch(step)`."""
     return [
@@ -99,8 +114,8 @@ def train(backend, first: int, last: int, batch=batch) -> list[dict[str, float]]
 
 
 def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
-    """Train from `task["first"]` to `task["last"]`, from a checkpoint if `task["load"]` names one, on the
-    first batch again and again if `task["again"]` says so; write metrics, log-probabilities, weights and a
+    """Train from `task["first"]` to `task["last"]`, from a checkpoint if `task["load"]` names one, on
+    `BATCHES[task["batches"]]`; write metrics, log-probabilities, weights and a
     checkpoint.
     """
     train_config = TrainConfig.model_validate(task["train"])
@@ -117,8 +132,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     if "load" in task:
         saved = folder / task["load"]
         backend.load_state({n: load_file(saved / f"{n}.safetensors") for n in ("model", "optimizer")})
-    batches = again if task.get("again") else batch
-    metrics = train(backend, task["first"], task["last"], batches)
+    metrics = train(backend, task["first"], task["last"], BATCHES[task.get("batches", "new")])
     logprobs = backend.logprobs(batch(0).samples)
     weights = {name: tensor.clone() for name, tensor in backend.weights()}
     digest, state = backend.digest(), backend.state()

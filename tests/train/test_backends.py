@@ -36,7 +36,7 @@ NO_DEEPSPEED = pytest.mark.skip("needs DeepSpeed: .venv/bin/python -m pip instal
 NAMES = [pytest.param(name, marks=[NO_DEEPSPEED] if name in MISSING else []) for name in TASKS]
 
 
-def one_process(first, last, state=None, **model):
+def one_process(first, last, state=None, batches=backend_ranks.batch, **model):
     """A back end in this process after steps `first` to `last`, and their metrics."""
     tiny_model = backend_ranks.student(**model)
     backend = open_backend(
@@ -50,7 +50,7 @@ def one_process(first, last, state=None, **model):
     )
     if state is not None:
         backend.load_state(state)
-    return backend, backend_ranks.train(backend, first, last)
+    return backend, backend_ranks.train(backend, first, last, batches)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,7 @@ def ranks(tmp_path_factory):
             {"name": name, "train": train, "first": 0, "last": STEPS},
             {"name": f"{name}-half", "train": train, "first": 0, "last": HALF},
             {"name": f"{name}-resumed", "train": train, "load": "half", "first": HALF, "last": STEPS},
+            {"name": f"{name}-uneven", "train": train, "first": 0, "last": 4, "batches": "uneven"},
         )
     ]
     (folder / "tasks.json").write_text(json.dumps(tasks))
@@ -104,6 +105,12 @@ def test_twenty_steps_are_those_of_one_process(ranks, reference, name):
         backend.logprobs(backend_ranks.batch(0).samples), result["logprobs"], strict=True
     ):
         np.testing.assert_allclose(mine, np.array(theirs, np.float32), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_counts_the_same_on_a_rank_with_many_and_on_one_with_few(ranks, name):
+    _, metrics = one_process(0, 4, batches=backend_ranks.uneven)
+    assert_same(json.loads((ranks / f"{name}-uneven" / "result.json").read_text())["metrics"], metrics)
 
 
 @pytest.mark.parametrize("name", NAMES)
