@@ -93,11 +93,14 @@ class StoredSamples:
         Each response goes to disk when it ends, and then leaves log and memory. What an earlier attempt has
         written is not written again.
         """
-        mine = prompts if self._student.writing.alone else self._student.writing.mine(prompts)
-        if self._student.generate is collect:
-            self._stream(engine, mine, index)
-        else:
-            self._generate(engine, mine, index)
+        student = self._student
+        mine = prompts if student.writing.alone else student.writing.mine(prompts)
+        try:
+            (self._stream if student.generate is collect else self._generate)(engine, mine, index)
+        except BaseException:
+            student.meeting.call_off()  # the others need not wait for this rank's share
+            raise
+        student.meeting.come()
         groups = []
         for prompt in mine:
             found = self._files.group(prompt.uid, self._asked(prompt))

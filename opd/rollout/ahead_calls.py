@@ -64,6 +64,7 @@ class _Call:
     def take(self, step: DecodeStep) -> None:
         """A step that holds only this caller's requests."""
         self._written.add(step)
+        self._written.end(step.finished)
         self.open.difference_update(step.finished)
         self.inbox.append(step)
 

@@ -8,6 +8,7 @@ import numpy as np
 import yaml
 
 from opd.config import Recipe
+from opd.rollout.collect import collect
 from opd.types import SampleGroup
 
 
@@ -71,3 +72,8 @@ def by_tokens(group: SampleGroup) -> list[np.ndarray]:
         values = ((sample.reward or 0.0) - best + (sample.response_ids % 2 == 0)) / (1 + places)
         found.append(np.where(sample.loss_mask, values, 0).astype(np.float32))
     return found
+
+
+def own_rollout(engine, prompts, group_size, sampling, seed) -> list[SampleGroup]:
+    """A rollout of one's own, one prompt after another."""
+    return [collect(engine, [prompt], group_size, sampling, seed)[0] for prompt in prompts]

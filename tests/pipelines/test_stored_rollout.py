@@ -22,6 +22,7 @@ from opd.errors import RolloutError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import load_tokenizer
+from opd.monitor.metrics import read_metrics
 from opd.pipelines import stored_samples
 from opd.pipelines.context import StageContext
 from opd.pipelines.distill import DistillRun
@@ -219,6 +220,27 @@ def test_a_stopped_merge_is_the_merge_that_was_not_stopped(base, tmp_path, monke
         assert done["counters"]["rollout/requests"] == 16 * (3 if stop else 5)
     assert digests[0] == digests[1]
     assert digests[0] != CausalLM.from_pretrained(base).digest()
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [{"generate": "recipes:own_rollout"}, {"schedule": "async", "max_ahead": 2}],
+    ids=["somebody's own", "async"],
+)
+def test_other_rollouts_go_to_disk_too(base, tmp_path, rollout):
+    few = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 2}
+    runs = {}
+    for name, changes in (("plain", {}), ("other", rollout)):
+        recipe = recipe_of(base, rollout={"max_new_tokens": 5, "max_sequence": 16} | changes, distill=few)
+        with RunFolder.create(tmp_path / name, recipe) as folder:
+            run_stage(recipe, folder, "merge")
+            runs[name] = folder.stage_done("merge")
+        assert runs[name]["counters"]["rollout/requests"] >= 8 * 4
+    if "generate" in rollout:
+        assert runs["other"]["digest"] == runs["plain"]["digest"]
+    else:
+        rows = read_metrics(tmp_path / "other" / "stages" / "merge" / "metrics.jsonl")
+        assert max(row.get("staleness/max", 0.0) for row in rows) <= 2
 
 
 def _stop_at(patch: pytest.MonkeyPatch, number: int) -> None:
