@@ -213,6 +213,39 @@ def test_tokens_that_are_too_old_are_those_too_old_in_memory(seed, limit):
         assert counts == {uid: sum(mask) for uid, mask in masks.items()}
 
 
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4), st.integers(0, 30), st.sampled_from("ab")), min_size=1, max_size=20
+    ),
+    st.integers(1, 4),
+)
+def test_ranks_read_their_own_rows_and_each_teacher_together(drawn, size):
+    made = tiny.samples([lengths[:2] for lengths in drawn], teachers=[teacher for *_, teacher in drawn])
+    seen: list[list[list[Sample]]] = []
+    with (
+        tempfile.TemporaryDirectory() as root,
+        SampleFiles.open(Path(root)) as files,
+        holding(files, made) as (_, rows),
+    ):
+        for rank in range(size):
+            ranks = Ranks()
+            ranks.rank, ranks.size = rank, size
+            with files.view() as union:
+                step = StoredStep(union, rows, ["a", "b"], SETTINGS, data=ranks)
+                plan = step.plan(7)
+                assert union.counters.bytes_read == 0
+                seen.append(list(step.samples(open_schedule({}), plan)))
+                mine = {sample.uid for part in seen[-1] for sample in part}
+                own = [row for row in rows.tolist() if union.table.uid[row] in mine]
+                # The fields of a sample are read ahead, then handed out.
+                assert union.counters.bytes_read == 2 * int(union.heavy_bytes(FIELDS)[own].sum())
+    everyone = [sample.uid for rank in seen for part in rank for sample in part]
+    assert sorted(everyone) == sorted(s.uid for s in made if len(s.response_ids))
+    for together in zip(*seen, strict=True):
+        assert len({sample.teacher for part in together for sample in part}) == 1
+
+
 def test_a_full_disk_ends_the_step_and_leaves_the_store_whole(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with SampleFiles.open(tmp_path / "store") as files:
