@@ -153,14 +153,12 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
-    def _adapters_stay_in_one_process(self) -> Recipe:
+    def _what_adapters_need(self) -> Recipe:
         if self.model.lora is None:
             return self
         needed = {
             "rollout.engine": (self.rollout.engine.type, "torch"),
             "train.backend": (self.train.backend, "torch"),
-            "train.ranks": (self.train.ranks or 1, 1),
-            "train.mixed_precision": (self.train.mixed_precision, False),
             "launch": (self.launch.type, "local"),
         }
         for key, (given, wanted) in needed.items():

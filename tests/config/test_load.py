@@ -208,7 +208,6 @@ def test_launch_by_name_takes_settings_from_other_places(write):
     ("settings", "complaint"),
     [
         ("train: {backend: deepspeed}", "model.lora needs train.backend torch, not deepspeed"),
-        ("train: {ranks: 2}", "model.lora needs train.ranks 1, not 2"),
         ("launch: ray", "model.lora needs launch local, not ray"),
     ],
 )

@@ -18,13 +18,15 @@ import stage_ranks
 from recipes import tiny_recipe
 
 from opd.models.adapters import read_adapter
+from opd.models.lora import BASE
 from opd.monitor.metrics import read_metrics
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
 
 SPECIALIST = {"steps": 3, "prompts_per_step": 8, "group_size": 4, "minibatches": 2}
 TIS = {"policy_loss": {"correction": {"type": "tis"}}}
-MERGE = {"steps": 3, "prompts_per_domain": 4}
+MERGE = {"steps": 3, "prompts_per_domain": 4, "checkpoint_every": 2}
+MIXED = {"dtype": "bfloat16", "train": {"mixed_precision": True}}
 TASKS = {
     "specialist": ("specialist-add3", {"specialist": SPECIALIST}),
     "ahead": (
@@ -36,8 +38,9 @@ TASKS = {
         {"distill": MERGE | {"steps": 4}, "rollout": {"schedule": "async", "max_ahead": 2}},
     ),
     "adapters": ("merge", {"distill": MERGE | {"optim": {"lr": 0.01}}, "lora": {"rank": 4, "alpha": 8}}),
+    "mixed": ("merge", {"distill": MERGE | {"steps": 2}, "lora": {"rank": 4, "alpha": 8}} | MIXED),
 }
-STEPS = {"specialist": 3, "ahead": 3, "async": 4, "adapters": 3}
+STEPS = {"specialist": 3, "ahead": 3, "async": 4, "adapters": 3, "mixed": 2}
 MODELS = {"specialist-add3": "specialists/add3", "merge": "merged"}
 BOUND = {"ahead": 1.0, "async": 2.0}
 
@@ -46,8 +49,8 @@ def settings(base: Path, changes: dict) -> dict:
     """What a recipe says that starts from `base`."""
     plain = tiny_recipe()
     rollout = plain.rollout.model_dump(mode="json") | changes.get("rollout", {})
-    model = {"path": str(base)} | ({"lora": changes["lora"]} if "lora" in changes else {})
-    own = {key: value for key, value in changes.items() if key not in ("rollout", "lora")}
+    model = {"path": str(base)} | {key: changes[key] for key in ("lora", "dtype") if key in changes}
+    own = {key: value for key, value in changes.items() if key not in ("rollout", "lora", "dtype")}
     teachers = {name: {"path": str(base.parent / "specialists" / name)} for name in ("sort", "add3")}
     given = {} if "specialist" in changes else {"teachers": teachers}
     return (
@@ -147,3 +150,13 @@ def test_adapters_are_kept_beside_the_merged_model(base, ranks):
     start, adapter = load_file(base / "model.safetensors"), read_adapter(ranks / "adapters" / "merged")
     changed = {key for key, tensor in merged.items() if not torch.equal(tensor, start[key])}
     assert changed == set(adapter.pairs)
+
+
+def test_a_model_comes_out_in_the_precision_it_computes_in(ranks, alone):
+    """With float32 adapters beside a base in bfloat16, on two ranks and on one."""
+    for run in (ranks / "mixed", alone("mixed")):
+        assert {tensor.dtype for tensor in weights(run, "mixed").values()} == {torch.bfloat16}
+        pairs = read_adapter(run / "merged").pairs.values()
+        assert {part.dtype for pair in pairs for part in pair} == {torch.bfloat16}
+        (kept,) = (run / "stages" / "merge" / "checkpoints").glob("*/model.safetensors")
+        assert {t.dtype for name, t in load_file(kept).items() if name != BASE} == {torch.float32}
