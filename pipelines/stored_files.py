@@ -118,9 +118,12 @@ class SampleFiles:
             yield union
 
     def _note(self, uid: str, group_uid: str, extra: Mapping[str, object]) -> None:
+        # What is not of a batch, from before there were numbers, is older than all and goes with the first.
+        batch, place = (int(str(extra.get(name, -1))) for name in ("batch", "place"))
         with self._mutex:
-            self._written[uid] = Written(int(str(extra["batch"])), str(extra["asked"]))
-            self._groups.setdefault(group_uid, {})[int(str(extra["place"]))] = uid
+            self._written[uid] = Written(batch, str(extra.get("asked", "")))
+            if batch >= 0:
+                self._groups.setdefault(group_uid, {})[place] = uid
 
 
 def folder_of(folder: Path, rank: int) -> Path:
