@@ -23,12 +23,15 @@ from recipes import tiny_recipe
 from opd.config import BatchConfig, DistillConfig, OptimConfig
 from opd.errors import ConfigError, RolloutError, StorageError, TrainingError
 from opd.models.checkpoint import save_checkpoint
+from opd.pipelines import stored_batch
 from opd.pipelines.rollout_metrics import staleness_metrics
 from opd.pipelines.stored_batch import StoredBatch, written_by_all
 from opd.pipelines.stored_files import SampleFiles, rows_by_uid
 from opd.pipelines.stored_samples import check_stored
 from opd.pipelines.stored_step import FIELDS, StoredSettings, StoredStep
 from opd.ranks import Ranks
+from opd.rewards.functions import wrap_reward
+from opd.rewards.runner import RewardRunner
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.trajectories import TrajectoryBatch, TrajectoryUnion
 from opd.teachers.cached_scores import CachedScores
@@ -244,6 +247,38 @@ def test_ranks_read_their_own_rows_and_each_teacher_together(drawn, size):
     assert sorted(everyone) == sorted(s.uid for s in made if len(s.response_ids))
     for together in zip(*seen, strict=True):
         assert len({sample.teacher for part in together for sample in part}) == 1
+
+
+def test_rewards_are_those_in_memory_and_some_tokens_are_read_at_a_time(tmp_path, monkeypatch):
+    """A function of a sample is given pieces, one of all completions all of its domain's."""
+    monkeypatch.setattr(stored_batch, "_TOKENS", 10)
+    together: list[int] = []
+
+    def one(sample) -> float:
+        return len(sample.text) + 0.5
+
+    def many(completions, **columns) -> list[float]:
+        together.append(len(completions))
+        return [len(text) / max(map(len, completions)) for text in completions]
+
+    functions = {"a": wrap_reward(one, "one"), "b": wrap_reward(many, "many")}
+    rewards = RewardRunner(functions, tiny.tokenizer())
+    made = samples()
+    with SampleFiles.open(tmp_path / "store") as files, holding(files, made) as (union, _):
+        mine = [SampleGroup(s.group_uid, s.domain, [s]) for s in made]
+        batch = StoredBatch.of(union, written_by_all(mine, Ranks()), Ranks())
+        leased: list[list[int]] = []
+        lease = TrajectoryUnion.lease
+        monkeypatch.setattr(
+            TrajectoryUnion, "lease", lambda u, rows: (leased.append(list(rows)), lease(u, rows))[1]
+        )
+        batch.reward(rewards)
+        assert len(leased) > 2
+        assert together == [TEACHERS.count("b")]
+        found = [sample.reward for sample in batch.samples]
+    rewards.score(made)
+    assert found == [sample.reward for sample in made]
+    assert [len(sample.response_ids) for sample in batch.samples] == [0] * len(made)
 
 
 def test_a_full_disk_ends_the_step_and_leaves_the_store_whole(tmp_path):
