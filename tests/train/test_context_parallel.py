@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -100,3 +101,17 @@ def test_rows_are_found_on_exactly_one_rank(tokens, world, data):
         assert torch.equal(share.places[local], rows[which])
         kept += which.tolist()
     assert sorted(kept) == list(range(len(rows)))
+
+
+@pytest.mark.skipif("OPD_TEST_MEMORY" not in os.environ, reason="takes half a minute; set OPD_TEST_MEMORY=1")
+def test_a_rank_with_its_share_in_pieces_keeps_a_few_hidden_states_per_token(tmp_path, monkeypatch):
+    # Freed blocks go back to the system at once, so that the peak is that of what is in use.
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.setenv(name, "65536")
+    run_ranks(str(Path(__file__).with_name("context_memory.py")), 2, tmp_path)
+    hidden_state = 64 * 4
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        # Of the whole sequence: one layer's keys and values with their gradients; of its half the rest.
+        assert 0 < found["pieces"] < 8 * hidden_state
+        assert found["whole"] > 4 * found["pieces"]
