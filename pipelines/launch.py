@@ -235,6 +235,11 @@ def _outcome(ranks: list[_Rank], ended: list[int | None], preemption: Preemption
         raise PreemptedError(
             f"rank {codes.index(EXIT_STATUS)} was asked to stop and did; continue with --resume."
         )
+    if preemption.stopping:
+        raise PreemptedError(
+            f"the ranks did not stop within runtime.grace_seconds ({preemption.grace:g}) and were ended;"
+            " continue with --resume."
+        )
     return max(code for code in codes if code) if max(codes) > 0 else 1
 
 

@@ -13,8 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 from recipes import tiny_recipe, write_recipe
 
-from opd.errors import ConfigError, RanksError
-from opd.pipelines.launch import is_rank, launch, wants_ranks
+from opd.errors import ConfigError, PreemptedError, RanksError
+from opd.pipelines.launch import _outcome, _Rank, is_rank, launch, wants_ranks
+from opd.rollout.preemption import Preemption
 
 SECONDS = 240
 
@@ -54,6 +55,16 @@ def test_a_port_in_use_is_one_sentence():
         recipe = tiny_recipe(train={"ranks": 2, "port": taken.getsockname()[1]})
         with pytest.raises(RanksError, match=r"cannot be used for the ranks .* choose another train.port"):
             launch(recipe, ["run", "nothing.yaml"])
+
+
+def test_ranks_that_did_not_stop_in_time_are_one_sentence(tmp_path):
+    preemption = Preemption(3.0)
+    preemption.stop()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        process.kill()
+        process.wait()
+        with pytest.raises(PreemptedError, match=r"did not stop within runtime.grace_seconds \(3\)"):
+            _outcome([_Rank(0, process, tmp_path / "said", None)], [None], preemption)
 
 
 @pytest.mark.parametrize(
