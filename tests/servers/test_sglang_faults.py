@@ -225,7 +225,7 @@ def test_killed_and_started_again_while_it_scores(served, sglang, proxies, due):
     """The server dies with requests in flight: each is scored once, rightly, by the new process."""
     proxy = proxies()
     proxy.bytes_per_second = 100_000.0
-    teacher = served([proxy.endpoint], patience=300.0)
+    teacher = served([proxy.endpoint], patience=900.0)
     teacher.connect()
     found = []
     scoring = threading.Thread(target=lambda: found.append(teacher.score(tiny.samples(SAMPLES)).rows))
@@ -239,6 +239,6 @@ def test_killed_and_started_again_while_it_scores(served, sglang, proxies, due):
     sglang.launch()
     proxy.start()
     sglang.wait()
-    scoring.join(120)
+    scoring.join(900)
     torch.testing.assert_close(found[0], due, atol=1e-5, rtol=1e-5)
     assert teacher.pool.counters.retries > 0

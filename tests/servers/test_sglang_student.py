@@ -1,6 +1,7 @@
 """A stage whose student writes on a real SGLang server, from a recipe, against the engine of the process."""
 
 import json
+import math
 import re
 
 import numpy as np
@@ -66,7 +67,7 @@ def test_grpo_on_a_server_samples_with_what_the_trainer_holds(sglang, served_mod
         }
     }
     changes = {"domains": domains, "teachers": {}}
-    specialist = {"steps": 4, "prompts_per_step": 4, "group_size": 4, "minibatches": 2}
+    specialist = {"steps": 4, "prompts_per_step": 16, "group_size": 8, "minibatches": 2}
     changes["specialist"] = specialist | {"optim": {"lr": 3e-3}, "checkpoint_every": 2}
     found = {}
     for name, engine in {"torch": {"type": "torch"}, "sglang": served(sglang, sync)}.items():
@@ -80,8 +81,9 @@ def test_grpo_on_a_server_samples_with_what_the_trainer_holds(sglang, served_mod
     start, end = (load_file(folder / "model.safetensors") for folder in trained(tmp_path, served_models))
     assert max(float((end[name] - start[name]).abs().max()) for name in start) > 1e-3
     # No samples in common, the same distribution: the first step's rewards, before anything was learnt.
-    one, other = (found[name][0]["reward/mean"] for name in ("torch", "sglang"))
-    assert one == pytest.approx(other, abs=0.15)
+    one, other = (found[name][0] for name in ("torch", "sglang"))
+    error = math.sqrt(2 / 128) * one["reward/std"]
+    assert one["reward/mean"] == pytest.approx(other["reward/mean"], abs=5 * error)
     assert not list((tmp_path / "sglang").rglob("version-*"))
 
 
