@@ -92,7 +92,7 @@ def ranks(base, tmp_path_factory):
             {"name": name, "folder": str(folder / name), "stage": stage, "recipe": recipe, "slow": slow}
         )
     (folder / "tasks.json").write_text(json.dumps(tasks))
-    run_ranks(stage_ranks.__file__, 2, folder)
+    run_ranks(stage_ranks.__file__, 2, folder, seconds=400)
     return folder
 
 

@@ -116,33 +116,32 @@ def test_one_batch_ahead_is_reproducible(build):
 def test_weights_change_in_the_middle_of_responses(build):
     model, _ = build()
     engine = TorchEngine(model)
-    begun = threading.Event()
+    begun, pushed = threading.Event(), threading.Event()
     write = writer()
 
-    def slow(gate, index):
-        if index == 1:
-            begun.set()
-        return write(Slow(gate), index)
+    class Paused:
+        """Waits for new weights once it has its first tokens."""
 
-    class Slow:
         def __init__(self, gate):
             self.gate = gate
 
         def generate(self, requests):
             for step in self.gate.generate(requests):
-                time.sleep(0.002)
                 yield step
+                begun.set()
+                assert pushed.wait(30)
 
-    ahead = RolloutAhead(engine, slow, 0)
+    ahead = RolloutAhead(engine, lambda gate, index: write(Paused(gate) if index else gate, index), 0)
     try:
         ahead.take(0)
-        assert begun.wait(10)
-        time.sleep(0.01)
+        assert begun.wait(30)
         with ahead.turnstile.between():
             push(engine, model, 1)
+        pushed.set()
         ahead.learnt(1)
         found = versions(ahead.take(1))
     finally:
+        pushed.set()
         ahead.close()
     assert set(found.tolist()) == {0, 1}
 

@@ -84,7 +84,7 @@ def ranks(tmp_path_factory):
     run = MIXED | (ZERO if find_spec("deepspeed") else {})
     tasks += [{"name": name} | mixed | settings | whole for name, settings in run.items()]
     (folder / "tasks.json").write_text(json.dumps(tasks))
-    run_ranks(backend_ranks.__file__, 2, folder)
+    run_ranks(backend_ranks.__file__, 2, folder, seconds=400)
     return folder
 
 
