@@ -30,7 +30,6 @@ RECIPES = ("examples/quickstart/recipe.yaml", "examples/merge_study/merge_only.y
 SCHEDULES = {
     "in turn": {"schedule": "in_turn"},
     "ahead": {"schedule": "ahead"},
-    "async 1": {"schedule": "async", "max_ahead": 1},
     "async 4": {"schedule": "async", "max_ahead": 4},
 }
 
