@@ -31,9 +31,6 @@ QUIET = {
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # half a minute for those who serve the web
 }
 
-ALONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "40"}
-"""For a cluster of our own: how long its processes outlive its head, which nobody starts again."""
-
 
 def import_ray() -> Any:
     """Ray. Raises `MissingExtraError` where it is not installed."""
@@ -58,8 +55,11 @@ class Cluster:
     looked: float = 0.0
     """When; monotonic seconds."""
 
-    def lost(self, patience: float = 5.0) -> bool:
-        """Whether the cluster's head has not answered for `patience` seconds."""
+    def lost(self, patience: float | None = None) -> bool:
+        """Whether the cluster's head has not answered for `patience` seconds, or by default for so long that
+        nobody will start it again.
+        """
+        patience = patience if patience is not None else 1.0 if self.own else 5.0
         host, _, port = self.address.rpartition(":")
         try:
             socket.create_connection((host, int(port)), timeout=2.0).close()
@@ -102,9 +102,8 @@ def open_cluster(launch: RayLaunch, layout: Layout, asked: Preemption) -> Iterat
     Raises `MissingExtraError` without Ray, `LaunchError` if the cluster cannot be reached, is of another
     version, or cannot be started, `PreemptedError` if the run is asked to stop meanwhile.
     """
-    quiet = QUIET if launch.address is None or launch.address.startswith(LOOPBACK) else {}
-    for name, value in (quiet | (ALONE if launch.address is None else {})).items():
-        os.environ.setdefault(name, value)
+    if launch.address is None or launch.address.startswith(LOOPBACK):
+        os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     ray = import_ray()
     if ray.is_initialized():
         raise LaunchError("this process is connected to a Ray cluster already; call ray.shutdown() first.")
