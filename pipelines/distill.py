@@ -25,7 +25,7 @@ from opd.pipelines.rollout_metrics import generated_tokens, rollout_metrics, sta
 from opd.pipelines.route_shares import route_shares
 from opd.pipelines.score_ahead import scoring_ahead
 from opd.pipelines.shared_rewards import score_rewards
-from opd.pipelines.stored_samples import StoredSamples
+from opd.pipelines.stored.samples import StoredSamples
 from opd.pipelines.student import Student, tokenizer_of
 from opd.pipelines.teachers import open_schedule, wait_shares
 from opd.rollout.collect import EncodedPrompt, Generates

@@ -25,8 +25,8 @@ from opd.config.load import load_recipe
 from opd.models.causal_lm import CausalLM
 from opd.monitor.progress import Progress
 from opd.pipelines.plan import describe
-from opd.pipelines.stored_samples import stored_settings
-from opd.pipelines.stored_step import StoredStep
+from opd.pipelines.stored.samples import stored_settings
+from opd.pipelines.stored.step import StoredStep
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.trajectories import TrajectoryStore
 from opd.teachers.cached_scores import CachedScores

@@ -23,12 +23,12 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import load_tokenizer
 from opd.monitor.metrics import read_metrics
-from opd.pipelines import stored_samples
 from opd.pipelines.context import StageContext
 from opd.pipelines.distill import DistillRun
 from opd.pipelines.helpers import Writers
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.stored import samples as stored_samples
 from opd.rollout import transcript
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.storage.wal import TokenWAL

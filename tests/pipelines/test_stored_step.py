@@ -23,12 +23,12 @@ from recipes import tiny_recipe
 from opd.config import BatchConfig, DistillConfig, OptimConfig
 from opd.errors import ConfigError, RolloutError, StorageError, TrainingError
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines import stored_batch
 from opd.pipelines.rollout_metrics import staleness_metrics
-from opd.pipelines.stored_batch import StoredBatch, written_by_all
-from opd.pipelines.stored_files import SampleFiles, rows_by_uid
-from opd.pipelines.stored_samples import check_stored
-from opd.pipelines.stored_step import FIELDS, StoredSettings, StoredStep
+from opd.pipelines.stored import batch as stored_batch
+from opd.pipelines.stored.batch import StoredBatch, written_by_all
+from opd.pipelines.stored.files import SampleFiles, rows_by_uid
+from opd.pipelines.stored.samples import check_stored
+from opd.pipelines.stored.step import FIELDS, StoredSettings, StoredStep
 from opd.ranks import Ranks
 from opd.rewards.functions import wrap_reward
 from opd.rewards.runner import RewardRunner

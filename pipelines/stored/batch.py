@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from opd.pipelines.stored_files import rows_by_uid
-from opd.pipelines.stored_step import Counted
+from opd.pipelines.stored.files import rows_by_uid
+from opd.pipelines.stored.step import Counted
 from opd.ranks import Ranks
 from opd.rewards.runner import RewardRunner
 from opd.storage.trajectories import TrajectoryUnion

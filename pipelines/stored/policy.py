@@ -21,7 +21,7 @@ from opd.algorithms.opd_term import opd_advantages
 from opd.config import DistillConfig, SampledTokenK1
 from opd.config.rl import CustomAdvantage
 from opd.pipelines.merge_loss import policy_loss
-from opd.pipelines.stored_step import StoredStep
+from opd.pipelines.stored.step import StoredStep
 from opd.storage.trajectories import Field, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
 from opd.teachers.schedule import TeacherSchedule
 from opd.teachers.signals import sampled_logprobs
@@ -91,7 +91,7 @@ class StoredPolicy:
         return self._metrics()
 
     def fill(self, terms: TokenTerms, sample: Sample) -> None:
-        """See `stored_step.Policy`."""
+        """See `step.Policy`."""
         assert self._signals is not None  # `prepare` comes first
         row = self._found[sample.uid]
         with self._signals.lease([row]) as batch:

@@ -19,10 +19,10 @@ from opd.pipelines.loop import Step
 from opd.pipelines.merge_loss import needs_policy_stream
 from opd.pipelines.rollout_metrics import rollout_metrics
 from opd.pipelines.route_shares import route_shares
-from opd.pipelines.stored_batch import StoredBatch, written_by_all
-from opd.pipelines.stored_files import SampleFiles, digest_of, folder_of
-from opd.pipelines.stored_policy import StoredPolicy
-from opd.pipelines.stored_step import StoredSettings, StoredStep
+from opd.pipelines.stored.batch import StoredBatch, written_by_all
+from opd.pipelines.stored.files import SampleFiles, digest_of, folder_of
+from opd.pipelines.stored.policy import StoredPolicy
+from opd.pipelines.stored.step import StoredSettings, StoredStep
 from opd.pipelines.student import Student
 from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, Generates, collect, stream
