@@ -114,9 +114,7 @@ def main() -> None:
     for name, numbers in found.items():
         print(f"{name:8} {numbers['processor_seconds']:.3f} s {numbers['mapped_mib']:8.1f} MiB mapped")
     hidden = options.tokens * WIDTH * 2 / MIB
-    print(
-        f"trainer's tensors of it {packed:.1f} MiB; hidden states of width {WIDTH}, bf16: {hidden:.0f} MiB"
-    )
+    print(f"trainer's tensors of it {packed:.1f} MiB; hidden states of width {WIDTH}, bf16: {hidden:.0f} MiB")
     if options.json:
         machine = f"{os.cpu_count()} cores, {platform.machine()}"
         result = {"machine": machine, "tokens": options.tokens, "chunk": options.chunk, **found}
