@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import time
@@ -59,6 +60,13 @@ class Ranks:
     @property
     def alone(self) -> bool:
         return self.size == 1
+
+    @property
+    def patience(self) -> float:
+        """Seconds a rank waits for another at most, as far as there is a store that knows."""
+        if self._store is None:
+            return math.inf
+        return self._store.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
 
     def another(self, name: str, members: Sequence[int] | None = None) -> Ranks:
         """The same ranks with a group of its own, for another thread; or only `members`, by their number.

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from opd.errors import RanksError, RolloutError
 from opd.ranks import Ranks
@@ -41,29 +42,40 @@ class Meeting:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._board, self._size = ranks.board(), ranks.size
+        self._ranks, self._board = ranks, ranks.board()
         self._batch = 0
         self._off = False
 
     def come(self) -> None:
-        """Return once every rank is here. Raises `RanksError` if one of them, or this one, has stopped."""
+        """Return once every rank is here. Raises `RanksError` if one of them, or this one, has stopped, or
+        does not come for as long as a collective would wait.
+        """
         if self._board is None:
             return
-        said, pause = f"decided/{self._batch}", _SOONEST
-        if self._board.add(f"here/{self._batch}", 1) == self._size:
-            self._decide(_BEGIN)
-        while not self._board.check([said]):
-            if self._off:
-                self._decide(_STOP)
-            time.sleep(pause)
-            pause = min(2 * pause, _LATEST)
-        begins = self._board.get(said) == _BEGIN
+        with self._ranks.meeting("the responses of a batch"):
+            begins = self._decided(self._board) == _BEGIN
         self._batch += 1
         if not begins:
             raise RanksError(
                 "another rank has stopped writing, and its responses are missing; look for that rank's own"
                 " error and start again with --resume."
             )
+
+    def _decided(self, board: Store) -> bytes:
+        """What becomes of this batch. Raises `RuntimeError` if that is open for too long."""
+        said, pause = f"decided/{self._batch}", _SOONEST
+        limit = self._ranks.patience
+        until = time.monotonic() + limit
+        if board.add(f"here/{self._batch}", 1) == self._ranks.size:
+            self._decide(_BEGIN)
+        while not board.check([said]):
+            if self._off:
+                self._decide(_STOP)
+            if time.monotonic() > until:
+                raise RuntimeError(f"timed out after {limit:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LATEST)
+        return board.get(said)
 
     def call_off(self) -> None:
         """This rank writes no more: nobody is to wait for it, and it waits for nobody."""

@@ -1,0 +1,65 @@
+"""Ranks that wait for each other's responses: none waits for one that has stopped, or for ever."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+SECONDS = 240
+RANK = """
+import sys
+from datetime import timedelta
+from opd.errors import RanksError
+from opd.ranks import joined
+from opd.rollout.shared import Meeting
+
+with joined("cpu", 120.0) as ranks:
+    meeting = Meeting(ranks)
+    meeting.come()
+    ranks.barrier("the test")
+    ranks.board().set_timeout(timedelta(seconds=1))
+    if ranks.rank:
+        if sys.argv[1] == "stops":
+            meeting.call_off()
+        input()
+    else:
+        try:
+            meeting.come()
+        except RanksError as error:
+            print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ("stops", "another rank has stopped writing, and its responses are missing"),
+        ("hangs", "rank 1 did not come to the responses of a batch"),
+    ],
+)
+def test_nobody_waits_for_a_rank_that_does_not_come(other, sentence):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    settings |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, other],
+            env=os.environ | settings | {"RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said, errors = ranks[0].communicate("\n", SECONDS)
+        assert sentence in said, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
