@@ -66,6 +66,7 @@ def test_published_teachers_give_the_same_weights_and_are_evaluated(trained, tmp
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 def test_megatron_teachers_give_the_same_student(trained, tmp_path, mode):
     pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)
+    before = dist.is_initialized()  # a test before this one in the same process may have made a group
     merge_again(trained, tmp_path / "run", folders(trained), backend="megatron", teachers=mode)
     ours = load_file(tmp_path / "run/merged/model.safetensors")
     theirs = load_file(trained / "merged/model.safetensors")
@@ -73,7 +74,7 @@ def test_megatron_teachers_give_the_same_student(trained, tmp_path, mode):
     moved = max(float((theirs[name] - start[name]).abs().max()) for name in theirs)
     apart = max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
     assert apart <= 1e-2 * moved  # four steps of AdamW: what rounding can become
-    assert not dist.is_initialized()
+    assert dist.is_initialized() == before
 
 
 def test_a_finished_stage_keeps_no_log_and_no_cache(trained):
