@@ -40,7 +40,13 @@ class LogIO:
             fsync_folder(path.parent)
 
     def read(self, path: Path) -> memoryview:
-        """The bytes of a file as they are now; mapped, so that pages come and go as they are needed."""
+        """A copy of the bytes of a file as they are now. Its writer may change its size meanwhile."""
+        return memoryview(path.read_bytes())
+
+    def map(self, path: Path) -> memoryview:
+        """The bytes of a file whose size does not change any more; pages come and go as they are needed. Of a
+        file that its writer cuts, the bytes that are gone would end the process with SIGBUS.
+        """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(descriptor).st_size

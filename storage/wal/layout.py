@@ -49,7 +49,7 @@ def salt_of(log_id: bytes) -> int:
 
 
 def read_layout(folder: Path, io: LogIO) -> Layout:
-    """Find and map the files of the log in `folder`. Raises `StorageError` if one is of a newer format."""
+    """Find and open the files of the log in `folder`. Raises `StorageError` if one is of a newer format."""
     names = sorted(io.names(folder))
     matches = [match for match in map(_NAME.fullmatch, names) if match]
     snapshots = [int(match[1]) for match in matches if match[2] == "snapshot"]
@@ -57,6 +57,7 @@ def read_layout(folder: Path, io: LogIO) -> Layout:
     segments = [int(match[1]) for match in matches if match[2] == "wal" and int(match[1]) > base]
     kept = [file_name(base, snapshot=True)] if snapshots else []
     kept += [file_name(sequence) for sequence in segments]
+    last_segment = file_name(segments[-1]) if segments else None  # a writer may be at work in it
     unfinished = [
         name for name in names if name.endswith(TEMPORARY) and _NAME.fullmatch(name.removesuffix(TEMPORARY))
     ]
@@ -65,7 +66,7 @@ def read_layout(folder: Path, io: LogIO) -> Layout:
     sequence = base
     for name in kept:
         path = folder / name
-        data = io.read(path)
+        data = io.read(path) if name == last_segment else io.map(path)
         header = FileHeader.decode(data)
         fault = _fault(path, header, sequence, layout)
         if fault or header is None:

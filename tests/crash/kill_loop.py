@@ -151,6 +151,7 @@ def fork(work: Callable[[int], None]) -> tuple[int, int]:
 def wait_for_death(process: int) -> None:
     _, status = os.waitpid(process, 0)
     assert os.WIFSIGNALED(status), "the child ended by itself"
+    assert os.WTERMSIG(status) == signal.SIGKILL, f"the child died of signal {os.WTERMSIG(status)}"
 
 
 def kill_once(

@@ -74,6 +74,8 @@ class SimulatedDisk(LogIO):
             raise FileNotFoundError(errno.ENOENT, "No such file", str(path))
         return memoryview(bytes(self.names_now[path.name].data))
 
+    map = read
+
     def create(self, path: Path) -> int:
         self._may_fail(errno.ENOSPC)
         file = File()

@@ -123,6 +123,33 @@ def test_a_batch_that_does_not_fit_into_one_segment_takes_several(tmp_path):
     assert read_log(tmp_path).uids() == [f"{i}" for i in range(50)]
 
 
+class CutMeanwhileIO(LogIO):
+    """Lets the writer close the log, which gives back what it reserved, as soon as a reader has a file."""
+
+    def __init__(self, log: TokenWAL) -> None:
+        self._log = log
+
+    def read(self, path: Path) -> memoryview:
+        return self._closing(super().read(path))
+
+    def map(self, path: Path) -> memoryview:
+        return self._closing(super().map(path))
+
+    def _closing(self, data: memoryview) -> memoryview:
+        self._log.shutdown()
+        return data
+
+
+def test_a_reader_survives_that_the_writer_gives_back_what_it_reserved(tmp_path):
+    process = os.fork()  # bytes that are gone from under a map would end this process
+    if process == 0:
+        log = started(tmp_path, 5, fsync="always")
+        held = read_log(tmp_path, io=CutMeanwhileIO(log))
+        os._exit(0 if (held.report.damage, held.report.tokens) == (None, 10) else 1)
+    assert os.waitpid(process, 0)[1] == 0
+    assert tokens(tmp_path) == {uid: list(range(100, 105)) for uid in UIDS}
+
+
 class LookingIO(LogIO):
     """Shows a file once with a byte that its writer has not written yet, then as it is."""
 
