@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ _LOST = re.compile(r"gloo|nccl|connection|timed out|timeout|socket|peer|heartbea
 
 _OTHERS = 3.0
 """Seconds in which ranks that wait for the same one give up after each other."""
+
+
+def path_of_rank(path: Path, rank: int) -> Path:
+    """`path` for the first rank, a sibling of it for every other."""
+    return path.with_name(f"{path.stem}-rank-{rank}{path.suffix}") if rank else path
 
 
 class Ranks:

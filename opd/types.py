@@ -33,7 +33,8 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
-def _no_ints() -> Int32:
+def no_ids() -> Int32:
+    """[0] int32."""
     return np.zeros(0, dtype=np.int32)
 
 
@@ -57,13 +58,13 @@ class Sample:
     """What the reward function compares with; JSON-able."""
     teacher: str | None = None
     """Name of the teacher that scores it; `None` outside distillation."""
-    response_ids: Int32 = field(default_factory=_no_ints)
+    response_ids: Int32 = field(default_factory=no_ids)
     """[R] int32."""
     rollout_logprobs: Float32 = field(default_factory=_no_floats)
     """[R] float32, nats: the engine's (behaviour policy's) log-probabilities at the sampling temperature.
 
     Never used as the policy's log-probabilities in a loss; see `TokenTerms.old_logprobs`."""
-    policy_versions: Int32 = field(default_factory=_no_ints)
+    policy_versions: Int32 = field(default_factory=no_ids)
     """[R] int32: version of the weights that sampled each token."""
     loss_mask: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """[R] bool: True where the student wrote the token; False for environment tokens."""
@@ -243,7 +244,7 @@ class RolloutRequest:
     """[C] int32, C >= 1."""
     sampling: SamplingParams
     seed: int = 0
-    prefix_ids: Int32 = field(default_factory=_no_ints)
+    prefix_ids: Int32 = field(default_factory=no_ids)
     """[P] int32: response tokens emitted before an interruption. They are prefilled, not sampled again; they
     count towards `max_new_tokens`, and the next token has response position `P`."""
 

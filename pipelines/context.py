@@ -11,7 +11,7 @@ from opd.config import Recipe
 from opd.monitor.metrics import MetricsWriter, NoMetrics
 from opd.pipelines.helpers import Helpers
 from opd.pipelines.run_folder import RunFolder
-from opd.ranks import Ranks
+from opd.ranks import Ranks, path_of_rank
 from opd.rollout.preemption import Preemption
 from opd.storage.checkpoints import CheckpointStore
 
@@ -68,9 +68,8 @@ class StageContext:
         )
 
     def of_rank(self, path: Path) -> Path:
-        """`path` for the first rank, a sibling of it for every other."""
-        rank = self.ranks.rank
-        return path.with_name(f"{path.stem}-rank-{rank}{path.suffix}") if rank else path
+        """Where this rank keeps what is at `path` for the first."""
+        return path_of_rank(path, self.ranks.rank)
 
     def model_path(self, name: str) -> Path:
         """Folder of a model: `base`, `merged`, `specialist:DOMAIN`, a teacher or a baseline by name.

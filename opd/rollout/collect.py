@@ -32,6 +32,17 @@ class EncodedPrompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """What a reward function sees beside prompt, response and label."""
 
+    def sample(self, place: int) -> Sample:
+        """The sample at `place` of this prompt's group, without a response."""
+        return Sample(
+            f"{self.uid}/{place}",
+            self.uid,
+            self.domain,
+            self.token_ids,
+            label=self.label,
+            metadata=dict(self.metadata),
+        )
+
 
 def collect(
     engine: Generates,
@@ -49,21 +60,7 @@ def collect(
     would favour short answers), and if the engine left a request unfinished.
     """
     groups = [
-        SampleGroup(
-            prompt.uid,
-            prompt.domain,
-            [
-                Sample(
-                    uid=f"{prompt.uid}/{index}",
-                    group_uid=prompt.uid,
-                    domain=prompt.domain,
-                    prompt_ids=prompt.token_ids,
-                    label=prompt.label,
-                    metadata=dict(prompt.metadata),
-                )
-                for index in range(group_size)
-            ],
-        )
+        SampleGroup(prompt.uid, prompt.domain, [prompt.sample(place) for place in range(group_size)])
         for prompt in prompts
     ]
     samples = {sample.uid: sample for group in groups for sample in group.samples}

@@ -11,10 +11,10 @@ import numpy as np
 
 from opd.errors import RolloutError
 from opd.protocols import TokenLog
-from opd.rollout.recovery import NO_IDS, look_up, plain, replay, turn_of
+from opd.rollout.recovery import look_up, plain, replay, turn_of
 from opd.rollout.stop_strings import StopStrings, StopWatch
 from opd.rollout.transcript import ObservationStep, Tokens, Transcript
-from opd.types import DecodeStep, RolloutRequest, Status
+from opd.types import DecodeStep, RolloutRequest, Status, no_ids
 
 ENDS = (Status.COMPLETED, Status.TRUNCATED)
 """What an engine may call an end; anything else only says that it stopped."""
@@ -235,4 +235,4 @@ def _prefix(request: RolloutRequest, version: int) -> Tokens:
 
 def _ending(version: int, finished: dict[str, Status]) -> DecodeStep:
     """A step without tokens."""
-    return DecodeStep([], NO_IDS, NO_IDS, np.zeros(0, dtype=np.float32), version, finished)
+    return DecodeStep([], no_ids(), no_ids(), np.zeros(0, dtype=np.float32), version, finished)

@@ -11,9 +11,7 @@ import numpy as np
 from opd.errors import RolloutError
 from opd.protocols import TokenLog
 from opd.rollout.transcript import ObservationStep, Tokens
-from opd.types import DecodeStep, LoggedRequest, RolloutRequest
-
-NO_IDS = np.zeros(0, dtype=np.int32)
+from opd.types import DecodeStep, LoggedRequest, RolloutRequest, no_ids
 
 
 def look_up(
@@ -64,7 +62,7 @@ def _check_same(request: RolloutRequest, logged: LoggedRequest, version: int | N
 
 def plain(request: RolloutRequest) -> RolloutRequest:
     """`request` as it was before any token."""
-    return replace(request, prefix_ids=NO_IDS) if len(request.prefix_ids) else request
+    return replace(request, prefix_ids=no_ids()) if len(request.prefix_ids) else request
 
 
 def replay(tokens: dict[str, Tokens], skip: dict[str, int]) -> Iterator[DecodeStep]:

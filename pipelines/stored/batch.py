@@ -13,18 +13,16 @@ from opd.pipelines.stored.step import Counted
 from opd.ranks import Ranks
 from opd.rewards.runner import RewardRunner
 from opd.storage.trajectories import TrajectoryUnion
-from opd.types import Sample, SampleGroup
+from opd.types import Sample, SampleGroup, no_ids
 
 _TOKENS = 1 << 20
 """Tokens in memory at a time, about, while responses are rewarded."""
-_NO_IDS = np.zeros(0, np.int32)
 
-
-Written = list[tuple[str, list[str]]]
+GroupUids = list[tuple[str, list[str]]]
 """The groups of a rank: their uid, and their samples'."""
 
 
-def written_by_all(mine: Sequence[SampleGroup], ranks: Ranks) -> list[Written]:
+def written_by_all(mine: Sequence[SampleGroup], ranks: Ranks) -> list[GroupUids]:
     """What every rank has written, from the groups of each; all ranks call this."""
     own = [[group.uid, [sample.uid for sample in group.samples]] for group in mine]
     return ranks.gather_json(own, "the responses of a batch")
@@ -45,7 +43,7 @@ class StoredBatch:
     """Where some of them are too old."""
 
     @classmethod
-    def of(cls, union: TrajectoryUnion, written: Sequence[Written], ranks: Ranks) -> StoredBatch:
+    def of(cls, union: TrajectoryUnion, written: Sequence[GroupUids], ranks: Ranks) -> StoredBatch:
         """The batch of which the ranks have `written` these groups, which `union` has."""
         found = [rows_by_uid(union, rank) for rank in range(ranks.size)]
         placed = [
@@ -145,11 +143,13 @@ class StoredBatch:
                 yield rows
                 continue
             waiting: list[int] = []
+            tokens = 0
             for row in rows:
                 waiting.append(row)
-                if self.union.table.tokens[waiting].sum() >= _TOKENS:
+                tokens += int(self.union.table.tokens[row])
+                if tokens >= _TOKENS:
                     yield waiting
-                    waiting = []
+                    waiting, tokens = [], 0
             if waiting:
                 yield waiting
 
@@ -162,7 +162,7 @@ def _light(union: TrajectoryUnion, row: int) -> Sample:
         record.uid,
         record.group_uid,
         record.domain,
-        _NO_IDS,
+        no_ids(),
         teacher=record.teacher or None,
         status=record.status,
     )

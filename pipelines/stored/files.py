@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from opd.errors import RolloutError
-from opd.ranks import Ranks
+from opd.ranks import Ranks, path_of_rank
 from opd.storage.trajectories import TrajectoryUnion, TrajectoryWriter, put_samples, record_of
 from opd.types import Sample, SamplingParams
 
@@ -25,6 +25,9 @@ from opd.types import Sample, SamplingParams
 class Written:
     """What is known of a response without reading its store's table."""
 
+    group_uid: str
+    place: int
+    """In its group."""
     batch: int
     asked: str
     """Digest of prompt, sampling settings and seed."""
@@ -57,7 +60,7 @@ class SampleFiles:
         batches are written again. `durable`: nothing that is here goes with the power.
         """
         ranks = ranks or Ranks()
-        folders = [folder_of(folder, rank) for rank in range(ranks.size)]
+        folders = [path_of_rank(folder, rank) for rank in range(ranks.size)]
         with TrajectoryWriter(folders[ranks.rank], durable=durable) as writer:
             if not keep:
                 writer.retire(writer.uids)
@@ -103,13 +106,16 @@ class SampleFiles:
 
     def retire(self, uids: Iterable[str]) -> None:
         """Forget these responses."""
-        gone = set(uids)
-        self._writer.retire(sorted(gone))
+        gone = sorted(set(uids))
+        self._writer.retire(gone)
         with self._mutex:
             for uid in gone:
-                self._written.pop(uid, None)
-            kept = {g: {p: u for p, u in own.items() if u not in gone} for g, own in self._groups.items()}
-            self._groups = {group: own for group, own in kept.items() if own}
+                known = self._written.pop(uid, None)
+                group = self._groups.get(known.group_uid, {}) if known else {}
+                if known and group.get(known.place) == uid:
+                    del group[known.place]
+                    if not group:
+                        del self._groups[known.group_uid]
 
     @contextmanager
     def view(self) -> Iterator[TrajectoryUnion]:
@@ -121,14 +127,9 @@ class SampleFiles:
         # What is not of a batch, from before there were numbers, is older than all and goes with the first.
         batch, place = (int(str(extra.get(name, -1))) for name in ("batch", "place"))
         with self._mutex:
-            self._written[uid] = Written(batch, str(extra.get("asked", "")))
+            self._written[uid] = Written(group_uid, place, batch, str(extra.get("asked", "")))
             if batch >= 0:
                 self._groups.setdefault(group_uid, {})[place] = uid
-
-
-def folder_of(folder: Path, rank: int) -> Path:
-    """Where `rank` writes: as `StageContext.of_rank` says."""
-    return folder.with_name(f"{folder.stem}-rank-{rank}{folder.suffix}") if rank else folder
 
 
 def digest_of(prompt_ids: np.ndarray, sampling: SamplingParams, seed: int) -> str:

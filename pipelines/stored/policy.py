@@ -54,6 +54,8 @@ class StoredPolicy:
         self._rows = {step.store.table.uid[row]: row for row in step.rows.tolist()}
         self._estimate = build_advantage(config.advantage)
         self._values = self._sample_advantages() if config.rl_coef > 0 else {}
+        self._custom: tuple[str, dict[str, np.ndarray]] = "", {}
+        """The group whose advantages were estimated last, by somebody's own estimator."""
         self._sums: dict[str, float] = defaultdict(float)
         self._signals: TrajectoryStore | None = None
         self._found: dict[str, int] = {}
@@ -173,17 +175,23 @@ class StoredPolicy:
             return np.zeros(len(sample.response_ids), np.float32)
         if not isinstance(self._config.advantage, CustomAdvantage):
             return np.where(sample.loss_mask, coef * self._values[sample.uid], 0.0).astype(np.float32)
-        # Somebody's own estimator may look at tokens: it is given the whole group, mapped.
-        group = self._groups[sample.group_uid]
-        rows = [self._rows[other.uid] for other in group.samples if other.uid in self._rows]
+        if self._custom[0] != sample.group_uid:
+            self._custom = sample.group_uid, self._custom_advantages(self._groups[sample.group_uid])
+        return coef * self._custom[1][sample.uid]
+
+    def _custom_advantages(self, group: SampleGroup) -> dict[str, np.ndarray]:
+        """[R] float32 of each sample: somebody's own estimator may look at tokens, so it is given the whole
+        group, mapped.
+        """
+        rows = [self._rows[sample.uid] for sample in group.samples if sample.uid in self._rows]
         with self._step.store.lease(rows) as batch:
             whole = {own.uid: own for own in (batch.sample(row) for row in rows)}
             members = [
                 replace(whole.get(o.uid, o), reward=o.reward, teacher=o.teacher) for o in group.samples
             ]
             found = self._estimate(replace(group, samples=members))
-            place = [other.uid for other in group.samples].index(sample.uid)
-            return (coef * np.asarray(found[place], np.float32)).astype(np.float32)
+        named = zip(group.samples, found, strict=True)
+        return {sample.uid: np.array(advantages, np.float32) for sample, advantages in named}
 
     def _sample_advantages(self) -> dict[str, float]:
         """The advantage of each sample: the estimators here give all tokens that count the same."""

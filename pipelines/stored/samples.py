@@ -20,20 +20,20 @@ from opd.pipelines.merge_loss import needs_policy_stream
 from opd.pipelines.rollout_metrics import rollout_metrics
 from opd.pipelines.route_shares import route_shares
 from opd.pipelines.stored.batch import StoredBatch, written_by_all
-from opd.pipelines.stored.files import SampleFiles, digest_of, folder_of
+from opd.pipelines.stored.files import SampleFiles, digest_of
 from opd.pipelines.stored.policy import StoredPolicy
 from opd.pipelines.stored.step import StoredSettings, StoredStep
 from opd.pipelines.student import Student
+from opd.ranks import path_of_rank
 from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, Generates, collect, stream
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
 from opd.train.plan_cost import CostModel, DeviceBudget
 from opd.train.torch_backend import TorchBackend
-from opd.types import DecodeStep, RolloutRequest, Sample, SampleGroup
+from opd.types import DecodeStep, RolloutRequest, Sample, SampleGroup, no_ids
 
 _MIB = 1 << 20
-_NO_IDS = np.zeros(0, np.int32)
 _TOGETHER = 1 << 16
 """Tokens of ended responses that wait, in the log and in memory, to be made durable together."""
 
@@ -105,7 +105,7 @@ class StoredSamples:
         for prompt in mine:
             found = self._files.group(prompt.uid, self._asked(prompt))
             samples = [
-                Sample(found[place], prompt.uid, prompt.domain, _NO_IDS)
+                Sample(found[place], prompt.uid, prompt.domain, no_ids())
                 for place in range(self._recipe.distill.samples_per_prompt)
             ]
             groups.append(SampleGroup(prompt.uid, prompt.domain, samples))
@@ -141,8 +141,9 @@ class StoredSamples:
                 policy = None
                 if needs_policy_stream(recipe.distill) and len(work.rows):
                     folder = self._context.folder.stage(self._context.stage) / "signals"
-                    own = folder_of(folder, ranks.rank)
-                    opened = StoredPolicy.open(recipe.distill, work, batch.groups, own)
+                    opened = StoredPolicy.open(
+                        recipe.distill, work, batch.groups, path_of_rank(folder, ranks.rank)
+                    )
                     policy = stack.enter_context(opened)
                     metrics |= policy.prepare(self._backend, self._schedule, plan)
                 metrics |= work.train(self._backend, self._schedule, plan, policy)
@@ -159,18 +160,20 @@ class StoredSamples:
             known = self._files.group(prompt.uid, asked[prompt.uid])
             for place in range(self._recipe.distill.samples_per_prompt):
                 if place not in known:
-                    uid = f"{prompt.uid}/{place}"
-                    places[uid] = place
-                    missing.append(_sample(prompt, uid))
+                    sample = prompt.sample(place)
+                    places[sample.uid] = place
+                    missing.append(sample)
         if not missing:
             return
         student = self._student
         waiting: list[Sample] = []
+        tokens = 0
         for ended in stream(engine, missing, student.sampling, student.seed):
             waiting += ended
-            if sum(len(sample.response_ids) for sample in waiting) >= _TOGETHER:
+            tokens += sum(len(sample.response_ids) for sample in ended)
+            if tokens >= _TOGETHER:
                 self._put(waiting, index, asked, places)
-                waiting = []
+                waiting, tokens = [], 0
         self._put(waiting, index, asked, places)
 
     def _generate(self, engine: Generates, prompts: Sequence[EncodedPrompt], index: int) -> None:
@@ -195,7 +198,7 @@ class StoredSamples:
             sample.teacher = self._router.route(sample.domain, sample.group_uid).name
         self._files.put(samples, index, asked, places)
         for sample in samples:
-            sample.prompt_ids = sample.response_ids = sample.policy_versions = _NO_IDS
+            sample.prompt_ids = sample.response_ids = sample.policy_versions = no_ids()
             sample.rollout_logprobs, sample.loss_mask = np.zeros(0, np.float32), np.zeros(0, bool)
         self._forget(sample.uid for sample in samples)
 
@@ -217,17 +220,6 @@ class _Noted:
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
         self.asked += [request.uid for request in requests]
         return self._engine.generate(requests)
-
-
-def _sample(prompt: EncodedPrompt, uid: str) -> Sample:
-    return Sample(
-        uid,
-        prompt.uid,
-        prompt.domain,
-        prompt.token_ids,
-        label=prompt.label,
-        metadata=dict(prompt.metadata),
-    )
 
 
 def stored_settings(recipe: Recipe, model: CausalLM, shares: Mapping[str, float] | None) -> StoredSettings:
