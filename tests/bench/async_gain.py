@@ -51,6 +51,8 @@ APART = {"type": "ray", "layout": "disaggregated", "engines": 1, "teachers": 0}
 """Trainer and engine each in a process of its own."""
 SKIP = 2
 """First steps of a merge that are not counted: the engine of a schedule that writes ahead has no lead yet."""
+Found = dict[str, list[dict[str, Any]]]
+"""By schedule, what each round gave."""
 STRIP = 3
 """Steps in the timeline."""
 
@@ -167,17 +169,24 @@ def summary_apart(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run_apart(models: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
-    """The schedules with engine and trainer in two processes, one thread each."""
+def in_rounds(names: list[str], models: dict[str, Path], options: argparse.Namespace) -> Found:
+    """What the merges of the schedules `names` gave, `options.rounds` times in turn."""
     own = merge_recipe(models, model_config(options.hidden, options.layers), options)
-    names = [name for name in options.only or SCHEDULES if SCHEDULES[name]["threads"] == 1]
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    measure = merge_apart if options.apart else merge
+    found: Found = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as place:
         for number in range(options.rounds):
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 out = Path(place, f"{number}-{name.replace(' ', '-')}")
-                found[name].append(merge_apart(with_schedule(own, SCHEDULES[name], apart=True), out))
+                found[name].append(measure(with_schedule(own, SCHEDULES[name], options.apart), out))
                 print(f"{name}: {statistics.mean(found[name][-1]['steps']):.3f} s a step", file=sys.stderr)
+    return found
+
+
+def run_apart(models: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
+    """The schedules with engine and trainer in two processes, one thread each."""
+    names = [name for name in options.only or SCHEDULES if SCHEDULES[name]["threads"] == 1]
+    found = in_rounds(names, models, options)
     return {"apart": {name: summary_apart(rounds) for name, rounds in found.items()}}
 
 
@@ -198,16 +207,9 @@ def table_apart(result: dict[str, Any]) -> str:
 
 
 def run(models: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
-    """All schedules, `options.rounds` times in turn."""
-    own = merge_recipe(models, model_config(options.hidden, options.layers), options)
+    """All schedules."""
     names = options.only or list(SCHEDULES)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as place:
-        for number in range(options.rounds):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                out = Path(place, f"{number}-{name.replace(' ', '-')}")
-                found[name].append(merge(with_schedule(own, SCHEDULES[name], apart=False), out))
-                print(f"{name}: {statistics.mean(found[name][-1]['steps']):.3f} s a step", file=sys.stderr)
+    found = in_rounds(names, models, options)
     lengths = np.array(found[names[0]][0]["lengths"])
     return {
         "lengths": {

@@ -11,7 +11,7 @@ import pytest
 from fault_proxy import fault_proxy
 from recipes import tiny_recipe, write_recipe
 from safetensors.torch import load_file
-from sglang_server import SGLangServer
+from sglang_server import sglang_server
 
 from opd.errors import ConfigError, RolloutError
 from opd.monitor.metrics import read_metrics
@@ -56,13 +56,8 @@ def restored(sglang, served_models):
 @pytest.fixture(scope="module")
 def second(sglang, served_models, tmp_path_factory):
     """Another server of the same model."""
-    server = SGLangServer(served_models["a"], tmp_path_factory.mktemp("second") / "sglang.log")
-    server.launch()
-    try:
-        server.wait()
+    with sglang_server(served_models["a"], tmp_path_factory.mktemp("second")) as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.mark.slow
