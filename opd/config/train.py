@@ -59,6 +59,9 @@ class TrainConfig(Config):
     What is said elsewhere in the recipe wins."""
     tensor_parallel: int = Field(default=1, gt=0)
     """Ranks that share each layer and the vocabulary with `megatron`; the others share the batch."""
+    distributed_optimizer: bool | None = None
+    """Whether `megatron` cuts the optimiser's state over the ranks that share the batch, with Megatron-Core's
+    own optimiser for GPUs. `null`: where there is one."""
     context_parallel: int = Field(default=1, gt=0)
     """Ranks that share each sequence with `torch`: all of them, or 1. Weights are sharded over them as they
     are without it; it is for sequences that are too long for one rank."""
@@ -78,6 +81,11 @@ class TrainConfig(Config):
                     f"{name} has no effect with backend {self.backend}; set backend to {backend}, or leave"
                     f" {name} at 1"
                 )
+        if self.distributed_optimizer is not None and self.backend != "megatron":
+            raise ValueError(
+                f"distributed_optimizer has no effect with backend {self.backend}; set backend to megatron,"
+                " or leave it out"
+            )
         if self.ranks is not None and self.ranks % self.tensor_parallel:
             raise ValueError(
                 f"{self.ranks} ranks cannot be divided into groups of tensor_parallel {self.tensor_parallel};"

@@ -51,8 +51,9 @@ def open_backend(
     if train.backend == "megatron":
         from opd.train.megatron_backend import MegatronBackend
 
-        cut = train.tensor_parallel
-        return MegatronBackend(model, optim, batch, temperature, terms, ranks, tensor_parallel=cut)
+        return MegatronBackend(
+            model, optim, batch, temperature, terms, ranks, train=train, compute_dtype=compute
+        )
     if train.context_parallel > 1:
         from opd.train.context_backend import ContextBackend
 
@@ -73,7 +74,6 @@ def _refuse(train: TrainConfig, batch: BatchConfig) -> None:
     ignored = {
         "batch.sequence_chunk": train.backend != "torch" and batch.sequence_chunk is not None,
         "batch.recompute_layers": train.backend == "megatron" and batch.recompute_layers,
-        "train.mixed_precision": train.backend == "megatron" and train.mixed_precision,
     }
     for name, given in ignored.items():
         if given:

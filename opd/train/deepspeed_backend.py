@@ -22,12 +22,10 @@ from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
 from opd.train.backend import Backend
-from opd.train.optimizer import adamw, check_names, not_finite, optimizer_fields
+from opd.train.optimizer import MOMENTS, adamw, check_names, not_finite, optimizer_fields
 from opd.train.root import Root
 from opd.train.terms import LossTerm
 from opd.train.torch_backend import layer_memory
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def deepspeed_library() -> ModuleType:
@@ -168,7 +166,7 @@ class DeepSpeedBackend(Backend):
             )
             if not steps or parameter is None:
                 continue
-            for key in _MOMENTS:
+            for key in MOMENTS:
                 self._keep(optimizer, f"{name}/{key}", utils.safe_get_full_optimizer_state(parameter, key))
             self._keep(optimizer, f"{name}/step", torch.as_tensor(steps[0], dtype=torch.float32))
         return {"model": model, "optimizer": optimizer} if self.data.main else {}
@@ -185,7 +183,7 @@ class DeepSpeedBackend(Backend):
             return
         self._make_moments(next(iter(fields.values()))["step"])
         for name, values in fields.items():
-            for key in _MOMENTS:
+            for key in MOMENTS:
                 value = values[key].to(self._device, torch.float32)
                 self._library.utils.safe_set_full_optimizer_state(self._parameters[name], value, key)
 
@@ -207,7 +205,7 @@ class DeepSpeedBackend(Backend):
         zero = self._engine.optimizer
         whole = self._stage < 3
         for flat in zero.single_partition_of_fp32_groups if whole else zero.fp32_partitioned_groups_flat:
-            moments = {key: torch.zeros_like(flat) for key in _MOMENTS}
+            moments = {key: torch.zeros_like(flat) for key in MOMENTS}
             zero.optimizer.state[flat] = moments | {"step": step.detach().clone().to(torch.float32)}
         if whole:
             zero._lazy_init_hp_params_optimizer_state()

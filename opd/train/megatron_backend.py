@@ -1,11 +1,12 @@
 """Megatron-Core: a student's layers and vocabulary cut over tensor-parallel ranks, its samples over others.
 
 Shoeybi et al. 2019, "Megatron-LM". Gradients go through Megatron-Core's own data-parallel buffers and
-`finalize_model_grads`; the optimiser is torch's AdamW on each rank's slices.
+`finalize_model_grads`, in float32; for the optimiser see `megatron_optimizer.py`.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opd.config.train import BatchConfig, OptimConfig
-from opd.errors import ModelError
+from opd.config.train import BatchConfig, OptimConfig, TrainConfig
+from opd.errors import ConfigError, ModelError
 from opd.kernels.head import Head
 from opd.kernels.vocab_shard import HeadShard
 from opd.megatron.convert import from_megatron, to_megatron
@@ -29,11 +30,11 @@ from opd.megatron.runtime import inside_megatron, megatron_core, model_parallel
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
 from opd.train.backend import Backend
-from opd.train.optimizer import adamw, check_names, optimizer_fields, update
+from opd.train.megatron_optimizer import WEIGHT, DistributedAdamW, MegatronOptimizer, SlicedAdamW
+from opd.train.optimizer import MOMENTS, check_names, not_finite, optimizer_fields
 from opd.train.terms import LossTerm
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MegatronBackend(Backend):
@@ -42,7 +43,9 @@ class MegatronBackend(Backend):
     Args:
         model: The student as it begins; its weights are copied, it may be dropped.
         optim: AdamW settings.
-        ranks: All ranks; `tensor_parallel` neighbours share a model and its samples.
+        ranks: All ranks; `train.tensor_parallel` neighbours share a model and its samples.
+        train: How it is cut, and by which optimiser it learns.
+        compute_dtype: What layers compute in, while the optimiser keeps weights in float32.
     """
 
     def __init__(
@@ -54,9 +57,14 @@ class MegatronBackend(Backend):
         terms: Sequence[LossTerm],
         ranks: Ranks,
         *,
-        tensor_parallel: int,
+        train: TrainConfig,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises `ModelError` if the model has no place on Megatron-Core or cannot be cut into that many."""
+        """Raises `ModelError` if the model has no place on Megatron-Core or cannot be cut into that many,
+        `ConfigError` if the optimiser does not run here.
+        """
+        tensor_parallel = train.tensor_parallel
+        distributed = _distributed(train, model.device)
         self._form = _form(model, tensor_parallel)
         self._ranks, self._stack = ranks, ExitStack()
         self._group = self._stack.enter_context(model_parallel(tensor_parallel))
@@ -64,7 +72,8 @@ class MegatronBackend(Backend):
         self._vocabulary = model.vocabulary
         self._device = model.device
         self._order = [name for name, _ in model.weights()]
-        self._module = MegatronModule(self._form, self._group, model.dtype, model.device, trained=True)
+        dtype = compute_dtype or model.dtype
+        self._module = MegatronModule(self._form, self._group, dtype, model.device, trained=True)
         padding = model.module.get_input_embeddings().padding_idx
         if padding is not None:
             words = self._module.module.embedding.word_embeddings
@@ -73,14 +82,22 @@ class MegatronBackend(Backend):
         if not self._form.tied:
             rows = self._form.padded_vocabulary(tensor_parallel) // tensor_parallel
             shape = (rows, self._form.hidden_size)
-            self._parameters[HEAD] = nn.Parameter(torch.empty(shape, dtype=model.dtype, device=model.device))
-        self._load(dict(model.weights()))
-        self._split = {piece.name: piece.split for piece in self._pieces()}
-        self._buffers = self._data_parallel()
+            self._parameters[HEAD] = nn.Parameter(torch.empty(shape, dtype=dtype, device=model.device))
+        weights = dict(model.weights())
+        self._load(weights)
         self._max_grad_norm = optim.max_grad_norm
-        self._optimizer = adamw(self._parameters, optim)
+        self._buffers = self._data_parallel(distributed)
+        self._keeps_float32 = compute_dtype is not None
+        self._optimizer = self._open_optimizer(optim, distributed)
+        self._optimizer.load({WEIGHT: self._slices(weights)}, 0)
 
-    def _data_parallel(self) -> Any:
+    def _open_optimizer(self, optim: OptimConfig, distributed: bool) -> MegatronOptimizer:
+        cut = {piece.name: piece.split for piece in self._pieces()}
+        if distributed:
+            return DistributedAdamW(self._buffers, self._parameters, optim, cut)
+        return SlicedAdamW(self._parameters, optim, cut, self._group, float32=self._keeps_float32)
+
+    def _data_parallel(self, distributed: bool) -> Any:
         """Megatron-Core's gradient buffers of all parameters, the head's among them."""
         megatron_core()
         with warnings.catch_warnings():
@@ -91,7 +108,9 @@ class MegatronBackend(Backend):
         whole.add_module("decoder", self._module.module)
         if not self._form.tied:
             whole.register_parameter("head", self._parameters[HEAD])
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=distributed
+        )
         with inside_megatron(self._device):
             return DistributedDataParallel(self._module.module.config, settings, whole)
 
@@ -130,33 +149,25 @@ class MegatronBackend(Backend):
         self._buffers.zero_grad_buffer()
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._optimizer.zero_grad()
 
     def step(self, lr: float) -> dict[str, float]:
         """Clip the accumulated gradient, update the weights, zero the gradient.
 
         Raises `TrainingError` if the gradient is not finite; the weights are untouched then.
         """
-        return update(self, self._optimizer, self._clip(), lr)
-
-    def _clip(self) -> float:
-        """The norm of the whole gradient, which is handed to the optimiser scaled down to the limit."""
-        norm = self._norm()
-        scale = min(1.0, self._max_grad_norm / (norm + 1e-6))
-        for parameter in self._parameters.values():
-            parameter.grad = (_gradient(parameter) * scale).to(parameter.dtype)
-        return norm
-
-    def _norm(self) -> float:
-        """The L2 norm of the whole gradient: every rank's slices, and once what all of them hold."""
-        squares = torch.zeros(2, dtype=torch.float32, device=self._device)
-        for name, parameter in self._parameters.items():
-            squares[int(self._split[name])] += _gradient(parameter).float().square().sum()
-        cut = squares[1:].clone()
-        dist.all_reduce(cut, group=self._group)
-        return float((squares[0] + cut[0]).sqrt())
+        norm = self._optimizer.norm()
+        if not math.isfinite(norm):
+            self.zero_grad()
+            raise not_finite(norm)
+        self._optimizer.step(lr, min(1.0, self._max_grad_norm / (norm + 1e-6)))
+        self.zero_grad()
+        return {"lr": lr, "grad_norm": norm}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the student by Hugging Face's names, whole; all ranks walk together."""
+        """Every tensor of the student by Hugging Face's names, whole, in the dtype it computes in; all ranks
+        walk together.
+        """
         whole = self._whole({name: parameter.detach() for name, parameter in self._parameters.items()})
         for name in self._order:
             yield name, whole[name]
@@ -173,15 +184,15 @@ class MegatronBackend(Backend):
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """On the first rank the files `model` and `optimizer`, with whole tensors; elsewhere nothing."""
-        model = dict(self.weights())
+        fields = self._optimizer.fields()
+        kept = fields.pop(WEIGHT)
+        model = self._whole(kept) if self._keeps_float32 else dict(self.weights())
         optimizer: dict[str, Tensor] = {}
-        states = {name: self._optimizer.state.get(p, {}) for name, p in self._parameters.items()}
-        if all(states.values()):
-            for key in _MOMENTS:
-                whole = self._whole({name: state[key] for name, state in states.items()})
-                optimizer |= {f"{name}/{key}": tensor for name, tensor in whole.items()}
-            step = next(iter(states.values()))["step"]
-            optimizer |= {f"{name}/step": step.detach().clone() for name in self._order}
+        for key, values in fields.items():
+            optimizer |= {f"{name}/{key}": tensor for name, tensor in self._whole(values).items()}
+        if fields:
+            step = torch.tensor(float(self._optimizer.steps))
+            optimizer |= {f"{name}/step": step.clone() for name in self._order}
         if not self._ranks.main:
             return {}
         files = {"model": model, "optimizer": optimizer}
@@ -194,15 +205,12 @@ class MegatronBackend(Backend):
         fields = optimizer_fields(state["optimizer"], dict.fromkeys(self._order))
         check_names(state["model"], self._order, f"a {self._form.family} on Megatron-Core")
         self._load(state["model"])
-        if not fields:
-            return
-        step = next(iter(fields.values()))["step"]
-        for key in _MOMENTS:
-            mine = self._slices({name: values[key] for name, values in fields.items()})
-            for name, parameter in self._parameters.items():
-                own = self._optimizer.state[parameter]
-                own[key] = mine[name].to(parameter.device, parameter.dtype)
-                own["step"] = step.detach().clone().to(parameter.device)
+        mine = {WEIGHT: self._slices(state["model"])}
+        if fields:
+            for key in MOMENTS:
+                mine[key] = self._slices({name: values[key] for name, values in fields.items()})
+        steps = int(next(iter(fields.values()))["step"]) if fields else 0
+        self._optimizer.load(mine, steps)
 
     @torch.no_grad()
     def _load(self, weights: Mapping[str, Tensor]) -> None:
@@ -215,6 +223,17 @@ class MegatronBackend(Backend):
 
     def close(self) -> None:
         self._stack.close()
+
+
+def _distributed(train: TrainConfig, device: torch.device) -> bool:
+    """Whether Megatron-Core's distributed optimiser is meant; it takes tensors of CUDA's types alone."""
+    on_cuda = torch.empty(0, device=device).type().startswith("torch.cuda.")
+    if train.distributed_optimizer and not on_cuda:
+        raise ConfigError(
+            "train.distributed_optimizer needs a GPU: Megatron-Core's optimiser refuses tensors of a"
+            f" {device.type}; leave it out."
+        )
+    return on_cuda if train.distributed_optimizer is None else train.distributed_optimizer
 
 
 def _form(model: CausalLM, tensor_parallel: int) -> MegatronForm:
@@ -242,7 +261,3 @@ def _data_ranks(ranks: Ranks, tensor_parallel: int) -> Ranks:
 def _constant_padding(padding: int, _: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
     """As in `nn.Embedding`: the row of the padding token gets no gradient from where it is read."""
     return torch.where((inputs[0] == padding).unsqueeze(-1), output.detach(), output)
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]

@@ -16,6 +16,9 @@ from opd.errors import CheckpointError, TrainingError
 if TYPE_CHECKING:
     from opd.train.backend import Backend
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's running means of a gradient and of its square, by torch's names."""
+
 
 def adamw(parameters: Mapping[str, Tensor], optim: OptimConfig, *, fused: bool = True) -> torch.optim.AdamW:
     """AdamW over `parameters` as the recipe asks for it; the learning rate comes with every step."""

@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -17,7 +19,8 @@ import numpy as np
 import tiny
 import torch
 import torch.distributed as dist
-from rank_processes import joined
+from cuda_types import CudaTypes
+from rank_processes import joined, run_ranks
 from safetensors.torch import load_file, save_file
 
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig, TrainConfig
@@ -87,6 +90,9 @@ def uneven(step: int) -> RolloutBatch:
     return batch_of([(4, 50), *short], ["a", "a", "b", "a", "b"][: 1 + len(short)], step)
 
 
+FILES = ("model", "optimizer")
+"""What a checkpoint is made of."""
+
 BATCHES = {"new": batch, "again": again, "uneven": uneven}
 
 
@@ -113,6 +119,34 @@ def train(backend, first: int, last: int, batch=batch) -> list[dict[str, float]]
     ]
 
 
+def save_state(out: Path, state: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Write a back end's state into the folder `out`."""
+    for name, tensors in state.items():
+        save_file(tensors, out / f"{name}.safetensors")
+
+
+def read_state(out: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """What `save_state` wrote."""
+    return {name: load_file(out / f"{name}.safetensors") for name in FILES}
+
+
+def on_two_ranks(folder: Path, half: dict[str, dict[str, torch.Tensor]], tasks: list[dict]) -> Path:
+    """`folder`, in which two ranks have left what every task gave; tasks may load the state `half`."""
+    (folder / "half").mkdir()
+    save_state(folder / "half", half)
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    run_ranks(__file__, 2, folder, seconds=400)
+    return folder
+
+
+def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """The metrics of two runs agree."""
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert math.isclose(value, theirs[name], rel_tol=2e-5, abs_tol=2e-5), name
+
+
 def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     """Train from `task["first"]` to `task["last"]`, from a checkpoint if `task["load"]` names one, on
     `BATCHES[task["batches"]]`; write metrics, log-probabilities, weights and a
@@ -130,8 +164,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
         dtype=task.get("dtype", "float32"),
     )
     if "load" in task:
-        saved = folder / task["load"]
-        backend.load_state({n: load_file(saved / f"{n}.safetensors") for n in ("model", "optimizer")})
+        backend.load_state(read_state(folder / task["load"]))
     metrics = train(backend, task["first"], task["last"], BATCHES[task.get("batches", "new")])
     logprobs = backend.logprobs(batch(0).samples)
     weights = {name: tensor.clone() for name, tensor in backend.weights()}
@@ -141,8 +174,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     if ranks.main:
         out = folder / task["name"]
         out.mkdir()
-        for name, tensors in state.items():
-            save_file(tensors, out / f"{name}.safetensors")
+        save_state(out, state)
         save_file(weights, out / "weights.safetensors")
         (out / "result.json").write_text(
             json.dumps({"metrics": metrics, "digest": digest, "logprobs": [p.tolist() for p in logprobs]})
@@ -153,7 +185,8 @@ def main() -> None:
     """Every task of FOLDER/tasks.json in turn."""
     with joined(seconds=60) as (_, folder):
         for task in json.loads((folder / "tasks.json").read_text()):
-            run_task(task, folder, Ranks(dist.group.WORLD))
+            with CudaTypes() if task["train"].get("distributed_optimizer") else nullcontext():
+                run_task(task, folder, Ranks(dist.group.WORLD))
             dist.barrier()
 
 

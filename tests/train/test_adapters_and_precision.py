@@ -3,22 +3,23 @@
 import copy
 import functools
 import json
-import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 import backend_ranks
+from backend_ranks import FILES, assert_same, on_two_ranks, read_state
 
 from opd.models.causal_lm import CausalLM
 from opd.models.lora import BASE, MergingLM
 from opd.train.torch_backend import TorchBackend
+
+pytestmark = pytest.mark.slow
 
 STEPS, HALF = 6, 3
 SHARED = {"train": {"context_parallel": 2}, "batch": {"sequence_chunk": 8}}
@@ -27,6 +28,10 @@ MIXED = {
     "mixed": {"train": {"mixed_precision": True}},
     "mixed, adapters": {"train": {"mixed_precision": True}, "model": {"lora": True}},
     "mixed, shared sequences": {"train": {"mixed_precision": True, "context_parallel": 2}},
+    "mixed, megatron": {"train": {"mixed_precision": True, "backend": "megatron", "tensor_parallel": 2}},
+    "mixed, megatron distributed": {
+        "train": {"mixed_precision": True, "backend": "megatron", "distributed_optimizer": True}
+    },
 }
 ZERO = {
     f"mixed, zero-{stage}": {"train": {"mixed_precision": True, "backend": "deepspeed", "zero_stage": stage}}
@@ -38,7 +43,6 @@ NO_DEEPSPEED = pytest.mark.skipif(
 )
 PRECISE = [*MIXED, *(pytest.param(name, marks=NO_DEEPSPEED) for name in ZERO)]
 LOSSES = ("kl/mean", "loss/ce")
-FILES = ("model", "optimizer")
 
 
 def one_process(first: int, last: int, state=None):
@@ -54,25 +58,10 @@ def open_alone(student: CausalLM) -> TorchBackend:
     return TorchBackend(student, *settings)
 
 
-def read(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    return {file: load_file(folder / f"{file}.safetensors") for file in FILES}
-
-
-def close(found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float = 2e-5) -> None:
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, value in mine.items():
-            assert math.isclose(value, theirs[name], rel_tol=tolerance, abs_tol=tolerance), name
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """The folder in which two ranks have left what every task gave."""
-    folder = tmp_path_factory.mktemp("ranks")
     half, _ = one_process(0, HALF)
-    (folder / "half").mkdir()
-    for name, tensors in half.state().items():
-        save_file(tensors, folder / "half" / f"{name}.safetensors")
     whole, first = {"first": 0, "last": STEPS}, {"first": 0, "last": HALF}
     later = {"load": "half", "first": HALF, "last": STEPS}
     tasks = [
@@ -83,9 +72,7 @@ def ranks(tmp_path_factory):
     mixed = {"dtype": "bfloat16", "batches": "again"}
     run = MIXED | (ZERO if find_spec("deepspeed") else {})
     tasks += [{"name": name} | mixed | settings | whole for name, settings in run.items()]
-    (folder / "tasks.json").write_text(json.dumps(tasks))
-    run_ranks(backend_ranks.__file__, 2, folder, seconds=400)
-    return folder
+    return on_two_ranks(tmp_path_factory.mktemp("ranks"), half.state(), tasks)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +85,7 @@ def adapters_alone():
 def test_adapters_learn_on_two_ranks_what_they_learn_on_one(ranks, adapters_alone, name):
     backend, metrics = adapters_alone
     result = json.loads((ranks / name / "result.json").read_text())
-    close(result["metrics"], metrics)
+    assert_same(result["metrics"], metrics)
     assert metrics[-1]["kl/mean"] != metrics[0]["kl/mean"]
     weights, own = load_file(ranks / name / "weights.safetensors"), dict(backend.weights())
     assert weights.keys() == own.keys()
@@ -114,10 +101,10 @@ def test_adapters_learn_on_two_ranks_what_they_learn_on_one(ranks, adapters_alon
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_go_on_with_another_number_of_ranks(ranks, adapters_alone, name):
     _, metrics = adapters_alone
-    _, alone = one_process(HALF, STEPS, read(ranks / f"{name}-half"))
-    close(alone, metrics[HALF:])
+    _, alone = one_process(HALF, STEPS, read_state(ranks / f"{name}-half"))
+    assert_same(alone, metrics[HALF:])
     result = json.loads((ranks / f"{name}-resumed" / "result.json").read_text())
-    close(result["metrics"], metrics[HALF:])
+    assert_same(result["metrics"], metrics[HALF:])
 
 
 @pytest.mark.parametrize("name", PRECISE)

@@ -1,7 +1,6 @@
 """Every back end trains as one process does: one launch of two ranks, compared with this process."""
 
 import json
-import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,15 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_processes import run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 import backend_ranks
+from backend_ranks import assert_same, on_two_ranks, read_state
 
 from opd.config import TrainConfig
+from opd.errors import ConfigError
 from opd.ranks import Ranks
 from opd.train.backends import open_backend
+from opd.train.megatron_backend import MegatronBackend
+
+pytestmark = pytest.mark.slow
 
 STEPS = 20
 HALF = 10
@@ -27,6 +30,12 @@ TASKS = {
     "fsdp": {"backend": "torch"},
     "megatron-tensor": {"backend": "megatron", "tensor_parallel": 2},
     "megatron-data": {"backend": "megatron"},
+    "megatron-tensor-distributed": {
+        "backend": "megatron",
+        "tensor_parallel": 2,
+        "distributed_optimizer": True,
+    },
+    "megatron-data-distributed": {"backend": "megatron", "distributed_optimizer": True},
 } | {
     f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage, "deepspeed": PARTITION}
     for stage in (1, 2, 3)
@@ -62,11 +71,7 @@ def reference():
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """The folder in which two ranks have left what every task gave."""
-    folder = tmp_path_factory.mktemp("ranks")
     half, _ = one_process(0, HALF)
-    (folder / "half").mkdir()
-    for name, tensors in half.state().items():
-        save_file(tensors, folder / "half" / f"{name}.safetensors")
     tasks = [
         task
         for name, train in TASKS.items()
@@ -78,16 +83,17 @@ def ranks(tmp_path_factory):
             {"name": f"{name}-uneven", "train": train, "first": 0, "last": 4, "batches": "uneven"},
         )
     ]
-    (folder / "tasks.json").write_text(json.dumps(tasks))
-    run_ranks(backend_ranks.__file__, 2, folder)
-    return folder
+    return on_two_ranks(tmp_path_factory.mktemp("ranks"), half.state(), tasks)
 
 
-def assert_same(found, expected, tolerance=2e-5):
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, value in mine.items():
-            assert math.isclose(value, theirs[name], rel_tol=tolerance, abs_tol=tolerance), name
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_distributed_optimiser_without_a_gpu_is_refused():
+    settings = (backend_ranks.OPTIM, backend_ranks.BATCH, backend_ranks.TEMPERATURE, backend_ranks.terms())
+    train = TrainConfig(backend="megatron", distributed_optimizer=True)
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        MegatronBackend(backend_ranks.student(), *settings, Ranks(), train=train)
+    with pytest.raises(ValueError, match="distributed_optimizer has no effect with backend torch"):
+        TrainConfig(distributed_optimizer=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -123,10 +129,7 @@ def test_the_digest_is_that_of_an_engine_with_these_weights(ranks, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_goes_on_with_another_number_of_ranks(ranks, reference, name):
     _, metrics = reference
-    saved = {
-        file: load_file(ranks / f"{name}-half" / f"{file}.safetensors") for file in ("model", "optimizer")
-    }
-    _, alone = one_process(HALF, STEPS, saved)  # two ranks, then one
+    _, alone = one_process(HALF, STEPS, read_state(ranks / f"{name}-half"))  # two ranks, then one
     assert_same(alone, metrics[HALF:])
     result = json.loads((ranks / f"{name}-resumed" / "result.json").read_text())  # one rank, then two
     assert_same(result["metrics"], metrics[HALF:])
