@@ -1,18 +1,48 @@
 """Shared by every test: a fixed number of threads, and the tests' own helpers importable as `tiny`."""
 
+from __future__ import annotations
+
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("KMP_BLOCKTIME", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pytest
 import torch
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadFileScheduling
 
 torch.set_num_threads(1)
 # The first call of a kernel warms caches, and shared machines pause: a deadline would test the machine.
 settings.register_profile("opd", deadline=None, derandomize=True)
 settings.load_profile("opd")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: what is long must not begin when the other processes have finished."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
+    """With `--dist loadfile`: a file's tests share a process, and so do those that share the SGLang server,
+    which takes a minute to start.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "sglang" if "/test_sglang_" in file else file
+
+    return ByFile(config, log)

@@ -5,4 +5,4 @@ cd "$(dirname "$0")/.."
 source examples/install.sh test
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-exec "$python" -m pytest -n 2 --dist loadfile "$@"
+exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from opd.pipelines.report.load import load_run
-from opd.pipelines.report.page import render
 from opd.storage.files import write_atomic
 
 __all__ = ["write_report"]
@@ -22,6 +21,8 @@ def write_report(run_dir: Path) -> Path:
     Sections whose stages have not run are left out. Raises `RunFolderError` if the folder holds nothing to
     report or a file in it cannot be read.
     """
+    from opd.pipelines.report.page import render  # matplotlib would add to the start of every process
+
     run_dir = Path(run_dir)
     page = render(load_run(run_dir))
     target = run_dir / "report.html"

@@ -67,6 +67,7 @@ def test_ranks_that_did_not_stop_in_time_are_one_sentence(tmp_path):
             _outcome([_Rank(0, process, tmp_path / "said", None)], [None], preemption)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "sentence"),
     [(signal.SIGKILL, "rank 1 was ended by SIGKILL"), (signal.SIGSTOP, "rank 1 did not come to")],

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LOOP = Path(__file__).with_name("generate_loop.py")
 
 
+@pytest.mark.slow
 def test_killed_while_generating(tmp_path):
     """`OPD_GENERATE_KILLS=1000` (or 10000) for as many as one likes; each takes about a tenth of a second."""
     wanted = int(os.environ.get("OPD_GENERATE_KILLS", "60"))

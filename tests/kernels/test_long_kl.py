@@ -36,6 +36,7 @@ def measured(tokens: int, chunk: int) -> dict:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_memory_of_a_million_tokens_is_set_by_the_chunk() -> None:
     found = {chunk: measured(TOKENS, chunk) for chunk in (1024, 16384)}
     per_token = TOKENS * 4 * (WIDTH + NUMBERS_PER_TOKEN)

@@ -176,6 +176,7 @@ def grown_per_token(chunk: int, what: str) -> float:
     return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.slow
 def test_memory_of_a_long_sequence_is_a_few_hidden_states_per_token():
     hidden_state = 64 * 4
     learning = grown_per_token(512, "LEARN")

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "million_token" / "run.py"
 
 
+@pytest.mark.slow
 def test_the_example_plans_scores_trains_and_draws_its_memory(tmp_path):
     options = ["--tokens", "20000", "--long", "1", "--short", "3", "--out", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -1,4 +1,6 @@
-"""A run that is told to stop leaves with status 143 and goes on to the same weights."""
+"""A run that is told to stop, or is killed, in the middle of responses goes on to the same weights."""
+
+from __future__ import annotations
 
 import json
 import signal
@@ -21,6 +23,10 @@ SETTINGS = {
 }
 
 
+def recipe_for(folder: Path, workers: int) -> Path:
+    return write_recipe(folder / "recipe.yaml", runtime={"workers": workers}, **SETTINGS)
+
+
 def start(recipe: Path, out: Path, *options: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(recipe), "--out", str(out), *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -33,26 +39,46 @@ def finish(recipe: Path, out: Path, *options: str) -> str:
     return json.loads((out / "stages/merge/done.json").read_text())["digest"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_told_to_stop_and_resumed(tmp_path, workers):
-    recipe = write_recipe(tmp_path / "recipe.yaml", runtime={"workers": workers}, **SETTINGS)
-    expected = finish(recipe, tmp_path / "undisturbed")
-    out = tmp_path / "stopped"
+def interrupt(recipe: Path, out: Path, stage: str, steps: int, number: int) -> tuple[int, str]:
+    """Start a run and send it a signal after some steps of `stage`; its exit status and output."""
     process = start(recipe, out)
-    metrics = out / "stages/specialist-sort/metrics.jsonl"
+    metrics = out / "stages" / stage / "metrics.jsonl"
     try:
         deadline = time.monotonic() + 120
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= steps):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 143, output
+    return process.returncode, output
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Digest of the student at the end of a run that nobody disturbs, one stage after another."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return finish(recipe_for(folder, 1), folder / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_told_to_stop_and_resumed(tmp_path, undisturbed, workers):
+    """It leaves with status 143."""
+    recipe, out = recipe_for(tmp_path, workers), tmp_path / "stopped"
+    status, output = interrupt(recipe, out, "specialist-sort", 2, signal.SIGTERM)
+    assert status == 143, output
     assert "--resume" in output
     assert (out / "stages/specialist-sort/wal").exists()
-    assert finish(recipe, out, "--resume") == expected
+    assert finish(recipe, out, "--resume") == undisturbed
+
+
+@pytest.mark.slow
+def test_killed_in_the_merge_and_resumed(tmp_path, undisturbed):
+    """With everything in one process, and responses in memory."""
+    recipe, out = recipe_for(tmp_path, 1), tmp_path / "killed"
+    assert interrupt(recipe, out, "merge", 2, signal.SIGKILL)[0] == -signal.SIGKILL
+    assert finish(recipe, out, "--resume") == undisturbed

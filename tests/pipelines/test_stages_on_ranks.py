@@ -23,6 +23,8 @@ from opd.monitor.metrics import read_metrics
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
 
+pytestmark = pytest.mark.slow
+
 SPECIALIST = {"steps": 3, "prompts_per_step": 8, "group_size": 4, "minibatches": 2}
 TIS = {"policy_loss": {"correction": {"type": "tis"}}}
 MERGE = {"steps": 3, "prompts_per_domain": 4, "checkpoint_every": 2}

@@ -221,6 +221,7 @@ def test_numbers_that_are_not_finite_never_reach_a_loss(served, sglang, served_m
         teacher.score(tiny.samples(SAMPLES))
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_while_it_scores(served, sglang, proxies, due):
     """The server dies with requests in flight: each is scored once, rightly, by the new process."""
     proxy = proxies()

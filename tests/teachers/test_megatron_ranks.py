@@ -19,6 +19,8 @@ from opd.kernels.ops import linear_kl
 from opd.storage.published import PublishedModel
 from opd.teachers.torch_teacher import TorchTeacher
 
+pytestmark = pytest.mark.slow
+
 V = megatron_rank.VOCABULARY
 
 

@@ -24,6 +24,8 @@ from opd.models.context_parallel import ContextParallel
 from opd.train.context_backend import own_places
 from opd.train.torch_backend import TorchBackend
 
+pytestmark = pytest.mark.slow
+
 RANKS = {
     2: [*context_step.CASES, *context_step.SHARDED],
     4: ["llama", "gemma2", "short", "llama in pieces", "gemma2 in pieces", "short in pieces"],
