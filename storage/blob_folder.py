@@ -34,6 +34,8 @@ from opd.storage.leases import LeaseTable
 
 _BLOCK = 4096
 _LOCK_TIMEOUT = 120.0
+_SCANS = 16
+"""Looks at the folder before a blob gets no room; others may use blobs between a look and the eviction."""
 _USAGE = struct.Struct("<QQ")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -155,37 +157,39 @@ class BlobFolder:
         """Evict what was not used for longest until `need` bytes fit in the quota. Under the lock."""
         if need > self.quota_bytes:
             return False
-        scanned = False
+        scans, outdated = 0, True
         while self._used() + need > self.quota_bytes:
             if self._candidates:
-                self._evict(self._candidates.popleft())
-            elif scanned:
+                outdated |= self._evict(self._candidates.popleft())
+            elif not outdated or scans == _SCANS:
                 return False  # what is left is leased or being written
             else:
                 self._scan()
-                scanned = True
+                scans, outdated = scans + 1, False
         return True
 
-    def _evict(self, candidate: _Candidate) -> None:
-        """Remove a candidate unless it was used after the scan, is leased, or is gone already.
+    def _evict(self, candidate: _Candidate) -> bool:
+        """Remove a candidate unless it is leased, gone already, or was used after the scan, which is returned: its
+        place in the order is another one then.
 
         Whatever is not among the candidates was used after the scan, so this order is the true one.
         """
         try:
             found = candidate.path.stat()
         except FileNotFoundError:
-            return
+            return False
         if found.st_mtime_ns != candidate.last_use:
-            return
+            return True
         if candidate.key is None:
             candidate.path.unlink()
         else:
             with self.leases.exclusive(candidate.key) as free:
                 if not free:
-                    return
+                    return False
                 candidate.path.unlink()
         self._add_used(-footprint(found.st_size))
         self.evictions += candidate.key is not None
+        return False
 
     def _scan(self) -> None:
         """Sweep dead writers' files, add up all bytes, and order the candidates. Under the lock."""

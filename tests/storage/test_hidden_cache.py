@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hidden_rows import BLOCK, disk_bytes, files, holds, key_of, put, rows_of
 
 from opd.errors import StorageError
+from opd.storage.blob_folder import BlobFolder
 from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, cache_key
 from opd.storage.tensors import rows_array, rows_tensor
 
@@ -197,6 +199,23 @@ def test_counters_say_what_happened_and_start_again(tmp_path: Path) -> None:
         "rejected": 0,
     }
     assert set(cache.take_counters().values()) == {0}
+
+
+def test_blobs_used_after_the_look_for_room_still_make_some(tmp_path: Path, monkeypatch) -> None:
+    cache = HiddenStateCache(tmp_path, quota_bytes=2 * BLOCK)
+    assert put(cache, 1)
+    assert put(cache, 2)
+    scan, looks = BlobFolder._scan, itertools.count()
+
+    def used_meanwhile(folder: BlobFolder) -> None:
+        scan(folder)
+        if next(looks) < 3:
+            for path in (tmp_path / "v1" / "blobs").iterdir():
+                folder.touch(path)
+
+    monkeypatch.setattr(BlobFolder, "_scan", used_meanwhile)
+    assert put(cache, 3)
+    assert len(files(tmp_path, "blobs")) == 2
 
 
 def test_threads_share_one_cache(tmp_path: Path) -> None:
