@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -23,6 +22,7 @@ from opd.teachers.given_logprobs import GivenLogprobs
 from opd.teachers.resident_heads import Prefetching, ResidentHeads
 from opd.teachers.routing import Route, Router
 from opd.teachers.row_pieces import Piecewise, cuts
+from opd.teachers.schedule_meter import ScheduleCounters, ScheduleMeter
 from opd.teachers.score_cache import ScoreCache
 from opd.train.distill_terms import TeacherView, View
 from opd.types import (
@@ -33,26 +33,6 @@ from opd.types import (
     TokenLogprobs,
     TopKLogprobs,
 )
-
-
-@dataclass(slots=True)
-class ScheduleCounters:
-    """What the schedule did since the counters were last taken: one mini-batch in the merge."""
-
-    head_loads: int = 0
-    resident_heads_peak: int = 0
-    prefetched_heads_peak: int = 0
-    """Heads that were read ahead beside the resident ones."""
-    teacher_tokens: int = 0
-    """Response tokens whose hidden states a teacher computed."""
-    cached_tokens: int = 0
-    """Response tokens whose hidden states came from the cache."""
-    bytes_read: int = 0
-    """Bytes this process read from the stores of its teachers."""
-    stall_seconds: float = 0.0
-    """How long scoring and training waited for layers and heads."""
-    weight_bytes_peak: int = 0
-    """The most bytes of streamed teachers' weights that were in memory at once."""
 
 
 @runtime_checkable
@@ -97,12 +77,10 @@ class TeacherSchedule:
         self._routes: dict[str, Route] = {}
         self._rows: dict[tuple[str, str], Tensor] = {}
         self._given = GivenLogprobs()
-        self._waited: dict[str, float] = {}
         self._heads = ResidentHeads(self._teachers)
         self._plan: list[str] = []
         self._first: str | None = None
-        self._taken: dict[str, tuple[int, float]] = {}
-        self.counters = ScheduleCounters()
+        self._meter = ScheduleMeter(self._teachers, self._heads)
 
     @property
     def caches(self) -> bool:
@@ -205,24 +183,14 @@ class TeacherSchedule:
             self._cache.release()
         self._prefetch(self._first)
 
+    @property
+    def counters(self) -> ScheduleCounters:
+        """What was counted since they were last taken."""
+        return self._meter.counters
+
     def take_counters(self) -> dict[str, float]:
         """The counters since they were last taken, as metrics."""
-        taken, self.counters = self.counters, ScheduleCounters()
-        heads = self._heads
-        taken.head_loads, heads.loads = heads.loads, 0
-        taken.resident_heads_peak, heads.resident_peak = heads.resident_peak, 0
-        taken.prefetched_heads_peak, heads.prefetched_peak = heads.prefetched_peak, 0
-        for name, teacher in self._teachers.items():
-            if isinstance(teacher, Prefetching):
-                now = (teacher.bytes_read, teacher.stall_seconds)
-                before = self._taken.get(name, (0, 0.0))
-                taken.bytes_read += now[0] - before[0]
-                taken.stall_seconds += now[1] - before[1]
-                taken.weight_bytes_peak = max(taken.weight_bytes_peak, teacher.take_weight_bytes_peak())
-                self._taken[name] = now
-        waited, self._waited = self._waited, {}
-        seconds = {f"teacher/{name}/wait_seconds": value for name, value in waited.items()}
-        return {name: float(value) for name, value in asdict(taken).items()} | seconds
+        return self._meter.take()
 
     def _place(self, route: str) -> tuple[int, ...]:
         # By the teachers' own order, not by which route was met first: a resumed run must sort the same way.
@@ -283,7 +251,7 @@ class TeacherSchedule:
             targets = None
         else:
             targets = teacher.score(mine)
-        self._waited[name] = self._waited.get(name, 0.0) + time.perf_counter() - begin
+        self._meter.waited(name, time.perf_counter() - begin)
         counts = [len(s.response_ids) for s in mine]
         self.counters.teacher_tokens += sum(counts)
         if targets is None:
