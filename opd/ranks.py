@@ -271,11 +271,20 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def make_group() -> None:
-    """Make sure that there is a process group: of this process alone, without a port, if it has none."""
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """Make sure that there is a process group while the block runs: of this process alone, without a port, if
+    it has none.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _no_meeting(environment: Mapping[str, str], error: Exception) -> str:

@@ -29,7 +29,7 @@ from opd.rollout.sync.in_process import InProcess
 from opd.rollout.sync.verb import LocalTarget, sync_weights
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.user_generate import Generate, load_generate
-from opd.train.backend import Backend
+from opd.train.backend import Backend, Training
 from opd.train.backends import Load, open_backend
 from opd.train.terms import LossTerm
 from opd.train.torch_backend import TorchBackend
@@ -136,9 +136,9 @@ class Student:
         recipe, ranks, helpers = context.recipe, context.ranks, context.helpers
         tokenizer = tokenizer_of(recipe, path)
         load = partial(load_trained, recipe, path)
-        temperature, dtype = recipe.rollout.temperature, recipe.model.dtype
-        backend = open_backend(load, recipe.train, optim, batch, temperature, terms, ranks, dtype=dtype)
-        context.closing.callback(backend.close)
+        training = Training(optim, batch, recipe.rollout.temperature, terms)
+        opened = open_backend(load, recipe.train, training, ranks, dtype=recipe.model.dtype)
+        backend = context.closing.enter_context(opened)
         writing = ranks.another(f"{context.stage}/rollouts")
         return cls(
             tokenizer,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from opd.config import BatchConfig, OptimConfig
 from opd.models.causal_lm import CausalLM
 from opd.models.tokenizers import character_tokenizer
+from opd.train.backend import Training
 from opd.types import Sample, Status
 
 LLAMA = {
@@ -28,6 +30,11 @@ def tokenizer():
 def model(seed: int = 0, **changes) -> CausalLM:
     """A random two-layer Llama."""
     return CausalLM.from_config(LLAMA | changes, tokenizer=tokenizer(), seed=seed)
+
+
+def training(terms, temperature: float = 1.0, **batch) -> Training:
+    """How a back end trains by default."""
+    return Training(OptimConfig(), BatchConfig(**batch), temperature, terms)
 
 
 def samples(

@@ -33,6 +33,7 @@ from opd.teachers.cached_scores import CachedScores
 from opd.teachers.routing import Router
 from opd.teachers.schedule import TeacherSchedule
 from opd.teachers.streamed_teacher import Placement, streamed_teachers
+from opd.train.backend import Training
 from opd.train.distill_terms import build_distill_term
 from opd.train.plan import TrainingPlan, Workload
 from opd.train.torch_backend import TorchBackend
@@ -129,7 +130,8 @@ class Job:
         term = build_distill_term(recipe.distill, schedule)
         assert term is not None
         model = CausalLM.from_config(recipe.model.config or {}, tokenizer=tokenizer(), seed=recipe.seed)
-        return schedule, TorchBackend(model, recipe.distill.optim, batch, recipe.rollout.temperature, [term])
+        training = Training(recipe.distill.optim, batch, recipe.rollout.temperature, [term])
+        return schedule, TorchBackend(model, training)
 
     def _timed(self, name: str, act: Any, *arguments: Any) -> Any:
         begin, cpu = time.monotonic(), time.process_time()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
 from opd.errors import MissingExtraError, TeacherError
+from opd.ranks import process_group
 
 
 def megatron_core() -> ModuleType:
@@ -67,12 +68,11 @@ def model_parallel(tensor_parallel: int) -> Iterator[dist.ProcessGroup]:
     """
     core = megatron_core()
     state = core.parallel_state
-    made_world = _make_world(tensor_parallel)
-    made_groups = False
-    try:
+    _check_world(tensor_parallel)
+    with process_group(), ExitStack() as stack:
         if not state.model_parallel_is_initialized():
             state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
-            made_groups = True
+            stack.callback(state.destroy_model_parallel)
         group = state.get_tensor_model_parallel_group()
         others = [state.get_pipeline_model_parallel_world_size(), state.get_context_parallel_world_size()]
         if dist.get_world_size(group) != tensor_parallel or max(others) > 1:
@@ -82,28 +82,19 @@ def model_parallel(tensor_parallel: int) -> Iterator[dist.ProcessGroup]:
                 f" with tensor parallel size {tensor_parallel} and no pipeline; give both the same."
             )
         yield group
-    finally:
-        if made_groups:
-            state.destroy_model_parallel()
-        if made_world:
-            dist.destroy_process_group()
 
 
-def _make_world(tensor_parallel: int) -> bool:
-    """Make sure that there is a process group; returns whether one was made."""
+def _check_world(tensor_parallel: int) -> None:
+    """Raise `TeacherError` where processes cannot be grouped like that."""
     if not dist.is_initialized():
         if tensor_parallel != 1:
             raise TeacherError(
                 f"tensor parallel size {tensor_parallel} needs {tensor_parallel} processes with a process"
                 " group, and this one has none; make it first, or set distill.megatron.tensor_parallel to 1."
             )
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        return True
+        return
     if dist.get_world_size() % tensor_parallel:
         raise TeacherError(
             f"{dist.get_world_size()} processes cannot be divided into groups of {tensor_parallel}; choose a"
             " tensor parallel size that divides their number."
         )
-    return False

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from opd.config.train import BatchConfig
+from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import TrainingError
 from opd.kernels.head import Head
 from opd.kernels.vocab_shard import HeadShard
@@ -23,6 +24,20 @@ from opd.train.terms import LossTerm
 from opd.types import MicroBatch, RolloutBatch, Sample
 
 
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a student is trained, whatever the back end."""
+
+    optim: OptimConfig
+    """AdamW; the learning rate comes with every step."""
+    batch: BatchConfig
+    """Packing limits."""
+    temperature: float
+    """Sampling temperature; every log-probability is taken at it."""
+    terms: Sequence[LossTerm]
+    """The streams of the loss."""
+
+
 class Backend(ABC):
     """A `TrainBackend` whose model is reached through `hidden` and `head`.
 
@@ -30,22 +45,18 @@ class Backend(ABC):
     the model is itself communication, a rank with fewer micro-batches makes empty passes.
 
     Args:
-        batch: Packing limits.
-        temperature: Sampling temperature; every log-probability is taken at it.
-        terms: The streams of the loss.
+        training: How it is trained.
         data: The ranks that share the samples; those of one tensor-parallel group are one of them.
     """
 
     lockstep = False
 
-    def __init__(
-        self, batch: BatchConfig, temperature: float, terms: Sequence[LossTerm], data: Ranks | None = None
-    ) -> None:
-        self.terms = list(terms)
-        self.temperature = temperature
+    def __init__(self, training: Training, data: Ranks | None = None) -> None:
+        self.terms = list(training.terms)
+        self.temperature = training.temperature
         self.data = Ranks() if data is None else data
         self.shares = Shares(self.data)
-        self._batch = batch
+        self._batch = training.batch
 
     @property
     @abstractmethod

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
-from opd.config.train import BatchConfig, OptimConfig, TrainConfig
+from opd.config.train import BatchConfig, TrainConfig
 from opd.errors import ConfigError
 from opd.models.causal_lm import CausalLM, torch_dtype
-from opd.ranks import Ranks, make_group
-from opd.train.backend import Backend
-from opd.train.terms import LossTerm
+from opd.ranks import Ranks, process_group
+from opd.train.backend import Backend, Training
 from opd.train.torch_backend import TorchBackend
 
 Load = Callable[[str | None], CausalLM]
 """The model in a dtype by name, or in the recipe's for `None`."""
 
 
+@contextmanager
 def open_backend(
     load: Load,
     train: TrainConfig,
-    optim: OptimConfig,
-    batch: BatchConfig,
-    temperature: float,
-    terms: Sequence[LossTerm],
+    training: Training,
     ranks: Ranks,
     *,
     dtype: str = "float32",
-) -> Backend:
-    """The back end of `train` on these `ranks`, around the model `load` gives, which computes in `dtype`.
+) -> Iterator[Backend]:
+    """The back end of `train` on these `ranks` while the block runs, around the model `load` gives, which
+    computes in `dtype`.
 
     Raises `ConfigError` if the settings do not fit the number of ranks, `MissingExtraError` without the
     library.
@@ -37,10 +36,18 @@ def open_backend(
             f"train.context_parallel is {train.context_parallel}, but {ranks.size} ranks train; start as"
             " many, or leave it at 1."
         )
-    if train.backend == "torch" and ranks.alone and not train.mixed_precision:
-        return TorchBackend(load(None), optim, batch, temperature, terms)
-    _refuse(train, batch)
-    make_group()
+    with ExitStack() as stack:
+        if train.backend == "torch" and ranks.alone and not train.mixed_precision:
+            backend: Backend = TorchBackend(load(None), training)
+        else:
+            _refuse(train, training.batch)
+            stack.enter_context(process_group())
+            backend = _on_ranks(load, train, training, ranks, dtype)
+        stack.callback(backend.close)
+        yield backend
+
+
+def _on_ranks(load: Load, train: TrainConfig, training: Training, ranks: Ranks, dtype: str) -> Backend:
     model = load("float32" if train.mixed_precision else None)
     compute = torch_dtype(dtype) if train.mixed_precision else None
     if train.backend != "torch" and not all(p.requires_grad for p in model.module.parameters()):
@@ -51,22 +58,18 @@ def open_backend(
     if train.backend == "megatron":
         from opd.train.megatron_backend import MegatronBackend
 
-        return MegatronBackend(
-            model, optim, batch, temperature, terms, ranks, train=train, compute_dtype=compute
-        )
+        return MegatronBackend(model, training, ranks, train=train, compute_dtype=compute)
     if train.context_parallel > 1:
         from opd.train.context_backend import ContextBackend
 
-        return ContextBackend(model, optim, batch, temperature, terms, ranks, compute)
+        return ContextBackend(model, training, ranks, compute)
     if train.backend == "deepspeed":
         from opd.train.deepspeed_backend import DeepSpeedBackend
 
-        return DeepSpeedBackend(
-            model, optim, batch, temperature, terms, ranks, train=train, compute_dtype=compute
-        )
+        return DeepSpeedBackend(model, training, ranks, train=train, compute_dtype=compute)
     from opd.train.fsdp_backend import FSDPBackend
 
-    return FSDPBackend(model, optim, batch, temperature, terms, ranks, compute)
+    return FSDPBackend(model, training, ranks, compute)
 
 
 def _refuse(train: TrainConfig, batch: BatchConfig) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from opd.config.train import BatchConfig, OptimConfig
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
 from opd.ranks import Ranks
+from opd.train.backend import Training
 from opd.train.fsdp_backend import FSDPBackend
 from opd.train.head_ops import linear_logprobs
 from opd.train.shares import Shares
 from opd.train.student_rows import MetricSums
-from opd.train.terms import LossTerm
 from opd.types import MicroBatch, RolloutBatch
 
 
@@ -34,16 +32,13 @@ class ContextBackend(FSDPBackend):
     def __init__(
         self,
         model: CausalLM,
-        optim: OptimConfig,
-        batch: BatchConfig,
-        temperature: float,
-        terms: Sequence[LossTerm],
+        training: Training,
         context: Ranks,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         if context.group is None:
             raise ValueError("context has no process group; use TorchBackend for one rank")
-        super().__init__(model, optim, batch, temperature, terms, context, compute_dtype)
+        super().__init__(model, training, context, compute_dtype)
         self.data = Ranks()  # samples are shared with nobody
         self.shares = Shares(self.data)
         self.context = context

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,15 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.config.train import BatchConfig, OptimConfig, TrainConfig
+from opd.config.train import TrainConfig
 from opd.errors import MissingExtraError
 from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
-from opd.train.backend import Backend
+from opd.train.backend import Backend, Training
 from opd.train.optimizer import MOMENTS, adamw, check_names, not_finite, optimizer_fields
 from opd.train.root import Root
-from opd.train.terms import LossTerm
 from opd.train.torch_backend import layer_memory
 
 
@@ -51,7 +50,7 @@ class DeepSpeedBackend(Backend):
 
     Args:
         model: The student; trained in place.
-        optim: AdamW settings.
+        training: How it is trained.
         train: Which stage of ZeRO, and more of DeepSpeed's configuration.
         compute_dtype: What layers compute in, while the engine keeps weights in float32.
     """
@@ -61,24 +60,21 @@ class DeepSpeedBackend(Backend):
     def __init__(
         self,
         model: CausalLM,
-        optim: OptimConfig,
-        batch: BatchConfig,
-        temperature: float,
-        terms: Sequence[LossTerm],
+        training: Training,
         data: Ranks,
         *,
         train: TrainConfig,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(batch, temperature, terms, data)
+        super().__init__(training, data)
         self.model = model
-        self._memory = layer_memory(batch)
+        self._memory = layer_memory(training.batch)
         self._device = model.device
         self._parameters = dict(model.module.named_parameters())
         self._library = deepspeed_library()
         self._stage = train.zero_stage
-        self._max_grad_norm = optim.max_grad_norm
-        optimizer = adamw(self._parameters, optim, fused=False)
+        self._max_grad_norm = training.optim.max_grad_norm
+        optimizer = adamw(self._parameters, training.optim, fused=False)
         self._engine = self._start(optimizer, train.deepspeed, compute_dtype)
 
     def _start(

@@ -6,7 +6,7 @@ computes and gives its gradient back summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from opd.config.train import BatchConfig, OptimConfig
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
+from opd.train.backend import Training
 from opd.train.optimizer import optimizer_fields
 from opd.train.root import Root, layers_of
-from opd.train.terms import LossTerm
 from opd.train.torch_backend import TorchBackend
 
 
@@ -34,10 +33,7 @@ class FSDPBackend(TorchBackend):
     def __init__(
         self,
         model: CausalLM,
-        optim: OptimConfig,
-        batch: BatchConfig,
-        temperature: float,
-        terms: Sequence[LossTerm],
+        training: Training,
         data: Ranks,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
@@ -48,7 +44,7 @@ class FSDPBackend(TorchBackend):
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         for part in [*layers_of(model), self._root]:
             fully_shard(part, mesh=mesh, mp_policy=policy)
-        super().__init__(model, optim, batch, temperature, terms, data)
+        super().__init__(model, training, data)
 
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
         return self._root(compute)

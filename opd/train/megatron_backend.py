@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opd.config.train import BatchConfig, OptimConfig, TrainConfig
+from opd.config.train import OptimConfig, TrainConfig
 from opd.errors import ConfigError, ModelError
 from opd.kernels.head import Head
 from opd.kernels.vocab_shard import HeadShard
@@ -29,10 +29,9 @@ from opd.megatron.module import MegatronModule
 from opd.megatron.runtime import inside_megatron, megatron_core, model_parallel
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
-from opd.train.backend import Backend
+from opd.train.backend import Backend, Training
 from opd.train.megatron_optimizer import WEIGHT, DistributedAdamW, MegatronOptimizer, SlicedAdamW
 from opd.train.optimizer import MOMENTS, check_names, not_finite, optimizer_fields
-from opd.train.terms import LossTerm
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -42,7 +41,7 @@ class MegatronBackend(Backend):
 
     Args:
         model: The student as it begins; its weights are copied, it may be dropped.
-        optim: AdamW settings.
+        training: How it is trained.
         ranks: All ranks; `train.tensor_parallel` neighbours share a model and its samples.
         train: How it is cut, and by which optimiser it learns.
         compute_dtype: What layers compute in, while the optimiser keeps weights in float32.
@@ -51,10 +50,7 @@ class MegatronBackend(Backend):
     def __init__(
         self,
         model: CausalLM,
-        optim: OptimConfig,
-        batch: BatchConfig,
-        temperature: float,
-        terms: Sequence[LossTerm],
+        training: Training,
         ranks: Ranks,
         *,
         train: TrainConfig,
@@ -68,7 +64,7 @@ class MegatronBackend(Backend):
         self._form = _form(model, tensor_parallel)
         self._ranks, self._stack = ranks, ExitStack()
         self._group = self._stack.enter_context(model_parallel(tensor_parallel))
-        super().__init__(batch, temperature, terms, _data_ranks(ranks, tensor_parallel))
+        super().__init__(training, _data_ranks(ranks, tensor_parallel))
         self._vocabulary = model.vocabulary
         self._device = model.device
         self._order = [name for name, _ in model.weights()]
@@ -85,10 +81,10 @@ class MegatronBackend(Backend):
             self._parameters[HEAD] = nn.Parameter(torch.empty(shape, dtype=dtype, device=model.device))
         weights = dict(model.weights())
         self._load(weights)
-        self._max_grad_norm = optim.max_grad_norm
+        self._max_grad_norm = training.optim.max_grad_norm
         self._buffers = self._data_parallel(distributed)
         self._keeps_float32 = compute_dtype is not None
-        self._optimizer = self._open_optimizer(optim, distributed)
+        self._optimizer = self._open_optimizer(training.optim, distributed)
         self._optimizer.load({WEIGHT: self._slices(weights)}, 0)
 
     def _open_optimizer(self, optim: OptimConfig, distributed: bool) -> MegatronOptimizer:

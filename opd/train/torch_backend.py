@@ -8,16 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.config.train import BatchConfig, OptimConfig
+from opd.config.train import BatchConfig
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import CausalLM
 from opd.models.long_sequence import LayerMemory
 from opd.ranks import Ranks
-from opd.train.backend import Backend
+from opd.train.backend import Backend, Training
 from opd.train.optimizer import adamw, optimizer_fields, update
 from opd.train.packing import of_packed
-from opd.train.terms import LossTerm
 from opd.types import Sample
 
 
@@ -26,28 +25,17 @@ class TorchBackend(Backend):
 
     Args:
         model: The student; trained in place.
-        optim: AdamW settings; the learning rate comes with every `step`.
-        batch: Packing limits.
-        temperature: Sampling temperature; every log-probability is taken at it.
-        terms: The streams of the loss.
+        training: How it is trained.
         data: The ranks that share the samples.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        optim: OptimConfig,
-        batch: BatchConfig,
-        temperature: float,
-        terms: Sequence[LossTerm],
-        data: Ranks | None = None,
-    ) -> None:
-        super().__init__(batch, temperature, terms, data)
+    def __init__(self, model: CausalLM, training: Training, data: Ranks | None = None) -> None:
+        super().__init__(training, data)
         self.model = model
-        self._memory = layer_memory(batch)
-        self._max_grad_norm = optim.max_grad_norm
+        self._memory = layer_memory(training.batch)
+        self._max_grad_norm = training.optim.max_grad_norm
         self._parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
-        self._optimizer = adamw(self._parameters, optim)
+        self._optimizer = adamw(self._parameters, training.optim)
 
     @property
     def device(self) -> torch.device:

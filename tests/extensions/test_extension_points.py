@@ -15,7 +15,7 @@ import my_code
 from recipes import tiny_recipe
 
 from opd.algorithms.filters import keep_groups
-from opd.config import BatchConfig, DistillConfig, OptimConfig, PolicyLossConfig
+from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.distill import CustomDivergence
 from opd.errors import ConfigError, RolloutError, TrainingError
 from opd.pipelines.doctor.examine import examine
@@ -63,7 +63,7 @@ def test_what_the_environment_said_has_no_gradient():
     samples = [
         s for g in load_generate("my_code:two_turns")(engine(), prompts(), 2, SAMPLING, 0) for s in g.samples
     ]
-    backend = TorchBackend(tiny.model(), OptimConfig(), BatchConfig(), 1.0, [PolicyTerm(PolicyLossConfig())])
+    backend = TorchBackend(tiny.model(), tiny.training([PolicyTerm(PolicyLossConfig())]))
     logprobs = backend.logprobs(samples)
     for sample, recomputed in zip(samples, logprobs, strict=True):
         written = sample.loss_mask
@@ -97,7 +97,7 @@ def batch() -> RolloutBatch:
 
 def gradient(terms) -> torch.Tensor:
     model = tiny.model(seed=5)
-    TorchBackend(model, OptimConfig(), BatchConfig(), 1.0, terms).forward_backward(batch())
+    TorchBackend(model, tiny.training(terms)).forward_backward(batch())
     grads = [p.grad for p in model.module.parameters() if p.grad is not None]
     return torch.cat([grad.flatten() for grad in grads])
 

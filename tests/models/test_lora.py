@@ -11,7 +11,6 @@ import tiny
 import torch
 from torch import Tensor
 
-from opd.config import BatchConfig, OptimConfig
 from opd.config.lora import LoRAConfig
 from opd.errors import CheckpointError, ModelError
 from opd.models.adapters import BASE, CONFIG, FOLDER, has_adapter, read_adapter, save_adapted
@@ -51,7 +50,7 @@ def supervised(seed: int = 0) -> RolloutBatch:
 
 
 def trained(model: AdaptedLM, steps: int = 3) -> TorchBackend:
-    backend = TorchBackend(model, OptimConfig(), BatchConfig(), 1.0, [CrossEntropyTerm()])
+    backend = TorchBackend(model, tiny.training([CrossEntropyTerm()]))
     for step in range(steps):
         backend.forward_backward(supervised(step))
         backend.step(3e-2)
@@ -208,7 +207,7 @@ def test_saving_memory_leaves_the_gradient_of_adapters_as_it_is(base_path: Path,
         model = adapted(base_path)
         for name, tensor in model.adapters():
             tensor.copy_(torch.linspace(-0.2, 0.2, tensor.numel()).view_as(tensor) * (1 + len(name) % 3))
-        backend = TorchBackend(model, OptimConfig(), BatchConfig(**settings), 1.0, [CrossEntropyTerm()])
+        backend = TorchBackend(model, tiny.training([CrossEntropyTerm()], **settings))
         backend.forward_backward(supervised())
         grads = {n: p.grad for n, p in model.module.named_parameters() if p.requires_grad}
         found.append({name: grad for name, grad in grads.items() if grad is not None})

@@ -20,6 +20,7 @@ from opd.pipelines.launch import check_ranks
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
 from opd.ranks import Ranks
+from opd.train.backend import Training
 from opd.train.backends import open_backend
 
 SECONDS = 400
@@ -115,8 +116,12 @@ def test_sequences_are_shared_by_all_ranks_or_by_none():
     check_ranks(recipe, 2)
     with pytest.raises(ConfigError, match=r"train.context_parallel is 2, but sequences are shared by all 4"):
         check_ranks(recipe, 4)
-    with pytest.raises(ConfigError, match=r"train.context_parallel is 2, but 1 ranks train"):
-        open_backend(_never, recipe.train, OptimConfig(), BatchConfig(), 1.0, [], Ranks())
+    training = Training(OptimConfig(), BatchConfig(), 1.0, [])
+    with (
+        pytest.raises(ConfigError, match=r"train.context_parallel is 2, but 1 ranks train"),
+        open_backend(_never, recipe.train, training, Ranks()),
+    ):
+        pass
     with pytest.raises(ValueError, match=r"context_parallel has no effect with backend megatron"):
         TrainConfig(backend="megatron", context_parallel=2)
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from recipes import tiny_recipe
 
-from opd.config import BatchConfig, DistillConfig, OptimConfig
+from opd.config import DistillConfig
 from opd.errors import ConfigError, RolloutError, StorageError, TrainingError
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.rollout_metrics import staleness_metrics
@@ -81,7 +81,7 @@ def open_schedule(teachers, cache=None) -> TeacherSchedule:
 def open_backend(schedule, **memory) -> TorchBackend:
     term = build_distill_term(DistillConfig(), schedule)
     assert term is not None
-    return TorchBackend(tiny.model(0), OptimConfig(), BatchConfig(max_tokens=16, **memory), 0.7, [term])
+    return TorchBackend(tiny.model(0), tiny.training([term], 0.7, max_tokens=16, **memory))
 
 
 def gradient(backend: TorchBackend) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rank_processes import do_tasks
 from safetensors.torch import save_file
 
-from opd.config import BatchConfig, DistillConfig, OptimConfig
+from opd.config import DistillConfig
 from opd.storage.published import PublishedModel
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.lora_teacher import published_teachers
@@ -59,7 +59,7 @@ def gradient(schedule: TeacherSchedule, mine: list[Sample]) -> dict[str, torch.T
     student = tiny.model(seed=77)
     term = build_distill_term(DistillConfig(), schedule)
     assert term is not None
-    backend = TorchBackend(student, OptimConfig(), BatchConfig(max_tokens=16), 0.7, [term])
+    backend = TorchBackend(student, tiny.training([term], 0.7, max_tokens=16))
     schedule.assign(mine)
     schedule.score(mine)
     backend.forward_backward(schedule.sort(batch_of(mine)))

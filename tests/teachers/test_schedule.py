@@ -3,7 +3,7 @@ import pytest
 import tiny
 import torch
 
-from opd.config import BatchConfig, DistillConfig, OptimConfig
+from opd.config import DistillConfig
 from opd.errors import CheckpointError, TeacherError
 from opd.models.checkpoint import save_checkpoint
 from opd.teachers.routing import Router
@@ -75,7 +75,7 @@ def test_the_floor_of_a_geometric_mixture(teachers):
     for terms in batch.terms:
         terms.kl_weight[:] = 0.1
     term = build_distill_term(DistillConfig(mixture="geometric"), schedule)
-    backend = TorchBackend(tiny.model(), OptimConfig(), BatchConfig(), T, [term])
+    backend = TorchBackend(tiny.model(), tiny.training([term], T))
     metrics = backend.forward_backward(batch)
     logs = [[logprobs(teacher, s) for s in samples] for teacher in teachers.values()]
     pooled = torch.cat([0.25 * a + 0.75 * b for a, b in zip(*logs, strict=True)])

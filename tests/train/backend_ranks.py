@@ -29,6 +29,7 @@ from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.models.lora import AdaptedLM
 from opd.ranks import Ranks
+from opd.train.backend import Training
 from opd.train.backends import open_backend
 from opd.train.distill_terms import FullVocabularyTerm, TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
@@ -69,6 +70,11 @@ def terms():
         PolicyTerm(PolicyLossConfig(), 0.01),
         CrossEntropyTerm(),
     ]
+
+
+def training(**batch) -> Training:
+    """How every task trains, with changes of `BATCH`."""
+    return Training(OPTIM, BATCH.model_copy(update=batch), TEMPERATURE, terms())
 
 
 def batch(step: int) -> RolloutBatch:
@@ -152,24 +158,20 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     `BATCHES[task["batches"]]`; write metrics, log-probabilities, weights and a
     checkpoint.
     """
-    train_config = TrainConfig.model_validate(task["train"])
-    backend = open_backend(
+    opened = open_backend(
         lambda dtype: student(dtype=dtype, **task.get("model", {})),
-        train_config,
-        OPTIM,
-        BATCH.model_copy(update=task.get("batch", {})),
-        TEMPERATURE,
-        terms(),
+        TrainConfig.model_validate(task["train"]),
+        training(**task.get("batch", {})),
         ranks,
         dtype=task.get("dtype", "float32"),
     )
-    if "load" in task:
-        backend.load_state(read_state(folder / task["load"]))
-    metrics = train(backend, task["first"], task["last"], BATCHES[task.get("batches", "new")])
-    logprobs = backend.logprobs(batch(0).samples)
-    weights = {name: tensor.clone() for name, tensor in backend.weights()}
-    digest, state = backend.digest(), backend.state()
-    backend.close()
+    with opened as backend:
+        if "load" in task:
+            backend.load_state(read_state(folder / task["load"]))
+        metrics = train(backend, task["first"], task["last"], BATCHES[task.get("batches", "new")])
+        logprobs = backend.logprobs(batch(0).samples)
+        weights = {name: tensor.clone() for name, tensor in backend.weights()}
+        digest, state = backend.digest(), backend.state()
     assert bool(state) == ranks.main
     if ranks.main:
         out = folder / task["name"]

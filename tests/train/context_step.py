@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig
 from opd.kernels.head import Head
+from opd.train.backend import Training
 from opd.train.distill_terms import FullVocabularyTerm, TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
 from opd.train.torch_backend import TorchBackend
@@ -92,7 +93,8 @@ def step(
     ]
     config = BatchConfig(max_tokens=40, kl_chunk=7, **memory)
     # AdamW divides by the gradient's size: a small eps would make a step of what is rounding alone.
-    back = make(tiny.model(0, **SHAPE | changes), OptimConfig(eps=1e-3), config, 0.7, terms)
+    training = Training(OptimConfig(eps=1e-3), config, 0.7, terms)
+    back = make(tiny.model(0, **SHAPE | changes), training)
     batch = _batch(lengths)
     found = {"logprobs": torch.from_numpy(np.concatenate(back.logprobs(batch.samples)))}
     metrics = back.forward_backward(batch)

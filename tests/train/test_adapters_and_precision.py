@@ -54,8 +54,7 @@ def one_process(first: int, last: int, state=None):
 
 
 def open_alone(student: CausalLM) -> TorchBackend:
-    settings = (backend_ranks.OPTIM, backend_ranks.BATCH, backend_ranks.TEMPERATURE, backend_ranks.terms())
-    return TorchBackend(student, *settings)
+    return TorchBackend(student, backend_ranks.training())
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@ import pytest
 import tiny
 import torch
 
-from opd.config import BatchConfig, DistillConfig, OptimConfig, PolicyLossConfig
+from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.distill import FullVocabularyKL, SampledTokenK2, TopKKL
 from opd.errors import CheckpointError, TrainingError
 from opd.teachers.routing import Router
@@ -46,7 +46,7 @@ def schedule(tmp_path):
 
 
 def backend(terms, max_tokens=1000, seed=0):
-    return TorchBackend(tiny.model(seed), OptimConfig(), BatchConfig(max_tokens=max_tokens), 0.7, terms)
+    return TorchBackend(tiny.model(seed), tiny.training(terms, 0.7, max_tokens=max_tokens))
 
 
 def gradient(back, batch):
@@ -103,6 +103,16 @@ def test_student_equal_to_teacher_gives_no_gradient(schedule, batch, loss):
     norm = torch.cat([p.grad.flatten() for p in back.model.module.parameters()]).norm()
     assert abs(metrics["kl/mean"]) < 1e-5
     assert norm < 1e-5
+
+
+def test_the_full_vocabulary_stream_does_not_ask_who_wrote_the_tokens(schedule, batch):
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+    fresh = gradient(backend(distill(schedule, FullVocabularyKL())), batch)
+    for sample in batch.samples:
+        sample.policy_versions = sample.policy_versions - 3
+        sample.rollout_logprobs = sample.rollout_logprobs - 1.0
+    assert torch.equal(gradient(backend(distill(schedule, FullVocabularyKL())), batch), fresh)
 
 
 def test_the_full_vocabulary_stream_equals_autograd_on_plain_logits(schedule, batch):
@@ -204,8 +214,7 @@ def test_recomputed_layers_change_no_bit_and_pieces_no_more_than_rounding(schedu
 
     def run(**memory):
         terms = distill(schedule, FullVocabularyKL())
-        config = BatchConfig(max_tokens=1000, **memory)
-        back = TorchBackend(tiny.model(0), OptimConfig(), config, 0.7, terms)
+        back = TorchBackend(tiny.model(0), tiny.training(terms, 0.7, max_tokens=1000, **memory))
         found = gradient(back, schedule.sort(batch))
         return found, back.logprobs(batch.samples)
 

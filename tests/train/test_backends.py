@@ -17,8 +17,8 @@ from backend_ranks import assert_same, on_two_ranks, read_state
 from opd.config import TrainConfig
 from opd.errors import ConfigError
 from opd.ranks import Ranks
-from opd.train.backends import open_backend
 from opd.train.megatron_backend import MegatronBackend
+from opd.train.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.slow
 
@@ -48,15 +48,7 @@ NAMES = [pytest.param(name, marks=[NO_DEEPSPEED] if name in MISSING else []) for
 def one_process(first, last, state=None, batches=backend_ranks.batch, **model):
     """A back end in this process after steps `first` to `last`, and their metrics."""
     tiny_model = backend_ranks.student(**model)
-    backend = open_backend(
-        lambda _: tiny_model,
-        TrainConfig(),
-        backend_ranks.OPTIM,
-        backend_ranks.BATCH,
-        backend_ranks.TEMPERATURE,
-        backend_ranks.terms(),
-        Ranks(),
-    )
+    backend = TorchBackend(tiny_model, backend_ranks.training())
     if state is not None:
         backend.load_state(state)
     return backend, backend_ranks.train(backend, first, last, batches)
@@ -88,10 +80,9 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_distributed_optimiser_without_a_gpu_is_refused():
-    settings = (backend_ranks.OPTIM, backend_ranks.BATCH, backend_ranks.TEMPERATURE, backend_ranks.terms())
     train = TrainConfig(backend="megatron", distributed_optimizer=True)
     with pytest.raises(ConfigError, match="needs a GPU"):
-        MegatronBackend(backend_ranks.student(), *settings, Ranks(), train=train)
+        MegatronBackend(backend_ranks.student(), backend_ranks.training(), Ranks(), train=train)
     with pytest.raises(ValueError, match="distributed_optimizer has no effect with backend torch"):
         TrainConfig(distributed_optimizer=True)
 
