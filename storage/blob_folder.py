@@ -169,8 +169,8 @@ class BlobFolder:
         return True
 
     def _evict(self, candidate: _Candidate) -> bool:
-        """Remove a candidate unless it is leased, gone already, or was used after the scan, which is returned: its
-        place in the order is another one then.
+        """Remove a candidate unless it is leased, gone already, or was used after the scan. Returns the last:
+        then its place in the order is another one.
 
         Whatever is not among the candidates was used after the scan, so this order is the true one.
         """
