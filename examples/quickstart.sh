@@ -4,4 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/install.sh
+install_opd
 exec .venv/bin/opd run examples/quickstart/recipe.yaml "$@"

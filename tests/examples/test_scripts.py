@@ -1,0 +1,132 @@
+"""What the scripts of `examples/` hand on: their extra to the installation, the caller's arguments to `opd`.
+
+They run for real in a copy of the folder, with an environment whose programs note how they are called.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = {
+    "examples/quickstart.sh": "core",
+    "examples/deepspeed/run.sh": "deepspeed",
+    "examples/megatron/run.sh": "megatron",
+    "examples/megatron_teachers/run.sh": "megatron",
+    "examples/ray_cluster/run.sh": "ray",
+    "examples/sglang_teachers/run.sh": "sglang",
+}
+EXTRA = {**SCRIPTS, "tests/run.sh": "test", "examples/install.sh": "core"}
+STUB = """#!{real}
+import json, os, pathlib, shutil, subprocess, sys
+name, words = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
+with open({calls!r}, "a") as calls:
+    print(json.dumps([name, *words]), file=calls)
+if words[:2] == ["-m", "venv"]:
+    folder = pathlib.Path(words[-1]) / "bin"
+    folder.mkdir(parents=True)
+    for other in ("python", "opd"):
+        shutil.copy(sys.argv[0], folder / other)
+if words[:1] == ["-c"] and "urllib" not in words[1] and "import torch" not in words[1]:
+    sys.exit(subprocess.call([{real!r}, *words]))
+if words[:1] and words[0].endswith("cluster.py"):
+    sys.exit(subprocess.call(words[1:]))
+if "--out" in words:
+    pathlib.Path(words[words.index("--out") + 1]).mkdir(parents=True, exist_ok=True)
+sys.exit(words[:1] == ["-c"] and words[1] == "import torch")
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A checkout with the scripts alone, and an environment of stubs that counts as installed."""
+    root = tmp_path / "checkout"
+    shutil.copytree(ROOT / "examples", root / "examples", ignore=shutil.ignore_patterns("*results*"))
+    (root / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "run.sh", root / "tests")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    for folder in (root / ".venv" / "bin", root / "sglang" / "venv" / "bin"):
+        folder.mkdir(parents=True)
+        for name in ("python", "opd"):
+            (folder / name).write_text(STUB.format(real=sys.executable, calls=str(root / "calls")))
+            (folder / name).chmod(0o755)
+    (root / "sglang" / "ready").touch()
+    for extra in set(EXTRA.values()):
+        (root / ".venv" / f".installed-{extra}").touch()
+    return root
+
+
+def call(root: Path, script: str, *arguments: str) -> list[list[str]]:
+    """How the script called `python` and `opd`; it must end well."""
+    (root / "calls").unlink(missing_ok=True)
+    done = subprocess.run(
+        ["bash", str(root / script), *arguments],
+        env=os.environ | {"OPD_SGLANG_ENV": str(root / "sglang"), "PYTHON": str(root / "stub" / "python")},
+        cwd=root.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (root / "calls").read_text().splitlines()]
+
+
+def runs(calls: list[list[str]]) -> list[list[str]]:
+    return [words for words in calls if words[0] == "opd" and words[1] in ("run", "specialist")]
+
+
+def test_every_script_is_in_the_table():
+    shell = (*ROOT.glob("examples/*.sh"), *ROOT.glob("examples/*/*.sh"), ROOT / "tests" / "run.sh")
+    assert {str(path.relative_to(ROOT)) for path in shell} == set(EXTRA)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_arguments_go_to_opd_and_not_to_the_installation(copy, script):
+    calls = call(copy, script, "--seed", "1", "--out", "runs/mine")
+    assert runs(calls)
+    for words in runs(calls):
+        assert words[words.index("--seed") + 1] == "1"
+        assert words.count("--out") == 1
+        assert words[words.index("--out") + 1].startswith("runs/mine")
+        assert "--resume" not in words
+    assert not [words for words in calls if "pip" in words], "it is installed already"
+
+    for words in runs(call(copy, script, "--resume", "--seed", "1", "--out", "runs/mine")):
+        assert "--resume" in words
+        assert words[words.index("--out") + 1].startswith("runs/mine")
+
+
+@pytest.mark.parametrize("script", ["examples/megatron_teachers/run.sh", "examples/sglang_teachers/run.sh"])
+def test_a_run_that_had_not_begun_is_begun_on_resume(copy, script):
+    first = next(iter(runs(call(copy, script, "--out=runs/mine"))))
+    for folder in (copy / "runs").glob("mine*"):
+        if str(folder) != str(copy / first[first.index("--out") + 1]):
+            shutil.rmtree(folder)
+    (copy / first[first.index("--out") + 1]).mkdir(parents=True, exist_ok=True)
+    later = runs(call(copy, script, "--out=runs/mine", "--resume"))
+    assert ["--resume" in words for words in later] == [True] + [False] * (len(later) - 1)
+
+
+@pytest.mark.parametrize("script", EXTRA)
+def test_a_fresh_checkout_installs_the_scripts_own_extra(copy, script):
+    (copy / "stub").mkdir()
+    shutil.move(copy / ".venv" / "bin" / "python", copy / "stub" / "python")
+    shutil.rmtree(copy / ".venv")
+    arguments = () if script.endswith("install.sh") else ("--seed", "1", "--out", "runs/mine")
+    calls = call(copy, script, *arguments)
+    installed = [words for words in calls if words[:4] == ["python", "-m", "pip", "install"]]
+    extra = f"[{EXTRA[script]}]".removesuffix("[core]").replace("[core]", "")
+    assert installed[-1][-1] == f"{copy}{extra}"
+    assert not {"--seed", "1", "--out", "runs/mine"} & {word for words in installed for word in words}
+
+
+def test_install_takes_an_extra_by_name(copy):
+    (copy / ".venv" / ".installed-ray").unlink()
+    assert call(copy, "examples/install.sh", "ray")[-1][-1] == f"{copy}[ray]"
