@@ -210,12 +210,14 @@ def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> in
     if opened is None:
         return ERROR
     with opened as folder:
+        from opd.pipelines.report.closing import closing
         from opd.pipelines.run import run_pipeline, run_stage
 
         if stages is None:
             run_pipeline(recipe, folder)
         for stage in stages or []:
             run_stage(recipe, folder, stage)
+        print(closing(folder.path))
     return 0
 
 

@@ -17,7 +17,7 @@ from opd.monitor.metrics import read_metrics
 from opd.pipelines.evaluation_stage import main_teacher, measured
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import plan, specialist_stage
-from opd.pipelines.statistics import Count, recovery
+from opd.pipelines.statistics import Count, at_the_end, recovery
 from opd.storage.files import write_atomic
 
 
@@ -106,15 +106,16 @@ def _stage(name: str, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _teachers(folder: RunFolder) -> dict[str, Any]:
-    """Each teacher's KL at its last step, and its mean share of tokens and gradient over the merge."""
+    """Each teacher's KL at the end of the merge, and its mean share of tokens and gradient over all of it."""
     rows = read_metrics(folder.metrics("merge"))
-    latest = {key: value for row in rows for key, value in row.items()}
-    names = [key.removeprefix("token_share/") for key in latest if key.startswith("token_share/")]
+    columns = {key: [row[key] for row in rows if key in row] for key in {k for row in rows for k in row}}
+    names = dict.fromkeys(key for row in rows for key in row if key.startswith("token_share/"))
     teachers = {}
-    for name in names:
-        row = {"kl": latest.get(f"kl/{name}", latest["kl/mean"])}
+    for name in (key.removeprefix("token_share/") for key in names):
+        kl, steps = at_the_end(columns.get(f"kl/{name}") or columns["kl/mean"])
+        teachers[name] = {"kl": kl, "kl_steps": steps}
         for kind in ("token_share", "grad_share"):
-            values = [r[f"{kind}/{name}"] for r in rows if f"{kind}/{name}" in r]
-            row[kind] = sum(values) / len(values)
-        teachers[name] = row
+            values = columns.get(f"{kind}/{name}", [])
+            if values:
+                teachers[name][kind] = sum(values) / len(values)
     return teachers

@@ -27,28 +27,31 @@ from opd.rollout.preemption import Preemption
 def run_pipeline(recipe: Recipe, folder: RunFolder) -> None:
     """Every stage of `recipe`, then results.json and report.html."""
     _run(recipe, folder, list(plan(recipe).values()))
-    write_results(recipe, folder)
-    write_report(folder.path)
+    record(recipe, folder)
 
 
 def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
-    """One stage, after the stages it needs; `evaluate` measures what is there and trains nothing.
+    """One stage, after the stages it needs, then results.json and report.html; `evaluate` measures what is
+    there and trains nothing.
 
     Raises `ConfigError` for an unknown name.
     """
     stages = plan(recipe)
-    if stage != "evaluate":
-        _run(recipe, folder, with_needs(stages, stage))
-        return
-    _run(recipe, folder, [stages[stage]])
+    _run(recipe, folder, [stages[stage]] if stage == "evaluate" else with_needs(stages, stage))
+    record(recipe, folder)
+
+
+def record(recipe: Recipe, folder: RunFolder) -> None:
+    """results.json and report.html of what the run has done so far."""
     write_results(recipe, folder)
+    write_report(folder.path)
 
 
 def _run(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
     with Progress() as progress:
         for stage in stages:
             if folder.stage_done(stage.name) is not None:
-                progress.finish(stage.name, "already done")
+                progress.finish(stage.name, "already")
         waiting = [stage for stage in stages if folder.stage_done(stage.name) is None]
         if recipe.launch.type == "ray" and waiting:
             from opd.pipelines.on_ray.supervise import run_on_ray

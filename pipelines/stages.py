@@ -11,6 +11,7 @@ from typing import Any
 from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
+from opd.monitor.progress import clock
 from opd.pipelines.context import StageContext
 from opd.pipelines.distill import distill
 from opd.pipelines.evaluation_stage import evaluate
@@ -131,4 +132,4 @@ def summary(result: dict[str, Any]) -> str:
     """A finished stage in a few words."""
     tokens = result["student_tokens"]
     written = f", {tokens:,} student tokens" if tokens else ""
-    return f"done in {result['seconds']:.0f} s{written}"
+    return f"in {clock(result['seconds'])}{written}"

@@ -19,6 +19,8 @@ import numpy as np
 from opd.errors import DataError
 
 DRAWS = 20_000
+LAST = 20
+"""Most steps that one number for the end of a stage is the mean of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,14 @@ def recovery(
     ahead = drawn_teacher > drawn_base
     gain = (drawn_teacher - drawn_base)[ahead]
     return _percentiles(value, (drawn_student - drawn_base)[ahead] / gain, confidence)
+
+
+def at_the_end(values: Sequence[float]) -> tuple[float, int]:
+    """Where a noisy series has ended: the mean of its last steps, and how many they are: the last quarter, at
+    most `LAST`. Wherever one number stands for the end of a curve, it is this one.
+    """
+    count = min(LAST, max(1, len(values) // 4))
+    return float(np.mean(values[-count:])), count
 
 
 def _draw(count: Count, rng: np.random.Generator) -> np.ndarray:

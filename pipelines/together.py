@@ -12,9 +12,8 @@ from opd.errors import RanksError, TrainingError
 from opd.monitor.progress import Progress
 from opd.pipelines.launch import end_with_launcher
 from opd.pipelines.machine import out_of_memory
-from opd.pipelines.report import write_report
-from opd.pipelines.results import write_results
-from opd.pipelines.run import execute
+from opd.pipelines.report.closing import closing
+from opd.pipelines.run import execute, record
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import Stage, plan, summary, with_needs
 from opd.ranks import Ranks, joined
@@ -46,10 +45,9 @@ def run_rank(
         waiting = list(known.values()) if stages is None else _named(known, stages)
         for name in _undone(waiting, folder, ranks):
             _run(recipe, folder, known[name], ranks)
-        if ranks.main and (stages is None or "evaluate" in stages):
-            write_results(recipe, folder)
-        if ranks.main and stages is None:
-            write_report(folder.path)
+        if ranks.main:
+            record(recipe, folder)
+            print(closing(folder.path))
         ranks.main_first(lambda: None)
     return 0
 

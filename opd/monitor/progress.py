@@ -57,14 +57,13 @@ class Progress:
                 self._line(f"{stage:<24} {done:>5}/{total:<5} {left} {headline}")
 
     def finish(self, stage: str, headline: str = "") -> None:
-        """`stage` is done: its bar gives way to one line with the time it took."""
+        """`stage` is done: its bar gives way to one line."""
         with self._lock:
-            began = self._began.pop(stage, None)
+            self._began.pop(stage, None)
             self._last_line.pop(stage, None)
             if self._bars is not None and stage in self._tasks:
                 self._bars.remove_task(self._tasks.pop(stage))
-            took = "" if began is None else _clock(time.monotonic() - began)
-            self._line(f"{stage:<24} done {took:>8}  {headline}")
+            self._line(f"{stage:<24} done {headline}")
 
     def note(self, text: str) -> None:
         """One line for the person who watches."""
@@ -93,10 +92,11 @@ def _remaining(elapsed: float, done: int, total: int) -> str:
     """Time left at the speed so far, as `eta 1:05`."""
     if done <= 0 or elapsed <= 0 or done >= total:
         return " " * 11
-    return f"eta {_clock(elapsed * (total - done) / done):>7}"
+    return f"eta {clock(elapsed * (total - done) / done):>7}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Seconds as `1:05` or `2:01:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from opd.pipelines.report.theme import MARKERS, ROLES, light
 from opd.pipelines.report.words import NARROW, amount, power
-from opd.pipelines.statistics import Interval
+from opd.pipelines.statistics import Interval, at_the_end
 
 WIDTH = 360
 """Width of every chart in CSS pixels (one SVG unit each)."""
@@ -50,6 +50,13 @@ class Series:
     role: str
     """Colour role of `theme.ROLES`."""
     marker: str = MARKERS[0]
+    whole: Sequence[float] = ()
+    """All values, where some of them cannot be drawn; else `y`."""
+
+    @property
+    def end(self) -> tuple[float, int]:
+        """The number that stands for the end of the line, and of how many steps it is the mean."""
+        return at_the_end(self.whole or self.y)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,9 @@ class Dot:
 
 
 def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str) -> str:
-    """`lines` against one horizontal axis; over 40 points a line is its moving mean."""
+    """`lines` against one horizontal axis; over 40 points a line is its moving mean. A marker at the right
+    is the number that stands for the line's end.
+    """
     figure, axes = _canvas(height=216, left=46, right=14, top=8, bottom=38)
     for line in lines:
         colour = light(line.role)
@@ -101,7 +110,7 @@ def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str) -> 
         if smooth is not y:
             axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.3)
         axes.plot(x, smooth, color=colour, linewidth=1.7, solid_capstyle="round")
-        axes.plot(x[-1:], smooth[-1:], color=colour, marker=line.marker, markersize=5.5, clip_on=False)
+        axes.plot(line.x[-1], line.end[0], color=colour, marker=line.marker, markersize=5.5, clip_on=False)
     if axis.log:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if _decades(lines) > 2.5 else (1.0, 2.0, 5.0)))

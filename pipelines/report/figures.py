@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opd.pipelines.report.charts import Axis, Bar, Dot, Series, bar_chart, dot_chart, line_chart
 from opd.pipelines.report.load import ModelResult, Run, StageResult
@@ -273,14 +273,22 @@ def _add(
     drawn = [line for line in drawn if len(line.y) > 1]
     if not drawn:
         return
-    last = ", ".join(f"{line.label}\u00a0{axis.write(line.y[-1])}" for line in drawn)
     svg = line_chart(title, drawn, axis, x_label)
-    panels.append(Panel(title, unit, svg, f"{caption} At the end: {last}."))
+    panels.append(Panel(title, unit, svg, f"{caption} {_ends(drawn, axis)}"))
+
+
+def _ends(lines: Sequence[Series], axis: Axis) -> str:
+    """Where the lines end: "Mean of the last 20 steps: sort 0.01, add3 0.02."."""
+    counts = {line.end[1] for line in lines}
+    span = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    what = "At the last step" if counts == {1} else f"Mean of the last {span} steps"
+    ends = ", ".join(f"{line.label}\u00a0{axis.write(line.end[0])}" for line in lines)
+    return f"{what}: {ends}."
 
 
 def _positive(line: Series) -> Series:
     kept = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y > 0]
-    return Series(line.label, [x for x, _ in kept], [y for _, y in kept], line.role, line.marker)
+    return replace(line, x=[x for x, _ in kept], y=[y for _, y in kept], whole=line.y)
 
 
 def _is_specialist(stage: StageResult) -> bool:

@@ -94,6 +94,11 @@ class Run:
     def stage(self, name: str) -> StageResult | None:
         return next((stage for stage in self.stages if stage.name == name), None)
 
+    @property
+    def trained_here(self) -> bool:
+        """Whether every specialist was trained in this run, and so began as its base."""
+        return not self.config.get("teachers")
+
     def teacher(self, domain: str) -> ModelResult | None:
         """The evaluated teacher of `domain` (of several, the one with the largest weight)."""
         named = self.config.get("domains", {}).get(domain, {}).get("teacher") or domain

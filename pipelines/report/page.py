@@ -105,7 +105,10 @@ def _curves(run: Run, cues: Cues) -> str:
     panels = figures.learning(run, cues)
     extra = [Cue("merge", "ink", "o")] if run.stage("merge") else []
     extra += [Cue(line.label, line.role, line.marker) for line in figures.merge_and_baselines(run, cues)[1:]]
-    intro = "Thin lines are single steps, thick ones a moving mean over nine points."
+    intro = (
+        "Thin lines are single steps, thick ones a moving mean over nine points. The mark at the right is "
+        "the mean of the last steps, the number below a chart."
+    )
     return _section("Learning curves", _grid(panels, [*cues.all(), *extra], intro)) if panels else ""
 
 
@@ -114,7 +117,9 @@ def _teachers(run: Run, cues: Cues) -> str:
     table = tables.teachers_table(run, cues)
     if not panels and not table:
         return ""
-    note = "KL at the last step; shares are means over the merge."
+    steps = {int(values["kl_steps"]) for values in run.teachers.values() if "kl_steps" in values}
+    last = f"the mean of the last {max(steps)} steps" if steps and max(steps) > 1 else "that of the last step"
+    note = f"KL: {last}; shares are means over the merge."
     return _section(
         "Teachers",
         (_captioned(table, note) if table else "") + (_grid(panels, cues.all()) if panels else ""),

@@ -17,8 +17,10 @@ from opd.pipelines.report.words import (
     point_bounds,
     points,
 )
-from opd.pipelines.statistics import Interval, mean_accuracy, mean_difference, retention
+from opd.pipelines.statistics import Count, Interval, mean_accuracy, mean_difference, retention
 
+WEAK = 0.2
+"""Teachers that are right in fewer than this share of their sampled answers are called weak."""
 SAME_BUDGET = 0.05
 """Two token budgets that differ by less than this share count as equal."""
 
@@ -68,30 +70,69 @@ def write_verdict(run: Run) -> Verdict:
     return Verdict(_headline(run, merged), points_)
 
 
-def _retained(run: Run, merged: ModelResult) -> dict[str, float]:
-    """Student accuracy / teacher accuracy of every domain with an evaluated teacher that is ever right."""
-    shares = {}
+def _pairs(run: Run, merged: ModelResult) -> dict[str, tuple[Count, Count]]:
+    """(merged, teacher) of every domain with an evaluated teacher."""
+    pairs = {}
     for domain in run.domains:
         teacher = run.teacher(domain)
-        if teacher and domain in merged.sampled and teacher.sampled[domain].count.correct:
-            shares[domain] = merged.sampled[domain].count.accuracy / teacher.sampled[domain].count.accuracy
-    return shares
+        if teacher and domain in merged.sampled:
+            pairs[domain] = (merged.sampled[domain].count, teacher.sampled[domain].count)
+    return pairs
+
+
+def retained(run: Run, model: ModelResult) -> dict[str, float]:
+    """Accuracy / teacher's accuracy of every domain with an evaluated teacher that is ever right."""
+    return {
+        domain: own.accuracy / teacher.accuracy
+        for domain, (own, teacher) in _pairs(run, model).items()
+        if teacher.correct
+    }
 
 
 def _headline(run: Run, merged: ModelResult) -> str:
-    shares = _retained(run, merged)
-    if not shares:
-        mean = mean_accuracy(merged.counts(list(merged.sampled)), run.confidence)
-        return f"The merged student samples {percent(mean.value)} right answers on average over its domains."
-    mean = sum(shares.values()) / len(shares)
-    keeps = "reaches" if mean >= 1 else "keeps" if mean >= 0.9 else "keeps only"
-    if len(shares) == 1:
-        return f"The merged student {keeps} {percent(mean)} of its specialist\u2019s sampled accuracy."
+    """What was kept, beside the levels it was kept from: a share of next to nothing is no success."""
+    pairs, shares = _pairs(run, merged), retained(run, merged)
+    mean = mean_accuracy(merged.counts(list(merged.sampled)), run.confidence).value
+    if not pairs:
+        return f"The merged student samples {percent(mean)} right answers on average over its domains."
+    kept = sum(shares.values()) / len(shares) if shares else 0.0
+    weak = _weak_teachers(run, pairs, kept)
+    if weak:
+        return weak
+    keeps = "reaches" if kept >= 1 else "keeps" if kept >= 0.9 else "keeps only"
+    own, teachers = (mean_accuracy([pair[side] for pair in pairs.values()]).value for side in (0, 1))
+    levels = f" ({percent(own)} right, {'they' if len(pairs) > 1 else 'it'} {percent(teachers)})"
+    if len(pairs) == 1:
+        return (
+            f"The merged student {keeps} {percent(kept)} of its specialist\u2019s sampled accuracy{levels}."
+        )
     worst = min(shares, key=shares.__getitem__)
     return (
-        f"The merged student {keeps} {percent(mean)} of its specialists\u2019 sampled accuracy on average; "
-        f"its weakest domain is {worst}, at {percent(shares[worst])}."
+        f"The merged student {keeps} {percent(kept)} of its specialists\u2019 sampled accuracy on average"
+        f"{levels}; its weakest domain is {worst}, at {percent(shares[worst])}."
     )
+
+
+def _weak_teachers(run: Run, pairs: dict[str, tuple[Count, Count]], kept: float) -> str:
+    """The headline where teachers leave nothing to keep: hardly ever right, or not clearly above the base."""
+    own, teachers = ([pair[side] for pair in pairs.values()] for side in (0, 1))
+    levels = mean_accuracy(teachers).value
+    who, be = ("specialists", "are") if len(pairs) > 1 else ("specialist", "is")
+    base = run.model("base")
+    start = [base.sampled[d].count for d in pairs] if base and set(pairs) <= set(base.sampled) else None
+    gain = mean_difference(teachers, start, run.confidence) if start else None
+    found = f"{percent(levels)} of {'their' if len(pairs) > 1 else 'its'} sampled answers are right"
+    after = f"the merged student\u2019s: {percent(mean_accuracy(own).value)}"
+    before = f", the base\u2019s: {percent(mean_accuracy(start).value)}" if start else ""
+    if gain and gain.low <= 0:
+        return (
+            f"No verdict on the merge: its {who} {be} not clearly above the base ({points(gain.value)} "
+            f"points, {point_bounds(gain)}). {found} ({after}{before})."
+        )
+    if levels < WEAK:
+        says = f"so the {percent(kept)} that are kept say little"
+        return f"The {who} {be} weak: {found} ({after}{before}), {says}."
+    return ""
 
 
 def _teacher_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
@@ -99,25 +140,27 @@ def _teacher_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
     domains = [domain for domain in run.domains if domain in merged.sampled]
     mean = mean_accuracy(merged.counts(domains), run.confidence)
     level = f"{percent(mean.value)} of sampled answers are right, averaged over {_domains(len(domains))}"
-    pairs = []
-    for domain in _retained(run, merged):
-        teacher = run.teacher(domain)
-        if teacher is not None:
-            pairs.append((merged.sampled[domain].count, teacher.sampled[domain].count))
+    pairs = list(_pairs(run, merged).values())
     if pairs:
         own = mean_accuracy([teacher for _, teacher in pairs], run.confidence)
         kept = retention(pairs, run.confidence)
         level += f"; the specialists reach {percent(own.value)}, each on its own domain"
         if kept:
             level += f" (share kept: {bounds(kept)}{NARROW}%, a {percent(run.confidence, 0)} interval)"
+    silent = [domain for domain, (_, teacher) in _pairs(run, merged).items() if not teacher.correct]
+    result = [("Accuracy.", f"{level}.")]
     base = run.model("base")
-    if base is None or not all(domain in base.sampled for domain in domains):
-        return [("Accuracy.", f"{level}.")]
-    start = mean_accuracy(base.counts(domains), run.confidence)
-    result = [("Accuracy.", f"{level}. The base they all started from reaches {percent(start.value)}.")]
-    worse = [d for d in domains if merged.sampled[d].count.accuracy < base.sampled[d].count.accuracy]
-    if worse:
-        result.append(("Worse than the base", f"on {listing(worse)}."))
+    if base is not None and all(domain in base.sampled for domain in domains):
+        start = mean_accuracy(base.counts(domains), run.confidence)
+        began = "The base they all started from" if run.trained_here else "The base"
+        result = [("Accuracy.", f"{level}. {began} reaches {percent(start.value)}.")]
+        worse = [d for d in domains if merged.sampled[d].count.accuracy < base.sampled[d].count.accuracy]
+        if worse:
+            result.append(("Worse than the base", f"on {listing(worse)}."))
+    if silent:
+        result.append(
+            ("Left out of the share kept:", f"{listing(silent)}, where the teacher is never right.")
+        )
     return result
 
 

@@ -8,10 +8,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from recipes import tiny_recipe
+from recipes import tiny_recipe, write_recipe
 
 from opd.models.causal_lm import CausalLM
 from opd.monitor.metrics import read_metrics
+from opd.pipelines.cli import main
 from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import plan, with_needs
@@ -75,6 +76,19 @@ def test_a_second_run_does_nothing(finished):
     with RunFolder.resume(finished, recipe) as folder:
         run_pipeline(recipe, folder)
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("model*.safetensors")}
+
+
+@pytest.mark.parametrize("command", ["run", "distill", "evaluate"])
+def test_a_command_ends_with_what_came_out_and_where_it_is(finished, tmp_path, capsys, command):
+    recipe = write_recipe(tmp_path / "recipe.yaml")
+    assert main([command, str(recipe), "--out", str(finished), "--resume"]) == 0
+    verdict, table, places = capsys.readouterr().out.strip().split("\n\n")
+    page = (finished / "report.html").read_text()
+    assert f"<h1>{verdict}</h1>" in page
+    assert table.splitlines()[0].split() == ["sampled", "accuracy,", "%", "sort", "add3", "mean", "kept"]
+    assert len(table.splitlines()) <= 7
+    assert f"merged model  {finished / 'merged'}\n" in places
+    assert places.endswith(f"{finished / 'report.html'}")
 
 
 def test_side_by_side_gives_the_same_weights(finished, tmp_path):

@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from opd.errors import RunFolderError
 from opd.pipelines.report import write_report
+from opd.pipelines.report.charts import Axis
+from opd.pipelines.report.figures import Cues, learning
+from opd.pipelines.report.load import Run, StageResult
+from opd.pipelines.report.tables import teachers_table
 from opd.pipelines.report.theme import ROLES, SERIES
+from opd.pipelines.results import _teachers
+from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.statistics import at_the_end
 
 from .conftest import DOMAINS, RunMaker, metrics, results, write_lines
 
@@ -162,7 +173,28 @@ def test_steps_with_missing_or_unusable_values_are_skipped(make_run: RunMaker) -
     rows[1]["kl/reverse"] = 0.3
     write_lines(folder / "stages" / "merge" / "metrics.jsonl", rows)
     page = write_report(folder).read_text(encoding="utf-8")
-    assert "At the end: sort\u00a00.1." in page
+    assert "At the last step: sort\u00a00.1." in page
+
+
+@given(values=st.lists(st.floats(1e-6, 10), min_size=4, max_size=200), seed=st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_one_number_stands_for_the_end_of_a_curve(values: list[float], seed: int) -> None:
+    """The caption, the mark in the chart and the teachers' table say the same, whatever the last step did."""
+    end, steps = at_the_end(values)
+    assert steps == min(20, max(1, len(values) // 4))
+    rows = [{"step": i + 1, "tokens/student": 9 * i + seed, "kl/sort": v} for i, v in enumerate(values)]
+    merge = StageResult("merge", 1.0, 9, len(rows), None, {}, rows)
+    with TemporaryDirectory() as name:
+        place = RunFolder(Path(name), None)
+        write_lines(place.metrics("merge"), [{**row, "token_share/sort": 1.0} for row in rows])
+        teacher = _teachers(place)["sort"]
+    assert (teacher["kl"], teacher["kl_steps"]) == (end, steps)
+    run = Run("r", {}, ["sort"], [], {}, [merge], {"sort": teacher}, {}, {})
+    panel = next(p for p in learning(run, Cues(run)) if p.title == "Merge: KL to each teacher")
+    shown = Axis(log=True).write(end)
+    what = "At the last step" if steps == 1 else f"Mean of the last {steps} steps"
+    assert f"{what}: sort\u00a0{shown}." in panel.caption
+    assert f"<td>{end:.4f}</td>" in teachers_table(run, Cues(run))
 
 
 def test_a_half_written_last_line_is_ignored(make_run: RunMaker) -> None:

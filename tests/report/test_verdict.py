@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opd.pipelines.report.caveats import caveats
+from opd.pipelines.report.closing import closing
 from opd.pipelines.report.load import Run, load_run
 from opd.pipelines.report.verdict import Verdict, write_verdict
 
@@ -51,6 +52,97 @@ def test_a_bad_merge_is_called_bad(judge) -> None:
 
 def test_a_better_student_is_not_said_to_keep(judge) -> None:
     assert "reaches 100.6\u202f%" in judge()[1].headline
+
+
+@pytest.mark.parametrize(
+    ("base", "teachers", "merged", "says"),
+    [
+        (0.02, 0.05, 0.047, "The specialists are weak: 5.0\u202f% of their sampled answers are right"),
+        (
+            0.0,
+            0.0,
+            0.0,
+            "No verdict on the merge: its specialists are not clearly above the base (0.0 points",
+        ),
+        (
+            0.6,
+            0.604,
+            0.6,
+            "No verdict on the merge: its specialists are not clearly above the base (+0.4 points",
+        ),
+        (
+            0.9,
+            0.7,
+            0.7,
+            "No verdict on the merge: its specialists are not clearly above the base (\u221220.0",
+        ),
+        (
+            0.02,
+            0.25,
+            0.24,
+            "keeps 96.0\u202f% of its specialists\u2019 sampled accuracy on average (24.0\u202f% right",
+        ),
+        (
+            0.2,
+            0.95,
+            0.94,
+            "keeps 98.9\u202f% of its specialists\u2019 sampled accuracy on average (94.0\u202f% right",
+        ),
+    ],
+)
+def test_the_headline_knows_how_good_the_teachers_are(
+    judge, base: float, teachers: float, merged: float, says: str
+) -> None:
+    own = {f"specialist:{d}": tuple(teachers if d == e else 0.0 for e in DOMAINS) for d in DOMAINS}
+    _, verdict = judge(base=(base,) * 3, merged=(merged,) * 3, **own)
+    assert says in verdict.headline
+    if "keeps" not in says:  # the share kept of next to nothing is not the news
+        assert "keeps" not in verdict.headline
+        assert "% right, they" not in verdict.headline
+
+
+@pytest.mark.parametrize("given_", [False, True])
+def test_given_teachers_are_not_said_to_have_started_from_the_base(make_run: RunMaker, given_: bool) -> None:
+    config = {"teachers": {"sort": {"path": "/models/sort"}}} if given_ else {}
+    text = dict(write_verdict(load_run(make_run(results(), config=config))).points)["Accuracy."]
+    assert ("they all started from" in text) is not given_
+
+
+def test_a_command_ends_with_verdict_table_and_folders(make_run: RunMaker) -> None:
+    folder = make_run(results(), stages=["merge"])
+    (folder / "merged").mkdir()
+    (folder / "report.html").touch()
+    text = closing(folder)
+    verdict, table, places = text.split("\n\n")
+    assert verdict == write_verdict(load_run(folder)).headline
+    lines = table.splitlines()
+    assert lines[0].split() == ["sampled", "accuracy,", "%", *DOMAINS, "mean", "kept"]
+    assert [line[:12].strip() for line in lines[1:6]] == [
+        "Base",
+        "Specialists,",
+        "Merged stude",
+        "Mixed-domain",
+        "Off-policy d",
+    ]
+    assert lines[3].split()[2:] == ["97.0", "98.8", "99.6", "98.5", "100.6", "%"]
+    assert lines[6] == "and 5 more in the report"
+    assert places.split() == [
+        "merged",
+        "model",
+        f"{folder / 'merged'}",
+        "report",
+        f"{folder / 'report.html'}",
+    ]
+
+
+def test_a_command_without_an_evaluation_says_how_to_get_one(make_run: RunMaker) -> None:
+    data = results({})
+    data["teachers"]["sort"]["kl_steps"] = 20
+    text = closing(make_run(data))
+    assert text.startswith(
+        "KL to the teachers at the end of the merge (nats per token, mean of the last 20 steps)"
+    )
+    assert "opd evaluate RECIPE --resume" in text
 
 
 def test_without_specialists_the_accuracy_itself_is_the_headline(judge) -> None:

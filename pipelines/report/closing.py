@@ -1,0 +1,92 @@
+"""What a command says when it ends: the verdict, a few lines of numbers, and where things are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from opd.pipelines.report.load import Accuracy, ModelResult, Run, load_run
+from opd.pipelines.report.verdict import retained, write_verdict
+from opd.pipelines.report.words import model_label, percent
+from opd.pipelines.statistics import mean_accuracy
+
+LINES = 5
+"""Most models in the table: base, specialists, merged student and the best of the others."""
+DOMAINS = 6
+"""Most domains with a column of their own."""
+
+
+def closing(run_dir: Path) -> str:
+    """The last words of `opd run`, `distill` and `evaluate` about the run in `run_dir`.
+
+    Raises `RunFolderError` as `load_run` does.
+    """
+    run = load_run(run_dir)
+    merged = run.model("merged")
+    parts = [write_verdict(run).headline] if merged and merged.sampled else [_unmeasured(run)]
+    table = _table(run)
+    parts += ["\n".join(table)] if table else []
+    parts.append("\n".join(_places(run_dir)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _unmeasured(run: Run) -> str:
+    ends = ", ".join(f"{name} {values['kl']:.4f}" for name, values in run.teachers.items() if "kl" in values)
+    steps = {int(values.get("kl_steps", 1)) for values in run.teachers.values()}
+    mean = f", mean of the last {max(steps)} steps" if steps and max(steps) > 1 else ""
+    left = f"KL to the teachers at the end of the merge (nats per token{mean}): {ends}. " if ends else ""
+    return f"{left}No accuracy of a merged student was measured yet: `opd evaluate RECIPE --resume` does."
+
+
+def _table(run: Run) -> list[str]:
+    """A line a model: domains, their mean, and the share kept of the teachers' accuracy, in %."""
+    shown = run.domains if len(run.domains) <= DOMAINS else []
+    rows = [_row(run, label, sampled, shown) for label, sampled in _models(run)]
+    if not rows:
+        return []
+    head = ["sampled accuracy, %", *shown, "mean", "kept"]
+    cells = [head, *rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+    left_out = len(run.models) - sum(model.kind == "specialist" for model in run.models)
+    left_out -= sum(label != "Specialists, own domain" for label, _ in _models(run))
+    return [*lines, *([f"and {left_out} more in the report"] if left_out > 0 else [])]
+
+
+def _models(run: Run) -> list[tuple[str, dict[str, Accuracy]]]:
+    """(label, accuracies) of the models to show; of the others, those with the highest mean."""
+    chosen: list[tuple[str, dict[str, Accuracy]]] = []
+    base, merged = run.model("base"), run.model("merged")
+    if base:
+        chosen.append((model_label("base"), base.sampled))
+    own = {d: teacher.sampled[d] for d in run.domains if (teacher := run.teacher(d))}
+    if own:
+        chosen.append(("Specialists, own domain", own))
+    if merged:
+        chosen.append((model_label("merged"), merged.sampled))
+    others = [model for model in run.models if model.kind == "baseline" and model.sampled]
+    others.sort(key=lambda model: -_mean(run, model.sampled))
+    return [*chosen, *((model_label(m.name), m.sampled) for m in others[: LINES - len(chosen)])]
+
+
+def _row(run: Run, label: str, sampled: dict[str, Accuracy], shown: Sequence[str]) -> list[str]:
+    cells = [f"{100 * sampled[d].interval.value:.1f}" if d in sampled else "-" for d in shown]
+    shares = retained(run, ModelResult(label, "", sampled, {}, {}))
+    kept = percent(sum(shares.values()) / len(shares)) if shares else "-"
+    return [label, *cells, f"{100 * _mean(run, sampled):.1f}", kept]
+
+
+def _mean(run: Run, sampled: dict[str, Accuracy]) -> float:
+    return mean_accuracy([sampled[d].count for d in run.domains if d in sampled]).value
+
+
+def _places(run_dir: Path) -> list[str]:
+    places = {"merged model": run_dir / "merged", "specialists": run_dir / "specialists"}
+    places["report"] = run_dir / "report.html"
+    return [f"{name:<14}{place}" for name, place in places.items() if place.exists()]
