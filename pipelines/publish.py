@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from opd.models.causal_lm import quiet
 from opd.models.heads import head_form
 from opd.models.hf_config import read_config
 from opd.models.hf_folder import check_folder
+from opd.models.hf_weights import check_weights, quiet
 from opd.models.tokenizers import fingerprint, load_tokenizer
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import TOKENIZER_FILES, ModelForm, Published, publish
@@ -43,10 +43,15 @@ def publish_checkpoint(
     Raises `CheckpointError`, `ModelError` or `StorageError`, one sentence each.
     """
     folder = Path(checkpoint)
-    check_folder(folder)
-    form = model_form(folder)
+    form = _checked_form(folder)
     with ObjectStore.open(url, options=options) as store:
         return publish(folder, store, shards=shards, form=form)
+
+
+def _checked_form(folder: Path) -> ModelForm:
+    check_folder(folder)
+    check_weights(folder)
+    return model_form(folder)
 
 
 def run_publish(checkpoint: Path, url: str, shards: int) -> int:
@@ -54,8 +59,7 @@ def run_publish(checkpoint: Path, url: str, shards: int) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    check_folder(checkpoint)
-    form = model_form(checkpoint)
+    form = _checked_form(checkpoint)
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)
     with ObjectStore.open(url) as store, bars:

@@ -21,8 +21,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from opd.errors import TeacherError
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
-from opd.models.causal_lm import quiet
 from opd.models.chunked_layers import ChunkedLayers
+from opd.models.hf_folder import names_code
+from opd.models.hf_weights import quiet
 from opd.models.long_sequence import FINAL_NORMS
 
 _IGNORED = ("rotary_emb.inv_freq",)  # older checkpoints hold it; it follows from the configuration
@@ -226,11 +227,16 @@ _BUILDING = threading.Lock()
 def _empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
     """The causal language model of `config` with meta parameters and real buffers."""
     model_type = str(config.get("model_type"))
+    if names_code(config):
+        raise TeacherError(
+            f"the configuration of a published {model_type} names Python code of its own, which is never run;"
+            " publish a model that transformers knows."
+        )
     try:
         hf_config = CONFIG_MAPPING[model_type].from_dict(config)
         with _BUILDING, _meta_parameters(), quiet():
             return AutoModelForCausalLM.from_config(
-                hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME
+                hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             ).eval()
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())

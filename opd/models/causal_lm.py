@@ -6,7 +6,6 @@ Shapes: `T` packed tokens, `B` sequences, `D` hidden size, `V` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
-from transformers.utils import logging as hf_logging
 
-from opd.errors import CheckpointError, ModelError
+from opd.errors import ModelError
 from opd.kernels.head import Head
 from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention
 from opd.models.digest import weights_digest
 from opd.models.heads import check_head, head_of
-from opd.models.hf_config import read_config, scratch_config
+from opd.models.hf_config import scratch_config
 from opd.models.hf_folder import check_folder
+from opd.models.hf_weights import load_module
 from opd.models.long_sequence import WHOLE, LayerMemory, hidden_in_pieces, recomputed
 from opd.models.probes import check_attention
 
@@ -53,32 +52,13 @@ class CausalLM:
     ) -> CausalLM:
         """Load a Hugging Face folder of safetensors shards.
 
-        Raises `CheckpointError` naming the file that is missing, truncated or corrupt, or if the weights are
-        pickles; `ModelError` if the architecture is unknown or cannot be used.
+        Raises `CheckpointError` naming the file that is missing, truncated or corrupt, if the weights are
+        pickles, or if they are not those that config.json describes; `ModelError` if the architecture is
+        unknown or cannot be used.
         """
         folder = Path(path)
         check_folder(folder)
-        config = read_config(folder)
-        try:
-            with quiet():
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    folder,
-                    config=config,
-                    dtype=torch_dtype(dtype),
-                    attn_implementation=ATTENTION_NAME,
-                    use_safetensors=True,
-                    local_files_only=True,
-                    output_loading_info=True,
-                )
-        except (ValueError, RuntimeError, KeyError) as error:
-            raise ModelError(f"{folder} cannot be loaded as a causal language model: {error}") from error
-        module, info = loaded
-        absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-        if absent:
-            raise CheckpointError(
-                f"{folder} lacks {len(absent)} of the model's tensors or has them in another shape, among"
-                f" them {absent[0]}; copy the folder again from its source."
-            )
+        module = load_module(folder, dtype=torch_dtype(dtype))
         return cls(module.to(torch_device(device)))
 
     @classmethod
@@ -101,7 +81,10 @@ class CausalLM:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 module = AutoModelForCausalLM.from_config(
-                    hf_config, dtype=torch_dtype(dtype), attn_implementation=ATTENTION_NAME
+                    hf_config,
+                    dtype=torch_dtype(dtype),
+                    attn_implementation=ATTENTION_NAME,
+                    trust_remote_code=False,
                 )
         except (ValueError, RuntimeError, KeyError) as error:
             raise ModelError(f"model.config does not describe a causal language model: {error}") from error
@@ -221,17 +204,3 @@ def torch_device(device: str | torch.device) -> torch.device:
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device is cuda but this machine has no CUDA device; use auto or cpu.")
     return found
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the loading reports and bars of Hugging Face; what matters is raised as an error."""
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()

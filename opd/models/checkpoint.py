@@ -13,8 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from opd.models.card import model_card
-from opd.models.causal_lm import CausalLM, quiet
+from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import CHECKSUMS, file_digest
+from opd.models.hf_weights import quiet
 
 MAX_SHARD_BYTES = 4 * 2**30
 

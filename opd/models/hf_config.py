@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from opd.errors import CheckpointError, ModelError
+from opd.models.hf_folder import refuse_code
 
 # Read by transformers though not every configuration declares them.
 _UNDECLARED_KEYS = ("rope_theta", "rope_scaling", "head_dim")
@@ -18,17 +19,38 @@ _UNDECLARED_KEYS = ("rope_theta", "rope_scaling", "head_dim")
 def read_config(folder: Path) -> PreTrainedConfig:
     """The configuration in `folder/config.json`.
 
-    Raises `CheckpointError` if it is missing or not JSON, `ModelError` if its `model_type` is unknown.
+    Raises `CheckpointError` if it is missing or not JSON, `ModelError` if its `model_type` is unknown, if it
+    names code of its own, or if its weights are quantised.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; give a folder written by Hugging Face's save_pretrained.")
+    refuse_code(folder)
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read as JSON; copy the folder again ({error}).") from error
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise ModelError(f"{path} is not a configuration this transformers release knows: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"{path} is not a configuration this transformers release knows: {reason}"
+        ) from error
+    _refuse_unusable(config, path)
+    return config
+
+
+def _refuse_unusable(config: PreTrainedConfig, path: Path) -> None:
+    """What no part of `opd` can read, whichever way the weights come."""
+    method = getattr(config, "quantization_config", None)
+    if method:
+        known = method.get("quant_method") if isinstance(method, dict) else None
+        raise ModelError(
+            f"{path} says that its weights are quantised ({known or 'quantization_config'}), which cannot be"
+            " trained, merged or published; give the model's unquantised folder."
+        )
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers < 1:
+        raise ModelError(f"{path} says num_hidden_layers {layers}; a model has one or more: mend the file.")
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:

@@ -1,4 +1,4 @@
-"""Is a Hugging Face folder whole? Checked before anything is loaded, so that the error can name the file."""
+"""Is a Hugging Face folder whole, and only data? Asked before anything is loaded: errors name the file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from opd.errors import CheckpointError
+from opd.errors import CheckpointError, ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.json"
 """`{file name: sha256}`, written by `save_checkpoint`; folders from elsewhere need not have it."""
+_DESCRIPTIONS = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json",
+    "preprocessor_config.json",
+)  # fmt: skip
+_OWN_CODE = "auto_map"
 
 
 def check_folder(folder: Path) -> None:
@@ -24,6 +29,28 @@ def check_folder(folder: Path) -> None:
     checksums = read_checksums(folder)
     for name in weight_files(folder):
         check_shard(folder / name, checksums.get(name))
+
+
+def refuse_code(folder: Path) -> None:
+    """Raise `ModelError` if a description in `folder` names Python code of the folder's own.
+
+    transformers would import such code, or ask the terminal whether to: nothing of a folder is handed to it
+    before this was called.
+    """
+    for name in _DESCRIPTIONS:
+        path = folder / name
+        if path.is_file() and names_code(read_object(path)):
+            raise ModelError(
+                f"{path} names Python code of its own ({_OWN_CODE}), which is never run; take {_OWN_CODE} out"
+                " of the file if transformers knows this kind of model without it, else choose another model."
+            )
+
+
+def names_code(described: Any) -> bool:
+    """Whether a configuration, or one inside it, names classes outside of transformers."""
+    if not isinstance(described, dict):
+        return False
+    return bool(described.get(_OWN_CODE)) or any(map(names_code, described.values()))
 
 
 def weight_files(folder: Path) -> list[str]:

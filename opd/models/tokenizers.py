@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from opd.errors import ModelError
+from opd.models.hf_folder import refuse_code
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -48,12 +49,16 @@ def _escape(text: str) -> str:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder. Raises `ModelError` if there is none or it cannot be read."""
+    """The tokenizer of a Hugging Face folder. Raises `ModelError` if there is none, if it cannot be
+    read, or if it names code of its own."""
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; give one that holds a tokenizer.")
     try:
-        tokenizer = _loader(folder).from_pretrained(folder, local_files_only=True)
+        refuse_code(folder)
+        tokenizer = _loader(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except ModelError:
+        raise
     except Exception as error:  # the Rust tokenizer raises plain Exception
         raise ModelError(f"{folder} has no readable tokenizer: {' '.join(str(error).split())}") from error
     return tokenizer

@@ -68,12 +68,14 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
     from opd.models.hf_config import read_config, scratch_config
     from opd.models.hf_folder import check_folder
+    from opd.models.hf_weights import check_weights
     from opd.pipelines.domains import student_tokenizer
 
     model = recipe.model
     models.tokenizer = student_tokenizer(recipe, domains.values())
     if model.path is not None:
         check_folder(Path(model.path))
+        check_weights(Path(model.path))
         config = read_config(Path(model.path))
     else:
         config = scratch_config(model.config or {}, models.tokenizer)
@@ -89,10 +91,12 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
 
 def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> list[Finding]:
     from opd.models.hf_folder import check_folder
+    from opd.models.hf_weights import check_weights
     from opd.teachers.download import is_published, small_files
 
     if not is_published(source):
         check_folder(Path(source))
+        check_weights(Path(source))
     with small_files(source) as folder:
         return _check_teacher_files(recipe, name, folder, models)
 
@@ -144,7 +148,7 @@ def _shape(config: Any, source: str) -> Shape:
     text = config.get_text_config()
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config)
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the family's constructor meets
         raise ModelError(f"{source} does not describe a causal language model: {error}") from None
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

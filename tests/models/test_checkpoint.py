@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from opd.errors import CheckpointError, ModelError
 from opd.models.card import model_card
-from opd.models.causal_lm import CausalLM, quiet
+from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
+from opd.models.hf_weights import quiet
 from opd.models.tokenizers import differences, fingerprint, load_tokenizer
 
 CARD = {"base": "random", "results": {"sort": {"sampled": 0.98765, "greedy": 1.0}}}
