@@ -10,26 +10,34 @@ export KMP_BLOCKTIME=0 OMP_WAIT_POLICY=passive
 
 say() { echo "opd: $*" >&2; }
 
-# install_opd [EXTRA]: makes the environment once, and again when what it is made from has changed.
+# install_opd [EXTRA]: makes the environment once, and again when what it is made from has changed. On the platform of
+# the lock (`requirements/`) exactly what it names, checked by hash; elsewhere what the package's own bounds allow.
 install_opd() {
-  local extra=${1:-} stamp="$venv/.installed-${1:-core}"
-  [ ! -e "$stamp" ] || [ "$root/pyproject.toml" -nt "$stamp" ] || return 0
+  local extra=${1:-} stamp="$venv/.installed-${1:-core}" lock="$root/requirements/${1:-core}.txt" platform
+  if [ -e "$stamp" ] && ! [ "$root/pyproject.toml" -nt "$stamp" ] && ! [ "$root/requirements" -nt "$stamp" ] &&
+    ! [ "$lock" -nt "$stamp" ]; then
+    return 0
+  fi
   if [ ! -x "$python" ]; then
     say "making $venv"
     "${PYTHON:-python3}" -m venv "$venv"
   fi
-  # An unpinned torch brings gigabytes of CUDA to a machine without a GPU.
+  platform=$("$python" -c 'import platform as p, sys; print(sys.platform, p.machine(), *sys.version_info[:2])')
   if ! "$python" -c 'import torch' 2>/dev/null; then
-    if command -v nvidia-smi >/dev/null 2>&1; then
-      say "installing PyTorch with CUDA (some gigabytes, minutes)"
-      "$python" -m pip install torch
-    else
-      say "installing PyTorch (about 200 MB)"
-      "$python" -m pip install torch==2.13.0
-    fi
+    # By pip, which finds a machine's own build of it; uv is told to leave it alone.
+    say "installing PyTorch"
+    "$python" -m pip install -r "$root/requirements/torch.txt"
   fi
   say "installing opd${extra:+[$extra]} and what it needs"
-  "$python" -m pip install --editable "$root${extra:+[$extra]}"
+  if [ "$platform" = "linux x86_64 3 11" ]; then
+    "$python" -m pip install --quiet --require-hashes -r "$root/requirements/tools.txt"
+    "$python" -m uv pip install --python "$python" --require-hashes --no-deps -r "$lock"
+    "$python" -m uv pip install --python "$python" --no-deps --no-build-isolation --editable "$root"
+  else
+    say "no versions are locked for $platform: taking what pyproject.toml allows"
+    "$python" -m pip install --quiet uv
+    "$python" -m uv pip install --python "$python" --editable "$root${extra:+[$extra]}"
+  fi
   touch "$stamp"
 }
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ SCRIPTS = {
     "examples/sglang_teachers/run.sh": "sglang",
 }
 EXTRA = {**SCRIPTS, "tests/run.sh": "test", "examples/install.sh": "core"}
-STUB = """#!{real}
+LOCKED = "linux x86_64 3 11"
+STUB = """#!{real} -IS
 import json, os, pathlib, shutil, subprocess, sys
 name, words = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
 with open({calls!r}, "a") as calls:
@@ -34,7 +36,9 @@ if words[:2] == ["-m", "venv"]:
     folder.mkdir(parents=True)
     for other in ("python", "opd"):
         shutil.copy(sys.argv[0], folder / other)
-if words[:1] == ["-c"] and "urllib" not in words[1] and "import torch" not in words[1]:
+if words[:1] == ["-c"] and "import platform" in words[1]:
+    print(os.environ["PLATFORM"])
+elif words[:1] == ["-c"] and "urllib" not in words[1] and "import torch" not in words[1]:
     sys.exit(subprocess.call([{real!r}, *words]))
 if words[:1] and words[0].endswith("cluster.py"):
     sys.exit(subprocess.call(words[1:]))
@@ -52,10 +56,11 @@ def copy(tmp_path: Path) -> Path:
     (root / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "run.sh", root / "tests")
     shutil.copy(ROOT / "pyproject.toml", root)
+    shutil.copytree(ROOT / "requirements", root / "requirements")
     for folder in (root / ".venv" / "bin", root / "sglang" / "venv" / "bin"):
         folder.mkdir(parents=True)
         for name in ("python", "opd"):
-            (folder / name).write_text(STUB.format(real=sys.executable, calls=str(root / "calls")))
+            (folder / name).write_text(STUB.format(real=sys._base_executable, calls=str(root / "calls")))
             (folder / name).chmod(0o755)
     (root / "sglang" / "ready").touch()
     for extra in set(EXTRA.values()):
@@ -63,12 +68,14 @@ def copy(tmp_path: Path) -> Path:
     return root
 
 
-def call(root: Path, script: str, *arguments: str) -> list[list[str]]:
+def call(root: Path, script: str, *arguments: str, platform: str = LOCKED) -> list[list[str]]:
     """How the script called `python` and `opd`; it must end well."""
     (root / "calls").unlink(missing_ok=True)
     done = subprocess.run(
         ["bash", str(root / script), *arguments],
-        env=os.environ | {"OPD_SGLANG_ENV": str(root / "sglang"), "PYTHON": str(root / "stub" / "python")},
+        env=os.environ
+        | {"OPD_SGLANG_ENV": str(root / "sglang"), "PYTHON": str(root / "stub" / "python")}
+        | {"PLATFORM": platform},
         cwd=root.parent,
         capture_output=True,
         text=True,
@@ -114,19 +121,38 @@ def test_a_run_that_had_not_begun_is_begun_on_resume(copy, script):
     assert ["--resume" in words for words in later] == [True] + [False] * (len(later) - 1)
 
 
+def fresh(root: Path) -> None:
+    """Take the environment away; the program that makes a new one stays."""
+    (root / "stub").mkdir()
+    shutil.move(root / ".venv" / "bin" / "python", root / "stub" / "python")
+    shutil.rmtree(root / ".venv")
+
+
+def installed(calls: list[list[str]]) -> list[list[str]]:
+    return [words for words in calls if words[0] == "python" and words[2:3] in (["pip"], ["uv"])]
+
+
 @pytest.mark.parametrize("script", EXTRA)
-def test_a_fresh_checkout_installs_the_scripts_own_extra(copy, script):
-    (copy / "stub").mkdir()
-    shutil.move(copy / ".venv" / "bin" / "python", copy / "stub" / "python")
-    shutil.rmtree(copy / ".venv")
+def test_a_fresh_checkout_installs_the_scripts_own_extra_from_the_lock(copy, script):
+    fresh(copy)
     arguments = () if script.endswith("install.sh") else ("--seed", "1", "--out", "runs/mine")
-    calls = call(copy, script, *arguments)
-    installed = [words for words in calls if words[:4] == ["python", "-m", "pip", "install"]]
-    extra = f"[{EXTRA[script]}]".removesuffix("[core]").replace("[core]", "")
-    assert installed[-1][-1] == f"{copy}{extra}"
-    assert not {"--seed", "1", "--out", "runs/mine"} & {word for words in installed for word in words}
+    torch, tools, lock, package = installed(call(copy, script, *arguments))
+    files = [f"{copy}/requirements/{name}.txt" for name in ("torch", "tools", EXTRA[script])]
+    assert [words[-1] for words in (torch, tools, lock, package)] == [*files, str(copy)]
+    assert {"--require-hashes", "--no-deps"} <= set(lock)
+    assert {"--no-deps", "--editable"} <= set(package)
 
 
-def test_install_takes_an_extra_by_name(copy):
-    (copy / ".venv" / ".installed-ray").unlink()
-    assert call(copy, "examples/install.sh", "ray")[-1][-1] == f"{copy}[ray]"
+def test_another_platform_gets_what_the_bounds_allow(copy):
+    fresh(copy)
+    calls = installed(call(copy, "examples/install.sh", "ray", platform="darwin arm64 3 12"))
+    assert calls[-1][-1] == f"{copy}[ray]"
+    assert not any("--require-hashes" in words for words in calls)
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "requirements/ray.txt", "requirements"])
+def test_it_is_installed_once_and_again_when_the_lock_or_the_package_changed(copy, changed):
+    assert not installed(call(copy, "examples/ray_cluster/run.sh"))
+    later = time.time() + 60
+    os.utime(copy / changed, (later, later))
+    assert installed(call(copy, "examples/ray_cluster/run.sh"))
