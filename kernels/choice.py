@@ -8,18 +8,17 @@ from types import ModuleType
 
 import torch
 
-from opd.kernels import chunked, reference, tilelang_target
+from opd.kernels import chunked, reference, tilelang_target, triton_rows
 
-NAMES = ("auto", "chunked", "reference", "tilelang")
+NAMES = ("auto", "chunked", "reference", "tilelang", "triton")
 
 
 def implementation() -> ModuleType:
     """The module `OPD_KERNELS` names. Asking for one that is not there is a `ValueError`, never a
     fallback.
 
-    `auto` is `chunked`, everywhere. On a CPU the compiled kernels gain a few percent and their first use
-    waits for a compiler; on a GPU nobody has run them yet, and what only a compiler has seen is not a
-    default. Where `pytest -m gpu tests/kernels` has passed, ask for `tilelang`.
+    `auto` is `triton` on a machine whose GPU can run it, else `chunked`: on a CPU the compiled kernels gain a
+    few percent and their first use waits for a compiler.
     """
     name = os.environ.get("OPD_KERNELS", "auto")
     if name not in NAMES:
@@ -27,12 +26,15 @@ def implementation() -> ModuleType:
     if name == "reference":
         return reference
     if name == "tilelang":
-        return _tilelang()
+        return _compiled("tilelang", tilelang_target.missing("cuda" if torch.cuda.is_available() else "cpu"))
+    if name == "triton":
+        return _compiled("triton", triton_rows.missing())
+    if name == "auto" and triton_rows.missing() is None:
+        return _compiled("triton", None)
     return chunked
 
 
-def _tilelang() -> ModuleType:
-    reason = tilelang_target.missing("cuda" if torch.cuda.is_available() else "cpu")
+def _compiled(name: str, reason: str | None) -> ModuleType:
     if reason is not None:
-        raise ValueError(f"OPD_KERNELS is 'tilelang', which cannot run here: {reason}")
-    return importlib.import_module("opd.kernels.tilelang_ops")
+        raise ValueError(f"OPD_KERNELS is {name!r}, which cannot run here: {reason}")
+    return importlib.import_module(f"opd.kernels.{name}_ops")

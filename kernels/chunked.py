@@ -38,6 +38,7 @@ from opd.kernels.rows import (
     Columns,
     RowKernel,
     divergence_,
+    first_halves,
     log_softmax_,
 )
 
@@ -71,6 +72,8 @@ class _Divergence:
     dtype: torch.dtype
     row_kernel: RowKernel
     columns: Columns
+    rounds: bool = False
+    """Whether the row kernel takes `rounded`, room for the gradient in bfloat16."""
 
 
 def _run(
@@ -89,10 +92,15 @@ def _run(
         write_logits(part, head, spec.temperature, student)
         spec.teacher(rows, teacher)
         coef = weights * (head.scale / spec.temperature) if any(needs) else None
-        chunk_values = _row_values(student, teacher, coef, head, spec)
+        if coef is not None and spec.rounds and gradients.narrow and head.softcap is None and not needs[2]:
+            gradient = first_halves(student)
+            chunk_values = spec.row_kernel(student, teacher, spec.kind, spec.beta, coef, rounded=gradient)
+        else:
+            gradient = student
+            chunk_values = _row_values(student, teacher, coef, head, spec)
         values[rows] = chunk_values[: len(values[rows])]
         if any(needs):
-            gradients.add(rows, part, student, spare=teacher_buffer)
+            gradients.add(rows, part, gradient, spare=teacher_buffer)
     return values, gradients
 
 
@@ -191,10 +199,12 @@ def linear_kl(
     chunk: int,
     row_kernel: RowKernel = divergence_,
     columns: Columns = ALL_COLUMNS,
+    rounds: bool = False,
 ) -> Tensor:
     """See `opd.kernels.ops.linear_kl`; a compiled `row_kernel` may take the place of the PyTorch one.
 
     `columns`: what part of the vocabulary the heads hold, for a `row_kernel` made for the same part.
+    `rounds`: the row kernel takes `rounded=` and writes the gradient in bfloat16 at once.
     """
     teacher_hidden = teacher_hidden.detach()
 
@@ -202,7 +212,7 @@ def linear_kl(
         write_logits(take(teacher_hidden, rows, chunk), teacher_head, temperature, out)
 
     dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
-    spec = _Divergence(teacher, kind, beta, temperature, chunk, dtype, row_kernel, columns)
+    spec = _Divergence(teacher, kind, beta, temperature, chunk, dtype, row_kernel, columns, rounds)
     return _apply(student_hidden, student_head, weight, spec)
 
 
@@ -226,6 +236,7 @@ def linear_mixture_kl(
     chunk: int,
     row_kernel: RowKernel = divergence_,
     columns: Columns = ALL_COLUMNS,
+    rounds: bool = False,
 ) -> Tensor:
     """See `opd.kernels.ops.linear_mixture_kl`: a reverse KL whose teacher logits are `log sum_i w_i
     t_i`."""
@@ -242,5 +253,5 @@ def linear_mixture_kl(
 
     tensors = [student_hidden, student_head.weight, *hiddens, *(head.weight for head in teacher_heads)]
     dtype = statistics_dtype(*tensors)
-    spec = _Divergence(teacher, "reverse", 0.5, temperature, chunk, dtype, row_kernel, columns)
+    spec = _Divergence(teacher, "reverse", 0.5, temperature, chunk, dtype, row_kernel, columns, rounds)
     return _apply(student_hidden, student_head, weight, spec)

@@ -159,14 +159,15 @@ class Gradients:
 
     def add(self, rows: Rows, hidden: Tensor, grad_logits: Tensor, spare: Tensor | None = None) -> None:
         """One chunk: `grad_logits` `[M, V]` is the loss gradient at `h W^T + b` of its tokens, filled up with
-        rows of zeros like `hidden` `[M, D]`; `rows` are the tokens' places.
+        rows of zeros like `hidden` `[M, D]`; `rows` are the tokens' places. Where the two matmuls are narrow
+        it may be bfloat16 already.
 
         `spare`: memory of at least half the size of `grad_logits` that may be overwritten.
         """
         vocabulary = self.head.vocabulary
         if self.bias is not None:
             self.bias[:vocabulary] += grad_logits.sum(dim=0)
-        if self.narrow:
+        if self.narrow and grad_logits.dtype != torch.bfloat16:
             grad_logits = _rounded(grad_logits, spare)
         tokens = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         if self.hidden is not None:

@@ -9,7 +9,7 @@ derivations.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -114,15 +114,23 @@ class RowKernel(Protocol):
     """
 
     def __call__(
-        self, student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /
+        self, student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /, **options: Any
     ) -> Tensor:
         """Values `[R]` of contiguous float32 or float64 logits `[R, V]` of one dtype, both overwritten.
 
         With `coef` `[R]`, `student` must be left holding `coef * d value / d student`; without it `student`
         may hold anything. `R` is any number of rows from 1 to the chunk's size: the kernel does its own
         blocking, and a row's result must not depend on the other rows. NaN must pass through to the values.
+
+        Only a kernel that is said to round is given an option: `rounded` `[R, V]` bfloat16, where the
+        gradient is left in place of `student`; it may be `first_halves(student)`.
         """
         ...
+
+
+def first_halves(logits: Tensor) -> Tensor:
+    """`[R, V]` bfloat16 in the first half of each row of contiguous float32 `logits` `[R, V]`."""
+    return logits.view(torch.bfloat16)[:, : logits.shape[1]]
 
 
 def divergence_(

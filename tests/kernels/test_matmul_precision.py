@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.kernels import chunked, cpu, ops, projection, reference
+from opd.kernels import chunked, cpu, ops, projection, reference, triton_ops
 from opd.kernels.head import Head
 from opd.kernels.rows import divergence_
 
@@ -138,6 +138,26 @@ def test_another_row_kernel_takes_the_place_of_the_pytorch_one(softcap: float | 
         assert torch.equal(a, b)
     assert {gradient for _, gradient in seen} == {wanted}
     assert sum(rows for rows, _ in seen) == 48  # 40 tokens, the last chunk filled up to 16
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", [{}, {"softcap": 5.0}, {"bias": torch.linspace(-1, 1, 77)}])
+def test_a_kernel_that_rounds_its_gradient_changes_no_bit(kind: str, dtype: torch.dtype, form: dict) -> None:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    hidden, weight = (torch.randn(n, 24, generator=generator).to(dtype) for n in (50, 77))
+    other, other_weight = (torch.randn(n, 16, generator=generator).to(dtype) for n in (50, 77))
+    token_weight = torch.rand(50, generator=generator)
+    for module in (chunked, triton_ops):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        head = Head(leaves[1], **form)
+        options = {"kind": kind, "beta": 0.3, "temperature": 0.7, "weight": token_weight, "chunk": 32}
+        values = module.linear_kl(leaves[0], head, other, Head(other_weight), **options)
+        (values * token_weight).sum().backward()
+        found.append([values.detach(), *(leaf.grad for leaf in leaves)])
+    for plain, rounding in zip(*found, strict=True):
+        assert torch.equal(plain, rounding)
 
 
 def test_given_logits_use_the_row_kernel_too() -> None:

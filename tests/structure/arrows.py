@@ -14,6 +14,7 @@ LAZY = {
     "deepspeed",
     "ray",
     "tilelang",
+    "triton",
     "s3fs",
     "pyarrow",
     "tensorboard",
@@ -106,7 +107,7 @@ def _arrow(module: str, here: str, name: str) -> str | None:
 def _outside(module: str, here: str, root: str) -> str | None:
     if root in sys.stdlib_module_names:
         return None
-    if here == "kernels" and root not in ("torch", "tilelang"):
+    if here == "kernels" and root not in ("torch", "tilelang", "triton"):
         return "kernels import torch alone"
     if here == "storage" and root in ("torch", "transformers") and module != "opd.storage.tensors":
         return "torch only in storage/tensors.py"

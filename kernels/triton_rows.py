@@ -1,0 +1,259 @@
+"""The row kernels in Triton: a chunk's logits to divergences and gradient, for any GPU that Triton knows.
+
+One program a row, two sweeps over the vocabulary (three for the Jensen-Shannon divergence): the first keeps
+running statistics in every lane and merges them once at the end, the last writes the gradient. So each logit
+is read twice and written once, where PyTorch's row kernels make some 26 passes. With `rounded` the gradient
+is written in bfloat16 at once, as its two matmuls want it.
+
+Triton comes with PyTorch for CUDA; it is imported by the functions that need it. A kernel proves itself at
+its first use, once for each (kind, vocabulary, gradient) in a process: see `trusted`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opd.kernels import rows
+from opd.kernels.rows import MAX_LOG_RATIO
+
+KINDS = ("reverse", "forward", "jsd")
+# A row's tile: 8 logits of each model a lane. More lanes would leave a small vocabulary idle, more logits a
+# lane would spill the statistics.
+TILE = 2048
+WARPS = 8
+PROOF_ROWS = 64
+
+
+@lru_cache(maxsize=1)
+def missing() -> str | None:
+    """Why the kernels cannot run here, and how to mend it; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install PyTorch's build for CUDA, which brings it"
+    if not torch.cuda.is_available():
+        return "no CUDA device can be used"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "Triton's kernels here need a GPU of compute capability 8.0 or later; use chunked"
+    return None
+
+
+def divergence_(
+    student: Tensor,
+    teacher: Tensor,
+    kind: str,
+    beta: float,
+    coef: Tensor | None,
+    /,
+    rounded: Tensor | None = None,
+) -> Tensor:
+    """Divergence of each row `[R]` between two chunks of logits `[R, V]`; a `RowKernel`.
+
+    `student` is overwritten where a gradient is asked for, `teacher` by the Jensen-Shannon divergence. With
+    `rounded` `[R, V]` bfloat16 the gradient goes there; it may be the memory of `student`'s own rows, so that
+    row `r` begins where `student[r]` does. Logits that are not float32 on a GPU, and any kind that failed its
+    proof, are PyTorch's.
+    """
+    if student.is_cuda and student.dtype == torch.float32 and trusted(kind, student.shape[1], student.device):
+        return launch(student, teacher, kind, beta, coef, rounded)
+    values = rows.divergence_(student, teacher, kind, beta, coef)
+    if rounded is not None:
+        rounded.copy_(student.to(torch.bfloat16))  # not in place: the two may share memory
+    return values
+
+
+def launch(
+    student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, rounded: Tensor | None
+) -> Tensor:
+    """`divergence_` without asking whether the kernel may be trusted."""
+    values = torch.empty(len(student), dtype=torch.float32, device=student.device)
+    if not len(student):
+        return values
+    out = student if rounded is None else rounded
+    coef = values if coef is None else coef.to(torch.float32).contiguous()
+    # A kernel is launched on the current device, whatever its arguments are on.
+    with torch.cuda.device_of(student):
+        _kernel()[(len(student),)](
+            student,
+            teacher,
+            out,
+            coef,
+            values,
+            student.shape[1],
+            student.stride(0),
+            teacher.stride(0),
+            out.stride(0),
+            beta,
+            KIND=KINDS.index(kind),
+            GRADIENT=coef is not values,
+            TILE=TILE,
+            LIMIT=MAX_LOG_RATIO,
+            num_warps=WARPS,
+        )
+    # A divergence is never negative; rounding may say so by a few 1e-8. NaN passes through.
+    return values.clamp_min_(0)
+
+
+@lru_cache(maxsize=256)
+def trusted(kind: str, vocabulary: int, device: torch.device) -> bool:
+    """Whether the kernel gives on this GPU what PyTorch's row kernel gives: values, gradient in both dtypes,
+    NaN, and the same bits twice, on `PROOF_ROWS` rows of the real vocabulary.
+
+    It is asked once for each; what a compiler of another version or another GPU makes of the source is
+    thereby seen before it trains anything. A kernel that fails is left aside with a warning.
+    """
+    fault = _fault(kind, vocabulary, device)
+    if fault is not None:
+        warnings.warn(
+            f"the Triton kernel of {kind} over {vocabulary} tokens {fault} on"
+            f" {torch.cuda.get_device_name(device)}: PyTorch's row kernel is used in its place",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return fault is None
+
+
+@torch.no_grad()
+def _fault(kind: str, vocabulary: int, device: torch.device) -> str | None:
+    generator = torch.Generator(device).manual_seed(0)
+    options = {"generator": generator, "device": device}
+    student = torch.randn(PROOF_ROWS, vocabulary, **options).mul_(4)
+    teacher = torch.randn(PROOF_ROWS, vocabulary, **options).add_(student)
+    teacher[0] = student[0]
+    student[1, vocabulary // 2] = float("nan")
+    coef = torch.rand(PROOF_ROWS, **options)
+    wide = student.double(), teacher.double()
+    values = rows.divergence_(*wide, kind, 0.3, coef.double())
+    ours = student.clone()
+    try:
+        got = launch(ours, teacher.clone(), kind, 0.3, coef, None)
+        room = student.clone()
+        narrow = rows.first_halves(room)
+        again = launch(room, teacher.clone(), kind, 0.3, coef, narrow)
+        alone = launch(student.clone(), teacher.clone(), kind, 0.3, None, None)
+    except Exception as error:  # a compiler's faults have no common class
+        return f"cannot be compiled or launched ({type(error).__name__}: {error})"
+    if not torch.equal(got.nan_to_num(-1), again.nan_to_num(-1)) or not torch.allclose(
+        got, alone, rtol=1e-6, atol=1e-7, equal_nan=True
+    ):
+        return "gives other values the second time"
+    if not torch.allclose(got.double(), values, rtol=1e-5, atol=2e-6, equal_nan=True):
+        return "gives other values than float64"
+    exact = wide[0]
+    finite = ~values.isnan()
+    largest = exact[finite].abs().max()
+    if not bool(((ours.double() - exact)[finite].abs() <= 1e-5 * largest).all()):
+        return "gives another gradient than float64"
+    if not torch.equal(narrow[finite], ours[finite].to(torch.bfloat16)):
+        return "rounds its gradient wrongly"
+    return None if bool(ours[1].isnan().all()) else "does not pass NaN on to its gradient"
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Any:
+    """The compiled function; one source for all kinds, each a compilation of its own."""
+    import triton
+    import triton.language as tl
+    import triton.language.extra.libdevice
+
+    @triton.jit
+    def row(
+        student,
+        teacher,
+        out,
+        coef,
+        values,
+        vocabulary,
+        student_stride,
+        teacher_stride,
+        out_stride,
+        beta,
+        KIND: tl.constexpr,
+        GRADIENT: tl.constexpr,
+        TILE: tl.constexpr,
+        LIMIT: tl.constexpr,
+    ):
+        index = tl.program_id(0).to(tl.int64)
+        student += index * student_stride
+        teacher += index * teacher_stride
+        out += index * out_stride
+        lane = tl.arange(0, TILE)
+        # KL(t || p) has the statistics of KL(p || t) with the roles exchanged.
+        p = teacher if KIND == 1 else student
+        q = student if KIND == 1 else teacher
+        # First sweep, in every lane: the maxima, the sums of e^(z - max), and of e^(z_p - max) (z_p - z_q).
+        # The difference is taken from that of the two first logits, so that heads that differ by a constant
+        # lose no digits.
+        origin = tl.load(p) - tl.load(q)
+        max_p = tl.full((TILE,), -1e30, tl.float32)
+        max_q = tl.full((TILE,), -1e30, tl.float32)
+        sum_p = tl.zeros((TILE,), tl.float32)
+        sum_q = tl.zeros((TILE,), tl.float32)
+        mean = tl.zeros((TILE,), tl.float32)
+        for begin in range(0, vocabulary, TILE):
+            at = begin + lane
+            inside = at < vocabulary
+            x = tl.load(p + at, mask=inside, other=-1e30)
+            y = tl.load(q + at, mask=inside, other=-1e30)
+            top_p = tl.maximum(max_p, x)
+            top_q = tl.maximum(max_q, y)
+            shrink = tl.exp(max_p - top_p)
+            e = tl.exp(x - top_p)
+            sum_p = sum_p * shrink + e
+            mean = mean * shrink + e * (x - y - origin)
+            sum_q = sum_q * tl.exp(max_q - top_q) + tl.exp(y - top_q)
+            max_p = top_p
+            max_q = top_q
+        row_max_p = tl.max(max_p, 0)
+        row_max_q = tl.max(max_q, 0)
+        share_p = tl.exp(max_p - row_max_p)
+        row_sum_p = tl.sum(sum_p * share_p, 0)
+        row_sum_q = tl.sum(sum_q * tl.exp(max_q - row_max_q), 0)
+        # A lane that saw no logit has a maximum of -1e30 and thereby a share of 0.
+        row_mean = tl.sum(mean * share_p, 0) / row_sum_p - ((row_max_p - row_max_q) - origin)
+        log_ratio = tl.log(row_sum_p / row_sum_q)
+        if KIND == 2:
+            total_p = tl.zeros((TILE,), tl.float32)
+            total_q = tl.zeros((TILE,), tl.float32)
+            for begin in range(0, vocabulary, TILE):
+                at = begin + lane
+                inside = at < vocabulary
+                x = tl.load(p + at, mask=inside, other=-1e30) - row_max_p
+                y = tl.load(q + at, mask=inside, other=-1e30) - row_max_q
+                r = x - y - log_ratio
+                # Selections let a NaN through where min and max would not.
+                r = tl.where(r < -LIMIT, -LIMIT, tl.where(r > LIMIT, LIMIT, r))
+                u = -tl.extra.libdevice.log1p(beta * tl.extra.libdevice.expm1(-r))
+                v = -tl.extra.libdevice.log1p((1 - beta) * tl.extra.libdevice.expm1(r))
+                total_p += tl.where(inside, tl.exp(x) * u, 0.0)
+                total_q += tl.where(inside, tl.exp(y) * v, 0.0)
+            row_mean = tl.sum(total_p, 0) / row_sum_p
+            tl.store(values + index, beta * (tl.sum(total_q, 0) / row_sum_q) + (1 - beta) * row_mean)
+        else:
+            tl.store(values + index, row_mean - log_ratio)
+        if GRADIENT:
+            weight = tl.load(coef + index)
+            for begin in range(0, vocabulary, TILE):
+                at = begin + lane
+                inside = at < vocabulary
+                x = tl.load(p + at, mask=inside, other=-1e30) - row_max_p
+                y = tl.load(q + at, mask=inside, other=-1e30) - row_max_q
+                if KIND == 0:
+                    g = tl.exp(x) * (weight / row_sum_p) * (x - y - row_mean)
+                elif KIND == 1:
+                    g = weight * (tl.exp(y) / row_sum_q - tl.exp(x) / row_sum_p)
+                else:
+                    r = x - y - log_ratio
+                    r = tl.where(r < -LIMIT, -LIMIT, tl.where(r > LIMIT, LIMIT, r))
+                    u = -tl.extra.libdevice.log1p(beta * tl.extra.libdevice.expm1(-r))
+                    g = tl.exp(x) * ((1 - beta) * weight / row_sum_p) * (u - row_mean)
+                # `out` may lie in this row's own memory, two bytes where four were read: no warp writes what
+                # another has still to read.
+                tl.debug_barrier()
+                tl.store(out + at, g.to(out.dtype.element_ty), mask=inside)
+
+    return row

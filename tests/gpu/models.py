@@ -1,0 +1,77 @@
+"""Random Llamas of real sizes, made on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from opd.models.causal_lm import CausalLM
+from tests.gpu.clock import Place
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
+    "2B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+}
+DRY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def config(name: str, place: Place) -> LlamaConfig:
+    """The shape called `name`, or a tiny one."""
+    shape = DRY if place.dry else SHAPES[name]
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return LlamaConfig(**shape, **ids, max_position_embeddings=4096)
+
+
+def module(name: str, place: Place, dtype: torch.dtype, attention: str = "opd") -> Any:
+    """A Hugging Face model with random weights."""
+    torch.manual_seed(0)
+    with place.device:
+        return AutoModelForCausalLM.from_config(
+            config(name, place), dtype=dtype, attn_implementation=attention
+        )
+
+
+def model(name: str, place: Place, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
+    """The same, for the engine and for training."""
+    return CausalLM(module(name, place, dtype))
+
+
+def parameter_bytes(made: Any) -> int:
+    """Bytes of the weights, tied ones once."""
+    return sum(p.numel() * p.element_size() for p in made.parameters())
