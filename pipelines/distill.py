@@ -60,7 +60,7 @@ def distill(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
         "settings": config.model_dump(mode="json"),
         "results": {"student tokens": result["student_tokens"]},
     }
-    return result | {"digest": run.student.export(out, card)}
+    return result | {"digest": run.student.export(out, card), "stop_ids": list(run.student.sampling.stop_ids)}
 
 
 @dataclass(slots=True)

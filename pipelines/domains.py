@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,10 +13,12 @@ from opd.data.cursor import PromptCursor
 from opd.data.load import encode_prompt, load_domain
 from opd.data.prompts import Domain, Prompt
 from opd.errors import DataError, ModelError
-from opd.models.tokenizers import character_tokenizer, load_tokenizer
+from opd.models.tokenizers import character_tokenizer, set_chat_template
+from opd.pipelines.student import model_stops, tokenizer_of
 from opd.rewards.functions import load_reward
 from opd.rewards.runner import RewardRunner
-from opd.rollout.collect import EncodedPrompt
+from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.user_generate import Generate, load_generate
 
 
 def load_domains(recipe: Recipe) -> dict[str, Domain]:
@@ -34,14 +37,17 @@ def student_tokenizer(recipe: Recipe, domains: Iterable[Domain]) -> PreTrainedTo
     """
     source = recipe.model.tokenizer or recipe.model.path
     if source is not None:
-        return load_tokenizer(source)
+        return tokenizer_of(recipe, Path(source))
     domains = list(domains)
     alphabet = "".join(sorted({letter for domain in domains for letter in domain.alphabet}))
     if not alphabet:
         raise ModelError(
             "no domain has an alphabet to build a character tokenizer from; give model.tokenizer"
         )
-    return character_tokenizer(alphabet, list(dict.fromkeys(tag for d in domains for tag in d.tags)))
+    made = character_tokenizer(alphabet, list(dict.fromkeys(tag for d in domains for tag in d.tags)))
+    if recipe.model.chat_template is not None:
+        set_chat_template(made, recipe.model.chat_template)
+    return made
 
 
 @dataclass(slots=True)
@@ -53,6 +59,8 @@ class DomainSet:
     tokenizer: PreTrainedTokenizerBase
     _cursors: dict[str, PromptCursor]
     _encode: Callable[[Prompt], EncodedPrompt]
+    generate: Generate = collect
+    """From prompts to responses, learnt from and measured alike: the recipe's own, if it names one."""
 
     @classmethod
     def open(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> DomainSet:
@@ -64,15 +72,17 @@ class DomainSet:
             if function is None:
                 raise DataError(f"domain {name} has no checker of its own; set domains.{name}.reward.")
             functions[name] = function
-        rewards = RewardRunner(functions, tokenizer, timeout=recipe.rollout.reward_timeout)
+        stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
+        rewards = RewardRunner(functions, tokenizer, timeout=recipe.rollout.reward_timeout, stops=stops)
         cursors = {name: PromptCursor(d.train, recipe.seed, name) for name, d in domains.items()}
 
         def encode(prompt: Prompt) -> EncodedPrompt:
-            ids = encode_prompt(prompt, tokenizer)
+            ids = encode_prompt(prompt, tokenizer, recipe.model.chat_template_kwargs)
             shown = {"prompt": prompt.text} if prompt.text is not None else {}
             return EncodedPrompt(prompt.key, prompt.domain, ids, prompt.label, prompt.metadata | shown)
 
-        return cls(domains, rewards, tokenizer, cursors, encode)
+        generate = load_generate(recipe.rollout.generate)
+        return cls(domains, rewards, tokenizer, cursors, encode, generate)
 
     def take(self, domain: str, start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """Training prompts number `start ... start + count - 1` of the domain's endless sequence.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from opd.pipelines.domains import DomainSet
 from opd.pipelines.statistics import Count, wilson
 from opd.pipelines.student import sampling_params
 from opd.protocols import RolloutEngine
-from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.collect import EncodedPrompt
 from opd.types import SamplingParams
 
 CORRECT_ABOVE = 0.5
@@ -30,7 +31,7 @@ class Accuracy:
     """Lower end of the Wilson interval."""
     high: float
     mean_length: float
-    """Response tokens."""
+    """Tokens that the model wrote."""
 
 
 def domain_accuracy(
@@ -65,17 +66,21 @@ def prompt_accuracy(
     confidence: float = 0.95,
 ) -> Accuracy:
     """Accuracy on given prompts."""
-    groups = collect(engine, prompts, samples, sampling, seed)
+    groups = data.generate(engine, prompts, samples, sampling, seed)
     responses = [sample for group in groups for sample in group.samples]
     data.rewards.score(responses)
     correct = sum((s.reward or 0.0) > CORRECT_ABOVE for s in responses)
     interval = wilson(Count(correct, len(responses)), confidence)
-    length = float(np.mean([len(s.response_ids) for s in responses]))
+    length = float(np.mean([s.trainable_tokens for s in responses]))
     return Accuracy(correct, len(responses), correct / len(responses), interval.low, interval.high, length)
 
 
-def evaluate_model(engine: RolloutEngine, data: DomainSet, recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
-    """Sampled and greedy accuracy on every domain, as the results file holds them."""
+def evaluate_model(
+    engine: RolloutEngine, data: DomainSet, recipe: Recipe, teacher: Path | None = None
+) -> dict[str, Any]:
+    """Sampled and greedy accuracy on every domain, as the results file holds them; of a `teacher` in its
+    folder, which may end its responses elsewhere.
+    """
     config = recipe.evaluation
     domains: dict[str, Any] = {}
     for domain in recipe.domains:
@@ -87,7 +92,7 @@ def evaluate_model(engine: RolloutEngine, data: DomainSet, recipe: Recipe, token
                     data,
                     domain,
                     config.prompts_per_domain,
-                    sampling_params(recipe, tokenizer, greedy),
+                    sampling_params(recipe, data.tokenizer, greedy, teacher),
                     seed=recipe.seed,
                     samples=samples,
                     confidence=config.confidence,

@@ -47,8 +47,8 @@ def evaluate(context: StageContext) -> dict[str, Any]:
     for done, (name, path) in enumerate(models.items(), start=1):
         if name not in found:
             # A teacher from elsewhere may have another configuration, so every model gets its own engine.
-            engine = make_writer(recipe, load_model(recipe, path), tokenizer)
-            found[name] = evaluate_model(engine, data, recipe, tokenizer)
+            engine = make_writer(recipe, load_model(recipe, path, tokenizer=tokenizer), tokenizer)
+            found[name] = evaluate_model(engine, data, recipe, _teacher(name, path))
             write_atomic(_measurements(context.folder), json.dumps(found).encode())
         accuracies = [row["sampled"]["accuracy"] for row in found[name].values()]
         context.progress(done, len(models), f"{name}: {sum(accuracies) / len(accuracies):.1%} sampled")
@@ -58,6 +58,10 @@ def evaluate(context: StageContext) -> dict[str, Any]:
         "phases": {},
         "counters": {},
     }
+
+
+def _teacher(name: str, path: Path) -> Path | None:
+    return path if name.startswith("specialist:") else None
 
 
 def measured(folder: RunFolder) -> dict[str, Any]:

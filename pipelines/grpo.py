@@ -72,7 +72,7 @@ def train_grpo(
         "settings": run.config.model_dump(mode="json"),
         "results": {"student tokens": result["student_tokens"]},
     }
-    return result | {"digest": run.student.export(out, card)}
+    return result | {"digest": run.student.export(out, card), "stop_ids": list(run.student.sampling.stop_ids)}
 
 
 @dataclass(slots=True)

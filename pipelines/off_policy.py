@@ -11,7 +11,6 @@ from opd.pipelines.domains import DomainSet
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
 from opd.pipelines.student import Student, load_model, make_writer, sampling_params
 from opd.pipelines.teachers import whole_teacher
-from opd.rollout.collect import collect
 from opd.rollout.shared import write_shared
 from opd.teachers.routing import Route, Router
 from opd.train.schedule import learning_rate
@@ -64,10 +63,12 @@ def _teacher_samples(context: StageContext, data: DomainSet, student: Student, s
     recipe = context.recipe
     config = recipe.distill
     router = Router.from_recipe(recipe)
-    sampling = sampling_params(recipe, student.tokenizer)
     by_step: list[list[Sample]] = [[] for _ in range(steps)]
     for teacher in router.teachers:
-        engine = make_writer(recipe, load_model(recipe, whole_teacher(context, teacher)), student.tokenizer)
+        path = whole_teacher(context, teacher)
+        model = load_model(recipe, path, tokenizer=student.tokenizer)
+        engine = make_writer(recipe, model, student.tokenizer)
+        sampling = sampling_params(recipe, student.tokenizer, teacher=path)
         for domain in recipe.domains:
             count = config.prompts_per_domain
             prompts = [
@@ -78,7 +79,7 @@ def _teacher_samples(context: StageContext, data: DomainSet, student: Student, s
             groups = write_shared(
                 context.ranks,
                 prompts,
-                lambda mine, engine=engine: collect(
+                lambda mine, engine=engine, sampling=sampling: data.generate(
                     engine, mine, config.samples_per_prompt, sampling, recipe.seed
                 ),
             )

@@ -160,7 +160,8 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
     for name, domain in domains.items():
         cursor = PromptCursor(domain.train, recipe.seed, name)
         for number, prompt in enumerate(cursor.take(0, config.prompts_per_domain)):
-            length = len(encode_prompt(prompt, models.tokenizer)) + recipe.rollout.max_new_tokens
+            ids = encode_prompt(prompt, models.tokenizer, recipe.model.chat_template_kwargs)
+            length = len(ids) + recipe.rollout.max_new_tokens
             route = router.route(name, f"{name}/{number}").name
             names = names if route in names else [*names, route]
             for _ in range(config.samples_per_prompt):

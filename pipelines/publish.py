@@ -9,9 +9,9 @@ from opd.models.heads import head_form
 from opd.models.hf_config import read_config
 from opd.models.hf_folder import check_folder
 from opd.models.hf_weights import check_weights, quiet
-from opd.models.tokenizers import fingerprint, load_tokenizer
+from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer
 from opd.storage.object_store import ObjectStore
-from opd.storage.publish import TOKENIZER_FILES, ModelForm, Published, publish
+from opd.storage.publish import ModelForm, Published, publish
 from opd.storage.store_faults import StoreOptions
 
 
@@ -23,8 +23,7 @@ def model_form(checkpoint: Path) -> ModelForm:
     """
     with quiet():
         config = read_config(checkpoint).get_text_config()
-        has_tokenizer = any((checkpoint / name).is_file() for name in TOKENIZER_FILES)
-        described = asdict(fingerprint(load_tokenizer(checkpoint))) if has_tokenizer else None
+        described = asdict(fingerprint(load_tokenizer(checkpoint))) if has_tokenizer(checkpoint) else None
     scale, softcap = head_form(config)
     return ModelForm(
         scale=scale,

@@ -34,6 +34,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "machine": _machine(),
         "domains": list(recipe.domains),
         "models": [_model(recipe, name, rows, finished) for name, rows in models.items()],
+        "stop_ids": finished.get("merge", {}).get("stop_ids", []),
         "recovery": _recoveries(recipe, models),
         "stages": [_stage(name, result) for name, result in finished.items()],
         "teachers": _teachers(folder) if "merge" in finished else {},

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
 from opd.models.causal_lm import CausalLM
-from opd.models.tokenizers import load_tokenizer
+from opd.models.stops import Stop, stops_of
+from opd.models.tokenizers import load_tokenizer, set_chat_template
 from opd.pipelines.adapted import adapted, receiving, save_trained
 from opd.pipelines.context import StageContext
 from opd.pipelines.helpers import Writers
@@ -36,10 +37,19 @@ from opd.train.torch_backend import TorchBackend
 from opd.types import SampleGroup, SamplingParams
 
 
-def load_model(recipe: Recipe, path: Path, dtype: str | None = None) -> CausalLM:
-    """The Hugging Face folder `path` in `dtype`, or the recipe's, on the recipe's device."""
+def load_model(
+    recipe: Recipe,
+    path: Path,
+    dtype: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> CausalLM:
+    """The Hugging Face folder `path` in `dtype`, or the recipe's, on the recipe's device.
+
+    It writes the tokens of `tokenizer`; `None` takes the folder's own. Teachers are given the student's: they
+    may have more tokens, or no tokenizer.
+    """
     model = CausalLM.from_pretrained(path, dtype=dtype or recipe.model.dtype, device=recipe.model.device)
-    model.vocabulary = min(len(tokenizer_of(recipe, path)), model.vocab_size)
+    model.vocabulary = min(len(tokenizer or tokenizer_of(recipe, path)), model.vocab_size)
     return model
 
 
@@ -53,16 +63,36 @@ def load_trained(recipe: Recipe, path: Path, dtype: str | None = None) -> Causal
 def tokenizer_of(recipe: Recipe, path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; the recipe may name another one for the base it starts from."""
     given, named = recipe.model.path, recipe.model.tokenizer
-    return load_tokenizer(named if named and given and Path(given) == path else path)
+    tokenizer = load_tokenizer(named if named and given and Path(given) == path else path)
+    if recipe.model.chat_template is not None:
+        set_chat_template(tokenizer, recipe.model.chat_template)
+    return tokenizer
+
+
+def model_stops(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Stop]:
+    """Where every response of the run ends: the recipe's ids, and the student's own if it lets them count."""
+    rollout, path = recipe.rollout, recipe.model.path
+    if not rollout.model_stop_ids:
+        return [
+            stop for stop in stops_of(tokenizer, None, rollout.stop_ids) if stop.token_id in rollout.stop_ids
+        ]
+    return stops_of(tokenizer, None if path is None else Path(path), rollout.stop_ids)
 
 
 def sampling_params(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, greedy: bool = False
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    greedy: bool = False,
+    teacher: Path | None = None,
 ) -> SamplingParams:
-    """How the recipe samples; `greedy` keeps only its limits."""
+    """How the recipe samples; `greedy` keeps only its limits. A `teacher` that writes also ends its responses
+    where its own folder says.
+    """
     rollout = recipe.rollout
-    eos = tokenizer.eos_token_id
-    stop = (*rollout.stop_ids, *([] if eos is None else [int(eos)]))
+    stop = tuple(stop.token_id for stop in model_stops(recipe, tokenizer))
+    if teacher is not None and rollout.model_stop_ids:
+        own = (found.token_id for found in stops_of(tokenizer, teacher))
+        stop = tuple(dict.fromkeys((*stop, *own)))
     if greedy:
         return SamplingParams(temperature=0.0, max_new_tokens=rollout.max_new_tokens, stop_ids=stop)
     return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, stop)

@@ -31,7 +31,11 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     base_path = context.model_path("base")
     base = dict(load_model(recipe, base_path).weights())
     teachers = Router.from_recipe(recipe).teachers
-    experts = [dict(load_model(recipe, whole_teacher(context, name)).weights()) for name in teachers]
+    tokenizer = tokenizer_of(recipe, base_path)
+    experts = [
+        dict(load_model(recipe, whole_teacher(context, name), tokenizer=tokenizer).weights())
+        for name in teachers
+    ]
     merges: dict[str, Callable[[float], Weights]] = {
         "average": lambda scale: weight_merge.average(experts),
         "task_arithmetic": lambda scale: weight_merge.task_arithmetic(base, experts, scale),
@@ -39,7 +43,6 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
         "dare": lambda scale: weight_merge.dare(base, experts, config.density, scale, recipe.seed),
     }
     scales = [1.0] if method == "average" else config.scales
-    tokenizer = tokenizer_of(recipe, base_path)
     model = load_model(recipe, base_path)
     scores: dict[float, float] = {}
     if len(scales) > 1:

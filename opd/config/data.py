@@ -50,7 +50,10 @@ class RolloutConfig(Config):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     stop_ids: list[int] = []
-    """Token ids that end a response, beside the tokenizer's end-of-sequence token."""
+    """Token ids that end a response, beside those of `model_stop_ids`."""
+    model_stop_ids: bool = True
+    """Whether a response also ends where the model says: at its tokenizer's end-of-sequence token and at
+    every `eos_token_id` of its `generation_config.json` and `config.json`. `false`: at `stop_ids` alone."""
     stop: list[str] = []
     """Strings that end a response, however they are cut into tokens; they stay in the response."""
     max_new_tokens: int = Field(default=16, gt=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from opd.config.base import Config
 from opd.config.data import DomainConfig, RolloutConfig, TeacherConfig
@@ -26,12 +26,26 @@ class ModelConfig(Config):
     tokenizer: str | None = None
     """A Hugging Face folder; `None` takes the model's own, or with `config` a character tokenizer over the
     domains' alphabets."""
+    chat_template: str | None = None
+    """A `.jinja` file, or a Hugging Face folder (a teacher's) whose template writes prompts that are
+    messages; `None` takes the tokenizer's own. It stays with the models that come out."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments of the chat template, such as `{enable_thinking: false}`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "auto"
     """`auto` takes CUDA where there is one."""
     lora: LoRAConfig | None = None
     """Train adapters on the base in place of its weights (extra `lora`): specialists, merge and trained
     baselines; the warm-up trains all weights. Needs the torch back end in one process and its engine."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _the_templates_own(cls, given: dict[str, Any]) -> dict[str, Any]:
+        ours = ("conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict")
+        for key in given:
+            if key in (*ours, "return_tensors", "padding", "truncation", "max_length", "chat_template"):
+                raise ValueError(f"{key} is set by opd; give only what the template itself reads")
+        return given
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -142,6 +156,23 @@ class Recipe(Config):
         """Domains whose specialist this run trains: those some domain names as teacher without a path."""
         named = {name for domain in self.domains for name in self.teacher_weights(domain)}
         return [domain for domain in self.domains if domain in named and domain not in self.teachers]
+
+    @model_validator(mode="after")
+    def _responses_end(self) -> Recipe:
+        rollout = self.rollout
+        if rollout.model_stop_ids:
+            return self
+        if rollout.engine.type == "sglang":
+            raise ValueError(
+                "rollout.model_stop_ids false needs rollout.engine torch: an SGLang worker always stops where"
+                " its model says; leave it out"
+            )
+        if not rollout.stop_ids and not rollout.stop:
+            raise ValueError(
+                "with rollout.model_stop_ids false no response ends before rollout.max_new_tokens; give"
+                " rollout.stop_ids or rollout.stop"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_stage_for_the_workers(self) -> Recipe:

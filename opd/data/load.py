@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,9 +38,12 @@ def load_domain(name: str, config: DomainConfig, *, seed: int, held_out_prompts:
     )
 
 
-def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def encode_prompt(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
+) -> np.ndarray:
     """[C] int32: messages through the tokenizer's chat template, up to where the assistant begins; text as it
-    is, with the special tokens (such as a BOS) the tokenizer itself puts before text.
+    is, with the special tokens (such as a BOS) the tokenizer itself puts before text. `template`: arguments
+    of the chat template's own.
 
     Raises `DataError` naming the prompt if the tokenizer has no chat template for messages or cannot encode
     the text, for example a character that a character tokenizer does not have.
@@ -49,12 +53,17 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> np.ndar
             ids = tokenizer(prompt.text or "")["input_ids"]
         else:
             ids = tokenizer.apply_chat_template(
-                prompt.messages, tokenize=True, add_generation_prompt=True, return_dict=False
+                prompt.messages,
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,
+                **(template or {}),
             )
     except Exception as error:  # tokenizers and chat templates raise plain Exceptions of many kinds
         shown = repr(prompt.text if prompt.text is not None else prompt.messages)
         raise DataError(
             f"domain {prompt.domain}: the tokenizer cannot encode the prompt {shown[:80]} "
-            f"({' '.join(str(error).split())}); use another tokenizer or mend the prompt."
+            f"({' '.join(str(error).split())}); give another model.tokenizer or model.chat_template, or mend "
+            "the prompt."
         ) from error
     return np.array(ids, dtype=np.int32)

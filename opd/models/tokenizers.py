@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,21 +99,77 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
     )
 
 
-def differences(a: Fingerprint, b: Fingerprint) -> list[str]:
-    """How `b` differs from `a`, one plain sentence each; empty if they are interchangeable."""
-    found = []
-    if a.vocab_size != b.vocab_size:
-        found.append(f"the vocabularies have {a.vocab_size} and {b.vocab_size} tokens")
-    elif a.vocab_digest != b.vocab_digest:
-        found.append(
-            f"the vocabularies have {a.vocab_size} tokens each but not the same ones at the same ids"
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How a teacher's tokenizer differs from the student's, one sentence a difference."""
+
+    wrong: list[str]
+    """Differences with which the teacher's logits say nothing about the student's tokens."""
+    harmless: list[str]
+    """Differences that do not change what is scored."""
+
+
+def compare(
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, stops: Collection[int]
+) -> Comparison:
+    """Compare what is scored: the token behind every id that the student can write.
+
+    Special and added tokens may differ unless they are among `stops`, the ids at which the student's
+    responses end; tokens of the teacher beyond the student's vocabulary, and ids of padding, never count.
+    """
+    ours, theirs = _by_id(student), _by_id(teacher)
+    named, added = set(student.added_tokens_decoder), set(teacher.added_tokens_decoder)
+    other = [i for i, token in ours.items() if theirs.get(i) != token]
+    special = [i for i in other if i in named and i not in stops and (i not in theirs or i in added)]
+    wrong = sorted(set(other) - set(special))
+    found = Comparison([], [])
+    for ids, sentences in ((wrong, found.wrong), (special, found.harmless)):
+        if ids:
+            first = (
+                f"id {ids[0]} is {ours[ids[0]]!r} for the student and {theirs.get(ids[0])!r} for the teacher"
+            )
+            kind = "special tokens that end nothing" if sentences is found.harmless else "tokens"
+            sentences.append(f"{len(ids)} of the student's {len(ours)} ids stand for other {kind}: {first}")
+    more = len(theirs.keys() - ours.keys())
+    if more:
+        found.harmless.append(
+            f"it knows {more} more tokens than the student, which are left out of its scores"
         )
-    for (name, left), (_, right) in zip(a.special_ids, b.special_ids, strict=True):
+    for name in ("bos", "pad", "unk"):
+        left, right = (getattr(tokenizer, f"{name}_token_id") for tokenizer in (student, teacher))
         if left != right:
-            found.append(f"the {name} token has id {left} in one and {right} in the other")
-    if a.chat_template_digest != b.chat_template_digest:
-        found.append("the chat templates are different")
+            found.harmless.append(f"its {name} token has id {right}, the student's {left}, which is used")
     return found
+
+
+def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return {index: token for token, index in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])}
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Give `tokenizer` the chat template of a file, or of the tokenizer in a Hugging Face folder.
+
+    Raises `ModelError` if there is none.
+    """
+    path = Path(source)
+    if path.is_dir():
+        template = load_tokenizer(path).chat_template
+        if not template:
+            raise ModelError(f"model.chat_template: {path} has a tokenizer without a chat template.")
+    else:
+        try:
+            template = path.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"model.chat_template: {path} cannot be read ({error}); give a .jinja file or a folder."
+            ) from error
+    tokenizer.chat_template = template
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a Hugging Face folder brings a tokenizer of its own."""
+    names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+    return any((folder / name).is_file() for name in names)
 
 
 def _digest(value: object) -> str:

@@ -2,7 +2,8 @@
 
 1. `def reward(sample) -> float | dict` or `async def`, with `sample` a `RewardSample`.
 2. TRL's form, `def reward(prompts, completions, **columns) -> list[float]` or `async def`, recognised by a
-   parameter named `completions`. The columns are `label`, `domain` and the samples' metadata, as lists.
+   parameter named `completions`. The columns are `completion_ids`, `label`, `domain`, the samples' metadata,
+   and what else a `RewardSample` has, as lists.
 3. A domain's own checker, `checker(completion, label) -> float`.
 
 A dict is a reward in parts: its `reward` entry is the reward if there is one, else the sum of all entries.
@@ -18,6 +19,16 @@ from typing import Any, Literal
 from opd.data.prompts import Checker
 from opd.errors import RewardError
 from opd.imports import import_attribute
+from opd.types import Status
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A part of a response by one side, as text without the token that ended it."""
+
+    role: Literal["assistant", "environment"]
+    """`assistant`: the model wrote it; `environment`: what an agent's tools or environment answered."""
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +37,45 @@ class RewardSample:
 
     uid: str
     text: str
-    """The response, without the token that ended it."""
+    """What the model wrote, without the tokens that ended its turns; several turns one after the other."""
     prompt: str
     label: Any
     domain: str
     metadata: dict[str, Any] = field(default_factory=dict)
+    turns: Sequence[Turn] = ()
+    """The whole response in order: one turn of the model, or an agent's and its environment's."""
+    status: Status = Status.COMPLETED
+    """`COMPLETED`, or `TRUNCATED` where `max_new_tokens` ended it."""
+    token_ids: Sequence[int] = ()
+    """[R] the whole response, the environment's tokens and those that ended turns included."""
+    loss_mask: Sequence[bool] = ()
+    """[R] True where the model wrote the token."""
+
+    @property
+    def completion(self) -> str:
+        """The same as `text`."""
+        return self.text
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model wrote."""
+        return sum(self.loss_mask)
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"]:
+        """`length` if the response was cut off at `max_new_tokens`."""
+        return "length" if self.status is Status.TRUNCATED else "stop"
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation: the prompt's messages (a prompt of text is the user's) and all turns."""
+        asked = self.metadata.get("messages") or [{"role": "user", "content": self.prompt}]
+        return [*asked, *self.answers]
+
+    @property
+    def answers(self) -> list[dict[str, Any]]:
+        """All turns as messages."""
+        return [{"role": turn.role, "content": turn.text} for turn in self.turns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +113,18 @@ class RewardFunction:
         return {name: values for name, values in columns.items() if name in accepted}
 
 
+_SHOWN = ("turns", "status", "finish_reason", "length", "loss_mask")
+"""Attributes of a `RewardSample` that are columns, unless the data has columns of these names."""
+
+
 def _columns(samples: Sequence[RewardSample]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for sample in samples for name in sample.metadata)
-    columns: dict[str, list[Any]] = {name: [s.metadata.get(name) for s in samples] for name in names}
+    columns: dict[str, list[Any]] = {name: [getattr(s, name) for s in samples] for name in _SHOWN}
+    columns |= {name: [s.metadata.get(name) for s in samples] for name in names}
     chat = bool(samples) and all("messages" in sample.metadata for sample in samples)
     columns["prompts"] = [s.metadata["messages"] if chat else s.prompt for s in samples]
-    columns["completions"] = [[{"role": "assistant", "content": s.text}] if chat else s.text for s in samples]
+    columns["completions"] = [s.answers if chat else s.text for s in samples]
+    columns["completion_ids"] = [list(s.token_ids) for s in samples]
     columns["label"] = [sample.label for sample in samples]
     columns["domain"] = [sample.domain for sample in samples]
     return columns

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from opd.data.prompts import Checker
 from opd.errors import RewardError
 from opd.rewards.execution import Job
-from opd.rewards.functions import RewardFunction, RewardSample, checker_reward
+from opd.rewards.functions import RewardFunction, RewardSample, Turn, checker_reward
 from opd.rewards.values import reward_value
 from opd.types import Sample, Status
 
@@ -24,16 +25,18 @@ class RewardRunner:
         functions: Mapping[str, RewardFunction | Checker],
         tokenizer: PreTrainedTokenizerBase,
         timeout: float = 60.0,
+        stops: Collection[int] = (),
     ) -> None:
         """`functions` by domain: loaded reward functions, or domains' own checkers. `timeout` is in seconds,
-        for one domain's samples of one call of `score`.
+        for one domain's samples of one call of `score`. `stops`: token ids that end a response, beside the
+        tokenizer's special ones.
         """
         self._functions = {
             domain: f if isinstance(f, RewardFunction) else checker_reward(f, f"checker of domain {domain}")
             for domain, f in functions.items()
         }
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._ends = frozenset((*tokenizer.all_special_ids, *stops))
         self._timeout = timeout
 
     def together(self, domain: str) -> bool:
@@ -71,22 +74,42 @@ class RewardRunner:
             raise RewardError(f"domain {domain} has no reward function; set domains.{domain}.reward.")
         prompts = {sample.prompt_ids.tobytes(): sample.prompt_ids for sample in samples}
         texts = {key: self._decode(ids.tolist()) for key, ids in prompts.items()}  # a group shares one prompt
-        views = [
-            RewardSample(s.uid, self.text(s), texts[s.prompt_ids.tobytes()], s.label, domain, s.metadata)
-            for s in samples
-        ]
+        views = [self._view(sample, texts[sample.prompt_ids.tobytes()]) for sample in samples]
         return Job(self._functions[domain], views, self._timeout)
 
-    def text(self, sample: Sample) -> str:
-        """The response as text. The special token that ended it is left out; any other special token stays,
-        so that a stray one cannot turn a wrong answer into a right one.
+    def _view(self, sample: Sample, prompt: str) -> RewardSample:
+        """`sample` as its reward function sees it. The token that ended a turn is left out of its text; any
+        other special token stays, so that a stray one cannot turn a wrong answer into a right one.
         """
         ids = sample.response_ids.tolist()
-        if sample.status is Status.COMPLETED and ids and ids[-1] in self._special:
-            ids.pop()
-        return self._decode(ids)
+        mask = sample.loss_mask.tolist()
+        turns = [] if ids else [Turn("assistant", "")]
+        for start, stop in _runs(mask):
+            own, last = ids[start:stop], stop == len(ids)
+            ended = mask[start] and (not last or sample.status is Status.COMPLETED)
+            if ended and own[-1] in self._ends:
+                own.pop()
+            turns.append(Turn("assistant" if mask[start] else "environment", self._decode(own)))
+        return RewardSample(
+            sample.uid,
+            "".join(turn.text for turn in turns if turn.role == "assistant"),
+            prompt,
+            sample.label,
+            sample.domain,
+            sample.metadata,
+            turns,
+            sample.status,
+            ids,
+            mask,
+        )
 
     def _decode(self, ids: list[int]) -> str:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+
+def _runs(mask: list[bool]) -> list[tuple[int, int]]:
+    """Bounds of the stretches of equal values."""
+    cuts = [place for place in range(1, len(mask)) if mask[place] != mask[place - 1]]
+    return list(pairwise([0, *cuts, len(mask)])) if mask else []

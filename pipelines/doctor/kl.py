@@ -74,7 +74,8 @@ def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenize
     from opd.pipelines.student import sampling_params
     from opd.rollout.torch_engine import TorchEngine
 
-    prompts = [encode_prompt(prompt, tokenizer) for prompt in domain.held_out[:_PROMPTS]]
+    kwargs = recipe.model.chat_template_kwargs
+    prompts = [encode_prompt(prompt, tokenizer, kwargs) for prompt in domain.held_out[:_PROMPTS]]
     sampling = sampling_params(recipe, tokenizer)
     sampling = replace(sampling, max_new_tokens=min(_NEW_TOKENS, sampling.max_new_tokens))
     requests = [

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from opd.data.prompts import Domain
 
 
+_PEEK = 64
+"""Prompts of a domain that are asked whether they are messages."""
 _NAMES = ("architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache")
 """Keys of a configuration that change nothing in what its weights compute."""
 
@@ -46,6 +48,10 @@ class Models:
     tokenizer: Any = None
     config: Any = None
     """The student's Hugging Face configuration."""
+    chat: bool = False
+    """Whether some prompts are messages, so that the chat template counts."""
+    stops: tuple[int, ...] = ()
+    """Ids at which every response ends."""
     student: Shape | None = None
     teachers: dict[str, Shape] = field(default_factory=dict)
 
@@ -53,7 +59,9 @@ class Models:
 def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
     """Checks student, teachers and prompts; fills `models`."""
     findings = attempt("student", lambda: _check_student(recipe, domains, models))
+    models.chat = any(prompt.messages is not None for d in domains.values() for prompt in d.train[:_PEEK])
     if models.tokenizer is not None:
+        findings += attempt("stop ids", lambda: _check_stops(recipe, models))
         for name, path in given_teachers(recipe).items():
             findings += attempt(
                 f"teacher {name}", lambda n=name, p=path: _check_teacher(recipe, n, p, models)
@@ -84,7 +92,8 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     size = f"{models.student.parameters:,} parameters, vocabulary {len(models.tokenizer)}"
     return [
         Finding("ok", "student", f"{config.model_type}, {size}"),
-        *_check_ids("student", config, models.tokenizer),
+        *_check_rows("student", config, models.tokenizer),
+        *_check_bos("student", config, models.tokenizer),
         *_check_temperature("student", model.path, recipe.rollout.temperature),
     ]
 
@@ -103,22 +112,103 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
 
 def _check_teacher_files(recipe: Recipe, name: str, path: Path, models: Models) -> list[Finding]:
     from opd.models.hf_config import read_config
-    from opd.models.tokenizers import differences, fingerprint, load_tokenizer
 
     title = f"teacher {name}"
-    config, tokenizer = read_config(path), load_tokenizer(path)
-    apart = differences(fingerprint(models.tokenizer), fingerprint(tokenizer))
-    if apart:
-        detail = f"the tokenizers of student and teacher differ: {'; '.join(apart)}"
-        return [Finding("error", title, f"{detail}; use a teacher with the student's tokenizer")]
+    config = read_config(path)
     shape = _shape(config, str(path))
     models.teachers[name] = shape
     return [
-        Finding("ok", title, f"{config.model_type}, {shape.parameters:,} parameters, same tokenizer"),
-        *_check_ids(title, config, tokenizer),
+        Finding("ok", title, f"{config.model_type}, {shape.parameters:,} parameters"),
+        *_check_rows(title, config, models.tokenizer),
+        *_check_tokenizer(title, path, recipe, models),
         *_check_temperature(title, str(path), recipe.rollout.temperature),
         *_check_weight_merges(title, recipe, config, models),
     ]
+
+
+def _check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> list[Finding]:
+    """Whether the teacher's scores are of the student's tokens: what differs, one sentence each."""
+    from opd.models.tokenizers import compare, has_tokenizer, load_tokenizer
+
+    if not has_tokenizer(path):
+        detail = "its folder has no tokenizer, so nothing shows that its tokens are the student's"
+        return [Finding("warning", title, f"{detail}; copy the tokenizer it was trained with there")]
+    tokenizer = load_tokenizer(path)
+    found = compare(models.tokenizer, tokenizer, models.stops)
+    wrong = [
+        Finding(
+            "error", title, f"{sentence}; set model.tokenizer, or use a teacher with the student's tokens"
+        )
+        for sentence in found.wrong
+    ]
+    harmless = [Finding("warning", title, sentence) for sentence in found.harmless]
+    return wrong + harmless + _check_turns(title, path, tokenizer, recipe, models)
+
+
+def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models: Models) -> list[Finding]:
+    """Whether the teacher ends its responses, and writes prompts, as the student does."""
+    from opd.models.stops import stops_of
+
+    findings, model = [], recipe.model
+    ends = [stop for stop in stops_of(tokenizer, path) if stop.token_id not in models.stops]
+    if ends:
+        detail = f"it also ends its responses at {', '.join(map(str, ends))}, where the student's go on"
+        findings.append(Finding("warning", title, f"{detail}; consider rollout.stop_ids"))
+    if not models.chat:
+        return findings
+    theirs, ours = (_rendered(each, model.chat_template_kwargs) for each in (tokenizer, models.tokenizer))
+    if theirs != ours and ours is not None:
+        what = "has no chat template" if theirs is None else "has another chat template"
+        detail = f"it {what}: prompts are written with the student's; model.chat_template can name another"
+        findings.append(Finding("warning", title, detail))
+    return findings
+
+
+def _rendered(tokenizer: Any, template: Mapping[str, Any]) -> str | None:
+    """A conversation as the chat template writes it: templates that write the same are the same."""
+    if not tokenizer.chat_template:
+        return None
+    roles = ("user", "assistant", "user")
+    conversation = [{"role": role, "content": f"words of {role}"} for role in roles]
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True, **template
+            )
+        )
+    except Exception as error:  # a template raises what it likes; equal ones raise the same
+        return f"{type(error).__name__}: {error}"
+
+
+def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
+    """Where responses end, and whether that is where the chat template ends a turn."""
+    from opd.models.stops import end_of_turn
+    from opd.pipelines.student import model_stops
+
+    tokenizer, title = models.tokenizer, "stop ids"
+    stops = model_stops(recipe, tokenizer)
+    models.stops = tuple(stop.token_id for stop in stops)
+    outside = [str(token) for token in models.stops if not 0 <= token < len(tokenizer)]
+    if outside:
+        detail = (
+            f"rollout.stop_ids {', '.join(outside)} lie outside of the tokenizer's {len(tokenizer)} tokens"
+        )
+        return [Finding("error", title, f"{detail}; give ids that it has")]
+    if recipe.base is not None and tokenizer.eos_token_id is None:
+        detail = "the tokenizer has no end-of-sequence token, which the warm-up's demonstrations end with"
+        return [Finding("error", title, f"{detail}; set its eos_token")]
+    if not stops and not recipe.rollout.stop:
+        detail = "neither tokenizer nor model has an end-of-sequence token, so no response could end"
+        return [Finding("error", title, f"{detail}; set eos_token, or give rollout.stop_ids")]
+    findings = [Finding("ok", title, "a response ends at " + ", ".join(map(str, stops)))] if stops else []
+    turn = end_of_turn(tokenizer, recipe.model.chat_template_kwargs) if models.chat else None
+    if turn is not None and turn not in models.stops:
+        detail = (
+            f"the chat template ends an answer with {turn} {tokenizer.convert_ids_to_tokens(turn)!r}, at"
+            " which responses do not end"
+        )
+        findings.append(Finding("warning", title, f"{detail}; add {turn} to rollout.stop_ids"))
+    return findings
 
 
 def _check_weight_merges(title: str, recipe: Recipe, config: Any, models: Models) -> list[Finding]:
@@ -162,22 +252,21 @@ def _shape(config: Any, source: str) -> Shape:
     )
 
 
-def _check_ids(title: str, config: Any, tokenizer: Any) -> list[Finding]:
-    """Vocabulary and special ids of one model against its tokenizer."""
-    text, findings = config.get_text_config(), []
-    if text.vocab_size < len(tokenizer):
-        detail = f"its vocabulary has {text.vocab_size} rows, but the tokenizer has {len(tokenizer)} tokens"
-        findings.append(Finding("error", title, f"{detail}; use the tokenizer the model was trained with"))
-    if tokenizer.eos_token_id is None:
-        detail = "its tokenizer has no end-of-sequence token, so no response could end; set eos_token"
-        findings.append(Finding("error", title, detail))
-    for name in ("bos", "eos", "pad"):
-        there, here = getattr(text, f"{name}_token_id", None), getattr(tokenizer, f"{name}_token_id")
-        known = there if isinstance(there, list) else [there]
-        if here is not None and there is not None and here not in known:
-            detail = f"config.json says {name}_token_id {there}, the tokenizer {here}; the latter is used"
-            findings.append(Finding("warning", title, detail))
-    return findings
+def _check_rows(title: str, config: Any, tokenizer: Any) -> list[Finding]:
+    """Whether a model has a row for every token of the student's tokenizer; more are cut off."""
+    rows = config.get_text_config().vocab_size
+    if rows >= len(tokenizer):
+        return []
+    detail = f"its vocabulary has {rows} rows, but the tokenizer has {len(tokenizer)} tokens"
+    return [Finding("error", title, f"{detail}; set model.tokenizer to the one the model was trained with")]
+
+
+def _check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
+    there, here = getattr(config.get_text_config(), "bos_token_id", None), tokenizer.bos_token_id
+    if here is None or there is None or here == there:
+        return []
+    detail = f"config.json says bos_token_id {there}, the tokenizer {here}; the latter is used"
+    return [Finding("warning", title, detail)]
 
 
 def _check_temperature(title: str, path: str | None, temperature: float) -> list[Finding]:
@@ -203,10 +292,12 @@ def _check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findi
     prompts = [*domain.train[:16], *domain.held_out[:16]]
     if any(prompt.messages is not None for prompt in prompts) and not tokenizer.chat_template:
         detail = (
-            "prompts are messages but the tokenizer has no chat template; use text prompts or another model"
+            "prompts are messages but the tokenizer has no chat template; set model.chat_template to a file"
+            " or a folder that has one, or model.tokenizer"
         )
         return [Finding("error", title, detail)]
-    lengths = [len(encode_prompt(prompt, tokenizer)) for prompt in prompts]
+    kwargs = recipe.model.chat_template_kwargs
+    lengths = [len(encode_prompt(prompt, tokenizer, kwargs)) for prompt in prompts]
     if min(lengths, default=0) == 0:
         return [Finding("error", title, "a prompt has no tokens; every prompt needs at least one")]
     longest = max(lengths) + rollout.max_new_tokens

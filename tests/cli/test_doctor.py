@@ -93,9 +93,87 @@ def test_a_far_teacher_is_a_warning(student, tmp_path):
 
 
 def test_another_tokenizer_is_an_error(student, tmp_path):
-    teacher = save_model(tmp_path / "teacher", seed=1, alphabet="0123456789=abc")
+    teacher = save_model(tmp_path / "teacher", seed=1, alphabet="9876543210=")
     errors = find(examine(make_recipe(student, teacher)), "error")
-    assert "tokenizers of student and teacher differ: the vocabularies have" in errors["teacher expert"]
+    assert "10 of the student's 14 ids stand for other tokens: id 3 is '0'" in errors["teacher expert"]
+    assert "model.tokenizer" in errors["teacher expert"]
+
+
+def warnings(findings: list[Finding], title: str) -> list[str]:
+    return [f.detail for f in findings if f.level == "warning" and f.title == title]
+
+
+def test_a_teacher_with_more_tokens_or_no_tokenizer_is_a_warning(student, tmp_path):
+    teacher = save_model(tmp_path / "teacher", seed=1, alphabet="0123456789=abc")
+    found = examine(make_recipe(student, teacher, baselines={"methods": []}))
+    assert find(found, "error") == {}
+    assert warnings(found, "teacher expert") == [
+        "it knows 3 more tokens than the student, which are left out of its scores"
+    ]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (teacher / name).unlink()
+    found = examine(make_recipe(student, teacher, baselines={"methods": []}))
+    assert find(found, "error") == {}
+    assert "its folder has no tokenizer" in warnings(found, "teacher expert")[0]
+    small = save_model(tmp_path / "small", seed=1, alphabet="01234")
+    (small / "tokenizer.json").unlink()
+    errors = find(examine(make_recipe(student, small, baselines={"methods": []})), "error")
+    assert "its vocabulary has 8 rows, but the tokenizer has 14 tokens" in errors["teacher expert"]
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}={% endfor %}"
+ENDING = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
+
+
+def chat_recipe(student: Path, teacher: Path, folder: Path, **model) -> Recipe:
+    lines = [{"prompt": [{"role": "user", "content": f"{n}"}], "label": str(n)} for n in range(40)]
+    data = folder / "chat.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    domains = {"chat": {"source": str(data), "reward": "math:sqrt", "teacher": "expert"}}
+    recipe = make_recipe(student, teacher, domains=domains)
+    settings = recipe.model_dump()
+    settings["model"] |= model
+    settings["teachers"] = {"expert": {"path": str(teacher)}}
+    return Recipe.model_validate(settings)
+
+
+def with_template(source: Path, folder: Path, template: str | None) -> Path:
+    shutil.copytree(source, folder)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        (TEMPLATE, TEMPLATE, []),
+        (TEMPLATE, "{# a comment #}" + TEMPLATE, []),
+        (TEMPLATE, None, ["it has no chat template: prompts are written with the student's"]),
+        (TEMPLATE, ENDING, ["it has another chat template"]),
+        (None, TEMPLATE, []),
+    ],
+)
+def test_chat_templates_that_write_the_same_are_the_same(student, tmp_path, ours, theirs, told):
+    mine = with_template(student, tmp_path / "mine", ours)
+    teacher = with_template(student, tmp_path / "teacher", theirs)
+    model = {} if ours else {"chat_template": str(teacher)}  # a base student takes its teacher's
+    found = examine(chat_recipe(mine, teacher, tmp_path, **model), thorough=False)
+    assert find(found, "error") == {}
+    assert len(warnings(found, "teacher expert")) == len(told)
+    assert all(a in b for a, b in zip(told, warnings(found, "teacher expert"), strict=True))
+
+
+def test_a_turn_that_ends_where_no_response_does_is_found_early(student, tmp_path):
+    mine = with_template(student, tmp_path / "mine", ENDING)
+    found = examine(chat_recipe(mine, mine, tmp_path), thorough=False)
+    assert "ends an answer with 0 '<pad>', at which responses do not end" in warnings(found, "stop ids")[0]
+    (mine / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 0]}))
+    found = examine(chat_recipe(mine, mine, tmp_path), thorough=False)
+    assert warnings(found, "stop ids") == []
+    shown = find(found, "ok")["stop ids"]
+    assert "1 '<eos>' (tokenizer, generation_config.json, config.json)" in shown
+    assert "0 '<pad>' (generation_config.json)" in shown
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "no folder"])
@@ -120,7 +198,7 @@ def test_wrong_ids_and_temperatures_are_found(student, tmp_path):
     (teacher / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
     findings = [f for f in examine(make_recipe(student, teacher)) if f.level == "warning"]
     details = " ".join(finding.detail for finding in findings)
-    assert "config.json says eos_token_id 5, the tokenizer 1" in details
+    assert "also ends its responses at 5 '2' (config.json), where the student's go on" in details
     assert "says temperature 0.6, rollout.temperature is 1" in details
 
 
@@ -138,7 +216,14 @@ def test_a_tokenizer_without_an_end_is_an_error(student, tmp_path):
     tokenizer = character_tokenizer("0123456789=", ["<sort>"])
     tokenizer.eos_token = None
     tokenizer.save_pretrained(model)
-    assert "no end-of-sequence token" in find(examine(make_recipe(model)), "error")["student"]
+    for name in ("config.json", "generation_config.json"):
+        described = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**described, "eos_token_id": None}))
+    assert "no response could end" in find(examine(make_recipe(model)), "error")["stop ids"]
+    found = examine(make_recipe(model, rollout={"stop_ids": [5], "max_sequence": 64}), thorough=False)
+    assert find(found, "ok")["stop ids"] == "a response ends at 5 '2' (rollout.stop_ids)"
+    outside = make_recipe(model, rollout={"stop_ids": [99], "max_sequence": 64})
+    assert "99 lie outside" in find(examine(outside, thorough=False), "error")["stop ids"]
 
 
 def test_messages_need_a_chat_template(student, tmp_path):

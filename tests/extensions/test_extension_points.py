@@ -1,5 +1,6 @@
 """Everything a recipe names by dotted path: called with what is promised, and refused with one sentence."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -196,6 +197,7 @@ def test_a_whole_run_uses_all_of_them(tmp_path):
     settings["domains"] = domains
     settings["rollout"] |= {"generate": "my_code:two_turns", "max_new_tokens": 3, "max_sequence": 24}
     settings["base"] |= {"steps": 20}
+    settings["evaluation"] |= {"every": 1, "prompts_per_domain": 4, "curve_prompts": 2}
     settings["specialist"] |= {
         "steps": 2,
         "advantage": {"type": "custom", "path": "my_code:best_of_group"},
@@ -211,7 +213,21 @@ def test_a_whole_run_uses_all_of_them(tmp_path):
     with RunFolder.create(tmp_path / "run", type(recipe).model_validate(settings)) as folder:
         run_stage(type(recipe).model_validate(settings), folder, "merge")
         assert folder.stage_done("merge")["steps"] == 2
+        learnt, learnt_from = (
+            my_code.seen.pop("two_turns"),
+            {"base", "specialist-sort", "specialist-add3", "merge"},
+        )
+        run_stage(type(recipe).model_validate(settings), folder, "evaluate")
+        measured = my_code.seen["two_turns"]
+        rows = json.loads((folder.path / "results.json").read_text())["models"]
     called = {"two_turns", "reward", "advantage", "filter", "policy", "divergence", "to_batch"}
     assert set(my_code.seen) == called
-    for group in my_code.seen["two_turns"][-1]:
-        assert all((~sample.loss_mask).sum() == 3 for sample in group.samples)
+    everything = [group for groups in (*learnt, *measured) for group in groups]
+    assert all((~sample.loss_mask).sum() == 3 for group in everything for sample in group.samples)
+    # The agent writes whatever is learnt from or measured: the warm-up's check, the curve, the evaluation.
+    written = {group.uid.split("/")[0] for groups in learnt for group in groups}
+    assert written == (learnt_from - {"base"}) | {"evaluate"}
+    models, domains, modes, prompts = 4, 2, 2, 4
+    assert sum(len(groups) for groups in measured) == models * domains * modes * prompts
+    lengths = [domain["mean_length"] for row in rows for domain in row["domains"].values()]
+    assert all(2 <= length <= 2 * 3 for length in lengths)  # of two turns, without the environment's tokens

@@ -11,7 +11,13 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from opd.errors import ModelError
-from opd.models.tokenizers import character_tokenizer, differences, fingerprint, load_tokenizer
+from opd.models.tokenizers import (
+    character_tokenizer,
+    compare,
+    fingerprint,
+    load_tokenizer,
+    set_chat_template,
+)
 
 ALPHABET = "0123456789=<>[](.*)\\|^$-+ \n\té→ab"
 TAGS = ["<sort>", "<sort2>", "[x.*]", "ab", "é→"]
@@ -77,26 +83,77 @@ def test_missing_and_broken_tokenizers_are_named(tmp_path: Path):
             load_tokenizer(tmp_path)
 
 
-def test_differences_are_plain_sentences():
-    base = character_tokenizer("abc", ["<t>"])
-    mine = fingerprint(base)
-    assert differences(mine, fingerprint(character_tokenizer("abc", ["<t>"]))) == []
-    assert differences(mine, fingerprint(character_tokenizer("abcd", ["<t>"]))) == [
-        "the vocabularies have 6 and 7 tokens"
-    ]
-    assert differences(mine, fingerprint(character_tokenizer("acb", ["<t>"]))) == [
-        "the vocabularies have 6 tokens each but not the same ones at the same ids"
-    ]
-    base.chat_template = "{{ messages }}"
-    assert differences(mine, fingerprint(base)) == ["the chat templates are different"]
+def words(ids: dict[str, int], **special: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(ids)), **special)
 
 
-def test_other_special_ids_are_told():
-    words = {"<eos>": 0, "<pad>": 1, "a": 2}
-    pair = [
-        PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.WordLevel(words)), eos_token=eos, pad_token=pad
-        )
-        for eos, pad in (("<eos>", "<pad>"), ("<pad>", "<pad>"))
-    ]
-    assert differences(*map(fingerprint, pair)) == ["the eos token has id 0 in one and 1 in the other"]
+STUDENT = {"<eos>": 0, "<pad>": 1, "a": 2, "b": 3}
+SPECIAL = {"eos_token": "<eos>", "pad_token": "<pad>"}
+COMPARED = {
+    "the same": (STUDENT, SPECIAL, [], []),
+    "another pad token": (STUDENT, SPECIAL | {"pad_token": "<eos>"}, [], ["its pad token has id 0"]),
+    "no pad token": (STUDENT, {"eos_token": "<eos>"}, [], ["its pad token has id None"]),
+    "more tokens": (STUDENT | {"c": 4}, SPECIAL, [], ["it knows 1 more tokens"]),
+    "a special token of another name": (
+        {"<eos>": 0, "<think>": 1, "a": 2, "b": 3},
+        {"eos_token": "<eos>", "additional_special_tokens": ["<think>"]},
+        [],
+        ["1 of the student's 4 ids stand for other special tokens", "its pad token"],
+    ),
+    "letters swapped": (
+        {"<eos>": 0, "<pad>": 1, "b": 2, "a": 3},
+        SPECIAL,
+        ["2 of the student's 4 ids stand for other tokens: id 2 is 'a' for the student and 'b'"],
+        [],
+    ),
+    "a letter missing": ({"<eos>": 0, "<pad>": 1, "a": 2}, SPECIAL, ["id 3 is 'b' for the student"], []),
+    "a letter made special": (
+        {"<eos>": 0, "<pad>": 1, "<a>": 2, "b": 3},
+        SPECIAL | {"additional_special_tokens": ["<a>"]},
+        ["id 2 is 'a'"],
+        [],
+    ),
+    "another stop": (
+        {"<end>": 0, "<pad>": 1, "a": 2, "b": 3},
+        {"eos_token": "<end>", "pad_token": "<pad>"},
+        ["id 0 is '<eos>' for the student and '<end>'"],
+        [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_only_what_is_scored_is_wrong(case: str):
+    ids, special, wrong, harmless = COMPARED[case]
+    found = compare(words(STUDENT, **SPECIAL), words(ids, **special), {0})
+    for told, expected in ((found.wrong, wrong), (found.harmless, harmless)):
+        assert len(told) == len(expected), told
+        assert all(part in sentence for part, sentence in zip(expected, told, strict=True)), told
+
+
+@given(st.permutations(range(2, 8)), st.integers(0, 3))
+def test_any_moved_letter_is_found_and_any_longer_vocabulary_is_not(order: list[int], more: int):
+    letters = {chr(97 + place): index for place, index in enumerate(order)}
+    longer = {f"more{index}": 8 + index for index in range(more)}
+    mine = {"<eos>": 0, "<pad>": 1} | {chr(95 + index): index for index in range(2, 8)}
+    found = compare(
+        words(mine, **SPECIAL), words({"<eos>": 0, "<pad>": 1} | letters | longer, **SPECIAL), {0}
+    )
+    assert bool(found.wrong) == (order != sorted(order))
+
+
+def test_a_chat_template_is_taken_from_a_file_or_a_folder(tmp_path: Path):
+    other = character_tokenizer("ab")
+    with pytest.raises(ModelError, match="cannot be read"):
+        set_chat_template(other, str(tmp_path / "none.jinja"))
+    (tmp_path / "plain").mkdir()
+    other.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ModelError, match="without a chat template"):
+        set_chat_template(other, str(tmp_path / "plain"))
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    set_chat_template(other, str(tmp_path / "mine.jinja"))
+    other.save_pretrained(tmp_path / "folder")
+    again = character_tokenizer("ab")
+    set_chat_template(again, str(tmp_path / "folder"))
+    rendered = again.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
+    assert rendered == "ab"

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from opd.errors import RewardError
 from opd.models.tokenizers import character_tokenizer
-from opd.rewards.functions import RewardFunction, RewardSample, load_reward, wrap_reward
+from opd.rewards.functions import RewardFunction, RewardSample, Turn, load_reward, wrap_reward
 from opd.rewards.runner import RewardRunner
 from opd.types import Sample, Status
 
@@ -33,6 +35,7 @@ def _sample(uid: str, text: str, *, domain: str = "sort", ended: bool = True, **
         prompt_ids=np.array(TOKENIZER("<sort>31=")["input_ids"], dtype=np.int32),
         label="13",
         response_ids=np.array(ids, dtype=np.int32),
+        loss_mask=np.ones(len(ids), dtype=bool),
         status=Status.COMPLETED if ended else Status.TRUNCATED,
         **fields,
     )
@@ -57,7 +60,8 @@ def test_sync_async_and_trl_forms_agree() -> None:
         return float(sample.text == sample.label)
 
     def trl(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        assert set(columns) == {"label", "domain"}
+        assert columns["completion_ids"] == [[*TOKENIZER(c)["input_ids"], 1] for c in completions]
+        assert columns["finish_reason"] == ["stop"] * len(completions)
         assert set(prompts) == {"<sort>31="}
         return [float(c == label) for c, label in zip(completions, columns["label"], strict=True)]
 
@@ -81,8 +85,79 @@ def test_a_sample_is_shown_as_text_with_its_label_and_metadata() -> None:
 
     ended, cut = _sample("a", "13", metadata={"level": 3}), _sample("b", "13", ended=False)
     _runner(reward).score([ended, cut])
-    assert seen[0] == RewardSample("a", "13", "<sort>31=", "13", "sort", {"level": 3})
-    assert seen[1].text == "13"
+    turns, ids = [Turn("assistant", "13")], [*TOKENIZER("13")["input_ids"], 1]
+    whole = RewardSample(
+        "a", "13", "<sort>31=", "13", "sort", {"level": 3}, turns, "completed", ids, [True] * 3
+    )
+    assert seen[0] == whole
+    assert [s.text for s in seen] == [s.completion for s in seen] == ["13", "13"]
+    assert [s.finish_reason for s in seen] == ["stop", "length"]
+    assert [s.length for s in seen] == [3, 2]
+    assert seen[0].messages == [
+        {"role": "user", "content": "<sort>31="},
+        {"role": "assistant", "content": "13"},
+    ]
+
+
+def _agent(uid: str, *parts: tuple[str, bool], status: Status = Status.COMPLETED) -> Sample:
+    """A response of parts, each the model's (True) or its environment's; the model's end with EOS."""
+    ids = [TOKENIZER(text)["input_ids"] + [1] * own for text, own in parts]
+    sample = _sample(uid, "", metadata={"messages": [{"role": "user", "content": "go"}]})
+    sample.response_ids = np.concatenate([np.array(part, np.int32) for part in ids])
+    sample.loss_mask = np.repeat([own for _, own in parts], [len(part) for part in ids]).astype(bool)
+    sample.status = status
+    return sample
+
+
+@given(
+    st.lists(st.text("0123", min_size=1, max_size=4), min_size=1, max_size=6), st.booleans(), st.booleans()
+)
+def test_what_an_environment_said_is_never_taken_for_the_models(texts, first, ended):
+    parts = [(text, first == (place % 2 == 0)) for place, text in enumerate(texts)]
+    status = Status.COMPLETED if ended else Status.TRUNCATED
+    sample, seen = _agent("a", *parts, status=status), []
+    _runner(lambda sample: seen.append(sample) or 0.0).score([sample])
+    shown, last = seen[0], parts[-1][1] and not ended
+    own = [text for text, own in parts if own]
+    assert shown.text == "".join(own) + ("<eos>" if last else "")  # what was cut off was not ended
+    assert [turn.role == "assistant" for turn in shown.turns] == [own for _, own in parts]
+    assert [t.text for t in shown.turns if t.role == "environment"] == [t for t, own in parts if not own]
+    assert shown.length == sum(len(text) + 1 for text, own in parts if own)
+    assert len(shown.token_ids) == len(shown.loss_mask) == len(sample.response_ids)
+
+
+def test_the_same_in_the_form_of_trl() -> None:
+    seen: dict[str, list[Any]] = {}
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [0.0]
+
+    sample = _agent("a", ("12", True), ("7", False), ("3", True))
+    _runner(reward).score([sample])
+    assert seen["completions"] == [
+        [
+            {"role": "assistant", "content": "12"},
+            {"role": "environment", "content": "7"},
+            {"role": "assistant", "content": "3"},
+        ]
+    ]
+    assert seen["completion_ids"] == [sample.response_ids.tolist()]
+    assert seen["loss_mask"] == [sample.loss_mask.tolist()]
+    sample.metadata["status"] = "of the data"  # a column of the data comes before one of ours
+    _runner(reward).score([sample])
+    assert seen["status"] == ["of the data"]
+
+
+def test_any_token_that_ends_responses_is_left_out() -> None:
+    """A model may end its turns with a token that its tokenizer does not call special."""
+    texts: list[str] = []
+    sample = _sample("a", "13=", ended=False)
+    sample.status = Status.COMPLETED
+    for stops in ([], [int(sample.response_ids[-1])]):
+        function = wrap_reward(lambda sample: texts.append(sample.text) or 0.0, "mine")
+        RewardRunner({"sort": function}, TOKENIZER, stops=stops).score([sample])
+    assert texts == ["13=", "13"]
 
 
 def test_stray_special_tokens_stay_visible() -> None:
@@ -90,6 +165,7 @@ def test_stray_special_tokens_stay_visible() -> None:
     eos = TOKENIZER.eos_token_id
     stray = _sample("a", "13")
     stray.response_ids = np.array([eos, *stray.response_ids, eos], dtype=np.int32)
+    stray.loss_mask = np.ones(len(stray.response_ids), dtype=bool)
     _runner(lambda sample: texts.append(sample.text) or 0.0).score([stray])
     assert texts == ["<eos>13<eos>"]
 
@@ -179,7 +255,7 @@ def _exits(sample: RewardSample) -> float:
         (lambda completions: 1 / 0, "sample s0 and 1 more.* raised ZeroDivisionError"),
         (
             lambda completions, answer: [1.0, 1.0],
-            r"needs the column 'answer'.*it has completions, domain, label",
+            r"needs the column 'answer'.*it has completion_ids, completions, domain",
         ),
     ],
 )
