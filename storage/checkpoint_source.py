@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import StorageError
+from opd.foreign import is_file_name, read_document, whole
 from opd.storage.layout import DTYPE_BYTES, TensorEntry
 
 _MAX_HEADER = 100 * 2**20
@@ -38,6 +39,10 @@ def read_headers(folder: Path) -> dict[str, TensorSource]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise StorageError(f"{index} has no weight_map; copy the file again from its source.")
+        if odd := [name for name in weight_map.values() if not is_file_name(name)]:
+            raise StorageError(
+                f"{index} names {str(odd[0])[:100]!r}, which is no file beside it; copy it again."
+            )
         names = sorted(set(weight_map.values()))
     else:
         names = ["model.safetensors"]
@@ -50,7 +55,7 @@ def read_headers(folder: Path) -> dict[str, TensorSource]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; `StorageError` naming the file if it is missing or is none."""
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = read_document(path.read_bytes(), _MAX_HEADER)
     except (OSError, ValueError) as error:
         raise StorageError(f"{path} cannot be read as JSON ({error}); copy the folder again.") from error
     if not isinstance(value, dict):
@@ -65,7 +70,7 @@ def _read_header(path: Path) -> dict[str, TensorSource]:
             length = int.from_bytes(file.read(8), "little")
             if total < 8 or length > min(_MAX_HEADER, total - 8):
                 raise ValueError("its header is cut off")
-            header = json.loads(file.read(length))
+            header = read_document(file.read(length), _MAX_HEADER)
         header.pop("__metadata__", None)
         return {name: _source(path, 8 + length, total, name, entry) for name, entry in header.items()}
     except FileNotFoundError as error:
@@ -78,9 +83,8 @@ def _read_header(path: Path) -> dict[str, TensorSource]:
 
 def _source(path: Path, base: int, total: int, name: str, entry: Mapping[str, Any]) -> TensorSource:
     begin, end = entry["data_offsets"]
-    nbytes = DTYPE_BYTES.get(entry["dtype"], 0)
-    for length in entry["shape"]:
-        nbytes *= length
+    sides = [whole(side, 0, 2**48, f"a side of {name}") for side in entry["shape"]]
+    nbytes = DTYPE_BYTES.get(entry["dtype"], 0) * math.prod(sides)
     if not 0 <= begin <= end <= total - base:
         raise ValueError(f"the data of {name} ends beyond the file")
     if entry["dtype"] in DTYPE_BYTES and nbytes != end - begin:

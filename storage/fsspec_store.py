@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from opd.errors import StorageError
+from opd.foreign import object_path
 from opd.storage.object_store import Chunks, ObjectStore, chunks_of
 from opd.storage.ranges import Request
 from opd.storage.store_faults import StoreOptions, TransientError, with_retries
@@ -52,7 +53,10 @@ class FsspecStore(ObjectStore):
         found = self._ask(prefix, "listed", lambda: self.fs.find(folder))
         start = len(self._root) + 1 if self._root else 0
         # Where a store marks folders by empty objects, the folder itself is among the found.
-        return sorted(name[start:] for name in found if name[start:] and not name.endswith("/"))
+        names = [name for name in found if name[start:] and not name.endswith("/")]
+        if stray := [name for name in names if not name.startswith(f"{folder}/" if folder else "")]:
+            raise StorageError(f"{self.name(prefix)} was listed with {stray[0]!r}, which lies elsewhere.")
+        return sorted(object_path(name[start:]) for name in names)
 
     def delete(self, path: str) -> None:
         def remove() -> None:
@@ -88,6 +92,7 @@ class FsspecStore(ObjectStore):
         self._ask(request.path, f"read (bytes {request.start}-{request.stop})", read)
 
     def _key(self, path: str) -> str:
+        object_path(path)
         return f"{self._root}/{path}" if self._root else path
 
     def _ask(self, path: str, what: str, request: Callable[[], T]) -> T:

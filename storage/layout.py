@@ -8,6 +8,7 @@ one contiguous range a unit.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import xxhash
 
 from opd.errors import StorageError
+from opd.foreign import shown
 
 ALIGNMENT = 64
 """Bytes; tensors in a unit and parts in a shard file start at multiples of it."""
@@ -128,7 +130,9 @@ def unit_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: rank[name] if name in rank else int(name.removeprefix("layer.")))
 
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\..+")
+HEAD_WEIGHT, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+_TENSOR_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,4})\..+")
 _FIXED = {
     "model.embed_tokens.": "embedding",
     "model.norm.": "norm",
@@ -148,13 +152,14 @@ def unit_of(name: str) -> str | None:
     if name.endswith(_BUFFERS):
         return None
     layer = _LAYER.fullmatch(name)
-    if layer is not None:
+    known = _TENSOR_NAME.fullmatch(name) is not None
+    if known and layer is not None:
         return f"layer.{int(layer[1])}"
     for prefix, unit in _FIXED.items():
-        if name.startswith(prefix):
+        if known and name.startswith(prefix):
             return unit
     raise StorageError(
-        f"the checkpoint's tensor {name} belongs to no known part of a decoder (model.embed_tokens,"
+        f"the checkpoint's tensor {shown(name)} belongs to no known part of a decoder (model.embed_tokens,"
         " model.layers.N, model.norm, lm_head); only plain causal language models can be published."
     )
 
@@ -167,10 +172,8 @@ def place(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[dict[str, 
     entries, end = {}, 0
     for name, dtype, shape in tensors:
         if dtype not in DTYPE_BYTES:
-            raise StorageError(f"the tensor {name} is of type {dtype}, which cannot be published.")
-        nbytes = DTYPE_BYTES[dtype]
-        for length in shape:
-            nbytes *= length
+            raise StorageError(f"the tensor {name} is of type {shown(dtype)}, which cannot be published.")
+        nbytes = DTYPE_BYTES[dtype] * math.prod(shape)
         entries[name] = TensorEntry(dtype, tuple(shape), aligned(end), nbytes)
         end = aligned(end) + nbytes
     return entries, end

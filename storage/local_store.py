@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from opd.errors import StorageError
+from opd.foreign import object_path
 from opd.storage.files import atomic_file
 from opd.storage.object_store import Chunks, ObjectStore, chunks_of
 from opd.storage.ranges import Request, rest
@@ -23,28 +25,33 @@ class LocalStore(ObjectStore):
         super().__init__(str(self.folder), options)
 
     def size(self, path: str) -> int:
+        target = self._at(path)
         try:
-            return (self.folder / path).stat().st_size
+            found = target.stat()
         except OSError as error:
             raise self._refusal(path, error) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise StorageError(f"{self.name(path)} is no file; publish the model again.")
+        return found.st_size
 
     def exists(self, path: str) -> bool:
-        return (self.folder / path).is_file()
+        return self._at(path).is_file()
 
     def list(self, prefix: str = "") -> list[str]:
-        root = self.folder / prefix
+        root = self._at(prefix) if prefix else self.folder
         found = [entry for entry in root.rglob("*") if entry.is_file() and not _temporary(entry.name)]
         return sorted(entry.relative_to(self.folder).as_posix() for entry in found)
 
     def delete(self, path: str) -> None:
+        target = self._inside(path)
         try:
-            (self.folder / path).unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
         except OSError as error:
             raise self._refusal(path, error) from error
 
     def put(self, path: str, data: bytes | Chunks) -> None:
         try:
-            with atomic_file(self.folder / path) as file:
+            with atomic_file(self._inside(path)) as file:
                 for chunk in chunks_of(data):
                     file.write(chunk)
         except StorageError:
@@ -60,8 +67,9 @@ class LocalStore(ObjectStore):
         with_retries(self.options, what, lambda: self._pread(request))
 
     def _pread(self, request: Request) -> None:
+        target = self._at(request.path)
         try:
-            descriptor = os.open(self.folder / request.path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise self._refusal(request.path, error) from error
         try:
@@ -81,6 +89,19 @@ class LocalStore(ObjectStore):
             raise TransientError(error.strerror or str(error)) from error
         finally:
             os.close(descriptor)
+
+    def _at(self, path: str) -> Path:
+        return self.folder / object_path(path)
+
+    def _inside(self, path: str) -> Path:
+        """Where `path` is written. Raises `StorageError` if a link would take it out of the store."""
+        target = self._at(path)
+        if not target.parent.resolve().is_relative_to(self.folder.resolve()):
+            raise StorageError(
+                f"{self.name(path)} would be written outside of {self.url}, where a link leads; remove the"
+                " link."
+            )
+        return target
 
     def _refusal(self, path: str, error: OSError) -> StorageError:
         if isinstance(error, FileNotFoundError | NotADirectoryError):

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from opd.errors import StorageError
+from opd.foreign import depth_exceeds, read_document, shown, whole
 from opd.storage.layout import (
     CHECKSUM_BYTES,
-    TensorEntry,
+    HEAD_BIAS,
+    HEAD_WEIGHT,
     Unit,
+    block_size,
     extents,
+    place,
     shard_offsets,
     shard_path,
+    unit_of,
 )
 from opd.storage.layout import Extent as Extent
 
@@ -24,6 +30,30 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
 FILES = "files"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""The only small files that are published, and the only ones a reader ever writes."""
+
+MAX_SHARDS = 4096
+MAX_LAYERS = 512
+MAX_MANIFEST_BYTES = 48 * 2**20
+"""Enough for the checksums of four TiB in blocks of 4 MiB."""
+MAX_TENSORS = 2**18
+MAX_LATEST_BYTES = 4096
+MAX_FILE_BYTES = 256 * 2**20
+"""Of a tokenizer's file."""
+_MAX_LENGTH = 2**40
+"""Of one dimension of a tensor."""
+_MAX_DIMENSIONS = 8
+_MAX_SCALE = 1e30
+_MAX_CONFIG_DEPTH = 16
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+_VERSION = re.compile(r"[0-9a-f]{16}-[1-9][0-9]{0,3}")
+_UNIT = re.compile(r"embedding|norm|head|layer\.(0|[1-9][0-9]{0,3})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,29 +177,101 @@ def to_document(manifest: Manifest) -> dict[str, Any]:
 
 
 def from_document(document: Mapping[str, Any]) -> Manifest:
-    """The inverse of `to_document`; `KeyError`, `TypeError` or `ValueError` for anything else."""
-    units = {}
-    for name in document["order"]:
-        entry = document["units"][name]
-        tensors = {
-            key: TensorEntry(dtype, tuple(shape), offset, nbytes)
-            for key, (dtype, shape, offset, nbytes) in entry["tensors"].items()
-        }
-        in_order = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
-        blocks = bytes.fromhex(entry["blocks"])
-        units[name] = Unit(name, entry["nbytes"], in_order, entry["block_bytes"], entry["checksum"], blocks)
-        if len(blocks) != CHECKSUM_BYTES * units[name].block_count:
-            raise ValueError(f"{name} has {len(blocks)} bytes of checksums")
+    """The inverse of `to_document`; `KeyError`, `TypeError` or `ValueError` for anything else.
+
+    Only what follows from few numbers is believed: where tensors and blocks lie is computed again, the files
+    are those that `publish` writes, and the digest is that of the content.
+    """
+    shards = whole(document["shards"], 1, MAX_SHARDS, "shards")
+    units = _units(document["order"], document["units"], shards)
+    found = document["digest"]
+    if _matching(found, _DIGEST, "its digest") != identity(document):
+        raise ValueError("its digest is not that of its content: it was changed after it was published")
+    tokenizer = document["tokenizer"]
     return Manifest(
-        digest=document["digest"],
-        shards=document["shards"],
-        config=document["config"],
-        generation_config=document["generation_config"],
-        head=HeadEntry(**document["head"]),
-        fingerprint=document["tokenizer"]["fingerprint"],
-        tokenizer={name: FileEntry(**entry) for name, entry in document["tokenizer"]["files"].items()},
+        digest=found,
+        shards=shards,
+        config=_settings(document["config"], "config"),
+        generation_config=_maybe_settings(document["generation_config"], "generation_config"),
+        head=_head(document["head"], units["head"]),
+        fingerprint=_maybe_settings(tokenizer["fingerprint"], "the tokenizer's fingerprint"),
+        tokenizer={name: _file(name, entry) for name, entry in tokenizer["files"].items()},
         units=units,
     )
+
+
+def _units(order: Any, entries: Any, shards: int) -> dict[str, Unit]:
+    if not isinstance(order, list) or not isinstance(entries, dict) or not 3 <= len(order) <= MAX_LAYERS + 3:
+        raise ValueError(f"its units are not an embedding, at most {MAX_LAYERS} layers, a norm and a head")
+    for name in order:
+        _matching(name, _UNIT, "a unit's name")
+    due = ["embedding", *(f"layer.{index}" for index in range(len(order) - 3)), "norm", "head"]
+    if order != due or set(entries) != set(due):
+        raise ValueError("its units are not an embedding, layers in order, a norm and a head")
+    if sum(len(entry["tensors"]) for entry in entries.values()) > MAX_TENSORS:
+        raise ValueError(f"it has more than {MAX_TENSORS} tensors")
+    return {name: _unit(name, entries[name], shards) for name in order}
+
+
+def _unit(name: str, entry: Any, shards: int) -> Unit:
+    """One unit, all places in it computed from the tensors' types and shapes."""
+    described = []
+    for key, (dtype, shape, _, _) in sorted(entry["tensors"].items()):
+        if unit_of(key) != name:
+            raise ValueError(f"{name} holds the tensor {shown(key)}, which belongs elsewhere")
+        if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+            raise ValueError(f"{key} has a shape that no tensor has")
+        described.append((key, dtype, [whole(side, 0, _MAX_LENGTH, f"a side of {key}") for side in shape]))
+    tensors, nbytes = place(described)
+    written = {key: [t.dtype, list(t.shape), t.offset, t.nbytes] for key, t in tensors.items()}
+    if entry["tensors"] != written or entry["nbytes"] != nbytes:
+        raise ValueError(f"the tensors of {name} overlap, leave gaps, or have other sizes than their shapes")
+    blocks = bytes.fromhex(entry["blocks"])
+    checksum = _matching(entry["checksum"], _CHECKSUM, f"the checksum of {name}")
+    unit = Unit(name, nbytes, tensors, block_size(nbytes, shards), checksum, blocks)
+    if entry["block_bytes"] != unit.block_bytes or len(blocks) != CHECKSUM_BYTES * unit.block_count:
+        raise ValueError(f"the blocks of {name} are not those of {nbytes} bytes in {shards} shards")
+    return unit
+
+
+def _head(entry: Any, unit: Unit) -> HeadEntry:
+    weight = unit.tensors.get(HEAD_WEIGHT)
+    head = HeadEntry(**entry)
+    whole(head.vocabulary, 1, _MAX_LENGTH, "the vocabulary")
+    whole(head.hidden, 1, _MAX_LENGTH, "the hidden size")
+    if weight is None or weight.shape != (head.vocabulary, head.hidden):
+        raise ValueError("its head's weight is not of the shape it gives")
+    if head.bias is not (HEAD_BIAS in unit.tensors) or not isinstance(head.tied, bool):
+        raise ValueError("its head is not the one whose tensors it holds")
+    for value in (head.scale, 1.0 if head.softcap is None else head.softcap):
+        if type(value) not in (int, float) or not -_MAX_SCALE <= value <= _MAX_SCALE:
+            raise ValueError("its head's scale or softcap is no finite number")
+    return head
+
+
+def _file(name: str, entry: Any) -> FileEntry:
+    if name not in TOKENIZER_FILES:
+        raise ValueError(f"it lists {shown(name, 60)!r} among the tokenizer's files, which is none of them")
+    found = FileEntry(**entry)
+    _matching(found.sha256, _DIGEST, f"the sha256 of {name}")
+    whole(found.size, 0, MAX_FILE_BYTES, f"the size of {name}")
+    return found
+
+
+def _settings(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or depth_exceeds(value, _MAX_CONFIG_DEPTH):
+        raise ValueError(f"{what} is no object of at most {_MAX_CONFIG_DEPTH} levels")
+    return value
+
+
+def _maybe_settings(value: Any, what: str) -> Mapping[str, Any] | None:
+    return None if value is None else _settings(value, what)
+
+
+def _matching(value: Any, pattern: re.Pattern[str], what: str) -> str:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise ValueError(f"{what} is not one that is ever written")
+    return value
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
@@ -177,15 +279,15 @@ def seal(document: Mapping[str, Any]) -> bytes:
     return _canonical({**document, "sha256": hashlib.sha256(_canonical(document)).hexdigest()})
 
 
-def unseal(data: bytes, where: str) -> dict[str, Any]:
-    """The document `data` seals.
+def unseal(data: bytes, where: str, most: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
+    """The document of at most `most` bytes that `data` seals.
 
     Raises `StorageError` naming `where` if a byte differs from what was written, or if it was written by a
     newer release.
     """
     broken = f"{where} is incomplete or corrupt; publish the model again."
     try:
-        document = json.loads(data)
+        document = read_document(data, most)
         if document["format"] != FORMAT:
             raise StorageError(f"{where} is no file of a published model; check the URL.")
         if document["format_version"] != FORMAT_VERSION:
@@ -205,10 +307,29 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     """The manifest in `data`; `StorageError` naming `where` if it cannot be trusted."""
     document = unseal(data, where)
     try:
-        return from_document(document)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StorageError(f"{where} is not a whole manifest ({error}); publish the model again.") from error
+        manifest = from_document(document)
+        if seal(to_document(manifest)) != data:
+            raise ValueError("it says more, or otherwise, than what is published")
+    except (KeyError, TypeError, ValueError, AttributeError, StorageError) as error:
+        reason = f"it has no entry {error}" if isinstance(error, KeyError) else str(error).removesuffix(".")
+        reason = shown(reason, 200)
+        raise StorageError(f"{where} is not a whole manifest ({reason}); publish the model again.") from error
+    return manifest
+
+
+def parse_latest(data: bytes, where: str) -> str:
+    """Name of the version that `latest` points to; `StorageError` naming `where` if it cannot be trusted."""
+    document = unseal(data, where, MAX_LATEST_BYTES)
+    try:
+        return _matching(document["version"], _VERSION, "the version")
+    except (KeyError, ValueError) as error:
+        raise StorageError(f"{where} names no version; publish the model again.") from error
+
+
+def is_version(name: str) -> bool:
+    """Whether `name` is one that a version's folder may have."""
+    return _VERSION.fullmatch(name) is not None
 
 
 def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from opd.errors import StorageError
+from opd.foreign import require_memory
 from opd.storage.ranges import Range, Request, join
 from opd.storage.store_faults import MIB, StoreOptions
 
@@ -23,8 +24,9 @@ Chunks = Callable[[], Iterator[bytes | memoryview]]
 class ObjectStore(ABC):
     """Objects below `url`; paths are relative to it, with `/` between their parts. Safe between threads.
 
-    Every method raises `StorageError` in one sentence with object, range and cause. Faults that may pass
-    (unreachable, reset, stalled, 5xx, short body) are retried first, as `StoreOptions` says.
+    No path leads anywhere else: stores pass each through `foreign.object_path`. Every method raises
+    `StorageError` in one sentence with object, range and cause. Faults that may pass (unreachable, reset,
+    stalled, 5xx, short body) are retried first, as `StoreOptions` says.
     """
 
     def __init__(self, url: str, options: StoreOptions) -> None:
@@ -90,9 +92,16 @@ class ObjectStore(ABC):
     def _read(self, request: Request) -> None:
         """Fill the ranges of `request`, with retries."""
 
-    def get(self, path: str) -> bytes:
-        """The whole object."""
-        return self.get_range(path, 0, self.size(path))
+    def get(self, path: str, most: int | None = None) -> bytes:
+        """The whole object. With `most`, `StorageError` if it has more bytes, before any is read."""
+        size = self.size(path)
+        if most is not None and size > most:
+            raise StorageError(
+                f"{self.name(path)} has {size} bytes where at most {most} are read; check the URL, or publish"
+                " the model again."
+            )
+        require_memory(size, self.name(path))
+        return self.get_range(path, 0, size)
 
     def get_range(self, path: str, start: int, stop: int) -> bytes:
         """Bytes `start ... stop - 1` of the object."""

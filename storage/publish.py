@@ -19,16 +19,31 @@ import xxhash
 
 from opd.errors import StorageError
 from opd.storage.checkpoint_source import TensorSource, UnitSource, read_headers, read_json
-from opd.storage.layout import Unit, block_checksum, block_size, place, unit_of, unit_order
+from opd.storage.layout import (
+    HEAD_BIAS,
+    HEAD_WEIGHT,
+    Unit,
+    block_checksum,
+    block_size,
+    place,
+    unit_of,
+    unit_order,
+)
 from opd.storage.manifest import (
     FILES,
     FORMAT,
     FORMAT_VERSION,
     LATEST,
     MANIFEST,
+    MAX_FILE_BYTES,
+    MAX_LAYERS,
+    MAX_MANIFEST_BYTES,
+    MAX_SHARDS,
+    TOKENIZER_FILES,
     FileEntry,
     HeadEntry,
     Manifest,
+    from_document,
     identity,
     parse_manifest,
     seal,
@@ -36,12 +51,7 @@ from opd.storage.manifest import (
 )
 from opd.storage.object_store import ObjectStore
 
-MAX_SHARDS = 4096
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-_HEAD_WEIGHT, _HEAD_BIAS, _EMBEDDING = "lm_head.weight", "lm_head.bias", "model.embed_tokens.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +119,8 @@ def publish(
 def _units(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
     """The checkpoint's units, without checksums, and where each tensor comes from."""
     sources = read_headers(folder)
-    if _HEAD_WEIGHT not in sources and form.tied and _EMBEDDING in sources:
-        sources[_HEAD_WEIGHT] = sources[_EMBEDDING]
+    if HEAD_WEIGHT not in sources and form.tied and _EMBEDDING in sources:
+        sources[HEAD_WEIGHT] = sources[_EMBEDDING]
     members: dict[str, list[str]] = {"norm": []}  # OLMo's norms have no weights
     for name in sorted(sources):
         unit = unit_of(name)
@@ -118,6 +128,8 @@ def _units(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, Te
             members.setdefault(unit, []).append(name)
     layers = sum(unit.startswith("layer.") for unit in members)
     count = layers if form.layers is None else form.layers
+    if count > MAX_LAYERS:
+        raise StorageError(f"{folder} has {count} layers; models of at most {MAX_LAYERS} can be published.")
     for needed in ["embedding", *(f"layer.{i}" for i in range(count)), "head"]:
         if needed not in members:
             raise StorageError(
@@ -154,9 +166,9 @@ def _checksums(
 
 
 def _describe(folder: Path, form: ModelForm, units: dict[str, Unit], shards: int) -> Manifest:
-    weight = units["head"].tensors.get(_HEAD_WEIGHT)
+    weight = units["head"].tensors.get(HEAD_WEIGHT)
     if weight is None or len(weight.shape) != 2:
-        raise StorageError(f"{folder} has no head {_HEAD_WEIGHT} of shape [V, D]; check the folder.")
+        raise StorageError(f"{folder} has no head {HEAD_WEIGHT} of shape [V, D]; check the folder.")
     generation = folder / "generation_config.json"
     tokenizer = {name: _read_small(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     manifest = Manifest(
@@ -167,7 +179,7 @@ def _describe(folder: Path, form: ModelForm, units: dict[str, Unit], shards: int
         head=HeadEntry(
             scale=form.scale,
             softcap=form.softcap,
-            bias=_HEAD_BIAS in units["head"].tensors,
+            bias=HEAD_BIAS in units["head"].tensors,
             tied=form.tied,
             vocabulary=weight.shape[0],
             hidden=weight.shape[1],
@@ -178,7 +190,12 @@ def _describe(folder: Path, form: ModelForm, units: dict[str, Unit], shards: int
         },
         units=units,
     )
-    return replace(manifest, digest=identity(to_document(manifest)))
+    try:
+        described = replace(manifest, digest=identity(to_document(manifest)))
+        from_document(to_document(described))  # whatever a reader would refuse is refused here
+    except ValueError as error:
+        raise StorageError(f"{folder} cannot be published: {error}; check its files.") from error
+    return described
 
 
 def _is_whole(store: ObjectStore, manifest: Manifest) -> bool:
@@ -187,7 +204,7 @@ def _is_whole(store: ObjectStore, manifest: Manifest) -> bool:
     if not store.exists(path):
         return False
     try:
-        found = parse_manifest(store.get(path), store.name(path))
+        found = parse_manifest(store.get(path, most=MAX_MANIFEST_BYTES), store.name(path))
     except StorageError:
         return False
     files = {manifest.shard_path(shard): size for shard, size in enumerate(manifest.sizes)}
@@ -248,12 +265,18 @@ def _point(store: ObjectStore, manifest: Manifest) -> None:
     """Let `latest` name this version, unless it does already."""
     entry = {"format": FORMAT, "format_version": FORMAT_VERSION, "version": manifest.version}
     data = seal({**entry, "digest": manifest.digest})
-    if not store.exists(LATEST) or store.get(LATEST) != data:
+    if not store.exists(LATEST) or store.size(LATEST) != len(data) or store.get(LATEST) != data:
         store.put(LATEST, data)
 
 
 def _read_small(path: Path) -> bytes:
     try:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise StorageError(
+                f"{path} has {size} bytes, and no tokenizer's file has more than {MAX_FILE_BYTES}."
+            )
         return path.read_bytes()
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"{path} cannot be read ({error.strerror}); copy the folder again.") from error

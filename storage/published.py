@@ -8,19 +8,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import xxhash
+
 from opd.errors import StorageError
+from opd.foreign import require_memory
 from opd.storage.layout import Unit, block_checksum
 from opd.storage.manifest import (
     FILES,
     LATEST,
     MANIFEST,
+    MAX_LATEST_BYTES,
+    MAX_MANIFEST_BYTES,
     Manifest,
+    is_version,
+    parse_latest,
     parse_manifest,
-    unseal,
 )
 from opd.storage.object_store import ObjectStore
 from opd.storage.ranges import Range
 from opd.storage.store_faults import StoreOptions
+
+_PROBED = 16
+"""Shard files whose size is asked for when a model is opened; of more, each before it is first read."""
 
 
 class PublishedModel:
@@ -33,19 +42,23 @@ class PublishedModel:
         self._folder = folder
         self._lock = threading.Lock()
         self._corrupt_blocks = 0
+        self._sized: set[int] = set()
+        self._proven: set[str] = set()
+        """Units whose bytes once had the checksum that the digest covers; the blocks' are then right too."""
 
     @classmethod
     def open(cls, source: str | Path | ObjectStore, *, options: StoreOptions | None = None) -> PublishedModel:
         """The model at a URL, path or store: its latest version, or the version whose own folder it is.
 
-        Reads `latest` and the manifest alone. Raises `StorageError` if there is no published model, or if its
-        manifest is incomplete, corrupt, or of a newer format.
+        Reads `latest` and the manifest alone, and asks for the sizes of shard files. Raises `StorageError` if
+        there is no published model, or if its manifest is incomplete, corrupt, of a newer format, or speaks
+        of other files than are there.
         """
         if isinstance(source, ObjectStore):
-            return cls(source, *_find(source))
+            return cls(source, *_find(source))._probed()
         store = ObjectStore.open(source, options=options)
         try:
-            return cls(store, *_find(store))
+            return cls(store, *_find(store))._probed()
         except BaseException:
             store.close()
             raise
@@ -69,6 +82,10 @@ class PublishedModel:
         parts = [self.part(unit, rank, world) for rank in range(world)]
         return max(stop - start for start, stop in parts)
 
+    def require_memory(self, unit: str) -> None:
+        """Raise `StorageError` if this machine cannot hold all of `unit`, before room is made for it."""
+        require_memory(self.manifest.unit(unit).nbytes, f"{unit} of {self.store.url}")
+
     def read_part(self, unit: str, rank: int, world: int, into: memoryview) -> None:
         """Fill `into[: stop - start]` with the part of rank `rank` of `world`; every block is verified.
 
@@ -89,6 +106,9 @@ class PublishedModel:
         # Units' parts lie side by side in a shard file: in its order they share requests.
         ranges.sort(key=lambda block: (block.path, block.start))
         self.store.read_ranges(ranges, lambda block: self._verify(block, *blocks[block.path, block.start]))
+        if world == 1:
+            for name, buffer in zip(units, into, strict=True):
+                self._prove(name, buffer)
 
     def read_unit(self, unit: str, into: memoryview) -> None:
         """Fill `into[: nbytes]` with the whole unit: `read_part` for a world of one."""
@@ -117,13 +137,14 @@ class PublishedModel:
         """What to read, block by block, and the number of each."""
         unit = self.manifest.unit(name)
         start, stop = unit.part(rank, world)
-        buffer = into.cast("B") if into.format != "B" or into.ndim != 1 else into
+        buffer = _as_bytes(into)
         if len(buffer) < stop - start:
             raise StorageError(
                 f"the buffer for {name} has {len(buffer)} bytes and rank {rank} of {world} owns"
                 f" {stop - start}; use part_bytes to size it."
             )
         for extent in self.manifest.extents(name, rank, world):
+            self._require_size(extent.shard)
             path = self._path(self.manifest.shard_path(extent.shard))
             for index in range(extent.start // unit.block_bytes, -(-extent.stop // unit.block_bytes)):
                 low, high = unit.block(index)
@@ -146,9 +167,45 @@ class PublishedModel:
             " object and publish the model again."
         )
 
+    def _probed(self) -> PublishedModel:
+        shards = self.manifest.shards
+        for step in range(min(shards, _PROBED)):
+            self._require_size(step * (shards - 1) // max(1, min(shards, _PROBED) - 1))
+        return self
+
+    def _require_size(self, shard: int) -> None:
+        """Raise `StorageError` unless a shard file is as large as the manifest says."""
+        if shard in self._sized:
+            return
+        path = self._path(self.manifest.shard_path(shard))
+        size, due = self.store.size(path), self.manifest.sizes[shard]
+        if size != due:
+            raise StorageError(
+                f"{self.store.name(path)} has {size} bytes where its manifest says {due}; publish the model"
+                " again."
+            )
+        self._sized.add(shard)
+
+    def _prove(self, name: str, into: memoryview) -> None:
+        """Compare a unit that was read whole with the checksum in the digest, once."""
+        unit = self.manifest.unit(name)
+        if name in self._proven:
+            return
+        if xxhash.xxh3_128(_as_bytes(into)[: unit.nbytes]).hexdigest() != unit.checksum:
+            raise StorageError(
+                f"{name} of {self.store.url} is not what was published under its digest, although its blocks"
+                " match the manifest; publish the model again."
+            )
+        self._proven.add(name)
+
     def _file(self, name: str) -> bytes:
         path = self._path(f"{self.manifest.version}/{FILES}/{name}")
         entry = self.manifest.tokenizer[name]
+        if (size := self.store.size(path)) != entry.size:
+            raise StorageError(
+                f"{self.store.name(path)} has {size} bytes where its manifest says {entry.size}; delete the"
+                " object and publish the model again."
+            )
         data = self.store.get_range(path, 0, entry.size)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise StorageError(
@@ -158,17 +215,22 @@ class PublishedModel:
         return data
 
 
+def _as_bytes(into: memoryview) -> memoryview:
+    return into.cast("B") if into.format != "B" or into.ndim != 1 else into
+
+
 def _find(store: ObjectStore) -> tuple[Manifest, str]:
     """The manifest below `store` and the folder it lies in."""
     if store.exists(LATEST):
-        pointer = unseal(store.get(LATEST), store.name(LATEST))
-        folder = str(pointer["version"])
-        path = f"{folder}/{MANIFEST}"
+        folder = parse_latest(store.get(LATEST, most=MAX_LATEST_BYTES), store.name(LATEST))
+        path, due = f"{folder}/{MANIFEST}", folder
     elif store.exists(MANIFEST):
         folder, path = "", MANIFEST
+        last = store.url.rpartition("/")[2]
+        due = last if is_version(last) else None
     else:
         raise StorageError(f"{store.url} holds no published model; write one with `opd publish`.")
-    manifest = parse_manifest(store.get(path), store.name(path))
-    if folder and manifest.version != folder:
+    manifest = parse_manifest(store.get(path, most=MAX_MANIFEST_BYTES), store.name(path))
+    if due is not None and manifest.version != due:
         raise StorageError(f"{store.name(path)} describes another version; publish the model again.")
     return manifest, folder

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from opd.errors import MissingExtraError, StorageError
+from opd.foreign import object_path
 from opd.storage.fsspec_store import FsspecStore
 from opd.storage.object_store import Chunks, chunks_of
 from opd.storage.ranges import Request, rest
@@ -165,6 +166,7 @@ class S3Store(FsspecStore):
             ) from error
 
     def _object(self, path: str) -> str:
+        object_path(path)
         return f"{self._prefix}/{path}" if self._prefix else path
 
     def _make_filesystem(self) -> Any:

@@ -30,11 +30,14 @@ def download(url: str, folder: Path) -> Path:
     adapter = PublishedAdapter.open(url) if is_adapter(url) else None
     with PublishedModel.open(adapter.base if adapter else url) as published, atomic_folder(folder) as target:
         manifest = published.manifest
+        if adapter is not None:
+            adapter.require_base(manifest.digest)
         _write_small_files(published, target)
         weight_map: dict[str, str] = {}
         for unit in manifest.units.values():
             if unit.name == "head" and manifest.head.tied:
                 continue
+            published.require_memory(unit.name)
             buffer = bytearray(max(unit.nbytes, 1))
             published.read_unit(unit.name, memoryview(buffer))
             file = f"{unit.name}.safetensors"
@@ -54,8 +57,11 @@ def small_files(source: str) -> Iterator[Path]:
     if not is_published(source):
         yield Path(source)
         return
-    url = PublishedAdapter.open(source).base if is_adapter(source) else source
+    adapter = PublishedAdapter.open(source) if is_adapter(source) else None
+    url = adapter.base if adapter else source
     with TemporaryDirectory(prefix="opd-") as folder, PublishedModel.open(url) as published:
+        if adapter is not None:
+            adapter.require_base(published.manifest.digest)
         _write_small_files(published, Path(folder))
         yield Path(folder)
 

@@ -35,7 +35,11 @@ class UnitGather:
         self._stream = torch.cuda.Stream(device) if self._cuda else None
 
     def room(self, model: PublishedModel, unit: str) -> int:
-        """Bytes of memory that `read` needs: every rank's part counted as the largest."""
+        """Bytes of memory that `read` needs: every rank's part counted as the largest.
+
+        Raises `StorageError` if this machine has less.
+        """
+        model.require_memory(unit)
         return model.part_bytes(unit, self.world) * self.world
 
     def read(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from opd.errors import CheckpointError, StorageError
+from opd.foreign import read_document, shown
 from opd.models.adapters import read_adapter, weight_digests
 from opd.models.hf_folder import check_folder
 from opd.models.lora import adapter_pairs, merged
@@ -31,6 +34,9 @@ from opd.storage.store_faults import StoreOptions
 
 FORMAT, FORMAT_VERSION = "opd-published-adapter", 1
 DESCRIPTION, WEIGHTS = "adapter.json", "adapter.safetensors"
+_MAX_BYTES, _MAX_URL = 64 * 2**10, 4096
+"""Of the description, and of the URL of a base."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,14 @@ class PublishedAdapter:
         """Bytes of its tensors."""
         return sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
 
+    def require_base(self, digest: str) -> None:
+        """Raise `StorageError` unless the model published at `base` is the one of `base_digest`."""
+        if digest != self.base_digest:
+            raise StorageError(
+                f"{self.base} has digest {digest[:12]} and the adapter published for it was trained on"
+                f" {self.base_digest[:12]}; publish the adapter again."
+            )
+
     def merge(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`tensors` of the base, those that are adapted as new tensors with their adapter merged."""
         found = dict(tensors)
@@ -70,8 +84,8 @@ class PublishedAdapter:
         """
         with ObjectStore.open(url, options=options) as store:
             described = _described(store)
-            path = described["weights"]["path"]
-            path = path if store.exists(path) else path.rpartition("/")[2]
+            path = f"{described['digest'][:16]}/{WEIGHTS}"
+            path = path if store.exists(path) else WEIGHTS
             data = store.get(path)
             if hashlib.sha256(data).hexdigest() != described["weights"]["sha256"]:
                 raise StorageError(
@@ -128,8 +142,7 @@ def publish_adapter(
     }
     data = safetensors.torch.save(flat)
     sha256 = hashlib.sha256(data).hexdigest()
-    identity = json.dumps([base_digest, adapter.scaling, sha256])
-    digest = hashlib.sha256(identity.encode()).hexdigest()
+    digest = _identity(base_digest, adapter.scaling, sha256)
     version = digest[:16]
     described = {
         "format": FORMAT,
@@ -149,16 +162,41 @@ def publish_adapter(
 
 def _described(store: ObjectStore) -> dict[str, Any]:
     broken = f"{store.name(DESCRIPTION)} is incomplete or corrupt; publish the adapter again."
+    data = store.get(DESCRIPTION, most=_MAX_BYTES)
     try:
-        found = json.loads(store.get(DESCRIPTION))
+        found = read_document(data, _MAX_BYTES)
         if (found["format"], found["format_version"]) != (FORMAT, FORMAT_VERSION):
             raise StorageError(
                 f"{store.name(DESCRIPTION)} is of a form this release does not read; update opd."
             )
-        parts = (found["base"]["digest"], float(found["scaling"]), found["weights"]["sha256"])
-        if hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest() != found["digest"]:
+        base, scaling, sha256 = found["base"], found["scaling"], found["weights"]["sha256"]
+        digests = (base["digest"], sha256, found["digest"])
+        if not all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in digests):
             raise StorageError(broken)
-        _ = found["base"]["url"], found["weights"]["path"]
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(scaling, float) or not math.isfinite(scaling):
+            raise StorageError(broken)
+        if _identity(base["digest"], scaling, sha256) != found["digest"]:
+            raise StorageError(broken)
+        if found["weights"]["path"] != f"{found['digest'][:16]}/{WEIGHTS}":
+            raise StorageError(broken)
+        if not _is_base_url(base["url"], store.url):
+            raise StorageError(
+                f"{store.name(DESCRIPTION)} names the base {shown(base['url'])!r}, which is no path and no"
+                " URL of the kind of its own store; publish the adapter again."
+            )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(broken) from error
     return found
+
+
+def _identity(base_digest: str, scaling: float, sha256: str) -> str:
+    """sha256, hex, of base, scaling and weights together."""
+    return hashlib.sha256(json.dumps([base_digest, scaling, sha256]).encode()).hexdigest()
+
+
+def _is_base_url(url: object, own: str) -> bool:
+    """A base lies in a folder or in a store of the adapter's kind: an adapter makes nobody open another."""
+    if not isinstance(url, str) or not 0 < len(url) <= _MAX_URL or not url.isprintable():
+        return False
+    scheme, separator, _ = url.partition("://")
+    return not separator or scheme in ("file", "s3", own.partition("://")[0])

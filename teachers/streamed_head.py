@@ -26,6 +26,7 @@ def read_head(
     Every rank reads all of it: ranks come to a teacher's head at different times, and some not at all.
     Raises `StorageError` from the reader, and `ModelError` if it has fewer rows than `vocabulary`.
     """
+    model.require_memory(UNIT)
     unit, entry = model.manifest.units[UNIT], model.manifest.head
     cuda = device.type == "cuda"
     host = torch.empty(unit.nbytes, dtype=torch.uint8, pin_memory=True) if cuda else own_pages(unit.nbytes)

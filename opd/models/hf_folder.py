@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from opd.errors import CheckpointError, ModelError
+from opd.foreign import is_file_name, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -59,6 +60,10 @@ def weight_files(folder: Path) -> list[str]:
         names = read_object(folder / INDEX).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise CheckpointError(f"{folder / INDEX} has no weight_map; copy the file again from its source.")
+        if odd := [name for name in names.values() if not is_file_name(name)]:
+            raise CheckpointError(
+                f"{folder / INDEX} names {shown(odd[0])!r}, which is no file beside it; copy it again."
+            )
         return sorted(set(names.values()))
     if (folder / SINGLE).is_file():
         return [SINGLE]

@@ -117,7 +117,7 @@ def test_a_truncated_or_missing_shard_is_named(published):
     shard = sorted(published.glob("*/shard-*.bin"))[1]
     data = shard.read_bytes()
     shard.write_bytes(data[:-10])
-    with pytest.raises(StorageError, match=r"shard-00001-of-00002.bin ends at byte \d+ where bytes"):
+    with pytest.raises(StorageError, match=r"shard-00001-of-00002.bin has \d+ bytes where its manifest"):
         read_all(published)
     shard.unlink()
     with pytest.raises(StorageError, match=r"shard-00001-of-00002.bin does not exist"):

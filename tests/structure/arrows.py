@@ -20,7 +20,7 @@ LAZY = {
     "tensorboard",
     "reasoning_gym",
 }
-LIGHT = ("opd.types", "opd.protocols", "opd.errors", "opd.config")
+LIGHT = ("opd.types", "opd.protocols", "opd.errors", "opd.foreign", "opd.config")
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -93,7 +93,7 @@ def _arrow(module: str, here: str, name: str) -> str | None:
         "pipelines": ("opd",),
         "teachers": ("opd",),
         "core": ("opd",),
-        "storage": ("opd.types", "opd.errors", "opd.storage"),
+        "storage": ("opd.types", "opd.errors", "opd.foreign", "opd.storage"),
         "kernels": ("opd.kernels",),
     }[here]
     closed = {"teachers": ("pipelines",), "core": ("pipelines", "teachers", "storage")}.get(here, ())

@@ -1,0 +1,120 @@
+"""What others have written: the names, sizes and JSON that may be taken from a store, a server or a folder.
+
+Whatever is read from there may have been made to lead elsewhere, to fill the memory or to hang. Here is the
+one pattern for names and the one way to read small documents; everything else is compared with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn, TypeGuard
+
+from opd.errors import StorageError
+
+MAX_DEPTH = 64
+"""Of nested lists and objects in a small document."""
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+_MAX_NAME_BYTES = 255
+
+
+def is_file_name(name: object) -> TypeGuard[str]:
+    """Whether `name` can name a file inside a folder and nothing else: letters, digits and `. _ -` of ASCII,
+    128 at most, beginning with a letter or digit, not ending with a dot, and no name of a device.
+    """
+    return (
+        isinstance(name, str)
+        and _FILE_NAME.fullmatch(name) is not None
+        and not name.endswith(".")
+        and _DEVICE.fullmatch(name) is None
+    )
+
+
+def are_distinct(names: Iterable[str]) -> bool:
+    """Whether they are different files everywhere, also where capital letters do not count."""
+    folded = [name.casefold() for name in names]
+    return len(set(folded)) == len(folded)
+
+
+def object_path(path: str) -> str:
+    """`path` if it leads to something below the place it is relative to.
+
+    Raises `StorageError` for an absolute path, an empty part, `.` and `..`, a backslash, what cannot be
+    printed and a part of more than 255 bytes.
+    """
+    parts = path.split("/")
+    if (
+        not path.isprintable()
+        or "\\" in path
+        or any(part in ("", ".", "..") or len(os.fsencode(part)) > _MAX_NAME_BYTES for part in parts)
+    ):
+        raise StorageError(
+            f"{shown(path)!r} names no object below a store; it has parts of at most {_MAX_NAME_BYTES} bytes"
+            " between single slashes, none of them `.` or `..`."
+        )
+    return path
+
+
+def read_document(data: bytes | str, most: int) -> Any:
+    """The JSON in `data`. Raises `ValueError`, saying why, if it has more than `most` bytes, is nested deeper
+    than `MAX_DEPTH`, is no JSON, or holds NaN or infinity.
+    """
+    if len(data) > most:
+        raise ValueError(f"it has {len(data)} bytes where at most {most} are read")
+    try:
+        value = json.loads(data, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH}") from None
+    if depth_exceeds(value, MAX_DEPTH):
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
+    return value
+
+
+def depth_exceeds(value: Any, most: int) -> bool:
+    """Whether lists and dictionaries in `value` lie more than `most` deep."""
+    level = [value]
+    for _ in range(most + 1):
+        inner = [
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
+        ]
+        if not inner:
+            return False
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+    return bool(level)
+
+
+def shown(text: object, most: int = 100) -> str:
+    """`text`, cut, as an error may show it: what a terminal or a log would not print is escaped."""
+    cut = str(text)[:most]
+    return cut if cut.isprintable() else repr(cut)[1:-1]
+
+
+def whole(value: object, least: int, most: int, what: str) -> int:
+    """`value` if it is an integer from `least` to `most`; `ValueError` naming `what` otherwise."""
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{what} is {_number(value)} and must be a whole number from {least} to {most}")
+    return value
+
+
+def require_memory(nbytes: int, what: str) -> None:
+    """Raise `StorageError` if the machine has less memory than `nbytes`, before so much is asked for."""
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > have:
+        raise StorageError(
+            f"{what} has {nbytes} bytes and this machine has {have} bytes of memory; check that it is the"
+            " model you mean, or use a larger machine."
+        )
+
+
+def _number(value: object) -> str:
+    # `str` of a number of thousands of digits is an error of its own.
+    large = isinstance(value, int) and abs(value) > 10**30
+    return "too large" if large else shown(repr(value), 40)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"it holds {name}, which is no number of JSON")
