@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from opd.config.train import BatchConfig, TrainConfig
 from opd.errors import ConfigError
 from opd.models.causal_lm import CausalLM, torch_dtype
@@ -26,7 +28,7 @@ def open_backend(
     dtype: str = "float32",
 ) -> Iterator[Backend]:
     """The back end of `train` on these `ranks` while the block runs, around the model `load` gives, which
-    computes in `dtype`.
+    computes in `dtype`. Unless `train.precision` is `pure`, what learns is kept in float32.
 
     Raises `ConfigError` if the settings do not fit the number of ranks, `MissingExtraError` without the
     library.
@@ -37,19 +39,22 @@ def open_backend(
             " many, or leave it at 1."
         )
     with ExitStack() as stack:
-        if train.backend == "torch" and ranks.alone and not train.mixed_precision:
+        mixed = train.precision == "mixed" and torch_dtype(dtype) != torch.float32
+        if train.backend == "torch" and ranks.alone and not mixed:
             backend: Backend = TorchBackend(load(None), training)
         else:
             _refuse(train, training.batch)
             stack.enter_context(process_group())
-            backend = _on_ranks(load, train, training, ranks, dtype)
+            model = load("float32" if mixed else None)
+            compute = torch_dtype(dtype) if mixed else None
+            backend = _on_ranks(model, train, training, ranks, compute)
         stack.callback(backend.close)
         yield backend
 
 
-def _on_ranks(load: Load, train: TrainConfig, training: Training, ranks: Ranks, dtype: str) -> Backend:
-    model = load("float32" if train.mixed_precision else None)
-    compute = torch_dtype(dtype) if train.mixed_precision else None
+def _on_ranks(
+    model: CausalLM, train: TrainConfig, training: Training, ranks: Ranks, compute: torch.dtype | None
+) -> Backend:
     if train.backend != "torch" and not all(p.requires_grad for p in model.module.parameters()):
         raise ConfigError(
             f"train.backend {train.backend} trains every weight, but some of this model's are frozen; set"

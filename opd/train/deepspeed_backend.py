@@ -39,6 +39,8 @@ def deepspeed_library() -> ModuleType:
             import deepspeed.utils  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingExtraError("train.backend deepspeed", "deepspeed") from error
+    # Collectives by names that newer releases of torch call old; it would be said at every one of them.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not torch.cuda.is_available():
         # An optional collective over shared memory; compiling it takes a minute and a half the first time.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

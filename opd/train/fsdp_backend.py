@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
 from opd.train.backend import Training
-from opd.train.optimizer import optimizer_fields
+from opd.train.optimizer import optimizer_fields, state_of
 from opd.train.root import Root, layers_of
 from opd.train.torch_backend import TorchBackend
 
@@ -89,8 +89,8 @@ class FSDPBackend(TorchBackend):
         for name, fields in by_name.items():
             parameter = self._parameters[name]
             self._optimizer.state[parameter] = {
-                key: _like(value, parameter) if value.shape == parameter.shape else value.to(parameter.device)
-                for key, value in fields.items()
+                key: _like(value, parameter) if value.shape == parameter.shape else value
+                for key, value in state_of(parameter, fields).items()
             }
 
 

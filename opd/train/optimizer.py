@@ -72,6 +72,15 @@ def optimizer_fields(
     return by_name
 
 
+def state_of(parameter: Tensor, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """AdamW's state of `parameter` from `fields` of a checkpoint, perhaps written in another precision."""
+    # The fused AdamW keeps its step count, in its own dtype, where the parameter is, too.
+    return {
+        key: value.to(parameter.device, parameter.dtype if key in MOMENTS else value.dtype)
+        for key, value in fields.items()
+    }
+
+
 def check_names(saved: Iterable[str], own: Iterable[str], model: str) -> None:
     """`CheckpointError` unless a checkpoint has `saved` exactly the tensors `model` owns."""
     different = sorted(set(saved) ^ set(own))

@@ -15,7 +15,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.long_sequence import LayerMemory
 from opd.ranks import Ranks
 from opd.train.backend import Backend, Training
-from opd.train.optimizer import adamw, optimizer_fields, update
+from opd.train.optimizer import adamw, optimizer_fields, state_of, update
 from opd.train.packing import of_packed
 from opd.types import Sample
 
@@ -82,8 +82,7 @@ class TorchBackend(Backend):
         self.model.load_weights(state["model"].items())
         for name, fields in by_name.items():
             parameter = self._parameters[name]
-            # The fused AdamW keeps its step count where the parameter is, too.
-            self._optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in fields.items()}
+            self._optimizer.state[parameter] = state_of(parameter, fields)
 
 
 def layer_memory(batch: BatchConfig) -> LayerMemory:

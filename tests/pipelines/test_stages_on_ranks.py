@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 SPECIALIST = {"steps": 3, "prompts_per_step": 8, "group_size": 4, "minibatches": 2}
 TIS = {"policy_loss": {"correction": {"type": "tis"}}}
 MERGE = {"steps": 3, "prompts_per_domain": 4, "checkpoint_every": 2}
-MIXED = {"dtype": "bfloat16", "train": {"mixed_precision": True}}
+MIXED = {"dtype": "bfloat16"}
 TASKS = {
     "specialist": ("specialist-add3", {"specialist": SPECIALIST}),
     "ahead": (

@@ -1,5 +1,6 @@
 """Ranks that train adapters alone, or compute in bfloat16: one launch of two, compared with one process."""
 
+import contextlib
 import copy
 import functools
 import json
@@ -15,8 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import backend_ranks
 from backend_ranks import FILES, assert_same, on_two_ranks, read_state
 
+from opd.config import TrainConfig
 from opd.models.causal_lm import CausalLM
-from opd.models.lora import BASE, MergingLM
+from opd.models.lora import BASE, AdaptedLM, MergingLM
+from opd.ranks import Ranks
+from opd.train.backend import Training
+from opd.train.backends import open_backend
 from opd.train.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.slow
@@ -25,17 +30,14 @@ STEPS, HALF = 6, 3
 SHARED = {"train": {"context_parallel": 2}, "batch": {"sequence_chunk": 8}}
 ADAPTERS = {"adapters": {"train": {}}, "adapters, shared sequences": SHARED}
 MIXED = {
-    "mixed": {"train": {"mixed_precision": True}},
-    "mixed, adapters": {"train": {"mixed_precision": True}, "model": {"lora": True}},
-    "mixed, shared sequences": {"train": {"mixed_precision": True, "context_parallel": 2}},
-    "mixed, megatron": {"train": {"mixed_precision": True, "backend": "megatron", "tensor_parallel": 2}},
-    "mixed, megatron distributed": {
-        "train": {"mixed_precision": True, "backend": "megatron", "distributed_optimizer": True}
-    },
+    "mixed": {"train": {}},
+    "mixed, adapters": {"train": {}, "model": {"lora": True}},
+    "mixed, shared sequences": {"train": {"context_parallel": 2}},
+    "mixed, megatron": {"train": {"backend": "megatron", "tensor_parallel": 2}},
+    "mixed, megatron distributed": {"train": {"backend": "megatron", "distributed_optimizer": True}},
 }
 ZERO = {
-    f"mixed, zero-{stage}": {"train": {"mixed_precision": True, "backend": "deepspeed", "zero_stage": stage}}
-    for stage in (1, 2, 3)
+    f"mixed, zero-{stage}": {"train": {"backend": "deepspeed", "zero_stage": stage}} for stage in (1, 2, 3)
 }
 NO_DEEPSPEED = pytest.mark.skipif(
     find_spec("deepspeed") is None,
@@ -145,3 +147,85 @@ def test_bfloat16_layers_learn_as_float64_ones_within_the_rounding_of_a_forward(
         assert 8 * apart[loss] < fall
         for mine, theirs in zip(found, metrics, strict=True):
             assert abs(mine[loss] - theirs[loss]) <= 4 * apart[loss]
+
+
+ALONE = {
+    "torch": {},
+    "torch, adapters": {"lora": True},
+    "megatron": {"backend": "megatron"},
+}
+ALONE_PRECISE = [*ALONE, pytest.param("deepspeed", marks=NO_DEEPSPEED)]
+
+
+@contextlib.contextmanager
+def alone(name: str, lr: float, dtype: str, precision: str = "mixed"):
+    """The back end of a one-process run whose checkpoint is in bfloat16, computing in `dtype`."""
+    settings = ALONE.get(name, {"backend": "deepspeed"})
+
+    def load(wanted: str | None) -> CausalLM:
+        model = backend_ranks.student()
+        model.module.bfloat16()
+        if "lora" not in settings:
+            model.module.to(getattr(torch, wanted or dtype))
+            return model
+        model.module.to(getattr(torch, dtype))
+        adapted = AdaptedLM(model, backend_ranks.LORA, "base")
+        adapted.keep_adapters_in(getattr(torch, wanted or dtype))
+        return adapted
+
+    train = TrainConfig(backend=settings.get("backend", "torch"), precision=precision)
+    optim = backend_ranks.OPTIM.model_copy(update={"lr": lr})
+    training = Training(optim, backend_ranks.BATCH, backend_ranks.TEMPERATURE, backend_ranks.terms())
+    with open_backend(load, train, training, Ranks(), dtype=dtype) as backend:
+        yield backend
+
+
+def steps(backend, first: int, last: int, lr: float) -> None:
+    for step in range(first, last):
+        backend.forward_backward(backend_ranks.batch(step))
+        backend.step(lr)
+
+
+def learnt(backend) -> torch.Tensor:
+    """[P] float32: every weight as it is trained, in one order for all back ends."""
+    weights = backend.state()["model"]
+    return torch.cat([weights[n].float().reshape(-1) for n in sorted(weights) if n != BASE])
+
+
+@functools.cache
+def movement(name: str, lr: float, dtype: str, precision: str = "mixed") -> torch.Tensor:
+    """[P] how far 20 steps took every weight."""
+    with alone(name, lr, dtype, precision) as backend:
+        first = learnt(backend).clone()
+        steps(backend, 0, 20, lr)
+        return learnt(backend) - first
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize("name", ALONE_PRECISE)
+def test_training_in_bfloat16_moves_the_weights_as_float32_does(name, lr):
+    exactly = movement("torch, adapters" if "adapters" in name else "torch", lr, "float32")
+    found = movement(name, lr, "bfloat16")
+    assert torch.cosine_similarity(exactly, found, dim=0) >= 0.99
+    assert 0.99 < found.norm() / exactly.norm() < 1.01
+
+
+@pytest.mark.parametrize("name", ALONE_PRECISE)
+def test_a_checkpoint_of_bfloat16_training_goes_on_bit_for_bit(name, tmp_path):
+    with alone(name, 1e-5, "bfloat16") as backend:
+        steps(backend, 0, 2, 1e-5)
+        backend_ranks.save_state(tmp_path, backend.state())
+        steps(backend, 2, 4, 1e-5)
+        expected = learnt(backend).clone()
+    with alone(name, 1e-5, "bfloat16") as backend:
+        backend.load_state(read_state(tmp_path))
+        steps(backend, 2, 4, 1e-5)
+        assert torch.equal(learnt(backend), expected)
+    assert not torch.equal(expected, expected.bfloat16().float())
+
+
+def test_weights_without_masters_are_asked_for_by_name():
+    pure = movement("torch", 1e-5, "bfloat16", "pure")
+    assert (pure == 0).float().mean() > 0.5
+    assert torch.cosine_similarity(movement("torch", 1e-5, "float32"), pure, dim=0) < 0.9
+    assert TrainConfig().precision == "mixed"
