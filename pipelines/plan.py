@@ -11,13 +11,13 @@ import numpy as np
 from opd.config import Recipe
 from opd.errors import ConfigError, DataError
 from opd.pipelines.doctor.estimate import readable
+from opd.pipelines.precision import WIDTH, model_dtype
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryStore
 from opd.train.plan import PlanSettings, TrainingPlan, Workload, make_plan
 from opd.train.plan_cost import CostModel, DeviceBudget
 from opd.types import Status
 
 _MIB = 1 << 20
-_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ACTIVATIONS = 17
 """Values a decoder layer keeps per token and hidden unit (as in `doctor.estimate`)."""
 _SHOWN = 24
@@ -150,7 +150,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
             raise ConfigError(f"{finding.title}: {finding.detail}")
     shape = models.student
     assert shape is not None
-    width = _WIDTH[recipe.model.dtype]
+    width = WIDTH[model_dtype(recipe)]
     model = _Model(shape.parameters, shape.hidden_size, shape.windows, width)
     if not needs_work:
         return model, None

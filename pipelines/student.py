@@ -19,6 +19,7 @@ from opd.models.tokenizers import load_tokenizer, set_chat_template
 from opd.pipelines.adapted import adapted, receiving, save_trained
 from opd.pipelines.context import StageContext
 from opd.pipelines.helpers import Writers
+from opd.pipelines.precision import model_dtype
 from opd.pipelines.stage_rollout import StageRollout, open_rollout
 from opd.protocols import RolloutEngine
 from opd.ranks import Ranks
@@ -48,7 +49,7 @@ def load_model(
     It writes the tokens of `tokenizer`; `None` takes the folder's own. Teachers are given the student's: they
     may have more tokens, or no tokenizer.
     """
-    model = CausalLM.from_pretrained(path, dtype=dtype or recipe.model.dtype, device=recipe.model.device)
+    model = CausalLM.from_pretrained(path, dtype=dtype or model_dtype(recipe), device=recipe.model.device)
     model.vocabulary = min(len(tokenizer or tokenizer_of(recipe, path)), model.vocab_size)
     return model
 
@@ -167,7 +168,7 @@ class Student:
         tokenizer = tokenizer_of(recipe, path)
         load = partial(load_trained, recipe, path)
         training = Training(optim, batch, recipe.rollout.temperature, terms)
-        opened = open_backend(load, recipe.train, training, ranks, dtype=recipe.model.dtype)
+        opened = open_backend(load, recipe.train, training, ranks, dtype=model_dtype(recipe))
         backend = context.closing.enter_context(opened)
         writing = ranks.another(f"{context.stage}/rollouts")
         return cls(

@@ -13,6 +13,7 @@ from opd.config import Recipe, TopKKL
 from opd.errors import ConfigError
 from opd.pipelines.adapted import published_with_base
 from opd.pipelines.context import StageContext
+from opd.pipelines.precision import model_dtype
 from opd.pipelines.publish import publish_checkpoint
 from opd.protocols import Teacher
 from opd.storage.hidden_cache import HiddenStateCache
@@ -71,7 +72,7 @@ def open_schedule(
             )
             # Back ends round differently: what one has computed is not what another would.
             backend = "" if recipe.distill.backend == "torch" else f"/{recipe.distill.backend}"
-            cache = CachedScores(stack.enter_context(files), variant=recipe.model.dtype + backend)
+            cache = CachedScores(stack.enter_context(files), variant=model_dtype(recipe) + backend)
         yield TeacherSchedule(teachers, router, cache=cache, group=group)
 
 
@@ -96,7 +97,7 @@ def open_teachers(
     recipe = context.recipe
     batch = recipe.distill.batch
     placement = Placement(
-        recipe.model.dtype, recipe.model.device, batch.max_tokens, vocabulary, batch.sequence_chunk
+        model_dtype(recipe), recipe.model.device, batch.max_tokens, vocabulary, batch.sequence_chunk
     )
     if recipe.distill.backend == "megatron":
         return stack.enter_context(_megatron_teachers(context, names, placement))
@@ -151,7 +152,7 @@ def open_served(context: StageContext, name: str, vocabulary: int) -> SGLangTeac
         published_teacher(context, name),
         server,
         asked=Asked(recipe.rollout.temperature, loss.k if isinstance(loss, TopKKL) else 1),
-        placement=Placement(recipe.model.dtype, recipe.model.device, vocabulary=vocabulary),
+        placement=Placement(model_dtype(recipe), recipe.model.device, vocabulary=vocabulary),
     )
 
 

@@ -19,6 +19,7 @@ from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.evaluate import domain_accuracy
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
+from opd.pipelines.precision import model_dtype
 from opd.pipelines.student import Student
 from opd.train.schedule import learning_rate
 from opd.train.terms import CrossEntropyTerm
@@ -31,7 +32,7 @@ def new_base(recipe: Recipe, folder: Path) -> None:
     model = CausalLM.from_config(
         recipe.model.config or {},
         tokenizer=tokenizer,
-        dtype=recipe.model.dtype,
+        dtype=model_dtype(recipe),
         device=recipe.model.device,
         seed=recipe.seed,
     )

@@ -31,7 +31,9 @@ class ModelConfig(Config):
     messages; `None` takes the tokenizer's own. It stays with the models that come out."""
     chat_template_kwargs: dict[str, Any] = {}
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """What student and teachers compute in and models are written in; `null` is the dtype of the weights at
+    `path`, and float32 with `config`. What learns is kept in float32 all the same (`train.precision`)."""
     device: str = "auto"
     """`auto` takes CUDA where there is one."""
     lora: LoRAConfig | None = None

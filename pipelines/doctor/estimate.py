@@ -4,81 +4,173 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
-from opd.config import Recipe
+from opd.config import BatchConfig, Recipe
+from opd.config.recipe import WEIGHT_MERGES
 from opd.pipelines.doctor.checks import Finding, existing_parent
 from opd.pipelines.doctor.models import Models, Shape
+from opd.pipelines.precision import (
+    WIDTH,
+    has_masters,
+    learning_width,
+    lost_share,
+    model_dtype,
+    some_weights,
+)
 
-_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MOMENTS = 8
-"""Bytes AdamW keeps per parameter: two float32 moments."""
 _ACTIVATIONS = 17
 """Values a decoder layer keeps per token and hidden unit for its backward pass, with fused attention
 (Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4: 34 bytes in half precision)."""
 _TIGHT = 0.8
 _MIB = 1 << 20
 
+Parts = dict[str, int]
+"""Bytes by what they are for."""
 
-def memory_parts(recipe: Recipe, student: Shape, teachers: dict[str, Shape]) -> dict[str, int]:
-    """Bytes of each part of the merge, the stage that holds the most at once."""
-    width, rollout, batch = _WIDTH[recipe.model.dtype], recipe.rollout, recipe.distill.batch
-    weights = student.parameters * width
-    trained = len(
-        {name for domain in recipe.domains for name in recipe.teacher_weights(domain)} - set(teachers)
-    )
-    whole = trained * weights + sum(shape.parameters * width for shape in teachers.values())
-    # Streamed: what is read ahead, and two heads, the one in use and the next.
-    largest = max(shape.vocabulary * shape.hidden_size for shape in (student, *teachers.values()))
-    layers = recipe.storage.prefetch_mb * _MIB + 2 * largest * width
+
+def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts:
+    """Bytes of each part of the stage that holds the most at once: the merge, the warm-up of all weights, or
+    the specialists that train side by side.
+    """
+    width, lora = WIDTH[model_dtype(recipe)], recipe.model.lora is not None
+    stages = [
+        _training(recipe, student, recipe.distill.batch, lora)
+        | {
+            "teachers": _teachers(recipe, student, teachers, width),
+            "logits of a chunk": 3 * recipe.distill.batch.kl_chunk * student.vocabulary * 4,
+        }
+    ]
+    if recipe.base is not None:
+        stages.append(_training(recipe, student, recipe.base.batch, lora=False))
+    if specialists := len(recipe.specialist_domains()):
+        beside = min(recipe.runtime.workers, specialists)
+        one = _training(recipe, student, recipe.specialist.batch, lora)
+        stages.append({name: beside * size for name, size in one.items()})
+    return max(stages, key=lambda parts: sum(parts.values()))
+
+
+def _training(recipe: Recipe, student: Shape, batch: BatchConfig, lora: bool) -> Parts:
+    """A student that writes and learns, without what it learns from."""
+    width, own, rollout = WIDTH[model_dtype(recipe)], learning_width(recipe), recipe.rollout
+    learns = student.adapters if lora else student.parameters
+    # An engine that is sent adapters keeps the layers they belong to twice, as they were and merged.
+    received = student.adapted + student.adapters if lora else 0
     length = min(rollout.max_sequence, 2 * rollout.max_new_tokens)
     return {
-        "weights": weights,
-        "gradients": weights,
-        "AdamW": student.parameters * _MOMENTS,
-        "engine copy": weights,
-        "teachers": min(whole, layers) if recipe.distill.teachers == "streamed" else whole,
+        "weights": learns * own + (student.parameters * width if lora else 0),
+        f"copies in {model_dtype(recipe)}": _copies(recipe, student, learns, width),
+        "gradients": learns * own,
+        "AdamW": 2 * learns * own,
+        "engine copy": (student.parameters + received) * width,
         "KV cache": rollout.max_running * length * student.layers * student.kv_width * 2 * width,
         "activations": batch.max_tokens * student.layers * student.hidden_size * _ACTIVATIONS * width,
-        "logits of a chunk": 3 * batch.kl_chunk * student.vocabulary * 4,
     }
 
 
-def memory_needed(recipe: Recipe, parts: dict[str, int]) -> int:
-    """Bytes of the merge, or of the specialists that train side by side if that is more."""
-    total = sum(parts.values())
-    alone = total - parts["teachers"] - parts["logits of a chunk"]
-    side_by_side = min(recipe.runtime.workers, max(1, len(recipe.specialist_domains())))
-    return max(total, side_by_side * alone)
+def _copies(recipe: Recipe, student: Shape, learns: int, width: int) -> int:
+    """What master weights are rounded to while layers compute: everything, or with FSDP2 the embedding and
+    the head for a whole pass, and of the layers the one that computes and the next.
+    """
+    if not has_masters(recipe):
+        return 0
+    if recipe.train.backend != "torch":
+        return learns * width
+    outside = min(student.vocabulary * student.hidden_size, student.parameters)
+    return (outside + 2 * (student.parameters - outside) // max(student.layers, 1)) * width
 
 
-def disk_needed(recipe: Recipe, student: Shape) -> int:
-    """Bytes of every model folder and every kept checkpoint of a whole run."""
-    weights = student.parameters * _WIDTH[recipe.model.dtype]
-    specialists = len(recipe.specialist_domains())
-    methods = recipe.baselines.methods
-    trained = specialists + 1 + (recipe.base is not None)
+def _teachers(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], width: int) -> int:
+    trained = len(
+        {name for domain in recipe.domains for name in recipe.teacher_weights(domain)} - set(teachers)
+    )
+    whole = (trained * student.parameters + sum(shape.parameters for shape in teachers.values())) * width
+    if recipe.distill.teachers != "streamed":
+        return whole
+    # What is read ahead, and two heads, the one in use and the next.
+    largest = max(shape.vocabulary * shape.hidden_size for shape in (student, *teachers.values()))
+    return min(whole, recipe.storage.prefetch_mb * _MIB + 2 * largest * width)
+
+
+def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts:
+    """Bytes of every model folder, every kept checkpoint and every published or fetched teacher of a run."""
+    width, own, lora = WIDTH[model_dtype(recipe)], learning_width(recipe), recipe.model.lora is not None
+    weights, learns = student.parameters * width, student.adapters if lora else student.parameters
+    specialists, methods = len(recipe.specialist_domains()), recipe.baselines.methods
+    trained = specialists + 1 + recipe.baselines.mixed_grpo_all_tokens
     trained += sum(method in ("mixed_grpo", "off_policy") for method in methods)
-    trained += recipe.baselines.mixed_grpo_all_tokens
     folders = specialists + 2 + len(methods) + recipe.baselines.mixed_grpo_all_tokens
-    checkpoint = weights + student.parameters * _MOMENTS
-    streamed = 0
-    if recipe.distill.teachers == "streamed":
-        published = specialists * weights if recipe.storage.published is None else 0
-        streamed = published + recipe.storage.cache_mb * _MIB
-    return folders * weights + trained * recipe.runtime.keep_checkpoints * checkpoint + streamed
+    # Weights as they are learnt, and two moments of each.
+    checkpoints = 3 * own * (trained * learns + (recipe.base is not None) * student.parameters)
+    parts = {
+        "model folders": folders * weights + (folders - 2 - len(methods)) * lora * learns * own,
+        "checkpoints": recipe.runtime.keep_checkpoints * checkpoints,
+    }
+    streamed = recipe.distill.teachers == "streamed"
+    if streamed and recipe.storage.published is None:
+        own_teachers = (weights + specialists * learns * own) if lora else specialists * weights
+        parts["published teachers"] = own_teachers * bool(specialists) + sum(
+            shape.stored for shape in teachers.values() if not shape.published
+        )
+    if not streamed or {*methods} & {*WEIGHT_MERGES, "off_policy"}:
+        parts["fetched teachers"] = sum(shape.stored for shape in teachers.values() if shape.published)
+    if streamed:
+        parts["hidden states"] = recipe.storage.cache_mb * _MIB
+    return parts
+
+
+def check_precision(recipe: Recipe, models: Models) -> list[Finding]:
+    """What weights learn in, and what that costs."""
+    dtype, student = model_dtype(recipe), models.student
+    if student is None:
+        return []
+    if dtype == "float32" or has_masters(recipe):
+        text = dtype if dtype == "float32" else f"layers in {dtype}, what learns in float32"
+        if dtype == "float16" and recipe.train.backend != "deepspeed":
+            detail = f"{text}; the loss is not scaled, so small gradients are lost: use bfloat16"
+            return [Finding("warning", "precision", detail)]
+        return [Finding("ok", "precision", text)]
+    mixed = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "mixed"})})
+    saved = sum(memory_parts(mixed, student, models.teachers).values())
+    saved -= sum(memory_parts(recipe, student, models.teachers).values())
+    shares = [
+        f"{_lost(recipe, lr):.0%} of the weights do not move at the lr {lr:g} of {stage}"
+        for stage, lr in _learning_rates(recipe).items()
+        if recipe.model.lora is None  # adapters begin at zero, where every number is near
+    ]
+    detail = f"train.precision pure saves {readable(max(saved, 0))} and rounds every update to {dtype}"
+    return [Finding("warning", "precision", "; ".join([detail, *shares, "leave it at mixed"]))]
+
+
+def _learning_rates(recipe: Recipe) -> dict[str, float]:
+    """The peak of every stage that trains."""
+    found = {"the warm-up": recipe.base.optim.lr} if recipe.base is not None else {}
+    if recipe.specialist_domains():
+        found["the specialists"] = recipe.specialist.optim.lr
+    return found | {"the merge": recipe.distill.optim.lr}
+
+
+def _lost(recipe: Recipe, lr: float) -> float:
+    """Share of the base's weights that an update of `lr` does not move; of new ones as they are drawn."""
+    import torch
+
+    if recipe.model.path is not None:
+        return lost_share(some_weights(Path(recipe.model.path)), model_dtype(recipe), lr)
+    drawn = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+    spread = (recipe.model.config or {}).get("initializer_range", 0.02)
+    return lost_share([drawn * spread], model_dtype(recipe), lr)
 
 
 def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Finding]:
     """Compares the estimates with what the machine has left."""
     if models.student is None:
         return []
-    parts = memory_parts(recipe, models.student, models.teachers)
-    listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
-    disk = shutil.disk_usage(existing_parent(run_dir)).free
+    memory = memory_parts(recipe, models.student, models.teachers)
+    disk = disk_parts(recipe, models.student, models.teachers)
     return [
-        _compare("memory", memory_needed(recipe, parts), available_memory(recipe.model.device), listed),
-        _compare("disk", disk_needed(recipe, models.student), disk, "model folders and kept checkpoints"),
+        _compare("memory", memory, available_memory(recipe.model.device)),
+        _compare("disk", disk, shutil.disk_usage(existing_parent(run_dir)).free),
     ]
 
 
@@ -105,7 +197,9 @@ def _meminfo() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _compare(title: str, needed: int, free: int, listed: str) -> Finding:
+def _compare(title: str, parts: Parts, free: int) -> Finding:
+    needed = sum(parts.values())
+    listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
     text = f"about {readable(needed)} of {readable(free)} free ({listed})"
     if needed > free:
         return Finding(

@@ -17,7 +17,7 @@ from opd.pipelines.doctor.checks import (
     check_run_dir,
     check_sampling,
 )
-from opd.pipelines.doctor.estimate import check_resources
+from opd.pipelines.doctor.estimate import check_precision, check_resources
 from opd.pipelines.doctor.kl import check_kl
 from opd.pipelines.doctor.models import Models, check_models
 from opd.pipelines.doctor.served import check_served
@@ -49,6 +49,7 @@ def examine(recipe: Recipe, *, run_dir: Path | None = None, thorough: bool = Tru
     models = Models()
     findings += check_models(recipe, domains, models)
     findings += check_served(recipe)
+    findings += attempt("precision", lambda: check_precision(recipe, models))
     findings += check_resources(recipe, models, path)
     sound = not any(finding.level == "error" for finding in findings)
     if thorough and sound:

@@ -11,6 +11,7 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
+from opd.pipelines.precision import model_dtype
 from opd.types import RolloutRequest, Sample
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _open(recipe: Recipe, name: str, source: str, vocabulary: int) -> Teacher:
     from opd.teachers.streamed_teacher import Placement
     from opd.teachers.torch_teacher import TorchTeacher
 
-    dtype, device = recipe.model.dtype, recipe.model.device
+    dtype, device = model_dtype(recipe), recipe.model.device
     if is_published(source):
         placement = Placement(dtype, device, recipe.distill.batch.max_tokens, vocabulary)
         return published_teachers({name: source}, placement)[name]

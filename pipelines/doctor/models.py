@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
+from opd.config.lora import LoRAConfig
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ModelError
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
@@ -34,6 +35,14 @@ class Shape:
     vocabulary: int
     kv_width: int
     """Key-value heads times head size: values per token, layer and side of the cache."""
+    adapters: int = 0
+    """Parameters of the adapters that `model.lora` puts on it."""
+    adapted: int = 0
+    """Parameters of the layers they belong to."""
+    stored: int = 0
+    """Bytes of its weights where they lie."""
+    published: bool = False
+    """Whether they lie where `opd publish` writes."""
 
     @property
     def layers(self) -> int:
@@ -88,7 +97,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     else:
         config = scratch_config(model.config or {}, models.tokenizer)
     models.config = config
-    models.student = _shape(config, model.path or "model.config")
+    models.student = _shape(config, model.path or "model.config", model.lora)
     size = f"{models.student.parameters:,} parameters, vocabulary {len(models.tokenizer)}"
     return [
         Finding("ok", "student", f"{config.model_type}, {size}"),
@@ -107,16 +116,16 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
         check_folder(Path(source))
         check_weights(Path(source))
     with small_files(source) as folder:
-        return _check_teacher_files(recipe, name, folder, models)
+        return _check_teacher_files(recipe, name, source, folder, models)
 
 
-def _check_teacher_files(recipe: Recipe, name: str, path: Path, models: Models) -> list[Finding]:
+def _check_teacher_files(recipe: Recipe, name: str, source: str, path: Path, models: Models) -> list[Finding]:
     from opd.models.hf_config import read_config
 
     title = f"teacher {name}"
     config = read_config(path)
     shape = _shape(config, str(path))
-    models.teachers[name] = shape
+    models.teachers[name] = replace(shape, **_stored(source, shape))
     return [
         Finding("ok", title, f"{config.model_type}, {shape.parameters:,} parameters"),
         *_check_rows(title, config, models.tokenizer),
@@ -228,12 +237,23 @@ def _form(config: Any) -> dict[str, Any]:
     return {key: value for key, value in form.items() if not key.startswith("_") and key not in _NAMES}
 
 
-def _shape(config: Any, source: str) -> Shape:
+def _stored(source: str, shape: Shape) -> dict[str, Any]:
+    """How much disk the weights of a teacher take where they are, and whether they were published."""
+    from opd.storage.checkpoint_source import read_headers
+    from opd.teachers.download import is_published
+
+    if is_published(source):
+        return {"stored": shape.parameters * 4, "published": True}  # at most: nothing more is fetched for it
+    return {"stored": sum(tensor.nbytes for tensor in read_headers(Path(source)).values())}
+
+
+def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
     """Counts the parameters of the model without making them."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from opd.models.hf_config import layer_windows
+    from opd.models.lora import target_layers
 
     text = config.get_text_config()
     try:
@@ -243,7 +263,12 @@ def _shape(config: Any, source: str) -> Shape:
         raise ModelError(f"{source} does not describe a causal language model: {error}") from None
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    layers = target_layers(module, lora.targets) if lora is not None else []
+    linear = [module.get_submodule(name) for name in layers]
+    rank = lora.rank if lora is not None else 0
     return Shape(
+        adapters=sum(rank * (layer.in_features + layer.out_features) for layer in linear),
+        adapted=sum(layer.weight.numel() for layer in linear),
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         hidden_size=text.hidden_size,
         windows=layer_windows(config),

@@ -30,6 +30,7 @@ from opd.pipelines.doctor.parity import (
     difference,
 )
 from opd.pipelines.doctor.parity_ranks import RANKS, by_two_ranks
+from opd.pipelines.precision import model_dtype
 from opd.teachers.streamed_teacher import Placement
 from opd.types import Sample
 
@@ -65,7 +66,7 @@ def check_parity(
     """
     console = console or Console()
     modes = modes_of(recipe) if modes is None else modes
-    tolerance = TOLERANCE[recipe.model.dtype]
+    tolerance = TOLERANCE[model_dtype(recipe)]
     with _problem(recipe) as (problem, sources):
         found, failed = _score(problem, sources, modes)
     table = Table(title=f"opd doctor --parity: {recipe.name}", title_justify="left")
@@ -87,7 +88,7 @@ def check_parity(
     tokens, counts = len(problem.targets), [len(s.response_ids) for s in problem.samples]
     console.print(
         f"{len(counts)} samples, {tokens} response tokens, {counts.count(0)} responses of no token and"
-        f" {counts.count(1)} of one; temperatures 1 and 0.7; {recipe.model.dtype},"
+        f" {counts.count(1)} of one; temperatures 1 and 0.7; {model_dtype(recipe)},"
         f" tolerance {tolerance:g} nats"
     )
     for mode, scores in found.items():
@@ -133,7 +134,7 @@ def _problem(recipe: Recipe) -> Iterator[tuple[Problem, dict[str, str]]]:
             student, path = load_model(recipe, Path(recipe.model.path)), recipe.model.path
         else:
             student = CausalLM.from_config(
-                recipe.model.config or {}, tokenizer=tokenizer, dtype=recipe.model.dtype, seed=recipe.seed
+                recipe.model.config or {}, tokenizer=tokenizer, dtype=model_dtype(recipe), seed=recipe.seed
             )
             path = str(save_checkpoint(student, tokenizer, Path(folder) / "student", {}))
         samples = [
@@ -157,7 +158,7 @@ def problem_of(recipe: Recipe, student: CausalLM, samples: list[Sample], vocabul
         input_ids[rows + 1],
         hidden[rows.to(device)],
         student.head(vocabulary),
-        Placement(recipe.model.dtype, recipe.model.device, recipe.distill.batch.max_tokens, vocabulary),
+        Placement(model_dtype(recipe), recipe.model.device, recipe.distill.batch.max_tokens, vocabulary),
     )
 
 

@@ -17,6 +17,7 @@ from opd.models.hf_config import layer_windows
 from opd.pipelines.context import StageContext
 from opd.pipelines.loop import Step
 from opd.pipelines.merge_loss import needs_policy_stream
+from opd.pipelines.precision import WIDTH, model_dtype
 from opd.pipelines.rollout_metrics import rollout_metrics
 from opd.pipelines.route_shares import route_shares
 from opd.pipelines.stored.batch import StoredBatch, written_by_all
@@ -229,7 +230,7 @@ def stored_settings(recipe: Recipe, model: CausalLM, shares: Mapping[str, float]
         cost=CostModel.of_model(model.parameter_count, config.hidden_size, layer_windows(config)),
         budget=DeviceBudget(recipe.storage.trajectory_mb * _MIB, max_tokens=recipe.distill.batch.max_tokens),
         # A teacher's hidden state, taken to be as wide as the student's: teachers need not be open yet.
-        hidden_bytes=config.hidden_size * model.dtype.itemsize,
+        hidden_bytes=config.hidden_size * WIDTH[model_dtype(recipe)],
         shares=shares,
         seed=recipe.seed,
         taught=not isinstance(recipe.distill.loss, SampledTokenK1),

@@ -1,6 +1,7 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
-from opd.pipelines.doctor.estimate import disk_needed, memory_needed, memory_parts, readable
+from opd.pipelines.doctor.estimate import disk_parts, memory_parts, readable
 from opd.pipelines.doctor.examine import Finding, diagnose, examine
 from opd.pipelines.doctor.kl import mean_kl
 from opd.pipelines.doctor.models import Shape
@@ -270,17 +271,58 @@ def test_a_model_that_does_not_fit_is_an_error(tmp_path):
 
 
 def test_the_estimate_adds_up():
-    recipe = make_recipe(
-        Path("unused"), rollout={"max_running": 2, "max_new_tokens": 5}, storage={"cache_mb": 3}
-    )
+    settings = {"rollout": {"max_running": 2, "max_new_tokens": 5}, "storage": {"cache_mb": 3}}
+    recipe = make_recipe(Path("unused"), model={"config": LLAMA}, **settings)
     shape = Shape(parameters=1000, hidden_size=4, windows=(None, None), vocabulary=10, kv_width=4)
     parts = memory_parts(recipe, shape, {})
     assert parts["weights"] == parts["gradients"] == parts["engine copy"] == parts["teachers"] == 4000
     assert parts["AdamW"] == 8000
     assert parts["KV cache"] == 2 * 10 * 2 * 4 * 2 * 4
-    assert memory_needed(recipe, parts) == sum(parts.values())
-    assert disk_needed(recipe, shape) == 10 * 4000 + 4 * 2 * 12000 + 3 * 2**20
+    assert sum(disk_parts(recipe, shape, {}).values()) == 10 * 4000 + 4 * 2 * 12000 + 3 * 2**20
     assert [readable(size) for size in (3, 1536, 5 * 2**30)] == ["3 B", "1.5 KiB", "5.0 GiB"]
+
+
+SHAPE = Shape(1000, 4, (None, None), vocabulary=10, kv_width=4, adapters=50, adapted=600, stored=2000)
+
+
+@pytest.mark.parametrize(
+    ("train", "weights", "copies", "gradients", "moments"),
+    [
+        ({}, 4000, (40 + 2 * 960 // 2) * 2, 4000, 8000),  # FSDP2: one layer and the next
+        ({"backend": "megatron"}, 4000, 2000, 4000, 8000),
+        ({"precision": "pure"}, 2000, 0, 2000, 4000),
+    ],
+)
+def test_the_estimate_counts_master_weights(train, weights, copies, gradients, moments):
+    recipe = make_recipe(Path("unused"), model={"config": LLAMA, "dtype": "bfloat16"}, train=train)
+    parts, disk = memory_parts(recipe, SHAPE, {}), disk_parts(recipe, SHAPE, {})
+    found = [parts[name] for name in ("weights", "copies in bfloat16", "gradients", "AdamW", "engine copy")]
+    assert found == [weights, copies, gradients, moments, 2000]
+    assert disk["model folders"] == 9 * 2000
+    assert disk["checkpoints"] == 4 * 2 * (weights + moments)
+
+
+def test_the_estimate_counts_adapters_and_given_teachers():
+    given = {name: {"path": f"/models/{name}"} for name in ("sort", "add3")}
+    model = {"config": LLAMA, "dtype": "bfloat16", "lora": {"rank": 4}}
+    recipe = make_recipe(Path("unused"), model=model, teachers=given)
+    shapes = {"sort": SHAPE, "add3": replace(SHAPE, published=True)}
+    parts, disk = memory_parts(recipe, SHAPE, shapes), disk_parts(recipe, SHAPE, shapes)
+    assert parts["weights"] == 2000 + 50 * 4  # the frozen base, and adapters in float32
+    assert parts["AdamW"] == 2 * parts["gradients"] == 2 * 50 * 4
+    assert parts["engine copy"] == (1000 + 600 + 50) * 2
+    assert disk["published teachers"] == 2000  # a published one is streamed from where it is
+    assert disk["fetched teachers"] == 2000  # for the baselines
+    assert disk["checkpoints"] == 3 * 2 * 3 * 50 * 4
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_parts_are_those_of_the_stage_that_needs_the_most(workers):
+    domains = {name: {"source": f"procedural:{name}"} for name in ("sort", "add3")}
+    settings = {"model": {"config": LLAMA}, "domains": domains, "runtime": {"workers": workers}}
+    parts = memory_parts(make_recipe(Path("unused"), **settings), SHAPE, {})
+    assert parts["weights"] == workers * 4000  # two specialists side by side, or the merge
+    assert ("teachers" in parts) == (workers == 1)
 
 
 def test_mean_kl_is_the_divergence_of_the_models_own_logits(student, tmp_path):
