@@ -210,3 +210,5 @@ class DeepSpeedBackend(Backend):
 
     def close(self) -> None:
         self._engine.destroy()
+        # It would use the groups it has noted for the next stage too, whose process group is another.
+        self._library.utils.groups._release_process_group_references()
