@@ -9,8 +9,12 @@ from typing import Any
 import yaml
 
 from opd.config.schema import arms, dotted, follow, key_paths, models
-from opd.config.yaml_reader import KeyPath, parse_value
+from opd.config.yaml_reader import MAX_DEPTH, KeyPath, complaint, parse_value
 from opd.errors import ConfigError
+
+
+_LONGEST = 250
+"""Characters of the name of a setting."""
 
 
 def parse_overrides(
@@ -19,7 +23,8 @@ def parse_overrides(
     """Overrides as one nested mapping, and the option each path came from.
 
     A name that is not a full path stands for the one path that has its parts in order and ends with its last
-    part. Raises `ConfigError` for a word that is no option, an unknown or ambiguous name, or a missing value.
+    part. Raises `ConfigError` for a word that is no option, an unknown or ambiguous name, a missing value, or a
+    setting that is given twice.
     """
     tree: dict[str, Any] = {}
     places: dict[KeyPath, str] = {}
@@ -39,6 +44,8 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not word.startswith("--") or word == "--":
             raise ConfigError(f"{word!r} is not an option; overrides look like --distill.steps 100")
         option, equals, text = word.partition("=")
+        if len(option) > _LONGEST or option.count(".") >= MAX_DEPTH:
+            raise ConfigError(f"{option[:60]}... is no option: no recipe has a setting of so long a name")
         if not equals:
             if not queue or queue[0].startswith("--"):
                 raise ConfigError(f"{option} needs a value; write {option} VALUE or {option}=VALUE")
@@ -79,8 +86,8 @@ def _value(option: str, text: str, annotation: Any) -> Any:
     try:
         value = parse_value(text)
     except yaml.YAMLError as error:
-        reason = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise ConfigError(f"{option}: {text!r} is not a valid value: {reason}") from None
+        shown = repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
+        raise ConfigError(f"{option}: {shown} is not a valid value: {complaint(error)}") from None
     # `--name 2026` is the text 2026: a field that takes only text never gets a number.
     plain = [arm for arm in arms(annotation) if isinstance(arm, type) and not models(arm)]
     if str in plain and not {int, float, bool} & set(plain) and isinstance(value, bool | int | float):
@@ -89,12 +96,21 @@ def _value(option: str, text: str, annotation: Any) -> Any:
 
 
 def _assign(tree: dict[str, Any], path: KeyPath, value: Any, option: str) -> None:
-    for key in path[:-1]:
+    *parents, last = path
+    for key in parents:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
             raise ConfigError(
                 f"{option}: another option already sets {key!r} as a whole; keep one of the two"
             )
-    if isinstance(tree.get(path[-1]), dict) and isinstance(value, dict):
-        value = {**tree[path[-1]], **value}
-    tree[path[-1]] = value
+    if last in tree:
+        value = _union(tree[last], value, option)
+    tree[last] = value
+
+
+def _union(one: Any, other: Any, option: str) -> dict[str, Any]:
+    """What two options say of one mapping. Raises `ConfigError` where both set the same key."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        raise ConfigError(f"{option}: this setting is given twice; keep one of the two")
+    both = {key: _union(one[key], other[key], option) for key in one.keys() & other.keys()}
+    return {**one, **other, **both}

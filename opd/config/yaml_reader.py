@@ -6,6 +6,7 @@ PyYAML speaks YAML 1.1, in which `3e-5` is text, `no` is false and `1:30` is nin
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,45 @@ from opd.errors import ConfigError
 KeyPath = tuple[str, ...]
 
 
+MAX_BYTES = 512 * 1024
+MAX_DEPTH = 64
+"""Mappings and lists inside each other, aliases written out."""
+MAX_VALUES = 20_000
+"""Keys and values of one document, aliases written out."""
+MAX_TEXT = 100_000
+"""Characters of one text."""
+MAX_DIGITS = 100
+"""Characters of one number."""
+
+
+class _TooMuch(yaml.MarkedYAMLError):
+    """Valid YAML that no recipe needs: refused before anything is built from it."""
+
+
+class _Refusal(yaml.MarkedYAMLError):
+    """YAML that is valid and says what no recipe may say."""
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict = {}
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._values = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Bounds what is recursive below, and what takes memory, as it is read."""
+        self._depth += 1
+        self._values += 1
+        mark = self.peek_event().start_mark
+        if self._depth > MAX_DEPTH:
+            raise _TooMuch(problem=f"more than {MAX_DEPTH} levels inside each other", problem_mark=mark)
+        if self._values > MAX_VALUES:
+            raise _TooMuch(problem=f"more than {MAX_VALUES:,} keys and values", problem_mark=mark)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
 
 _RESOLVERS = (
@@ -32,8 +70,18 @@ _RESOLVERS = (
     ),
     ("merge", "<<", ["<"]),
 )
+_TAG = "tag:yaml.org,2002:"
+_FORMS = {_TAG + tag: re.compile(f"(?:{pattern})\\Z") for tag, pattern, _ in _RESOLVERS}
+"""What a value of each tag looks like: what is not text."""
+_KINDS = {
+    yaml.ScalarNode: {_TAG + "str", *_FORMS},
+    yaml.SequenceNode: {_TAG + "seq"},
+    yaml.MappingNode: {_TAG + "map"},
+}
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+"""What UTF-8 or the names of files have no place for."""
 for _tag, _pattern, _first in _RESOLVERS:
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+    _Loader.add_implicit_resolver(_TAG + _tag, _FORMS[_TAG + _tag], _first)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -50,33 +98,30 @@ def read_yaml(path: Path, kind: str = "recipe") -> tuple[dict[str, Any], dict[Ke
 
     Raises `ConfigError` if the file cannot be read, is not YAML, repeats a key or is not a mapping.
     """
+    text = _text(path, kind)
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such {kind} file; check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: the {kind} cannot be read as UTF-8 text ({error})") from None
-    places: dict[KeyPath, str] = {}
-    try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return {}, places
-            _locate(node, (), path, places)
-            data = loader.construct_document(node)
-        finally:
-            loader.dispose()
+        data, places = _build(text, str(path))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{_place(path, error)}: not valid YAML: {_reason(error)}") from None
+        raise ConfigError(f"{_place(path, text, error)}: {complaint(error)}") from None
+    if data is None:
+        return {}, {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a {kind} is a mapping of keys to values, not a {type(data).__name__}")
     return data, places
 
 
 def parse_value(text: str) -> Any:
-    """The YAML value written in `text`. Raises `yaml.YAMLError`."""
-    return yaml.load(text, Loader=_Loader)
+    """The YAML value written in `text`. Raises `yaml.YAMLError` (see `complaint`)."""
+    return _build(text, "")[0]
+
+
+def complaint(error: yaml.YAMLError) -> str:
+    """What is wrong with a document, in one line."""
+    said = getattr(error, "problem", None) or getattr(error, "reason", None) or error
+    reason = " ".join(str(said).split())
+    if isinstance(error, _Refusal):
+        return reason
+    return f"{reason}; write less" if isinstance(error, _TooMuch) else f"not valid YAML: {reason}"
 
 
 def write_yaml(data: Mapping[str, Any]) -> str:
@@ -84,29 +129,140 @@ def write_yaml(data: Mapping[str, Any]) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _locate(node: yaml.Node, path: KeyPath, file: Path, places: dict[KeyPath, str]) -> None:
-    if not isinstance(node, yaml.MappingNode):
-        return
+def _text(path: Path, kind: str) -> str:
+    content = _content(path, kind)
+    if content is None:
+        raise ConfigError(f"{path}: the {kind} cannot be read: it is no file; give the path of a YAML file")
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path}: the {kind} has more than {MAX_BYTES:,} bytes; is it the right file?")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: the {kind} cannot be read as UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from None
+
+
+def _content(path: Path, kind: str) -> bytes | None:
+    """The bytes of a file or of a pipe that somebody writes to; `None` for anything else."""
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and path.is_relative_to("/dev")):
+            return None
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such {kind} file; check the path") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: the {kind} cannot be read ({error.strerror}); check the path") from None
+    except ValueError as error:  # a NUL in the name
+        raise ConfigError(f"{path}: the {kind} cannot be read ({error}); check the path") from None
+
+
+def _build(text: str, file: str) -> tuple[Any, dict[KeyPath, str]]:
+    """The value written in `text` and where its keys stand; nothing is built that `_check` refuses."""
+    loader = _Loader(text)
+    places: dict[KeyPath, str] = {}
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, places
+        _measure(node, {})
+        _check(node, (), file, places)
+        return loader.construct_document(node), places
+    finally:
+        loader.dispose()
+
+
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """(values, levels) of `node` with aliases written out; `known` remembers those of nodes seen before, and
+    `None` for those it is inside of. Recursive to the depth of the text: what an alias means comes before it.
+    """
+    if id(node) in known:
+        found = known[id(node)]
+        if found is None:
+            raise _TooMuch(problem="an alias stands inside what it means", problem_mark=node.start_mark)
+        return found
+    known[id(node)] = None
+    values, levels = 1, 1
+    for child in _children(node):
+        size, depth = _measure(child, known)
+        values, levels = values + size, max(levels, depth + 1)
+    if values > MAX_VALUES or levels > MAX_DEPTH:
+        limit = f"{MAX_VALUES:,} keys and values" if values > MAX_VALUES else f"{MAX_DEPTH} levels"
+        raise _TooMuch(problem=f"more than {limit} with aliases written out", problem_mark=node.start_mark)
+    known[id(node)] = values, levels
+    return values, levels
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
+
+
+def _check(node: yaml.Node, path: KeyPath, file: str, places: dict[KeyPath, str]) -> None:
+    """Raise for what no recipe may hold; note in `places` where each key stands."""
+    _check_tag(node)
+    if isinstance(node, yaml.ScalarNode):
+        _check_scalar(node)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, child in enumerate(node.value):
+            _check(child, (*path, str(index)), file, places)
+    elif isinstance(node, yaml.MappingNode):
+        _check_mapping(node, path, file, places)
+
+
+def _check_mapping(node: yaml.MappingNode, path: KeyPath, file: str, places: dict[KeyPath, str]) -> None:
     seen: set[str] = set()
     for key, value in node.value:
         line = f"{file}:{key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{line}: a key must be a single word")
-        if key.tag.endswith(":merge"):
+            raise _refusal(key, "a key must be a single word")
+        if key.tag == _TAG + "merge":
+            _check(value, path, file, {})
             continue
-        if key.tag != "tag:yaml.org,2002:str":
-            raise ConfigError(f"{line}: the key {key.value!r} is not text; put it in quotes")
+        _check(key, path, file, {})
+        if key.tag != _TAG + "str":
+            raise _refusal(key, f"the key {key.value!r} is not text; put it in quotes")
         if key.value in seen:
-            raise ConfigError(f"{line}: the key {key.value!r} appears twice; keep one")
+            raise _refusal(key, f"the key {_short(key.value)} appears twice; keep one")
         seen.add(key.value)
         places[(*path, key.value)] = line
-        _locate(value, (*path, key.value), file, places)
+        _check(value, (*path, key.value), file, places)
 
 
-def _place(path: Path, error: yaml.YAMLError) -> str:
+def _check_tag(node: yaml.Node) -> None:
+    if node.tag not in _KINDS.get(type(node), ()):
+        shown = "!" + str(node.tag).removeprefix(_TAG).removeprefix("!")
+        raise _refusal(node, f"the tag {_short(shown)} has no meaning here; leave it out")
+
+
+def _check_scalar(node: yaml.ScalarNode) -> None:
+    text, name = node.value, node.tag.removeprefix(_TAG)
+    if node.tag in _FORMS and not _FORMS[node.tag].match(text):
+        raise _refusal(node, f"{_short(text)} is tagged as {name} and is none; mend the value or the tag")
+    if name in ("int", "float") and len(text) > MAX_DIGITS:
+        raise _refusal(node, f"a number of {len(text)} characters; no setting needs more than {MAX_DIGITS}")
+    if len(text) > MAX_TEXT:
+        raise _refusal(node, f"a text of {len(text):,} characters; no setting needs more than {MAX_TEXT:,}")
+    found = _UNWRITABLE.search(text)
+    if found:
+        raise _refusal(node, f"a text holds the character U+{ord(found[0]):04X}; take it out")
+
+
+def _refusal(node: yaml.Node, problem: str) -> _Refusal:
+    return _Refusal(problem=problem, problem_mark=node.start_mark)
+
+
+def _short(text: str) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def _place(path: Path, text: str, error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
-    return f"{path}:{mark.line + 1}" if mark is not None else str(path)
-
-
-def _reason(error: yaml.YAMLError) -> str:
-    return " ".join(str(getattr(error, "problem", None) or error).split())
+    if mark is not None:
+        return f"{path}:{mark.line + 1}"
+    position = getattr(error, "position", None)  # of a character that YAML does not allow
+    return str(path) if position is None else f"{path}:{text.count(chr(10), 0, position) + 1}"

@@ -68,7 +68,6 @@ def test_one_key_keeps_the_other_defaults_of_its_place(write):
     [
         ["--distill.lr", "3e-5"],
         ["--distill.optim.lr=3e-5"],
-        ["--distill.lr", "1", "--distill.lr", "3e-5"],
         ["--distill.optim", "{lr: 3e-5}"],
     ],
 )
@@ -131,6 +130,11 @@ def test_a_wrong_file_gives_one_sentence(write, text, parts):
         (["--seed", "["], ["--seed: '[' is not a valid value"]),
         (["seed"], ["'seed' is not an option"]),
         (["--distill.optim", "3", "--distill.lr", "1"], ["'optim' as a whole"]),
+        (["--distill.lr", "1", "--distill.lr", "3e-5"], ["--distill.lr", "given twice"]),
+        (["--distill.optim.lr", "1", "--distill.lr=1"], ["--distill.lr", "given twice"]),
+        (["--distill.lr", "1", "--distill.optim", "{lr: 1}"], ["--distill.optim", "given twice"]),
+        (["--distill.optim", "{lr: 1}", "--distill.optim", "{lr: 2}"], ["--distill.optim", "given twice"]),
+        (["--distill.optim", "{lr: 1, lr: 2}"], ["--distill.optim", "'lr' appears twice"]),
     ],
 )
 def test_a_wrong_option_gives_one_sentence(write, words, parts):
