@@ -1,8 +1,15 @@
 """The errors a user can meet: few, each one sentence that says what is wrong, where, and how to mend it.
 
 Every class also inherits the built-in type a caller would expect to catch. The command line prints the
-sentence and exits with status 2; anything that is not an `OpdError` is a bug and keeps its traceback.
+sentence and exits with status 2. What the machine refuses (a full disk, no permission) becomes one by
+`from_system`; anything else is a bug and keeps its traceback.
 """
+
+from __future__ import annotations
+
+import errno
+import os
+import re
 
 
 class OpdError(Exception):
@@ -70,3 +77,70 @@ class MissingExtraError(OpdError, ImportError):
     def __str__(self) -> str:
         feature, extra = self.args
         return f"{feature} needs an optional dependency: install it with `pip install 'opd[{extra}]'`."
+
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full; free some space",
+    errno.EDQUOT: "the quota of the disk is used up; free some space",
+    errno.EFBIG: "the file would be larger than this process may write; raise the limit (`ulimit -f`)",
+    errno.EACCES: "access is refused; check the permissions",
+    errno.EPERM: "access is refused; check the permissions",
+    errno.EROFS: "the file system is read-only; choose another place",
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
+    errno.ENOTDIR: "there is a file where a folder is needed; move it away, or choose another place",
+    errno.EISDIR: "there is a folder where a file is needed; move it away, or choose another place",
+    errno.EEXIST: "there is something already; move it away, or choose another place",
+    errno.ENOTEMPTY: "the folder is not empty; is another process writing into it?",
+    errno.ENOENT: "there is no such file or folder; check the path, and that nobody else removes files there",
+    errno.ELOOP: "its links lead in a circle; mend them",
+    errno.EIO: "the disk answers with an error; check it, or choose another place",
+    errno.ESTALE: "the network's file system has lost it; check the mount",
+    errno.EMFILE: "this process has too many files open; raise the limit (`ulimit -n`)",
+    errno.ENFILE: "the machine has too many files open; end other processes",
+    errno.EAGAIN: "the system gives no more processes or threads; raise the limit (`ulimit -u`)",
+    errno.ENOMEM: "the machine has no more memory; free some, or use a smaller batch",
+}
+_NUMBERS = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    IsADirectoryError: errno.EISDIR,
+    NotADirectoryError: errno.ENOTDIR,
+    FileExistsError: errno.EEXIST,
+    MemoryError: errno.ENOMEM,
+}
+"""Of errors that libraries raise without a number."""
+
+
+def from_system(error: BaseException) -> OpdError | None:
+    """What the machine refused, as a sentence with the path and the way out; `None` if `error` is not the
+    machine's: then it is a bug.
+
+    Errors of libraries count too: a compiled one says `(os error 28)` in its text.
+    """
+    if isinstance(error, OpdError):
+        return error
+    if isinstance(error, ValueError) and "embedded null" in str(error):
+        return OpdError("the name of a file holds a NUL character; take it out.")
+    number = getattr(error, "errno", None) if isinstance(error, OSError) else None
+    if number is None:
+        said = re.search(r"\(os error (\d+)\)", str(error))
+        known = next((of for kind, of in _NUMBERS.items() if isinstance(error, kind)), None)
+        number = int(said[1]) if said else known
+    if number not in _ADVICE:
+        return None
+    return OpdError(f"{_where(error)}{_ADVICE[number]}, then run the command again, a run with --resume.")
+
+
+def _where(error: BaseException) -> str:
+    """The path an error is about, which it or whoever passed it on has named."""
+    names = [getattr(error, "filename", None), getattr(error, "filename2", None)]
+    names += [note for note in getattr(error, "__notes__", []) if note.startswith(WRITING)]
+    for name in names:
+        if name is not None and not isinstance(name, int):
+            return f"{os.fsdecode(name)}: "
+    quoted = re.search(r"[\"']?(/[^\"':]+)", str(error))
+    return f"{quoted[1]}: " if quoted else ""
+
+
+WRITING = "while writing "
+"""What a note begins with that names the file or folder which an error has left unwritten."""

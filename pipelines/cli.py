@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from opd.config import Recipe
 from opd.config.load import dump_recipe, load_recipe
-from opd.errors import ConfigError, OpdError, PreemptedError, RunFolderError
+from opd.errors import ConfigError, RunFolderError
+from opd.pipelines.ending import ERROR, ended, one_line
 from opd.pipelines.plan_command import PLAN_OPTIONS, add_options, plan_command
 
 if TYPE_CHECKING:
     from opd.pipelines.run_folder import RunFolder
 
-ERROR, INTERRUPTED, PREEMPTED = 2, 130, 143
 _SWITCHES = {"--help", "--version", "--resume", "--dry-run", "--parity"}
 _WITH_VALUE = {"--out", "--domain", "--shards"} | PLAN_OPTIONS
 _STAGES = {
@@ -37,18 +37,8 @@ _WAL_ACTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (0, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM)."""
-    try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
-    except PreemptedError as error:
-        print(f"opd: {error}", file=sys.stderr)
-        return PREEMPTED
-    except OpdError as error:
-        _complain(error)
-        return ERROR
-    except KeyboardInterrupt:
-        print("opd: interrupted; continue with --resume", file=sys.stderr)
-        return INTERRUPTED
+    """Run one command; returns the exit status, which `ended` describes."""
+    return ended(lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -112,7 +102,8 @@ def _command(
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate the command's own words from recipe overrides (`--a.b VALUE`, `--a.b=VALUE`).
 
-    Raises `ConfigError` for a misspelt option of the command, which would swallow the word after it.
+    Raises `ConfigError` for a misspelt option of the command, which would swallow the word after it, and for
+    one that is given twice.
     """
     own: list[str] = []
     overrides: list[str] = []
@@ -124,6 +115,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         target = own if name in _WITH_VALUE else overrides
         _refuse_misspelt(name)
+        if target is own and name != "--domain" and any(name == given.partition("=")[0] for given in own):
+            raise ConfigError(f"{name} is given twice; keep one of the two")
         target.append(word)
         if "=" not in word:
             target.extend(value for value in [next(words, None)] if value is not None)
@@ -262,20 +255,8 @@ def _preflight(recipe: Recipe, path: Path) -> bool:
     findings = examine(recipe, run_dir=path, thorough=False)
     for finding in findings:
         if finding.level != "ok":
-            print(f"opd: {finding.level}: {_one_line(f'{finding.title}: {finding.detail}')}", file=sys.stderr)
+            print(f"opd: {finding.level}: {one_line(f'{finding.title}: {finding.detail}')}", file=sys.stderr)
     return not any(finding.level == "error" for finding in findings)
-
-
-def _complain(error: OpdError) -> None:
-    from opd.pipelines.launch import report
-
-    if report(error):
-        return  # the process that started this rank says it
-    print(f"opd: error: {_one_line(str(error))}", file=sys.stderr)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _version() -> str:

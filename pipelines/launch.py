@@ -219,7 +219,8 @@ def _outcome(ranks: list[_Rank], ended: list[int | None], preemption: Preemption
     codes = [rank.process.returncode for rank in ranks]
     if not any(codes):
         return 0
-    if preemption.stopping and all(code in (0, EXIT_STATUS) for code in codes):
+    # A rank that had not begun to listen ends by the signal itself.
+    if preemption.stopping and all(code in (0, EXIT_STATUS, -signal.SIGTERM) for code in codes):
         preemption.check()
     said = [(rank, own) for rank in ranks if (own := rank.said()) is not None]
     for rank, own in said:

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 
 from opd import errors
 from opd.config import Recipe
-from opd.errors import OpdError
+from opd.errors import OpdError, from_system
 from opd.monitor.progress import Progress
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import Stage, plan
@@ -142,10 +142,12 @@ def _work(recipe_json: str, path: str, name: str, connection: Connection) -> Non
                 lambda text: connection.send(("note", text)),
             )
             connection.send(("done", summary(result)))
-        except OpdError as error:
-            connection.send(("error", type(error).__name__, error.args))
         except Exception as error:
             traceback.print_exc()
+            understood = from_system(error)
+            if understood is not None:
+                connection.send(("error", type(understood).__name__, understood.args))
+                return
             connection.send(("crash", f"{type(error).__name__}: {error}", str(folder.log(name))))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from opd.errors import RunFolderError
+from opd.errors import WRITING, RunFolderError
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
@@ -45,8 +45,10 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
             # Still open, so still locked: a sweeping writer cannot take the file away before it has its name.
             os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        error.add_note(f"{WRITING}{target}")
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
     fsync_folder(target.parent)
 
@@ -69,7 +71,8 @@ def atomic_folder(target: str | os.PathLike[str], *, replace: bool = False) -> I
         yield temporary
         _fsync_tree(temporary)
         _put_in_place(temporary, final, replace)
-    except BaseException:
+    except BaseException as error:
+        error.add_note(f"{WRITING}{final}")
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:

@@ -2,10 +2,61 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import math
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+_LONGEST = 100
+"""Bytes of a name: folders of stages and temporary files have longer ones made of it."""
+
+
+def check_name(name: str) -> str:
+    """`name`, if it can name a folder, part of a metric and part of a sample's uid. Raises `ValueError`."""
+    wrong = None
+    if name in ("mean", "floor"):
+        wrong = "it is the name of a metric"
+    elif not name or name.startswith((".", "-")):
+        wrong = "names are not empty and do not begin with a dot or a dash"
+    elif any(sign in name for sign in "/\\:+") or any(not c.isprintable() or c.isspace() for c in name):
+        wrong = "names have no / \\ : + and no blanks or signs that cannot be printed"
+    elif len(name.encode("utf-8", "surrogatepass")) > _LONGEST:
+        wrong = f"names have at most {_LONGEST} bytes"
+    if wrong is not None:
+        raise ValueError(f"{name[:_LONGEST]!r} cannot name a domain or teacher: {wrong}; choose another")
+    return name
+
+
+Name = Annotated[str, AfterValidator(check_name)]
+"""Of a domain or a teacher."""
 
 
 class Config(BaseModel):
     """Strict and frozen: an unknown key is an error, a value never changes after it was read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    ceiling: ClassVar[float] = 1e9
+    """No number is larger than any setting can mean, whatever the bounds of its own field; the seed and
+    mappings that somebody else reads are not bounded."""
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _refuse_the_impossible(cls, value: Any, info: ValidationInfo) -> Any:
+        free = info.field_name == "seed" or "Any" in str(cls.model_fields[info.field_name or ""].annotation)
+        for number in _numbers(value):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise PydanticCustomError("not_finite", "every number of a recipe is finite")
+            if abs(number) > cls.ceiling and not free:
+                most = f"{cls.ceiling:,.0f}"
+                raise PydanticCustomError("too_large", "no setting can mean more than {most}", {"most": most})
+        return value
+
+
+def _numbers(value: Any) -> list[int | float]:
+    """The numbers of a field: itself, or those of a list or mapping."""
+    if isinstance(value, list | dict):
+        inside = value.values() if isinstance(value, dict) else value
+        return [number for item in inside for number in _numbers(item)]
+    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []

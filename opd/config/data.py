@@ -14,7 +14,7 @@ from opd.config.storage import TokenLogConfig
 class DomainConfig(Config):
     """One domain."""
 
-    source: str
+    source: str = Field(min_length=1)
     """`procedural:NAME` (built in, or `procedural:package.module:Class`), `reasoning-gym:NAME` (extra), or a
     `.jsonl` / `.parquet` file with the columns `prompt` (text or messages) and `label`."""
     params: dict[str, Any] = {}
@@ -25,16 +25,16 @@ class DomainConfig(Config):
     """Name of a teacher, or weights over several; `None` is the specialist trained on this domain."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the merge's loss, relative to the other domains, with `distill.normalise: teacher`."""
-    held_out: float = Field(default=0.1, gt=0, lt=1)
+    held_out: float = Field(default=0.1, ge=0.0001, le=0.9999)
     """Share of the prompts kept for evaluation, chosen by a hash of the prompt."""
-    prompts: int = Field(default=20_000, gt=0)
+    prompts: int = Field(default=20_000, gt=0, le=10_000_000)
     """How many training prompts a generated source makes."""
 
 
 class TeacherConfig(Config):
     """A teacher that already exists; specialists trained by the run need no entry."""
 
-    path: str
+    path: str = Field(min_length=1)
     """A Hugging Face folder, or the URL of a published teacher (`opd publish`)."""
     server: TeacherServerConfig | None = None
     """Servers that run the model at `path`; `null` runs it in this process, as `distill` says."""
@@ -45,7 +45,7 @@ class RolloutConfig(Config):
 
     engine: EngineConfig = TorchEngineConfig()
     """What it writes with: `{type: torch}`, or `{type: sglang, urls: [...]}`."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=0.001, le=1000)
     """Sampling temperature; student and teacher are scored at it too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
@@ -56,10 +56,10 @@ class RolloutConfig(Config):
     every `eos_token_id` of its `generation_config.json` and `config.json`. `false`: at `stop_ids` alone."""
     stop: list[str] = []
     """Strings that end a response, however they are cut into tokens; they stay in the response."""
-    max_new_tokens: int = Field(default=16, gt=0)
-    max_running: int = Field(default=512, gt=0)
+    max_new_tokens: int = Field(default=16, gt=0, le=100_000_000)
+    max_running: int = Field(default=512, gt=0, le=1_000_000)
     """Requests decoded together; more wait in the queue."""
-    max_sequence: int = Field(default=4096, gt=1)
+    max_sequence: int = Field(default=4096, gt=1, le=100_000_000)
     """Prompt plus response tokens a request may take."""
     log: TokenLogConfig | None = TokenLogConfig()
     """`null` writes no log: a resumed stage then repeats the rollouts since its last checkpoint."""
@@ -68,7 +68,7 @@ class RolloutConfig(Config):
     while it learns, with weights one version older. `async`: the same up to `max_ahead` batches early, those
     in flight together, and new weights reach responses in the middle (each token keeps its version). For both
     consider a correction of the policy loss."""
-    max_ahead: int = Field(default=1, gt=0)
+    max_ahead: int = Field(default=1, gt=0, le=1000)
     """Batches that may be begun before their turn with `schedule: async`; no token is older than that many
     versions when it is learnt from."""
     max_staleness: int | None = Field(default=None, ge=0)

@@ -45,7 +45,7 @@ class TopKKL(Config):
     """Reverse KL on a top-k support of the teacher."""
 
     type: Literal["topk"] = "topk"
-    k: int = Field(default=64, gt=0)
+    k: int = Field(default=64, gt=0, le=100_000)
     form: Literal["tail", "hybrid", "truncated"] = "tail"
     """`tail`: everything outside the support is one bucket (a lower bound on the KL); `hybrid`: exact on the
     support plus a score-function term for sampled tokens outside it (unbiased on-policy); `truncated`:
@@ -69,17 +69,17 @@ DistillLossConfig = Annotated[
 class MegatronConfig(Config):
     """Teachers on Megatron-Core, with `backend: megatron`."""
 
-    tensor_parallel: int = Field(default=1, gt=0)
+    tensor_parallel: int = Field(default=1, gt=0, le=4096)
     """Ranks that share a teacher. Above 1 needs that many processes with a process group."""
 
 
 class DistillConfig(Config):
     """Multi-teacher on-policy distillation of the student."""
 
-    steps: int = Field(default=120, gt=0)
-    prompts_per_domain: int = Field(default=64, gt=0)
+    steps: int = Field(default=120, gt=0, le=10_000_000)
+    prompts_per_domain: int = Field(default=64, gt=0, le=1_000_000)
     """Prompts of each domain in every step."""
-    samples_per_prompt: int = Field(default=1, gt=0)
+    samples_per_prompt: int = Field(default=1, gt=0, le=10_000)
     loss: DistillLossConfig = FullVocabularyKL()
     mixture: Literal["one_hot", "geometric", "arithmetic"] = "one_hot"
     """For domains with several teachers. `one_hot`: each prompt is routed to one teacher, drawn with the

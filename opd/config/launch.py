@@ -41,10 +41,10 @@ class RayLaunch(Config):
     layout: Literal["colocated", "disaggregated"] = "colocated"
     """`colocated`: the engines and teachers share the bundle, and so the node and devices, of their trainer;
     `disaggregated`: every actor has a bundle of its own, on other nodes where there are some."""
-    engines: int = Field(default=1, gt=0)
+    engines: int = Field(default=1, gt=0, le=4096)
     """Rollout engines, at least one for each of `train.ranks`. A batch is shared out among them; one that
     dies costs time alone."""
-    teachers: int = Field(default=1, ge=0)
+    teachers: int = Field(default=1, ge=0, le=4096)
     """Teacher actors; the teachers are dealt out to them in turn. 0 keeps them in the trainer. Served ones
     (`teachers.NAME.server`) are elsewhere already."""
     trainer: ActorResources = ActorResources()

@@ -10,7 +10,7 @@ from opd.config.base import Config
 class LoRAConfig(Config):
     """LoRA (arXiv 2106.09685): `W + alpha / rank * B A` with a frozen `W`, trained through `A` and `B`."""
 
-    rank: int = Field(default=16, gt=0)
+    rank: int = Field(default=16, gt=0, le=16_384)
     alpha: float = Field(default=32.0, gt=0)
     targets: list[str] = Field(
         default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1

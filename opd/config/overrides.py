@@ -12,7 +12,6 @@ from opd.config.schema import arms, dotted, follow, key_paths, models
 from opd.config.yaml_reader import MAX_DEPTH, KeyPath, complaint, parse_value
 from opd.errors import ConfigError
 
-
 _LONGEST = 250
 """Characters of the name of a setting."""
 
@@ -23,8 +22,8 @@ def parse_overrides(
     """Overrides as one nested mapping, and the option each path came from.
 
     A name that is not a full path stands for the one path that has its parts in order and ends with its last
-    part. Raises `ConfigError` for a word that is no option, an unknown or ambiguous name, a missing value, or a
-    setting that is given twice.
+    part. Raises `ConfigError` for a word that is no option, an unknown or ambiguous name, a missing value, or
+    a setting that is given twice.
     """
     tree: dict[str, Any] = {}
     places: dict[KeyPath, str] = {}

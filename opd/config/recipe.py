@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from opd.config.base import Config
+from opd.config.base import Config, Name
 from opd.config.data import DomainConfig, RolloutConfig, TeacherConfig
 from opd.config.distill import DistillConfig
 from opd.config.launch import LaunchConfig, LocalLaunch
@@ -19,11 +19,11 @@ from opd.config.train import BatchConfig, OptimConfig, TrainConfig
 class ModelConfig(Config):
     """The student: a Hugging Face causal LM from a folder, or a new one from a configuration."""
 
-    path: str | None = None
+    path: str | None = Field(default=None, min_length=1)
     """A Hugging Face folder. Exactly one of `path` and `config` is given."""
     config: dict[str, Any] | None = None
     """`model_type` and the arguments of that Hugging Face configuration; the vocabulary size is filled in."""
-    tokenizer: str | None = None
+    tokenizer: str | None = Field(default=None, min_length=1)
     """A Hugging Face folder; `None` takes the model's own, or with `config` a character tokenizer over the
     domains' alphabets."""
     chat_template: str | None = None
@@ -59,8 +59,8 @@ class ModelConfig(Config):
 class WarmupConfig(Config):
     """Supervised warm-up of the base on demonstrations of mixed quality (for models made from scratch)."""
 
-    steps: int = Field(default=480, gt=0)
-    batch_size: int = Field(default=192, gt=0)
+    steps: int = Field(default=480, gt=0, le=10_000_000)
+    batch_size: int = Field(default=192, gt=0, le=1_000_000)
     """Demonstrations per step, spread evenly over the domains."""
     right: float = Field(default=0.30, ge=0, le=1)
     """Share of demonstrations that are right."""
@@ -93,7 +93,7 @@ class BaselinesConfig(Config):
     """Scaling coefficients tried for task arithmetic, TIES and DARE, chosen on *training* prompts."""
     density: float = Field(default=0.5, gt=0, le=1)
     """Share of each task vector that TIES keeps and DARE does not drop."""
-    tuning_prompts: int = Field(default=100, gt=0)
+    tuning_prompts: int = Field(default=100, gt=0, le=1_000_000)
     """Training prompts per domain used to choose a coefficient."""
     mixed_grpo_all_tokens: bool = False
     """Also train mixed-domain GRPO for the tokens of all specialists plus the merge."""
@@ -102,21 +102,21 @@ class BaselinesConfig(Config):
 class EvaluationConfig(Config):
     """Held-out accuracy, greedy and sampled at the rollout temperature."""
 
-    prompts_per_domain: int = Field(default=500, gt=0)
-    samples_per_prompt: int = Field(default=1, gt=0)
+    prompts_per_domain: int = Field(default=500, gt=0, le=1_000_000)
+    samples_per_prompt: int = Field(default=1, gt=0, le=10_000)
     """Above 1 the intervals are too narrow: they take samples of one prompt as independent."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     every: int = Field(default=0, ge=0)
     """Steps between evaluations inside the merge (0: only at the end), on `curve_prompts` prompts."""
-    curve_prompts: int = Field(default=100, gt=0)
+    curve_prompts: int = Field(default=100, gt=0, le=1_000_000)
 
 
 class RuntimeConfig(Config):
     """The machine."""
 
-    threads: int = Field(default=1, gt=0)
+    threads: int = Field(default=1, gt=0, le=4096)
     """CPU threads per stage. Results are bit-identical only at the same number."""
-    workers: int = Field(default=1, gt=0)
+    workers: int = Field(default=1, gt=0, le=4096)
     """Stages that may run side by side."""
     tensorboard: bool = False
     """Write TensorBoard event files beside the JSON lines."""
@@ -128,13 +128,13 @@ class RuntimeConfig(Config):
 class Recipe(Config):
     """Everything a run needs."""
 
-    name: str
-    seed: int = Field(default=0, ge=0)
-    run_dir: str | None = None
+    name: str = Field(min_length=1, max_length=150)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    run_dir: str | None = Field(default=None, min_length=1)
     """Run folder; `None` is `runs/NAME`."""
     model: ModelConfig
-    domains: dict[str, DomainConfig] = Field(min_length=1)
-    teachers: dict[str, TeacherConfig] = {}
+    domains: dict[Name, DomainConfig] = Field(min_length=1)
+    teachers: dict[Name, TeacherConfig] = {}
     base: WarmupConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     specialist: SpecialistConfig = SpecialistConfig()
@@ -198,16 +198,6 @@ class Recipe(Config):
             if given != wanted:
                 raise ValueError(
                     f"model.lora needs {key} {wanted}, not {given}; change it or leave model.lora out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _names_are_free(self) -> Recipe:
-        for name in (*self.domains, *self.teachers):
-            if name in ("mean", "floor") or any(sign in name for sign in "/:+ "):
-                raise ValueError(
-                    f"{name!r} cannot name a domain or teacher: mean and floor are names of metrics, and"
-                    " / : + and blanks separate names; choose another"
                 )
         return self
 

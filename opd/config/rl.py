@@ -84,12 +84,12 @@ class ReferenceKLConfig(Config):
 class SpecialistConfig(Config):
     """One GRPO run; the same settings serve every domain and the mixed-domain baseline."""
 
-    steps: int = Field(default=120, gt=0)
+    steps: int = Field(default=120, gt=0, le=10_000_000)
     """Rollout steps."""
-    prompts_per_step: int = Field(default=64, gt=0)
-    group_size: int = Field(default=8, gt=1)
+    prompts_per_step: int = Field(default=64, gt=0, le=1_000_000)
+    group_size: int = Field(default=8, gt=1, le=10_000)
     """Responses per prompt (G)."""
-    minibatches: int = Field(default=4, gt=0)
+    minibatches: int = Field(default=4, gt=0, le=1_000_000)
     """Optimiser steps per rollout step; with 1 the ratio is always 1 and the clip never acts."""
     advantage: AdvantageConfig = GRPOAdvantage()
     policy_loss: PolicyLossConfig = PolicyLossConfig()

@@ -12,10 +12,10 @@ from opd.config.base import Config
 class StorageConfig(Config):
     """Published teachers and what is kept of their work."""
 
-    published: str | None = None
+    published: str | None = Field(default=None, min_length=1)
     """URL below which the run publishes its teachers, each under its name: a folder, `file://` or `s3://`
     (extra `s3`); `None` is `published/` in the run folder."""
-    shards: int = Field(default=1, gt=0)
+    shards: int = Field(default=1, gt=0, le=4096)
     """Files each published teacher is cut into: as many ranks read an equal part each."""
     prefetch_mb: int = Field(default=256, gt=0)
     """Memory for layers read ahead, shared by all teachers (MiB)."""

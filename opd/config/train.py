@@ -50,19 +50,19 @@ class TrainConfig(Config):
     backend: Literal["torch", "deepspeed", "megatron"] = "torch"
     """`torch`: this process alone, or FSDP2 with several ranks; `deepspeed`: ZeRO (extra `deepspeed`);
     `megatron`: Megatron-Core with tensor and data parallelism (extra `megatron`)."""
-    ranks: int | None = Field(default=None, gt=0)
+    ranks: int | None = Field(default=None, gt=0, le=4096)
     """Processes `opd` starts on this machine for a run. `null` is one, or as many as torchrun has started."""
     zero_stage: Literal[1, 2, 3] = 3
     """What `deepspeed` shards: optimiser state (1), gradients too (2), weights too (3)."""
     deepspeed: dict[str, Any] = {}
     """More of DeepSpeed's own settings, such as `{zero_optimization: {offload_optimizer: {device: cpu}}}`.
     What is said elsewhere in the recipe wins."""
-    tensor_parallel: int = Field(default=1, gt=0)
+    tensor_parallel: int = Field(default=1, gt=0, le=4096)
     """Ranks that share each layer and the vocabulary with `megatron`; the others share the batch."""
     distributed_optimizer: bool | None = None
     """Whether `megatron` cuts the optimiser's state over the ranks that share the batch, with Megatron-Core's
     own optimiser for GPUs. `null`: where there is one."""
-    context_parallel: int = Field(default=1, gt=0)
+    context_parallel: int = Field(default=1, gt=0, le=4096)
     """Ranks that share each sequence with `torch`: all of them, or 1. Weights are sharded over them as they
     are without it; it is for sequences that are too long for one rank."""
     precision: Literal["mixed", "pure"] = "mixed"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -48,10 +48,11 @@ class Store(Config):
 class Shape(Config):
     """A decoder."""
 
+    ceiling: ClassVar[float] = 1e18
     parameters: float = Field(gt=0)
     active: float | None = Field(None, gt=0)
     """Parameters a token uses; all of them where it is not given."""
-    layers: int = Field(ge=1)
+    layers: int = Field(ge=1, le=100_000)
     hidden_size: int = Field(ge=1)
     vocabulary: int = Field(ge=1)
     bytes_per_parameter: float = Field(2.0, gt=0)
@@ -68,10 +69,10 @@ class Shape(Config):
 class Ranks(Config):
     """How many GPUs do what. Without `teachers` the trainer's ranks score as well."""
 
-    rollout: int = Field(ge=1)
+    rollout: int = Field(ge=1, le=100_000)
     per_engine: int = Field(1, ge=1)
     """GPUs of one rollout engine."""
-    train: int = Field(ge=1)
+    train: int = Field(ge=1, le=100_000)
     teachers: int = Field(0, ge=0)
     colocated: bool = False
     """Rollout, teachers and trainer take turns on the same GPUs; all three counts say how many."""
@@ -90,8 +91,8 @@ class Lengths(Config):
 class Work(Config):
     """What a step does."""
 
-    prompts: int = Field(ge=1)
-    samples_per_prompt: int = Field(1, ge=1)
+    prompts: int = Field(ge=1, le=1_000_000)
+    samples_per_prompt: int = Field(1, ge=1, le=10_000)
     running_per_engine: int = Field(256, ge=1)
     """Most requests an engine writes at once; fewer where their keys and values do not fit."""
     max_tokens: int = Field(65_536, ge=1)
@@ -100,7 +101,7 @@ class Work(Config):
     """Rows of logits that exist at once."""
     checkpointing: bool = True
     """Activations are computed again in the backward pass."""
-    steps: int = Field(8, ge=1)
+    steps: int = Field(8, ge=1, le=100_000)
 
     @property
     def requests(self) -> int:

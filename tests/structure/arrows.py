@@ -21,6 +21,7 @@ LAZY = {
     "reasoning_gym",
 }
 LIGHT = ("opd.types", "opd.protocols", "opd.errors", "opd.foreign", "opd.config")
+BELOW_LIGHT = ("numpy", "pydantic", "pydantic_core", "yaml", "typing_extensions")
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -111,7 +112,7 @@ def _outside(module: str, here: str, root: str) -> str | None:
         return "kernels import torch alone"
     if here == "storage" and root in ("torch", "transformers") and module != "opd.storage.tensors":
         return "torch only in storage/tensors.py"
-    if _within(module, *LIGHT) and root not in ("numpy", "pydantic", "yaml", "typing_extensions"):
+    if _within(module, *LIGHT) and root not in BELOW_LIGHT:
         return "must stay importable without torch"
     return None
 

@@ -1,0 +1,145 @@
+"""How a command ends: its exit status, and its last words. Importable without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+
+from opd.errors import OpdError, PreemptedError, from_system
+
+ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
+_UNWIND = 5.0
+"""Seconds after SIGTERM in which a command that does not listen for it closes what it has open."""
+
+
+def ended(command: Callable[[], int]) -> int:
+    """Run `command`; returns the exit status: its own, 2 for a user's error or what the machine refuses, 1
+    for a bug (with its traceback), 130 for Ctrl-C, 141 where nobody reads what is printed, 143 for SIGTERM.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # not a terminal's or a file's
+            stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    with _stopping() as stopped:
+        try:
+            return command()
+        except BaseException as error:
+            if not stopped:
+                return _status(error)
+            # Whatever it is: a library may have caught the exit in the middle of an import.
+            _say("asked to stop, and did; a run that has begun continues with --resume")
+            return PREEMPTED
+
+
+def _status(error: BaseException) -> int:
+    """The exit status after `error`, which is said."""
+    if isinstance(error, PreemptedError):
+        _say(str(error))
+        return PREEMPTED
+    if isinstance(error, KeyboardInterrupt):
+        _say("interrupted; continue with --resume")
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is flushed at exit goes nowhere
+        return BROKEN_PIPE
+    if isinstance(error, Exception):
+        return _failed(error)
+    raise error
+
+
+def one_line(text: str) -> str:
+    """`text` on one line, with what cannot be printed escaped."""
+    words = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+
+
+def complain(error: OpdError) -> None:
+    """Say a user's error, or leave it to the process that started this rank."""
+    from opd.pipelines.launch import report
+
+    if not report(error):
+        _say(f"error: {error}")
+
+
+def _failed(error: Exception) -> int:
+    understood = from_system(error) or _no_memory(error)
+    if understood is not None:
+        complain(understood)
+        return ERROR
+    traceback.print_exception(error)
+    _say(
+        "this is a bug, in opd or in code of yours that the traceback names last; if it is ours, report it"
+        " with the traceback, what `opd --version` says and the recipe (--dry-run prints it)"
+    )
+    return 1
+
+
+def _no_memory(error: Exception) -> OpdError | None:
+    if "torch" not in sys.modules:
+        return None
+    from opd.pipelines.machine import out_of_memory
+
+    reason = out_of_memory(error)
+    if reason is None:
+        return None
+    return OpdError(
+        f"there is no more memory ({reason}); lower batch.max_tokens or rollout.max_running, then continue"
+        " with --resume."
+    )
+
+
+def _say(text: str) -> None:
+    print(f"opd: {one_line(text)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[list[bool]]:
+    """Answer SIGTERM with status 143 wherever nothing else does: before and between stages, during imports.
+
+    Yields a list that is not empty once it came.
+    """
+    stopped: list[bool] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+
+    def stop(*_: object) -> None:
+        stopped.append(True)
+        raise SystemExit(PREEMPTED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    over = _leave_in_time(stop)
+    try:
+        yield stopped
+    finally:
+        over()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
+    """Leave with status 143 a while after a SIGTERM that was for `answer`, where the main thread hears of no
+    signal (in compiled code, waiting for other ranks), or the exception was swallowed. Returns what ends it.
+    """
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    before = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+    done = threading.Event()
+
+    def watch() -> None:
+        while numbers := os.read(ours, 64):
+            mine = signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is answer
+            if mine and not done.wait(_UNWIND):
+                os._exit(PREEMPTED)
+        os.close(ours)
+
+    def over() -> None:
+        done.set()
+        signal.set_wakeup_fd(before)
+        os.close(theirs)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return over

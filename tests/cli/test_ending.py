@@ -1,0 +1,156 @@
+"""How a command ends: what the machine refuses is a sentence, a bug keeps its traceback, SIGTERM is 143."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from opd.errors import ConfigError, OpdError, PreemptedError, from_system
+from opd.pipelines.ending import ended, one_line
+from opd.storage.files import atomic_file, atomic_folder
+
+RECIPE = """\
+name: demo
+model:
+  config: {model_type: llama}
+domains:
+  sort: {source: "procedural:sort"}
+"""
+
+
+def refused(number: int, path: str | None = "/some/file") -> OSError:
+    return OSError(number, os.strerror(number), path) if path else OSError(number, os.strerror(number))
+
+
+class SerialError(Exception):
+    """As compiled libraries raise them."""
+
+
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [
+        *[(refused(number), "/some/file: ") for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)],
+        *[(refused(number), "/some/file: ") for number in (errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)],
+        *[(refused(number), "/some/file: ") for number in (errno.ENOTDIR, errno.EISDIR, errno.ENOENT)],
+        *[(refused(number, None), "") for number in (errno.ENOSPC, errno.EMFILE, errno.EIO, errno.EAGAIN)],
+        (SerialError("I/O error: No space left on device (os error 28)"), "the disk is full"),
+        (FileNotFoundError('No such file or directory: "/a/b.safetensors"'), "/a/b.safetensors: "),
+        (ValueError("embedded null byte"), "NUL"),
+        (ValueError("lstat: embedded null character in path"), "NUL"),
+        (MemoryError(), "no more memory"),
+        (ConfigError("a sentence"), "a sentence"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_sentence(error, word, capsys):
+    def command():
+        raise error
+
+    assert ended(command) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("opd: error: ")
+    assert said.count("\n") == 1
+    assert word in said
+    assert "Errno" not in said
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("a"), RuntimeError("x"), ValueError("embedded"), OSError("x"), TimeoutError("x")]
+)
+def test_a_bug_keeps_its_traceback_and_says_what_to_do(error, capsys):
+    def command():
+        raise error
+
+    assert ended(command) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-1].startswith("opd: this is a bug")
+    assert from_system(error) is None
+
+
+def test_other_ends(capsys):
+    def asked():
+        raise PreemptedError("asked")
+
+    assert ended(lambda: 7) == 7
+    assert ended(asked) == 143
+    with pytest.raises(SystemExit):
+        ended(lambda: sys.exit(0))
+    assert one_line("a\n\tb \x1b[31m\x00 é") == r"a b \x1b[31m\x00 é"
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_an_unwritten_file_is_named(tmp_path, form):
+    """By whoever writes it: the system's own error of a write says no path."""
+    target = tmp_path / "target"
+    with pytest.raises(OSError, match="large") as caught:  # noqa: PT012
+        if form == "file":
+            with atomic_file(target) as file, Limited(1000):
+                file.write(bytes(100_000))
+                file.flush()
+        else:
+            with atomic_folder(target) as folder, Limited(1000):
+                (folder / "a").write_bytes(bytes(100_000))
+    assert list(tmp_path.iterdir()) == []
+    sentence = str(from_system(caught.value))
+    assert "ulimit -f" in sentence
+    assert str(target) in sentence or "/a: " in sentence
+
+
+class Limited:
+    """No file may grow beyond so many bytes while the block runs."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __enter__(self) -> None:
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.most, self.before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def test_the_errors_of_workers_are_picklable_sentences():
+    error = from_system(refused(errno.ENOSPC))
+    assert type(error)(*error.args).args == error.args
+    assert isinstance(error, OpdError)
+
+
+STOPPED = """
+import os, signal, sys, threading, time
+from opd.pipelines import cli
+def later():
+    time.sleep(float(sys.argv[1]))
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=later, daemon=True).start()
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.2, 0.6, 1.2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_ends_with_143_at_any_moment(tmp_path, moment, ranks):
+    """During imports and checks, before and while ranks start: moments that no stage listens in."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    words = ["run", "recipe.yaml", "--out", "run", "--train.ranks", str(ranks)]
+    result = subprocess.run(
+        [sys.executable, "-c", STOPPED, str(moment), *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 143, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_nobody_reading_is_no_error(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    command = [sys.executable, "-m", "opd.pipelines.cli", "run", "recipe.yaml", "--dry-run"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.wait() in (0, 141)
+        assert b"Traceback" not in process.stderr.read()

@@ -1,0 +1,80 @@
+"""Bad recipes by the hundred: each is answered with one sentence and status 2, in seconds, or is a recipe."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from bad_recipes import FAMILIES, Case, cases
+
+from opd.config.load import load_recipe
+from opd.pipelines.cli import main, split_overrides
+
+LONG = os.environ.get("OPD_LONG_TESTS") == "1"
+PATIENCE = 20
+"""Seconds that no case may take."""
+FOREIGN = re.compile(r"pydantic|Traceback|Errno|<unicode string>|<class|object at 0x|\n.")
+
+
+@contextlib.contextmanager
+def patience() -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise TimeoutError(f"took more than {PATIENCE} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(PATIENCE)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def answer(path: Path, words: tuple[str, ...]) -> tuple[int, str, str]:
+    """Status, output and errors of `opd run PATH WORDS --dry-run`."""
+    out, err = io.StringIO(), io.StringIO()
+    with patience(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["run", str(path), "--dry-run", *words])
+    return status, out.getvalue(), err.getvalue()
+
+
+def complaint(path: Path, case: Case) -> str | None:
+    """What is wrong with the answer to a case; `None` if nothing is."""
+    try:
+        status, out, err = answer(path, case.words)
+    except BaseException as error:
+        return f"raised {type(error).__name__}: {str(error)[:200]}"
+    if status == 0:
+        (path.parent / "resolved.yaml").write_text(out, encoding="utf-8")
+        same = load_recipe([path.parent / "resolved.yaml"]) == load_recipe(
+            [path], split_overrides(case.words)[1]
+        )
+        return None if same and not err else f"the resolved recipe is another one: {err}"
+    if status != 2 or out or not err.startswith("opd: error: "):
+        return f"status {status}, {out[:100]!r}, {err[:200]!r}"
+    said = err.removeprefix("opd: error: ").removesuffix("\n")
+    if FOREIGN.search(said) or len(said) > 2000 or not said.isprintable():
+        return f"not a sentence of ours: {said[:300]!r}"
+    named = path.name in said or any(word.partition("=")[0][:20] in said for word in case.words)
+    return None if named or re.search(r"`[\w.]+`|--\w|option", said) else f"names nothing: {said[:300]!r}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_case_is_a_recipe_or_one_sentence(tmp_path, family):
+    path = tmp_path / "recipe.yaml"
+    faults = []
+    made = cases(family, LONG)
+    for case in made:
+        path.write_bytes(case.content)
+        fault = complaint(path, case)
+        if fault is not None:
+            faults.append(f"{case.name}: {fault}")
+    assert not faults, f"{len(faults)} of {len(made)}:\n" + "\n".join(faults[:30])
