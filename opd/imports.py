@@ -1,21 +1,82 @@
-"""What a recipe names by dotted path."""
+"""Code of the user's own, by dotted path: loaded, called with what is promised, its faults in a sentence."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import os
 import sys
+import traceback
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from opd.errors import OpdError
 
 
-def import_function(path: str, where: str, error: type[OpdError]) -> Any:
-    """`import_attribute` of something that can be called; `error` if it cannot."""
+def import_function(path: str, where: str, error: type[OpdError], takes: Sequence[str] = ()) -> Any:
+    """`import_attribute` of something that can be called; `error` if it cannot, or, where `takes` names the
+    positional arguments it will be given, if it cannot be called with as many.
+    """
     found = import_attribute(path, where, error)
     if not callable(found):
         raise error(f"{where}: {path!r} is a {type(found).__name__} and not callable; name a function.")
+    if takes:
+        check_signature(found, path, where, error, takes)
     return found
+
+
+def check_signature(found: Any, path: str, where: str, error: type[OpdError], takes: Sequence[str]) -> None:
+    """Raise `error` unless `found` can be called with as many positional arguments as `takes` names."""
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # compiled functions have none; the first call tells
+        return
+    try:
+        signature.bind(*takes)
+    except TypeError as cause:
+        raise error(
+            f"{where}: {path}{signature} is called with ({', '.join(takes)}), which does not fit ({cause});"
+            " change its parameters."
+        ) from None
+
+
+@contextlib.contextmanager
+def calling(what: str, error: type[OpdError]) -> Iterator[None]:
+    """Around a call of the user's own code, `what`: anything it raises becomes one sentence of `error`.
+
+    An `OpdError`, which what it calls may raise, passes as it is, and so does a want of memory.
+    """
+    try:
+        yield
+    except (OpdError, MemoryError):
+        raise
+    except Exception as cause:
+        if type(cause).__name__ == "OutOfMemoryError":  # torch's, without importing it
+            raise
+        raise error(f"{what} {raised(cause)}; mend it.") from cause
+
+
+def raised(cause: BaseException) -> str:
+    """`raised KeyError: 'a' (my_code.py:12)`: what, and the innermost line outside of libraries."""
+    frames = [f for f in traceback.extract_tb(cause.__traceback__) if f.filename != __file__]
+    own = [
+        f for f in frames if f"{os.sep}site-packages{os.sep}" not in f.filename and not _of_opd(f.filename)
+    ]
+    place = (own or frames)[-1:]
+    at = f" ({os.path.basename(place[0].filename)}:{place[0].lineno})" if place else ""
+    return f"raised {type(cause).__name__}: {' '.join(str(cause).split())}{at}"
+
+
+def _of_opd(file: str) -> bool:
+    # `opd/rollout/x.py`, and `pipelines/x.py` behind its link below `opd`.
+    here = os.path.dirname(os.path.abspath(__file__))
+    links = [
+        os.path.realpath(os.path.join(here, name)) for name in ("pipelines", "teachers", "storage", "kernels")
+    ]
+    return os.path.realpath(file).startswith(
+        tuple(root + os.sep for root in (os.path.realpath(here), *links))
+    )
 
 
 def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:

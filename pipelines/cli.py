@@ -191,9 +191,10 @@ def _wal(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> int:
     stages = None if options.command == "run" else _stages(recipe, options)
-    from opd.pipelines.launch import is_rank, launch, wants_ranks
+    from opd.pipelines.launch import end_with_launcher, is_rank, launch, wants_ranks
 
     if is_rank(recipe):
+        end_with_launcher()
         from opd.pipelines.together import run_rank
 
         return run_rank(recipe, _path(recipe, options), lambda: _open(recipe, options), stages)

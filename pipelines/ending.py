@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from opd.errors import OpdError, PreemptedError, from_system
 
 ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
-_UNWIND = 5.0
-"""Seconds after SIGTERM in which a command that does not listen for it closes what it has open."""
+_UNWIND = 5
+"""Seconds after SIGTERM in which a command that does not listen for it closes what it has open; it is told
+again every second."""
 
 
 def ended(command: Callable[[], int]) -> int:
@@ -111,8 +112,8 @@ def _stopping() -> Iterator[list[bool]]:
         stopped.append(True)
         raise SystemExit(PREEMPTED)
 
-    before = signal.signal(signal.SIGTERM, stop)
     over = _leave_in_time(stop)
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield stopped
     finally:
@@ -130,11 +131,17 @@ def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
     done = threading.Event()
 
     def watch() -> None:
-        while numbers := os.read(ours, 64):
-            mine = signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is answer
-            if mine and not done.wait(_UNWIND):
-                os._exit(PREEMPTED)
-        os.close(ours)
+        while signal.SIGTERM not in (numbers := os.read(ours, 64)):
+            if not numbers:
+                return
+        for _ in range(_UNWIND):
+            if done.wait(1.0):
+                return
+            os.kill(os.getpid(), signal.SIGTERM)
+            if signal.getsignal(signal.SIGTERM) is not answer:
+                return  # a stage listens by now, and has heard of it
+        if not done.wait(1.0):
+            os._exit(PREEMPTED)
 
     def over() -> None:
         done.set()

@@ -10,7 +10,6 @@ from pathlib import Path
 from opd.config import Recipe
 from opd.errors import RanksError, TrainingError
 from opd.monitor.progress import Progress
-from opd.pipelines.launch import end_with_launcher
 from opd.pipelines.machine import out_of_memory
 from opd.pipelines.report.closing import closing
 from opd.pipelines.run import execute, record
@@ -30,7 +29,6 @@ def run_rank(
     The first rank opens the folder, for all: they must see the same files there. Raises `RanksError` if
     another rank is lost.
     """
-    end_with_launcher()
     # Libraries call what newer versions of torch have renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with joined(recipe.model.device, recipe.train.timeout_seconds) as ranks, ExitStack() as stack:

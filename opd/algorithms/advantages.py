@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import numpy as np
 
 from opd.config.rl import (
     AdvantageConfig,
-    CustomAdvantage,
     DrGRPOAdvantage,
     GRPOAdvantage,
     RLOOAdvantage,
 )
-from opd.errors import ConfigError, RewardError
-from opd.imports import import_attribute
+from opd.errors import ConfigError, RewardError, TrainingError
+from opd.imports import calling, check_signature, import_attribute
 from opd.protocols import AdvantageEstimator
 from opd.types import SampleGroup
 
@@ -90,16 +90,42 @@ def build_advantage(config: AdvantageConfig) -> AdvantageEstimator:
         return DrGRPO()
     if isinstance(config, RLOOAdvantage):
         return RLOO()
-    return _load_custom(config)
+    return OwnAdvantage(config.path)
 
 
-def _load_custom(config: CustomAdvantage) -> AdvantageEstimator:
-    """The object at `package.module:name`; a class is instantiated without arguments."""
-    found = import_attribute(config.path, "advantage.path", ConfigError)
-    if isinstance(found, type):
-        found = found()
-    if not callable(found):
-        raise ConfigError(
-            f"advantage.path {config.path!r} is not callable; give a function of a SampleGroup, or a class"
-        )
-    return cast(AdvantageEstimator, found)
+class OwnAdvantage:
+    """The user's own estimator at `package.module:name`, its results checked; a class is instantiated without
+    arguments. Raises `ConfigError` if it cannot be loaded or called with one group.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._what = f"advantage.path {path}"
+        found = import_attribute(path, "advantage.path", ConfigError)
+        if isinstance(found, type):
+            with calling(self._what, ConfigError):
+                found = found()
+        if not callable(found):
+            raise ConfigError(
+                f"advantage.path {path!r} is not callable; give a function of a SampleGroup, or a class"
+            )
+        check_signature(found, path, "advantage.path", ConfigError, ("group",))
+        self._estimate: Callable[[SampleGroup], Any] = found
+
+    def __call__(self, group: SampleGroup) -> list[np.ndarray]:
+        """`[R]` float32 per sample. Raises `TrainingError` for anything but finite numbers, one a token."""
+        with calling(self._what, TrainingError):
+            returned = self._estimate(group)
+        with calling(f"{self._what}: group {group.uid}: checking what it returned", TrainingError):
+            found = [np.asarray(values, np.float32) for values in returned]
+        if len(found) != len(group.samples):
+            raise TrainingError(
+                f"{self._what} returned {len(found)} entries for the {len(group.samples)} samples of group"
+                f" {group.uid}; return one array a sample."
+            )
+        for sample, values in zip(group.samples, found, strict=True):
+            if values.shape != np.shape(sample.response_ids) or not np.isfinite(values).all():
+                raise TrainingError(
+                    f"{self._what} returned {list(values.shape)} for sample {sample.uid}; return one finite"
+                    f" number for each of its {len(sample.response_ids)} response tokens."
+                )
+        return found

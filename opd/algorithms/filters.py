@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from opd.algorithms.advantages import finite_rewards
-from opd.errors import ConfigError
-from opd.imports import import_function
+from opd.errors import ConfigError, TrainingError
+from opd.imports import calling, import_function
 from opd.types import SampleGroup
 
 
@@ -41,8 +41,9 @@ def keep_groups(groups: Sequence[SampleGroup], keep: str | None, *, zero_varianc
     kept = list(groups) if zero_variance else drop_zero_variance(groups)[0]
     if keep is None:
         return kept
-    found: Any = import_function(keep, "specialist.group_filter", ConfigError)
-    answers = [found(group) for group in kept]
+    found: Any = import_function(keep, "specialist.group_filter", ConfigError, ("group",))
+    with calling(f"specialist.group_filter {keep}", TrainingError):
+        answers = [found(group) for group in kept]
     for answer in answers:
         if not isinstance(answer, bool | np.bool_):
             raise ConfigError(

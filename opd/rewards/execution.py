@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from opd.errors import RewardError
+from opd.imports import raised
 from opd.rewards.functions import RewardFunction, RewardSample
 
 _CANCEL_SECONDS = 0.5
@@ -59,7 +60,7 @@ class Job:
         return f"reward function {self.function.name} (domain {domain}, sample {uids[0]}{more})"
 
     def _raised(self, error: BaseException) -> RewardError:
-        return RewardError(f"{self._what()} raised {type(error).__name__}: {error}")
+        return RewardError(f"{self._what()} {raised(error)}")
 
     def _run(self) -> None:
         try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from opd.errors import ConfigError, RolloutError
-from opd.imports import import_function
+from opd.imports import calling, import_function
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.types import Sample, SampleGroup, SamplingParams, Status
 
@@ -32,7 +34,8 @@ def load_generate(path: str | None) -> Generate:
     """
     if path is None:
         return collect
-    found: Any = import_function(path, "rollout.generate", ConfigError)
+    takes = ("engine", "prompts", "group_size", "sampling", "seed")
+    found: Any = import_function(path, "rollout.generate", ConfigError, takes)
 
     def generate(
         engine: Generates,
@@ -41,7 +44,8 @@ def load_generate(path: str | None) -> Generate:
         sampling: SamplingParams,
         seed: int,
     ) -> list[SampleGroup]:
-        groups = found(engine, prompts, group_size, sampling, seed)
+        with calling(f"rollout.generate {path}", RolloutError):
+            groups = found(engine, prompts, group_size, sampling, seed)
         _check(path, groups, prompts, group_size)
         return groups
 
@@ -49,6 +53,10 @@ def load_generate(path: str | None) -> Generate:
 
 
 def _check(path: str, groups: Any, prompts: Sequence[EncodedPrompt], group_size: int) -> None:
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, SampleGroup) for group in groups):
+        raise RolloutError(
+            f"rollout.generate {path} returned {_shown(groups)}; return a list of SampleGroup, one a prompt."
+        )
     returned = [group.uid for group in groups]
     asked = [prompt.uid for prompt in prompts]
     if returned != asked:
@@ -63,10 +71,27 @@ def _check(path: str, groups: Any, prompts: Sequence[EncodedPrompt], group_size:
                 f" {group_size} were asked for."
             )
         for sample in group.samples:
+            if not isinstance(sample, Sample):
+                raise RolloutError(
+                    f"rollout.generate {path}: group {group.uid} holds {_shown(sample)}; give it samples."
+                )
             _check_sample(path, sample, group)
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"a list of {', '.join(sorted({type(item).__name__ for item in value}))}"
+    return type(value).__name__
+
+
 def _check_sample(path: str, sample: Sample, group: SampleGroup) -> None:
+    for name in ("response_ids", "rollout_logprobs", "policy_versions", "loss_mask"):
+        value = getattr(sample, name)
+        if not isinstance(value, np.ndarray) or value.ndim != 1:
+            raise RolloutError(
+                f"rollout.generate {path}: {name} of sample {sample.uid} is {type(value).__name__}; give a"
+                " NumPy array with one entry a response token."
+            )
     tokens = len(sample.response_ids)
     lengths = {
         "rollout_logprobs": len(sample.rollout_logprobs),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
+import numpy as np
+
 from opd.errors import ConfigError, TrainingError
-from opd.imports import import_function
-from opd.types import RolloutBatch
+from opd.imports import calling, import_function
+from opd.types import RolloutBatch, Sample, TokenTerms
 
 
 def convert_batch(batch: RolloutBatch, path: str | None, where: str) -> RolloutBatch:
@@ -15,14 +18,30 @@ def convert_batch(batch: RolloutBatch, path: str | None, where: str) -> RolloutB
     It may leave samples out, add some, and change their `TokenTerms`. The weights in there are normalised
     over the whole optimiser step already: whoever drops samples and wants a mean again divides anew. `where`
     is the recipe's key. Raises `ConfigError` if the function cannot be loaded and `TrainingError` if it
-    returns anything but a batch.
+    raises or returns anything but a whole batch.
     """
     if path is None:
         return batch
-    found: Any = import_function(path, where, ConfigError)
-    converted = found(batch)
+    found: Any = import_function(path, where, ConfigError, ("batch",))
+    with calling(f"{where} {path}", TrainingError):
+        converted = found(batch)
     if not isinstance(converted, RolloutBatch):
         raise TrainingError(
             f"{where} {path} returned {type(converted).__name__}; return a RolloutBatch of samples and terms."
         )
+    with calling(f"{where} {path}: checking what it returned", TrainingError):
+        for sample, terms in zip(converted.samples, converted.terms, strict=True):
+            _check(sample, terms)
     return converted
+
+
+def _check(sample: Sample, terms: TokenTerms) -> None:
+    """Raise `ValueError` unless every stream has one finite number for each response token."""
+    for name, values in ((field.name, getattr(terms, field.name)) for field in fields(terms)):
+        if values is None and name == "ref_logprobs":
+            continue
+        if np.shape(values) != np.shape(sample.response_ids) or not np.isfinite(values).all():
+            raise ValueError(
+                f"{name} of sample {sample.uid} is not one finite number for each of its"
+                f" {len(sample.response_ids)} response tokens"
+            )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from opd.config.distill import CustomDivergence, DistillConfig, FullVocabularyKL, TopKKL
-from opd.errors import ConfigError, TeacherError
-from opd.imports import import_function
+from opd.errors import ConfigError, TeacherError, TrainingError
+from opd.imports import calling, import_function
 from opd.kernels.head import Head
 from opd.kernels.ops import geometric_floor, linear_topk
 from opd.losses.sampled import sampled_k2
@@ -199,10 +199,13 @@ class CustomTerm(DistillTerm):
         """Raises `ConfigError` if the function cannot be loaded."""
         super().__init__(teachers, mixture)
         self.path = config.path
-        self._loss: Any = import_function(config.path, "distill.loss.path", ConfigError)
+        takes = ("micro", "student", "view")
+        self._loss: Any = import_function(config.path, "distill.loss.path", ConfigError, takes)
 
     def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
-        return per_token_loss(self._loss(micro, student, view), micro.kl_weight, self.path)
+        with calling(f"distill.loss.path {self.path}", TrainingError):
+            values = self._loss(micro, student, view)
+        return per_token_loss(values, student.logprobs, self.path)
 
 
 def teacher_logprobs(view: View, ids: Tensor, student: StudentRows) -> Tensor:

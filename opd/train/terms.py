@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opd.config.rl import PolicyLossConfig, ReferenceKLConfig
 from opd.errors import ConfigError, TrainingError
-from opd.imports import import_function
+from opd.imports import calling, import_function
 from opd.losses.kl_estimators import reference_penalty
 from opd.losses.policy import clipped_policy_loss
 from opd.monitor.mismatch import MismatchSums
@@ -38,7 +38,8 @@ class PolicyTerm:
         self.entropy_coef = entropy_coef
         self._custom: Any = None
         if config.path is not None:
-            self._custom = import_function(config.path, "policy_loss.path", ConfigError)
+            takes = ("logprobs", "old_logprobs", "advantages", "config")
+            self._custom = import_function(config.path, "policy_loss.path", ConfigError, takes)
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         weight = micro.policy_weight
@@ -46,7 +47,10 @@ class PolicyTerm:
         inputs = (student.logprobs, micro.old_logprobs, micro.advantages, self.config)
         per_token, stats = clipped_policy_loss(*inputs, mask=counted)
         if self._custom is not None:
-            per_token = per_token_loss(self._custom(*inputs), student.logprobs, str(self.config.path))
+            own = str(self.config.path)
+            with calling(f"policy_loss.path {own}", TrainingError):
+                per_token = self._custom(*inputs)
+            per_token = per_token_loss(per_token, student.logprobs, own)
         for name, value in stats.metrics().items():
             if name == "policy/ratio_max":
                 sums.peak(name, value)
@@ -60,11 +64,18 @@ class PolicyTerm:
 
 
 def per_token_loss(values: Any, like: Tensor, path: str) -> Tensor:
-    """`values` of a user's loss at `path`; `TrainingError` unless they are a tensor [N] as `like`."""
-    if not isinstance(values, Tensor) or values.shape != like.shape:
-        form = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    """`values` of a user's loss at `path`; `TrainingError` unless they are a tensor [N] of real numbers as
+    `like`, and have a gradient where `like` has one.
+    """
+    if not isinstance(values, Tensor) or values.shape != like.shape or not values.is_floating_point():
+        form = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise TrainingError(
             f"the loss {path} returned {form}, but one number a token is needed: {list(like.shape)}."
+        )
+    if like.requires_grad and not values.requires_grad:
+        raise TrainingError(
+            f"the loss {path} returned numbers without a gradient; compute them from the log-probabilities it"
+            " is given, not from a copy or a detached tensor."
         )
     return values
 

@@ -71,11 +71,14 @@ def test_an_unscored_sample_is_named(group, reward):
         GroupNormalised()(group([1.0, reward]))
 
 
-def test_build_advantage_follows_the_recipe():
+def test_build_advantage_follows_the_recipe(group):
     assert build_advantage(GRPOAdvantage(eps=0.5)) == GroupNormalised(eps=0.5)
     assert build_advantage(DrGRPOAdvantage()) == DrGRPO()
     assert build_advantage(RLOOAdvantage()) == RLOO()
-    assert build_advantage(CustomAdvantage(path="opd.algorithms.advantages:RLOO")) == RLOO()
+    own = build_advantage(CustomAdvantage(path="opd.algorithms.advantages:RLOO"))
+    rewarded = group([0.0, 1.0, 3.0])
+    for found, expected in zip(own(rewarded), RLOO()(rewarded), strict=True):
+        assert np.array_equal(found, expected)
     function = build_advantage(CustomAdvantage(path="opd.algorithms.advantages:finite_rewards"))
     assert callable(function)
 

@@ -123,6 +123,8 @@ STOPPED = """
 import os, signal, sys, threading, time
 from opd.pipelines import cli
 def later():
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        time.sleep(0.001)
     time.sleep(float(sys.argv[1]))
     os.kill(os.getpid(), signal.SIGTERM)
 threading.Thread(target=later, daemon=True).start()
@@ -130,7 +132,7 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.2, 0.6, 1.2])
+@pytest.mark.parametrize("moment", [0.0, 0.3, 0.6, 0.9, 1.2])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sigterm_ends_with_143_at_any_moment(tmp_path, moment, ranks):
     """During imports and checks, before and while ranks start: moments that no stage listens in."""

@@ -1,0 +1,124 @@
+"""Code of the user's own that has a wrong signature, raises, or returns something else: one sentence each, at
+every extension point, that names key, path and what is wrong.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import wrong_code  # noqa: F401 - named by paths
+
+from opd.algorithms.advantages import build_advantage
+from opd.algorithms.filters import keep_groups
+from opd.config import DistillConfig, PolicyLossConfig
+from opd.config.distill import CustomDivergence
+from opd.config.rl import CustomAdvantage
+from opd.errors import ConfigError, OpdError, RewardError, RolloutError, TrainingError
+from opd.imports import calling
+from opd.rewards.functions import load_reward
+from opd.rewards.runner import RewardRunner
+from opd.rollout.collect import EncodedPrompt
+from opd.rollout.user_generate import load_generate
+from opd.train.conversion import convert_batch
+from opd.train.distill_terms import TeacherView, build_distill_term
+from opd.train.terms import PolicyTerm
+from opd.train.torch_backend import TorchBackend
+from opd.types import RolloutBatch, SampleGroup, SamplingParams, TokenTerms
+
+
+def scored() -> list:
+    samples = tiny.samples([(2, 3), (2, 2), (3, 4)], teachers=["t"] * 3)
+    for i, sample in enumerate(samples):
+        sample.reward, sample.teacher = float(i), "t"
+    return samples
+
+
+def batch() -> RolloutBatch:
+    samples = scored()
+    terms = [TokenTerms.zeros(len(s.response_ids)) for s in samples]
+    for term in terms:
+        term.policy_weight = term.kl_weight = np.full(len(term.kl_weight), 0.1, np.float32)
+    return RolloutBatch(samples, terms)
+
+
+def views(micro) -> list[TeacherView]:
+    teacher = tiny.model(seed=9)
+    with torch.no_grad():
+        hidden = teacher.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens)[micro.rows]
+    return [TeacherView("t", 1.0, hidden, teacher.head())]
+
+
+def train(term) -> None:
+    TorchBackend(tiny.model(), tiny.training([term])).forward_backward(batch())
+
+
+def generate(path: str) -> None:
+    prompts = [EncodedPrompt("p/0", "a", np.array([2, 5], np.int32), None)]
+    load_generate(path)(None, prompts, 2, SamplingParams(max_new_tokens=3), 0)
+
+
+POINTS = {
+    "rollout.generate": generate,
+    "advantage.path": lambda path: build_advantage(CustomAdvantage(path=path))(
+        SampleGroup("g", "a", scored())
+    ),
+    "specialist.group_filter": lambda path: keep_groups(
+        [SampleGroup("g", "a", scored())], path, zero_variance=True
+    ),
+    "policy_loss.path": lambda path: train(PolicyTerm(PolicyLossConfig(path=path))),
+    "distill.loss.path": lambda path: train(
+        build_distill_term(DistillConfig(loss=CustomDivergence(path=path)), views)
+    ),
+    "distill.to_batch": lambda path: convert_batch(batch(), path, "distill.to_batch"),
+    "reward": lambda path: RewardRunner({"t": load_reward(path)}, tiny.tokenizer()).score(scored()),
+}
+EVERYWHERE = ("too_few", "too_many", "not_callable", "missing", "raises", "gives_none", "gives_text")
+TENSORS = ("gives_scalar", "gives_number", "gives_integers", "gives_no_gradient")
+ARRAYS = (
+    "gives_nan",
+    "gives_short_arrays",
+    "gives_fewer",
+    "gives_empty_list",
+    "gives_list_of_none",
+    "gives_number",
+)
+WRONG = {
+    "rollout.generate": (*EVERYWHERE, "gives_empty_list", "gives_list_of_none", "gives_number"),
+    "advantage.path": (*EVERYWHERE, *ARRAYS, "Abstract"),
+    "specialist.group_filter": (*EVERYWHERE, "gives_number", "gives_empty_list"),
+    "policy_loss.path": (*EVERYWHERE, *TENSORS),
+    "distill.loss.path": (*EVERYWHERE, "gives_scalar", "gives_number"),
+    "distill.to_batch": (*EVERYWHERE, *ARRAYS),
+    "reward": (*EVERYWHERE, "gives_empty_list"),
+}
+
+
+@pytest.mark.parametrize(
+    ("point", "name"), [(point, name) for point, names in WRONG.items() for name in names]
+)
+def test_wrong_code_is_one_sentence(point, name):
+    path = f"wrong_code:{name}"
+    with pytest.raises(OpdError) as caught:
+        POINTS[point](path)
+    said = str(caught.value)
+    assert path in said
+    assert "\n" not in said
+    assert point in said or point in ("policy_loss.path", "distill.loss.path")
+    if name in ("too_few", "too_many", "not_callable", "missing"):
+        assert isinstance(caught.value, ConfigError | RewardError)
+    elif name == "raises":
+        assert isinstance(caught.value, TrainingError | RolloutError | RewardError)
+        assert "raised KeyError: 'no such key' (wrong_code.py:10)" in said
+
+
+def test_what_is_not_the_users_fault_passes():
+    for error in (RolloutError("of the engine"), MemoryError()):
+        with pytest.raises(type(error)) as caught, calling("rollout.generate a:b", TrainingError):
+            raise error
+        assert caught.value is error
