@@ -87,7 +87,7 @@ class DistillRun:
         probe = MismatchProbe(context.ranks)
         terms = [*loss_terms(config, schedule), probe]
         student = Student.open(context, start, config.optim, config.batch, terms)
-        data = DomainSet.open(recipe, student.tokenizer)
+        data = DomainSet.open(recipe, student.tokenizer, context.note)
         teachers = Router.from_recipe(recipe).teachers
         stored = None
         if recipe.storage.trajectories == "disk":

@@ -10,9 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe
 from opd.data.cursor import PromptCursor
+from opd.data.fitting import Room, fit, truncated
 from opd.data.load import encode_prompt, load_domain
 from opd.data.prompts import Domain, Prompt
-from opd.errors import DataError, ModelError
+from opd.errors import ConfigError, DataError, ModelError
+from opd.models.hf_config import read_config, scratch_config
 from opd.models.tokenizers import character_tokenizer, set_chat_template
 from opd.pipelines.student import model_stops, tokenizer_of
 from opd.rewards.functions import load_reward
@@ -50,6 +52,26 @@ def student_tokenizer(recipe: Recipe, domains: Iterable[Domain]) -> PreTrainedTo
     return made
 
 
+def prompt_room(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Room:
+    """How long prompts may be, so that a response of `rollout.max_new_tokens` fits behind them.
+
+    Raises `ConfigError` if no prompt would have room.
+    """
+    model, rollout = recipe.model, recipe.rollout
+    config = read_config(Path(model.path)) if model.path else scratch_config(model.config or {}, tokenizer)
+    limit, name = rollout.max_sequence, "rollout.max_sequence"
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions and positions < limit:
+        limit, name = int(positions), "the model's max_position_embeddings"
+    if rollout.max_new_tokens >= limit:
+        raise ConfigError(
+            f"rollout.max_new_tokens {rollout.max_new_tokens} leaves no room for a prompt in {name} {limit};"
+            " lower the former" + (" or raise the latter." if name.startswith("rollout") else ".")
+        )
+    left = limit - rollout.max_new_tokens
+    return Room(left, f"{name} {limit} leaves beside rollout.max_new_tokens {rollout.max_new_tokens}")
+
+
 @dataclass(slots=True)
 class DomainSet:
     """Domains with a tokenizer."""
@@ -63,9 +85,20 @@ class DomainSet:
     """From prompts to responses, learnt from and measured alike: the recipe's own, if it names one."""
 
     @classmethod
-    def open(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> DomainSet:
-        """Load the sources and the reward functions."""
-        domains = load_domains(recipe)
+    def open(
+        cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, note: Callable[[str], None] = lambda _: None
+    ) -> DomainSet:
+        """Load the sources and the reward functions. Prompts that are too long are dealt with as the recipe
+        says, and `note` is told of them.
+        """
+        room, domains = prompt_room(recipe, tokenizer), {}
+        template = recipe.model.chat_template_kwargs
+        for name, domain in load_domains(recipe).items():
+            policy = recipe.domains[name].long_prompts
+            fitted = fit(domain, room, policy, lambda p: encode_prompt(p, tokenizer, template))
+            domains[name] = fitted.domain
+            if fitted.long:
+                note(f"domain {name}: {fitted.sentence(room, policy)}")
         functions = {}
         for name, config in recipe.domains.items():
             function = load_reward(config.reward) if config.reward else domains[name].checker
@@ -77,7 +110,8 @@ class DomainSet:
         cursors = {name: PromptCursor(d.train, recipe.seed, name) for name, d in domains.items()}
 
         def encode(prompt: Prompt) -> EncodedPrompt:
-            ids = encode_prompt(prompt, tokenizer, recipe.model.chat_template_kwargs)
+            ids = encode_prompt(prompt, tokenizer, template)
+            ids = truncated(ids, room.tokens, tokenizer.bos_token_id)
             shown = {"prompt": prompt.text} if prompt.text is not None else {}
             return EncodedPrompt(prompt.key, prompt.domain, ids, prompt.label, prompt.metadata | shown)
 

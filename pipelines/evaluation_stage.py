@@ -43,7 +43,7 @@ def evaluate(context: StageContext) -> dict[str, Any]:
         raise CheckpointError(f"{context.folder.path} holds no model to evaluate; train one first.")
     found = measured(context.folder)
     tokenizer = tokenizer_of(recipe, next(iter(models.values())))
-    data = DomainSet.open(recipe, tokenizer)
+    data = DomainSet.open(recipe, tokenizer, context.note)
     for done, (name, path) in enumerate(models.items(), start=1):
         if name not in found:
             # A teacher from elsewhere may have another configuration, so every model gets its own engine.

@@ -99,7 +99,7 @@ class GRPORun:
             if config.reference_kl.placement == "loss":
                 terms.append(ReferenceTerm(config.reference_kl))
         student = Student.open(context, start, config.optim, config.batch, terms)
-        data = DomainSet.open(recipe, student.tokenizer)
+        data = DomainSet.open(recipe, student.tokenizer, context.note)
         return cls(student, data, list(domains), config, context.stage, recipe.rollout, reference)
 
     def open_batches(self, context: StageContext, stack: ExitStack) -> Batches:

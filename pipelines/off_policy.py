@@ -31,7 +31,7 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     recipe = context.recipe
     config = recipe.distill
     student = Student.open(context, start, config.optim, config.batch, [CrossEntropyTerm()])
-    data = DomainSet.open(recipe, student.tokenizer)
+    data = DomainSet.open(recipe, student.tokenizer, context.note)
     written = _teacher_samples(context, data, student, config.steps)
     per_step = len(recipe.domains) * config.prompts_per_domain * config.samples_per_prompt
 

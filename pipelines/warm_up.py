@@ -47,7 +47,7 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     recipe = context.recipe
     config = recipe.base or WarmupConfig()
     student = Student.open(all_weights(context), start, config.optim, config.batch, [CrossEntropyTerm()])
-    data = DomainSet.open(recipe, student.tokenizer)
+    data = DomainSet.open(recipe, student.tokenizer, context.note)
 
     def step(step: Step) -> StepResult:
         with step.timer("data"):

@@ -46,7 +46,7 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     model = load_model(recipe, base_path)
     scores: dict[float, float] = {}
     if len(scales) > 1:
-        data = DomainSet.open(recipe, tokenizer)
+        data = DomainSet.open(recipe, tokenizer, context.note)
         engine = make_writer(recipe, load_model(recipe, base_path), tokenizer)
         for version, scale in enumerate(scales, start=1):
             scores[scale] = _training_accuracy(context, engine, data, merges[method](scale), version)

@@ -27,6 +27,9 @@ class DomainConfig(Config):
     """Share of the merge's loss, relative to the other domains, with `distill.normalise: teacher`."""
     held_out: float = Field(default=0.1, ge=0.0001, le=0.9999)
     """Share of the prompts kept for evaluation, chosen by a hash of the prompt."""
+    long_prompts: Literal["drop", "truncate", "error"] = "drop"
+    """What becomes of a prompt that leaves no room for `rollout.max_new_tokens` in `rollout.max_sequence` or
+    in the model's positions: it is left out, counted and named; loses its beginning; or stops the run."""
     prompts: int = Field(default=20_000, gt=0, le=10_000_000)
     """How many training prompts a generated source makes."""
 

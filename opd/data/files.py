@@ -119,7 +119,7 @@ def _prompt(where: str, row: dict[str, Any], domain: str) -> Prompt:
     elif not isinstance(content, str) or not content:
         raise DataError(f"{where}: `prompt` is {content!r}; give a non-empty text or a list of messages.")
     metadata = {key: value for key, value in row.items() if key not in ("prompt", "label", "domain")}
-    return Prompt.of(content, row.get("label"), domain, metadata)
+    return Prompt.of(content, row.get("label"), domain, metadata, where)
 
 
 def _check_messages(where: str, messages: list[Any]) -> None:

@@ -32,6 +32,8 @@ class Prompt:
     """Hash of the text or messages alone: equal prompts have equal keys in every domain, file and run."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Other columns of its source; `messages` too, if it has them."""
+    where: str = field(default="", compare=False)
+    """`FILE:LINE`, or nothing for a prompt that was generated."""
 
     @classmethod
     def of(
@@ -40,12 +42,13 @@ class Prompt:
         label: Any,
         domain: str,
         metadata: dict[str, Any] | None = None,
+        where: str = "",
     ) -> Prompt:
         """A prompt of text or of messages, with its key."""
         extra = dict(metadata or {})
         if isinstance(content, str):
-            return cls(content, None, label, domain, content_key(content), extra)
-        return cls(None, content, label, domain, content_key(content), extra | {"messages": content})
+            return cls(content, None, label, domain, content_key(content), extra, where)
+        return cls(None, content, label, domain, content_key(content), extra | {"messages": content}, where)
 
 
 @dataclass(frozen=True, slots=True)

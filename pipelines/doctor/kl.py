@@ -71,12 +71,17 @@ def _check(
 
 def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenizer: Any) -> list[Sample]:
     """The student's responses to a few held-out prompts, sampled as the recipe does."""
+    from opd.data.fitting import truncated
     from opd.data.load import encode_prompt
+    from opd.pipelines.domains import prompt_room
     from opd.pipelines.student import sampling_params
     from opd.rollout.torch_engine import TorchEngine
 
-    kwargs = recipe.model.chat_template_kwargs
-    prompts = [encode_prompt(prompt, tokenizer, kwargs) for prompt in domain.held_out[:_PROMPTS]]
+    room, kwargs = prompt_room(recipe, tokenizer), recipe.model.chat_template_kwargs
+    prompts = [
+        truncated(encode_prompt(prompt, tokenizer, kwargs), room.tokens, tokenizer.bos_token_id)
+        for prompt in domain.held_out[:_PROMPTS]
+    ]
     sampling = sampling_params(recipe, tokenizer)
     sampling = replace(sampling, max_new_tokens=min(_NEW_TOKENS, sampling.max_new_tokens))
     requests = [

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _PEEK = 64
 """Prompts of a domain that are asked whether they are messages."""
+_MEASURED = 256
+"""Prompts of a domain that are encoded to see how long they are."""
 _NAMES = ("architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache")
 """Keys of a configuration that change nothing in what its weights compute."""
 
@@ -129,6 +131,7 @@ def _check_teacher_files(recipe: Recipe, name: str, source: str, path: Path, mod
     return [
         Finding("ok", title, f"{config.model_type}, {shape.parameters:,} parameters"),
         *_check_rows(title, config, models.tokenizer),
+        *_check_positions(title, config, recipe, models),
         *_check_tokenizer(title, path, recipe, models),
         *_check_temperature(title, str(path), recipe.rollout.temperature),
         *_check_weight_merges(title, recipe, config, models),
@@ -286,6 +289,20 @@ def _check_rows(title: str, config: Any, tokenizer: Any) -> list[Finding]:
     return [Finding("error", title, f"{detail}; set model.tokenizer to the one the model was trained with")]
 
 
+def _check_positions(title: str, config: Any, recipe: Recipe, models: Models) -> list[Finding]:
+    """Whether a teacher can read, and when it is measured write, what the student may write."""
+    own, limit = (_positions(each) for each in (config, models.config)), recipe.rollout.max_sequence
+    theirs, ours = (limit if positions is None else min(positions, limit) for positions in own)
+    if theirs >= ours:
+        return []
+    detail = f"it has {theirs} positions, but a prompt and its response may take {ours} tokens"
+    return [Finding("warning", title, f"{detail}; set rollout.max_sequence to {theirs} if they do")]
+
+
+def _positions(config: Any) -> int | None:
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def _check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
     there, here = getattr(config.get_text_config(), "bos_token_id", None), tokenizer.bos_token_id
     if here is None or there is None or here == there:
@@ -310,25 +327,30 @@ def _check_temperature(title: str, path: str | None, temperature: float) -> list
 
 
 def _check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
-    """A few prompts: do they need a chat template, are they empty, do they fit?"""
+    """All prompts: do they need a chat template, do they fit? Of some, how long are they?"""
+    from opd.data.fitting import fit
     from opd.data.load import encode_prompt
+    from opd.pipelines.domains import prompt_room
 
-    title, rollout = f"prompts {domain.name}", recipe.rollout
-    prompts = [*domain.train[:16], *domain.held_out[:16]]
+    title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
+    prompts = [*domain.train, *domain.held_out]
     if any(prompt.messages is not None for prompt in prompts) and not tokenizer.chat_template:
         detail = (
             "prompts are messages but the tokenizer has no chat template; set model.chat_template to a file"
             " or a folder that has one, or model.tokenizer"
         )
         return [Finding("error", title, detail)]
-    kwargs = recipe.model.chat_template_kwargs
-    lengths = [len(encode_prompt(prompt, tokenizer, kwargs)) for prompt in prompts]
+    kwargs, room = recipe.model.chat_template_kwargs, prompt_room(recipe, tokenizer)
+    fitted = fit(domain, room, policy, lambda prompt: encode_prompt(prompt, tokenizer, kwargs))
+    prompts = [*fitted.domain.train, *fitted.domain.held_out]
+    some = prompts[:: -(-len(prompts) // _MEASURED)]
+    lengths = [len(encode_prompt(prompt, tokenizer, kwargs)) for prompt in some]
     if min(lengths, default=0) == 0:
         return [Finding("error", title, "a prompt has no tokens; every prompt needs at least one")]
-    longest = max(lengths) + rollout.max_new_tokens
-    if longest > rollout.max_sequence:
-        detail = (
-            f"a prompt and its response take {longest} tokens, rollout.max_sequence is {rollout.max_sequence}"
-        )
-        return [Finding("error", title, f"{detail}; raise it or lower rollout.max_new_tokens")]
-    return [Finding("ok", title, f"{min(lengths)} to {max(lengths)} tokens")]
+    spread = f"{min(lengths)} to {max(lengths)} tokens" + (
+        f" in {len(some)} of them" if len(some) < len(prompts) else ""
+    )
+    findings = [Finding("ok", title, f"{len(prompts)} prompts looked at, {spread}")]
+    if fitted.long:
+        findings.append(Finding("warning", title, fitted.sentence(room, policy)))
+    return findings

@@ -250,10 +250,14 @@ def test_a_domain_that_cannot_be_used_is_an_error(student, changes, title):
 
 
 def test_cut_sampling_and_a_too_short_sequence(student):
-    rollout = {"top_p": 0.9, "top_k": 5, "max_sequence": 12}
+    rollout = {"top_p": 0.9, "top_k": 5, "max_sequence": 20}
     findings = examine(make_recipe(student, rollout=rollout), thorough=False)
     assert "rollout.top_p = 0.9 and rollout.top_k = 5" in find(findings, "warning")["sampling"]
-    assert "rollout.max_sequence is 12" in find(findings, "error")["prompts sort"]
+    told = find(findings, "error")["prompts sort"]
+    assert (
+        "longer than the 4 tokens that rollout.max_sequence 20 leaves beside rollout.max_new_tokens 16"
+        in told
+    )
 
 
 def test_a_model_from_a_config_is_checked_without_being_made(tmp_path):
