@@ -59,7 +59,9 @@ class StageContext:
             folder,
             stage,
             MetricsWriter(place, tensorboard=recipe.runtime.tensorboard) if ranks.main else NoMetrics(),
-            CheckpointStore(folder.checkpoints(stage), keep=recipe.runtime.keep_checkpoints, on_warning=note),
+            CheckpointStore(
+                folder.checkpoints(stage), recipe.runtime.keep_checkpoints, note, folder.owner(stage)
+            ),
             progress,
             note,
             preemption or Preemption(recipe.runtime.grace_seconds),
@@ -85,8 +87,27 @@ class StageContext:
             return self.folder.specialist(name.removeprefix("specialist:"))
         return self.folder.baseline(name)
 
+    def model(self, name: str) -> Path:
+        """`model_path`, once all that its stage recorded was compared with what is there."""
+        self.folder.stage_done(model_stage(name))
+        return self.model_path(name)
+
     def teacher_source(self, name: str) -> str:
         """Folder or URL of a teacher: one of the recipe's own, or the specialist of that domain."""
         if name in self.recipe.teachers:
             return self.recipe.teachers[name].path
-        return str(self.model_path(f"specialist:{name}"))
+        return str(self.model(f"specialist:{name}"))
+
+
+def model_stage(name: str) -> str:
+    """The stage that makes the model which `StageContext.model_path` knows as `name`."""
+    kind, _, domain = name.partition(":")
+    if kind == "specialist":
+        return f"specialist-{domain}"
+    return {"base": "base", "merged": "merge"}.get(name, f"baseline-{name}")
+
+
+def baseline_methods(recipe: Recipe) -> list[str]:
+    """The baselines of `recipe`, with the all-token mixed run where it is asked for."""
+    methods: list[str] = list(recipe.baselines.methods)
+    return [*methods, "mixed_grpo_all"] if recipe.baselines.mixed_grpo_all_tokens else methods

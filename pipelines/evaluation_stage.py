@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
 from opd.errors import CheckpointError
-from opd.pipelines.context import StageContext
+from opd.models.hf_folder import CHECKSUMS, check_folder
+from opd.pipelines.context import StageContext, baseline_methods
 from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import evaluate_model
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.student import load_model, make_writer, tokenizer_of
 from opd.pipelines.teachers import whole_teacher
-from opd.storage.files import write_atomic
+from opd.storage.sealed import file_digest, read_sealed, write_sealed
 
 
 def evaluated_models(context: StageContext) -> dict[str, Path]:
     """Name -> folder of every model to measure: base, each domain's (main) teacher, merged, baselines."""
     recipe = context.recipe
-    models = {"base": context.model_path("base")}
+    models = {"base": context.model("base")}
     for domain in recipe.domains:
         models[f"specialist:{domain}"] = whole_teacher(context, main_teacher(recipe, domain))
-    models["merged"] = context.model_path("merged")
-    for folder in sorted((context.folder.path / "baselines").glob("*/config.json")):
-        models[folder.parent.name] = folder.parent
+    models["merged"] = context.model("merged")
+    found = {path.name for path in (context.folder.path / "baselines").glob("[!.]*")}
+    for name in sorted(found | set(baseline_methods(recipe))):
+        models[name] = context.model(name)
     return models
 
 
@@ -41,16 +42,22 @@ def evaluate(context: StageContext) -> dict[str, Any]:
     models = {name: path for name, path in evaluated_models(context).items() if path.exists()}
     if not models:
         raise CheckpointError(f"{context.folder.path} holds no model to evaluate; train one first.")
-    found = measured(context.folder)
+    identities = {name: _identity(context, path) for name, path in models.items()}
+    known = _read(context.folder)
+    # A model that was made again since is measured again.
+    found = {name: known[name] for name, of in identities.items() if known.get(name, {}).get("model") == of}
+    for name in found:
+        check_folder(models[name])  # what is told of a model is told of what is there
     tokenizer = tokenizer_of(recipe, next(iter(models.values())))
     data = DomainSet.open(recipe, tokenizer, context.note)
     for done, (name, path) in enumerate(models.items(), start=1):
         if name not in found:
             # A teacher from elsewhere may have another configuration, so every model gets its own engine.
             engine = make_writer(recipe, load_model(recipe, path, tokenizer=tokenizer), tokenizer)
-            found[name] = evaluate_model(engine, data, recipe, _teacher(name, path))
-            write_atomic(_measurements(context.folder), json.dumps(found).encode())
-        accuracies = [row["sampled"]["accuracy"] for row in found[name].values()]
+            domains = evaluate_model(engine, data, recipe, _teacher(name, path))
+            found[name] = {"model": identities[name], "domains": domains}
+            write_sealed(measurements(context.folder), {"models": found})
+        accuracies = [row["sampled"]["accuracy"] for row in found[name]["domains"].values()]
         context.progress(done, len(models), f"{name}: {sum(accuracies) / len(accuracies):.1%} sampled")
     return {
         "steps": len(models),
@@ -66,9 +73,25 @@ def _teacher(name: str, path: Path) -> Path | None:
 
 def measured(folder: RunFolder) -> dict[str, Any]:
     """Name -> accuracies of every model measured so far; empty before the first."""
-    path = _measurements(folder)
-    return json.loads(path.read_text()) if path.exists() else {}
+    return {name: entry["domains"] for name, entry in _read(folder).items()}
 
 
-def _measurements(folder: RunFolder) -> Path:
+def measurements(folder: RunFolder) -> Path:
+    """The file of `measured`."""
     return folder.stage("evaluate") / "models.json"
+
+
+def _read(folder: RunFolder) -> dict[str, Any]:
+    path = measurements(folder)
+    if not path.exists():
+        return {}
+    return read_sealed(path, f"delete {path.parent} to measure the models again")["models"]
+
+
+def _identity(context: StageContext, path: Path) -> str:
+    """What changes when another model lies at `path`; those from elsewhere are compared by the run itself."""
+    if not path.resolve().is_relative_to(context.folder.path.resolve()):
+        return "given"
+    if not (path / CHECKSUMS).is_file():
+        raise CheckpointError(f"{path / CHECKSUMS} is missing; restore it, or delete {path} to leave it out.")
+    return file_digest(path / CHECKSUMS)

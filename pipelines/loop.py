@@ -25,6 +25,8 @@ class LoopState:
     """Seconds per phase."""
     counters: dict[str, float] = field(default_factory=dict)
     """Counts the stage keeps, such as steps without signal."""
+    metrics: str = ""
+    """What stands for all metrics up to this step; see `MetricsWriter.tail`."""
 
 
 class PhaseTimer:
@@ -137,6 +139,8 @@ def _save(context: StageContext, backend: TrainBackend, state: LoopState) -> Non
     """Every rank gathers, the first one writes, and none goes on before the checkpoint is durable."""
     tensors = backend.state()
     if context.ranks.main:
+        context.metrics.sync()
+        state.metrics = context.metrics.tail
         context.checkpoints.save(state.step, tensors, asdict(state))
     context.ranks.barrier("a checkpoint")
 
@@ -148,6 +152,6 @@ def _restore(context: StageContext, backend: TrainBackend) -> LoopState:
         return LoopState()
     backend.load_state({name: checkpoint.load(name) for name in ("model", "optimizer")})
     state = LoopState(**checkpoint.state)
-    context.metrics.truncate(state.step)
+    context.metrics.truncate(state.step, state.metrics)
     context.note(f"resumed from step {state.step}")
     return state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from datetime import UTC, datetime
@@ -13,12 +12,10 @@ from typing import Any
 import torch
 
 from opd.config import Recipe
-from opd.monitor.metrics import read_metrics
 from opd.pipelines.evaluation_stage import main_teacher, measured
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import plan, specialist_stage
 from opd.pipelines.statistics import Count, at_the_end, recovery
-from opd.storage.files import write_atomic
 
 
 def write_results(recipe: Recipe, folder: RunFolder) -> Path:
@@ -40,7 +37,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "teachers": _teachers(folder) if "merge" in finished else {},
         "counters": finished.get("merge", {}).get("counters", {}),
     }
-    write_atomic(folder.results, json.dumps(results, indent=2, allow_nan=False).encode())
+    folder.write_results(results, finished)
     return folder.results
 
 
@@ -108,7 +105,7 @@ def _stage(name: str, result: dict[str, Any]) -> dict[str, Any]:
 
 def _teachers(folder: RunFolder) -> dict[str, Any]:
     """Each teacher's KL at the end of the merge, and its mean share of tokens and gradient over all of it."""
-    rows = read_metrics(folder.metrics("merge"))
+    rows = folder.read_metrics("merge")
     columns = {key: [row[key] for row in rows if key in row] for key in {k for row in rows for k in row}}
     names = dict.fromkeys(key for row in rows for key in row if key.startswith("token_share/"))
     teachers = {}

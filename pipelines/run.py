@@ -9,8 +9,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from opd.config import Recipe
+from opd.models.hf_folder import CHECKSUMS
 from opd.monitor.progress import Progress
 from opd.pipelines.context import StageContext
+from opd.pipelines.evaluation_stage import measurements
 from opd.pipelines.helpers import Helpers
 from opd.pipelines.machine import settle
 from opd.pipelines.report import write_report
@@ -53,6 +55,9 @@ def _run(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
             if folder.stage_done(stage.name) is not None:
                 progress.finish(stage.name, "already")
         waiting = [stage for stage in stages if folder.stage_done(stage.name) is None]
+        if not waiting:  # then nothing else reads the models
+            for stage in stages:
+                folder.stage_done(stage.name, weights=True)
         if recipe.launch.type == "ray" and waiting:
             from opd.pipelines.on_ray.supervise import run_on_ray
 
@@ -89,6 +94,8 @@ def execute(
 
     An evaluation of an unfinished run is not done: models may still come.
     """
+    for need in stage.needs:
+        folder.stage_done(need)  # what it left is what the others will read
     settle(recipe.runtime.threads)
     started = time.perf_counter()
     listening = Preemption(recipe.runtime.grace_seconds).listen() if preemption is None else None
@@ -104,7 +111,11 @@ def execute(
     result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     context.ranks.barrier("the end of a stage")
     if context.ranks.main and all(folder.stage_done(need) is not None for need in stage.needs):
-        folder.mark_done(stage.name, result)
+        made = [] if stage.model is None else [context.model_path(stage.model) / CHECKSUMS]
+        if stage.name == "evaluate":
+            made.append(measurements(folder))
+        context.metrics.sync()
+        folder.mark_done(stage.name, result, [*made, folder.metrics(stage.name)], stage.needs)
         remove_log(context)
     context.ranks.barrier("the record of a stage")
     return result

@@ -1,6 +1,7 @@
 """One run, one folder: its layout, its lock, its resolved recipe and which of its stages are done.
 
-config.json                      the resolved recipe
+inputs.json                      digests of what the run began with: recipe, models and data from elsewhere
+config.json                      the resolved recipe; a run that has it has begun
 stages/STAGE/                    metrics.jsonl  checkpoints/  done.json (written last), and log.txt of
                                  a stage that ran in a process of its own
                                  wal/ (the log of its rollouts) and cache/ (teachers' hidden states) are
@@ -10,25 +11,49 @@ published/TEACHER/               what the merge streams, unless storage.publishe
 downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, where needed whole
 logs/ACTOR.log                   what each actor of `launch: ray` said
 results.json  report.html
+
+What was written with a digest is read with it. `inputs.json`, `done.json` and `results.json` carry their own;
+`done.json` has those of everything its stage left (of a model its `checksums.json`, which has those of its
+files) and of the models it was made from. So a reader who asks `stage_done` first reads what was written, or
+is told what is not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from opd.config import Recipe
-from opd.errors import RunFolderError
+from opd.errors import DataError, RunFolderError
+from opd.models.hf_folder import CHECKSUMS, check_folder, check_small_files
+from opd.monitor.metrics import read_metrics
+from opd.pipelines.given import Given, given_inputs
 from opd.storage.files import FileLock, write_atomic
+from opd.storage.sealed import (
+    SEAL,
+    check_files,
+    digest_of,
+    digests_of,
+    read_object,
+    read_sealed,
+    unsealed,
+    write_sealed,
+)
 
-_LOCK = ".lock"
+DONE = "done.json"
+_LOCK, _CONFIG, _INPUTS = ".lock", "config.json", "inputs.json"
+_ANEW = "restore it, or start a new run with --out"
 _FREE = ("runtime", "run_dir", "launch", "train")
 """Top-level keys that may change between attempts: they say how and where, not what."""
+_RECORDED = ("stage", "run", "files", "from")
+"""What `mark_done` adds to a stage's result."""
 
 
 def default_path(recipe: Recipe) -> Path:
@@ -54,8 +79,9 @@ def refuse_existing(path: Path) -> None:
 
 
 def _is_trace(name: str) -> bool:
-    """What a process killed before its first complete file leaves behind: the lock, a temporary file."""
-    return name == _LOCK or (name.startswith(".config.json.") and name.endswith(".tmp"))
+    """What a process killed before the run began leaves behind: all but `config.json`, which comes last."""
+    unfinished = name.startswith((f".{_CONFIG}.", f".{_INPUTS}.")) and name.endswith(".tmp")
+    return name in (_LOCK, _INPUTS) or unfinished
 
 
 class RunFolder:
@@ -67,13 +93,16 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path, recipe: Recipe) -> RunFolder:
-        """Start a run in a new folder. Raises `RunFolderError` if it exists or another process holds it."""
+        """Start a run in a new folder; one that was killed before it had begun is started over.
+
+        Raises `RunFolderError` if it exists or another process holds it, and what `given_inputs` raises.
+        """
         path = Path(path)
         refuse_existing(path)
         folder = cls._open(path)
         try:
             refuse_existing(path)
-            folder._write_config(recipe)
+            folder._begin(recipe)
         except BaseException:
             folder.close()
             raise
@@ -83,17 +112,22 @@ class RunFolder:
     def resume(cls, path: str | Path, recipe: Recipe) -> RunFolder:
         """Continue the run in `path`; only `runtime`, `launch`, `train` and `run_dir` may differ.
 
-        Raises `RunFolderError` if there is no run, another process holds it, or a setting differs (named).
+        Raises `RunFolderError` if there is no run, another process holds it, a setting differs (named), or
+        something that the run was given is no longer what it was.
         """
         path = Path(path)
         if not path.is_dir():
             raise RunFolderError(f"there is no run in {path} to resume; start it without --resume")
-        if not (path / "config.json").exists():
-            return cls.create(path, recipe)  # killed before it wrote anything
+        if not (path / _CONFIG).exists():
+            if any(not _is_trace(entry.name) for entry in path.iterdir()):
+                raise RunFolderError(
+                    f"{path} exists already and holds no {_CONFIG}: restore that file, or give another folder"
+                    " with --out"
+                )
+            return cls.create(path, recipe)  # killed before it had begun
         folder = cls._open(path)
         try:
             folder._require_same(recipe)
-            folder._write_config(recipe)
         except BaseException:
             folder.close()
             raise
@@ -130,7 +164,22 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        return self.path / "config.json"
+        return self.path / _CONFIG
+
+    @cached_property
+    def _inputs(self) -> dict[str, Any] | None:
+        """What `_begin` recorded; `None` in a folder that no run of this release was started in."""
+        path = self.path / _INPUTS
+        return read_sealed(path, _ANEW) if path.exists() else None
+
+    @property
+    def identity(self) -> str:
+        """Of this run alone: "" where none was started."""
+        return "" if self._inputs is None else str(self._inputs["run"])
+
+    def owner(self, stage: str) -> str:
+        """What tells the files of a stage from those of other stages and runs."""
+        return f"{self.identity}/{stage}"
 
     @property
     def results(self) -> Path:
@@ -192,20 +241,140 @@ class RunFolder:
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{safe_name(name)}.log"
 
-    def stage_done(self, stage: str) -> dict[str, Any] | None:
-        """What `mark_done` recorded, or `None` while the stage is not done."""
-        path = self.path / "stages" / safe_name(stage) / "done.json"
-        return _read_json(path, "delete it to run the stage again") if path.exists() else None
+    def stage_done(self, stage: str, *, weights: bool = False) -> dict[str, Any] | None:
+        """What `mark_done` recorded, or `None` while the stage is not done.
 
-    def mark_done(self, stage: str, result: Mapping[str, Any]) -> None:
-        """Record that everything the stage produces is on disk; the last thing a stage does."""
-        write_atomic(self.stage(stage) / "done.json", _json_bytes(result))
+        Raises `RunFolderError` or `CheckpointError` if the record, a file it names, or one beside the weights
+        of a model is not what was written. Weights are compared when they are loaded, or here if asked for.
+        """
+        record = self._record(stage)
+        if record is None:
+            return None
+        again = f"restore it, or delete {self.path / 'stages' / stage} to run the stage again"
+        check_files(self.path, record["files"], again)
+        check_files(self.path, record["from"], f"stage {stage} was made from another one; {again}")
+        self._check_models(record["files"], weights)
+        return {key: value for key, value in record.items() if key not in _RECORDED}
 
-    def _write_config(self, recipe: Recipe) -> None:
-        write_atomic(self.config, _json_bytes(recipe.model_dump(mode="json")))
+    def mark_done(
+        self,
+        stage: str,
+        result: Mapping[str, Any],
+        files: Iterable[Path] = (),
+        needs: Iterable[str] = (),
+    ) -> None:
+        """Record that everything the stage produces is on disk; the last thing a stage does.
+
+        `files`: those it leaves, of a model its `checksums.json`; what does not exist is left out. `needs`:
+        the stages whose models it was made from.
+        """
+        models: dict[str, str] = {}
+        for need in needs:
+            made = (self._record(need) or {"files": {}})["files"]
+            models |= {name: digest for name, digest in made.items() if name.endswith(f"/{CHECKSUMS}")}
+        left = digests_of(self.path, [path for path in files if path.is_file()])
+        record = {**result, "stage": stage, "run": self.identity, "files": left, "from": models}
+        write_sealed(self.stage(stage) / DONE, record)
+
+    def read_metrics(self, stage: str) -> list[dict[str, Any]]:
+        """The metrics of a stage, done or not; none if it has written none. Raises `RunFolderError`."""
+        path = self.path / "stages" / safe_name(stage) / "metrics.jsonl"
+        record = self._record(stage)
+        known = {} if record is None else record["files"]
+        name = path.relative_to(self.path).as_posix()
+        again = f"restore it, or delete {path.parent} to run the stage again"
+        check_files(self.path, {name: known[name]} if name in known else {}, again)
+        try:
+            return read_metrics(path, chained=self._inputs is not None)
+        except DataError as error:
+            raise RunFolderError(str(error)) from error
+
+    def write_results(self, results: Mapping[str, Any], stages: Iterable[str]) -> None:
+        """Write results.json, made from the records of `stages`."""
+        made_from = digests_of(self.path, [self.stage(stage) / DONE for stage in stages])
+        write_sealed(self.results, {**results, "run": self.identity, "made_from": made_from})
+
+    def read_results(self) -> dict[str, Any]:
+        """What `write_results` wrote, `{}` before; in a folder of an older release what is there.
+
+        Raises `RunFolderError` if it is not what was written, or a stage has another record now.
+        """
+        if not self.results.exists():
+            return {}
+        mend = "write it again with `opd evaluate RECIPE --resume`, or remove it"
+        results = read_object(self.results, mend)
+        if self._inputs is None and SEAL not in results:
+            return results
+        results = unsealed(self.results, results, mend)
+        if results.pop("run", None) != self.identity:
+            raise RunFolderError(f"{self.results} is of another run than {self.path / _INPUTS}; {mend}")
+        check_files(self.path, results.pop("made_from"), f"{self.results} was made from another one; {mend}")
+        return results
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved recipe; `{}` where no run was started."""
+        if self._inputs is None and not self.config.exists():
+            return {}
+        config = read_object(self.config, _ANEW)
+        if self._inputs is not None and digest_of(_fixed(config)) != self._inputs["recipe"]:
+            raise RunFolderError(f"{self.config} is not what the run was started with; {_ANEW}")
+        return config
+
+    def _record(self, stage: str) -> dict[str, Any] | None:
+        path = self.path / "stages" / safe_name(stage) / DONE
+        if not path.exists():
+            return None
+        mend = "delete it to run the stage again"
+        record = read_sealed(path, mend)
+        if record.get("stage") != stage or record.get("run") != self.identity:
+            raise RunFolderError(f"{path} is the record of another stage or run; {mend}")
+        return record
+
+    def _check_models(self, files: Iterable[str], weights: bool) -> None:
+        for name in files:
+            if name.endswith(f"/{CHECKSUMS}"):
+                (check_folder if weights else check_small_files)((self.path / name).parent)
+
+    def _begin(self, recipe: Recipe) -> None:
+        """Write what the run starts from, `config.json` last: until then it has not begun."""
+        config = recipe.model_dump(mode="json")
+        inputs = {
+            "run": secrets.token_hex(8),
+            "recipe": digest_of(_fixed(config)),
+            "given": given_inputs(recipe),
+        }
+        write_sealed(self.path / _INPUTS, inputs)
+        self._write_config(config)
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        write_atomic(self.config, _json_bytes(config))
 
     def _require_same(self, recipe: Recipe) -> None:
-        before = _read_json(self.config, "restore it, or start a new run with --out")
+        """Compare `recipe` and what it gives with what the run began with, and keep what is free."""
+        if self._inputs is None:
+            raise RunFolderError(
+                f"{self.path / _INPUTS} is missing: it was lost, or the run was started by an older release;"
+                f" {_ANEW}"
+            )
+        started = self.read_config()
+        self._require_settings(started, recipe)
+        self._require_given(given_inputs(recipe))
+        now = recipe.model_dump(mode="json")
+        # The rest stays as it was written, so that its digest holds for other releases too.
+        self._write_config(_fixed(started) | {key: now[key] for key in _FREE})
+
+    def _require_given(self, now: Given) -> None:
+        assert self._inputs is not None
+        for where, files in self._inputs["given"].items():
+            found = now.get(where, {})
+            for name in {**files, **found}:
+                if files.get(name) != found.get(name):
+                    raise RunFolderError(
+                        f"{where}: {name} is not what it was when the run in {self.path} was started;"
+                        " restore it, or start a new run with --out"
+                    )
+
+    def _require_settings(self, before: dict[str, Any], recipe: Recipe) -> None:
         # A recipe of another version may not validate: then the comparison below names the key.
         with contextlib.suppress(ValidationError):
             before = Recipe.model_validate(before).model_dump(mode="json")
@@ -232,15 +401,10 @@ def _differences(before: Any, after: Any, prefix: str = "") -> Iterator[tuple[st
             yield name, was, now
 
 
+def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What must stay as it is from attempt to attempt."""
+    return {key: value for key, value in config.items() if key not in _FREE}
+
+
 def _json_bytes(data: Mapping[str, Any]) -> bytes:
     return (json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def _read_json(path: Path, mend: str) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"{path} cannot be read ({error}); {mend}") from None
-    if not isinstance(data, dict):
-        raise RunFolderError(f"{path} holds no JSON object; {mend}")
-    return data

@@ -130,6 +130,7 @@ def _tolerant(
         revive=writers.revive,
         note=context.note,
         accept_newer=context.recipe.rollout.schedule == "async",
+        owner=context.folder.owner(context.stage),
     )
 
 

@@ -12,7 +12,7 @@ from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
 from opd.monitor.progress import clock
-from opd.pipelines.context import StageContext
+from opd.pipelines.context import StageContext, baseline_methods
 from opd.pipelines.distill import distill
 from opd.pipelines.evaluation_stage import evaluate
 from opd.pipelines.grpo import train_grpo
@@ -33,6 +33,8 @@ class Stage:
     """Does the work and returns the result numbers; everything it produces is on disk by then."""
     trained: bool = True
     """Whether several ranks share the work; else one of them does all of it."""
+    model: str | None = None
+    """What it makes, as `StageContext.model_path` knows it."""
 
 
 def plan(recipe: Recipe) -> dict[str, Stage]:
@@ -40,19 +42,21 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
     stages: list[Stage] = []
     base: tuple[str, ...] = ()
     if recipe.base is not None or recipe.model.config is not None:
-        stages.append(Stage("base", (), _base))
+        stages.append(Stage("base", (), _base, model="base"))
         base = ("base",)
     specialists = tuple(specialist_stage(domain) for domain in recipe.specialist_domains())
     stages += [
-        Stage(specialist_stage(d), base, partial(_specialist, domain=d)) for d in recipe.specialist_domains()
+        Stage(specialist_stage(d), base, partial(_specialist, domain=d), model=f"specialist:{d}")
+        for d in recipe.specialist_domains()
     ]
-    stages.append(Stage("merge", base + specialists, _merge))
+    stages.append(Stage("merge", base + specialists, _merge, model="merged"))
     baselines = [
         Stage(
             f"baseline-{method}",
             base + specialists if method in WEIGHT_MERGES else ("merge",),
             partial(_baseline, method=method),
             method not in WEIGHT_MERGES,
+            method,
         )
         for method in baseline_methods(recipe)
     ]
@@ -64,12 +68,6 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
 def specialist_stage(domain: str) -> str:
     """Name of the stage that trains the specialist of `domain`."""
     return f"specialist-{domain}"
-
-
-def baseline_methods(recipe: Recipe) -> list[str]:
-    """The baselines of `recipe`, with the all-token mixed run where it is asked for."""
-    methods: list[str] = list(recipe.baselines.methods)
-    return [*methods, "mixed_grpo_all"] if recipe.baselines.mixed_grpo_all_tokens else methods
 
 
 def with_needs(stages: dict[str, Stage], name: str) -> list[Stage]:
@@ -99,17 +97,17 @@ def _base(context: StageContext) -> dict[str, Any]:
 def _specialist(context: StageContext, domain: str) -> dict[str, Any]:
     extent = Extent(steps=context.recipe.specialist.steps)
     out = context.model_path(f"specialist:{domain}")
-    return train_grpo(context, context.model_path("base"), [domain], out, extent)
+    return train_grpo(context, context.model("base"), [domain], out, extent)
 
 
 def _merge(context: StageContext) -> dict[str, Any]:
-    return distill(context, context.model_path("base"), context.model_path("merged"))
+    return distill(context, context.model("base"), context.model_path("merged"))
 
 
 def _baseline(context: StageContext, method: str) -> dict[str, Any]:
     if method in WEIGHT_MERGES:
         return merge_weights(context, method)
-    recipe, base, out = context.recipe, context.model_path("base"), context.model_path(method)
+    recipe, base, out = context.recipe, context.model("base"), context.model_path(method)
     budget = _tokens(context, "merge")
     if method == "off_policy":
         return distill_off_policy(context, base, out, budget)

@@ -28,7 +28,7 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     """
     started = time.perf_counter()
     recipe, config = context.recipe, context.recipe.baselines
-    base_path = context.model_path("base")
+    base_path = context.model("base")
     base = dict(load_model(recipe, base_path).weights())
     teachers = Router.from_recipe(recipe).teachers
     tokenizer = tokenizer_of(recipe, base_path)

@@ -3,7 +3,7 @@
     folder/step_40/
         model.safetensors        one file per entry of `tensors`
         optimizer.safetensors
-        manifest.json            written last: step, state, and the sha256 of every file above
+        manifest.json            written last: step, owner, state, the sha256 of every file above, and its own
 
 A step's folder appears by one rename, after every byte of it is durable; the manifest's checksums catch what
 happens to it later.
@@ -11,8 +11,6 @@ happens to it later.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -21,12 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import CheckpointError
-from opd.storage.files import atomic_folder, write_atomic
+from opd.storage.files import atomic_folder
+from opd.storage.sealed import check_files, read_sealed, write_sealed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _MANIFEST = "manifest.json"
+_INSTEAD = "an older checkpoint is used, or the stage starts again"
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -60,13 +60,20 @@ class CheckpointStore:
     """Saves every so many steps, keeps the newest `keep`, and finds the newest whole one after a crash."""
 
     def __init__(
-        self, folder: str | Path, keep: int = 2, on_warning: Callable[[str], None] = _ignore
+        self,
+        folder: str | Path,
+        keep: int = 2,
+        on_warning: Callable[[str], None] = _ignore,
+        owner: str = "",
     ) -> None:
-        """`on_warning` is told, in one sentence, of each corrupt checkpoint that `latest` skips."""
+        """`on_warning` is told, in one sentence, of each checkpoint that `latest` skips: corrupt, or of
+        another `owner` (another run, or another stage).
+        """
         if keep < 1:
             raise ValueError(f"keep is {keep}; keep at least one checkpoint")
         self.folder = Path(folder)
         self.keep = keep
+        self.owner = owner
         self._on_warning = on_warning
 
     def save(
@@ -92,8 +99,8 @@ class CheckpointStore:
                     name: save_tensors(folder / f"{name}.safetensors", values)
                     for name, values in tensors.items()
                 }
-                manifest = {"step": step, "state": state, "sha256": digests}
-                write_atomic(folder / _MANIFEST, _encode(manifest, final))
+                manifest = {"step": step, "owner": self.owner, "state": state, "files": digests}
+                _write_manifest(folder, manifest, final)
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -110,7 +117,7 @@ class CheckpointStore:
             if not (folder / _MANIFEST).exists():
                 continue  # incomplete: its manifest, written last, is not there
             try:
-                return _read(folder, step)
+                return _read(folder, step, self.owner)
             except CheckpointError as error:
                 self._on_warning(f"skipping checkpoint {folder}: {error}")
         return None
@@ -129,31 +136,28 @@ class CheckpointStore:
                 shutil.rmtree(self.folder / f"step_{step}", ignore_errors=True)
 
 
-def _encode(manifest: dict[str, Any], folder: Path) -> bytes:
+def _write_manifest(folder: Path, manifest: dict[str, Any], final: Path) -> None:
     try:
-        return json.dumps(manifest, indent=1, allow_nan=False).encode()
+        write_sealed(folder / _MANIFEST, manifest)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the state of {folder} is not JSON ({error}); keep only finite numbers, strings, lists and dicts"
+            f"the state of {final} is not JSON ({error}); keep only finite numbers, strings, lists and dicts"
         ) from error
 
 
-def _read(folder: Path, step: int) -> Checkpoint:
-    """The checkpoint in `folder`, with every file's sha256 compared. Raises `CheckpointError`."""
+def _read(folder: Path, step: int, owner: str) -> Checkpoint:
+    """The checkpoint in `folder`, with every digest compared. Raises `CheckpointError`."""
+    path = folder / _MANIFEST
+    manifest = read_sealed(path, _INSTEAD, CheckpointError)
     try:
-        manifest = json.loads((folder / _MANIFEST).read_bytes())
-        found, state, digests = manifest["step"], manifest["state"], dict(manifest["sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / _MANIFEST} is not readable ({error!r})") from error
+        found, state, digests = manifest["step"], dict(manifest["state"]), dict(manifest["files"])
+        of = manifest["owner"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is no manifest ({error!r}); {_INSTEAD}") from error
     if found != step:
-        raise CheckpointError(f"{folder / _MANIFEST} is of step {found}, not of step {step}")
-    for name, expected in digests.items():
-        path = folder / f"{name}.safetensors"
-        try:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
-        if digest != expected:
-            raise CheckpointError(f"{path} is corrupt: its sha256 is not the manifest's")
+        raise CheckpointError(f"{path} is of step {found}, not of step {step}; {_INSTEAD}")
+    if of != owner:
+        raise CheckpointError(f"{path} is of another run or stage ({of}); {_INSTEAD}")
+    files = {f"{name}.safetensors": digest for name, digest in digests.items()}
+    check_files(folder, files, _INSTEAD, CheckpointError)
     return Checkpoint(folder, step, state, digests)

@@ -20,9 +20,10 @@ from opd.megatron.convert import assemble, check_tensors, read_from
 from opd.megatron.form import MegatronForm
 from opd.megatron.layout import HEAD, Cut, Piece
 from opd.models.hf_config import read_config
-from opd.models.hf_folder import check_folder, file_digest, weight_files
+from opd.models.hf_folder import check_folder, weight_files
 from opd.storage.checkpoint_source import read_headers
 from opd.storage.published import PublishedModel
+from opd.storage.sealed import file_digest
 from opd.teachers.gather import UnitGather
 from opd.teachers.unit_tensors import unit_tensors
 

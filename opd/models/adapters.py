@@ -19,8 +19,15 @@ from transformers import PreTrainedTokenizerBase
 
 from opd.errors import CheckpointError
 from opd.models.checkpoint import save_checkpoint
-from opd.models.hf_folder import file_digest, read_checksums, read_object, weight_files
+from opd.models.hf_folder import (
+    check_shard,
+    check_small_files,
+    read_checksums,
+    read_object,
+    weight_files,
+)
 from opd.models.lora import AdaptedLM, adapter_pairs, peft_config
+from opd.storage.sealed import file_digest
 
 FOLDER = "adapter"
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
@@ -76,6 +83,8 @@ def read_adapter(folder: str | Path) -> Adapter:
     other than plain LoRA.
     """
     place = Path(folder) / FOLDER
+    check_small_files(Path(folder))
+    check_shard(place / WEIGHTS, read_checksums(Path(folder)).get(f"{FOLDER}/{WEIGHTS}"))
     config, base = (read_object(place / name) for name in (CONFIG, BASE))
     odd = [
         key

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from opd.models.card import model_card
 from opd.models.causal_lm import CausalLM
-from opd.models.hf_folder import CHECKSUMS, file_digest
+from opd.models.hf_folder import CARD, CHECKSUMS
 from opd.models.hf_weights import quiet
+from opd.storage.sealed import digests_of
 
 MAX_SHARD_BYTES = 4 * 2**30
 
@@ -43,11 +44,12 @@ def save_checkpoint(
         with quiet():
             model.module.save_pretrained(draft, max_shard_size=max_shard_bytes)
         tokenizer.save_pretrained(draft)
-        (draft / "README.md").write_text(model_card(target.name, card), "utf-8")
-        checksums = {path.name: file_digest(path) for path in sorted(draft.glob("*.safetensors"))}
-        (draft / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", "utf-8")
+        (draft / CARD).write_text(model_card(target.name, card), "utf-8")
         if beside is not None:
             beside(draft)
+        files = [path for path in sorted(draft.rglob("*")) if path.is_file() and path != draft / CARD]
+        checksums = digests_of(draft, files)
+        (draft / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", "utf-8")
         draft.chmod(0o755)
         _flush(draft)
         _replace(draft, target)

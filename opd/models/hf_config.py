@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from opd.errors import CheckpointError, ModelError
-from opd.models.hf_folder import refuse_code
+from opd.models.hf_folder import check_small_files, refuse_code
 
 # Read by transformers though not every configuration declares them.
 _UNDECLARED_KEYS = ("rope_theta", "rope_scaling", "head_dim")
@@ -26,6 +26,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; give a folder written by Hugging Face's save_pretrained.")
     refuse_code(folder)
+    check_small_files(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,21 @@ from safetensors import SafetensorError, safe_open
 
 from opd.errors import CheckpointError, ModelError
 from opd.foreign import is_file_name, shown
+from opd.storage.publish import TOKENIZER_FILES
+from opd.storage.sealed import check_files, file_digest
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.json"
-"""`{file name: sha256}`, written by `save_checkpoint`; folders from elsewhere need not have it."""
+"""`{file name: sha256}` of every file that is read, written by `save_checkpoint`; folders from elsewhere need
+not have it."""
+CARD = "README.md"
+"""The only other file that `save_checkpoint` writes: nothing reads it, and people may add to it."""
+LOADED = frozenset(
+    {"config.json", "generation_config.json", "adapter_config.json", SINGLE, INDEX, *TOKENIZER_FILES}
+)
+"""Names that loaders look for by themselves."""
+_MEND = f"copy it again, or delete {CHECKSUMS} if you changed it on purpose."
 _DESCRIPTIONS = (
     "config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json",
     "preprocessor_config.json",
@@ -30,6 +39,24 @@ def check_folder(folder: Path) -> None:
     checksums = read_checksums(folder)
     for name in weight_files(folder):
         check_shard(folder / name, checksums.get(name))
+    check_small_files(folder)
+
+
+def check_small_files(folder: Path) -> None:
+    """Raise `CheckpointError` naming the first file beside the weights that is not what `CHECKSUMS` says."""
+    checksums = read_checksums(folder)
+    large = {name for name in checksums if name.endswith(".safetensors")}
+    check_files(folder, {name: checksums[name] for name in checksums.keys() - large}, _MEND, CheckpointError)
+    for name in sorted(large):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing; copy it again from the model's source.")
+    if "config.json" in checksums:  # else only its weights were listed
+        for name in sorted(LOADED - checksums.keys()):
+            if (folder / name).exists():
+                raise CheckpointError(
+                    f"{folder / name} is not among the files that {CHECKSUMS} lists; remove it, or delete"
+                    f" {CHECKSUMS} if you added it on purpose."
+                )
 
 
 def refuse_code(folder: Path) -> None:
@@ -91,13 +118,10 @@ def check_shard(path: Path, expected: str | None) -> None:
 def read_checksums(folder: Path) -> dict[str, str]:
     """The folder's `checksums.json`, or nothing where there is none."""
     path = folder / CHECKSUMS
-    return read_object(path) if path.is_file() else {}
-
-
-def file_digest(path: Path) -> str:
-    """sha256 (hex) of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    found = read_object(path) if path.exists() else {}
+    if not all(isinstance(digest, str) for digest in found.values()):
+        raise CheckpointError(f"{path} holds something other than digests; copy it again.")
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:

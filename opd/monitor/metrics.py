@@ -1,19 +1,27 @@
-"""Metrics of a stage: one JSON object a step in `metrics.jsonl`, and TensorBoard event files by choice."""
+"""Metrics of a stage: one JSON object a step in `metrics.jsonl`, and TensorBoard event files by choice.
+
+The file only grows, and each line ends with `chain`, a digest of itself and of all lines before it: one that
+was changed, lost or added in the middle is found, and the last `chain` stands for the whole file.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from opd.errors import DataError, MissingExtraError, TrainingError
+from opd.storage.files import write_atomic
 
 FILE_NAME = "metrics.jsonl"
+CHAIN = "chain"
+_MARK = f', "{CHAIN}": "'.encode()
 
 
 class MetricsWriter:
@@ -27,8 +35,12 @@ class MetricsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._board_type = _summary_writer() if tensorboard else None
         self._board: Any = None
-        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            self._rewrite(read_metrics(self.path))
+        self._tail: str | None = None
+        if self.path.exists():
+            data = self.path.read_bytes()
+            whole = data[: data.rfind(b"\n") + 1]
+            if len(whole) < len(data):
+                self._replace(whole)
 
     def write(self, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
         """Append one line: `step`, `time` (if `seconds` since the stage began are given), then the metrics in
@@ -39,17 +51,45 @@ class MetricsWriter:
         if seconds is not None:
             row["time"] = _finite("time", seconds, step)
         row |= {key: _finite(key, metrics[key], step) for key in sorted(metrics)}
+        line, tail = _linked(row, self.tail)
         with self.path.open("ab") as file:
-            file.write(_line(row))
+            file.write(line)
+        self._tail = tail
         if self._board_type is not None:
             self._write_board(step, row)
 
-    def truncate(self, after_step: int) -> None:
-        """Drop, atomically, the lines of steps above `after_step`: a resumed stage writes them again."""
-        rows = read_metrics(self.path)
-        kept = [row for row in rows if row["step"] <= after_step]
-        if len(kept) < len(rows):
-            self._rewrite(kept)
+    @property
+    def tail(self) -> str:
+        """`chain` of the last line, "" before the first: it changes with every byte written so far."""
+        if self._tail is None:
+            last = self.path.read_bytes().splitlines()[-1:] if self.path.exists() else []
+            self._tail = _split(last[0])[1] if last else ""
+        return self._tail
+
+    def truncate(self, after_step: int, tail: str | None = None) -> None:
+        """Drop, atomically, the lines of steps above `after_step`: a resumed stage writes them again.
+
+        With `tail`, those after the line that ends with it, whatever they hold. Raises `DataError` if there
+        is no such line, or one before it is not what was written.
+        """
+        kept = []
+        if after_step > 0:
+            kept = list(_checked(self.path, tail))
+            if tail is not None and (not kept or kept[-1].chain != tail):
+                raise DataError(
+                    f"{self.path} has lost what was written up to step {after_step}; restore it, or delete"
+                    f" the folder {self.path.parent} to run the stage again."
+                )
+        lines = [line.data for line in kept if line.row["step"] <= after_step]
+        data = b"".join(line + b"\n" for line in lines)
+        if self.path.exists() and self.path.read_bytes() != data:
+            self._replace(data)
+
+    def sync(self) -> None:
+        """Make everything written so far durable: what a checkpoint or a record says of it must hold."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         """Flush the TensorBoard events; `metrics.jsonl` needs no closing."""
@@ -75,13 +115,9 @@ class MetricsWriter:
                 self._board.add_scalar(key, value, step)
         self._board.flush()
 
-    def _rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        with temporary.open("wb") as file:
-            file.writelines(_line(row) for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+    def _replace(self, data: bytes) -> None:
+        write_atomic(self.path, data)
+        self._tail = None
 
 
 class NoMetrics(MetricsWriter):
@@ -90,38 +126,83 @@ class NoMetrics(MetricsWriter):
     def __init__(self) -> None:
         self._board = None
 
+    @property
+    def tail(self) -> str:
+        return ""
+
     def write(self, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
         del step, metrics, seconds
 
-    def truncate(self, after_step: int) -> None:
-        del after_step
+    def truncate(self, after_step: int, tail: str | None = None) -> None:
+        del after_step, tail
+
+    def sync(self) -> None:
+        pass
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path, *, chained: bool = False) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`, in order; none if the file does not exist.
 
     A last line that a killed writer left unfinished is ignored. Raises `DataError` naming file and line for
-    any other line that is not a JSON object with a `step`.
+    any other line that is not a JSON object with a `step`, or is not what was written there. Files of older
+    releases, without `chain`, are read as they are, unless `chained`.
     """
-    path = Path(path)
+    return [line.row for line in _checked(Path(path), chained=chained)]
+
+
+class _Line(NamedTuple):
+    data: bytes
+    """Without its end."""
+    row: dict[str, Any]
+    chain: str
+
+
+def _checked(path: Path, tail: str | None = None, *, chained: bool = False) -> Iterator[_Line]:
+    """The lines of `path`, each compared with its `chain`, up to the one that ends with `tail`."""
     if not path.exists():
-        return []
-    *lines, unfinished = path.read_bytes().split(b"\n")
-    del unfinished  # empty, unless the last line has no end
-    rows = []
-    for number, line in enumerate(lines, start=1):
+        return
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")  # the last is empty, or a line without its end
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}); restore it.") from None
+    before = ""
+    for number, data in enumerate(lines, start=1):
+        body, chain = _split(data)
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not a line of JSON ({error}); remove the line.") from error
-        if not isinstance(row, dict) or "step" not in row:
-            raise DataError(f"{path}:{number}: not a row of metrics; remove the line.")
-        rows.append(row)
-    return rows
+            row = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number}: not a line of JSON ({error}); restore the file.") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise DataError(f"{path}:{number}: not a row of metrics; restore the file.")
+        chained = chained or bool(chain or before)
+        if chained and chain != _link(before, body):
+            raise DataError(
+                f"{path}:{number}: this line or one before it is not what was written; restore the file, or"
+                f" delete the folder {path.parent} to run the stage again."
+            )
+        yield _Line(data, row, chain)
+        before = chain
+        if tail is not None and chain == tail:
+            return
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, allow_nan=False).encode() + b"\n"
+def _linked(row: Mapping[str, Any], before: str) -> tuple[bytes, str]:
+    """The line of `row` after a line that ends with `before`, and what it ends with."""
+    body = json.dumps(row, allow_nan=False).encode()
+    chain = _link(before, body)
+    return body[:-1] + _MARK + chain.encode() + b'"}\n', chain
+
+
+def _link(before: str, body: bytes) -> str:
+    return hashlib.sha256(before.encode() + body).hexdigest()[:16]
+
+
+def _split(line: bytes) -> tuple[bytes, str]:
+    """A line without its `chain`, and the chain: "" where it has none."""
+    head, mark, chain = line.rpartition(_MARK)
+    if not mark or not chain.endswith(b'"}'):
+        return line, ""
+    return head + b"}", chain[:-2].decode("ascii", "replace")
 
 
 def _finite(key: str, value: Any, step: int) -> int | float:

@@ -54,13 +54,14 @@ class FaultTolerantRollout:
         revive: Callable[[int], RolloutEngine] | None = None,
         note: Callable[[str], None] = lambda text: None,
         accept_newer: bool = False,
+        owner: str | None = None,
     ) -> None:
         """`describe`: metadata to log with a request. `stops`: strings that end a response (or a turn) beside
         its stop ids. `kv`: where keys and values go when the rollout is preempted; without it they are
         rebuilt by prefill. `revive(i)`: a new engine with the current weights in place of engine `i`, which
         failed. `note`: one line for the person who watches. `accept_newer`: take tokens from the log that
         later weights wrote than the engine holds: asynchronous rollouts leave such when a run goes back to
-        its last checkpoint.
+        its last checkpoint. `owner`: whose requests they are; what another has logged is refused.
 
         Raises `RolloutError` if there is no engine, or if they hold different policy versions.
         """
@@ -70,7 +71,9 @@ class FaultTolerantRollout:
         self.failures: dict[str, str] = {}
         """Why requests of the newest call failed."""
         self._pool = EnginePool(engines, policy, revive)
-        self._books = Books(log, describe, environment, stops, self.counters, self.failures, accept_newer)
+        self._books = Books(
+            log, describe, environment, stops, self.counters, self.failures, accept_newer, owner
+        )
         self._preemption, self._kv, self._note = preemption, kv, note
         self._active: weakref.ref[Dispatch] | None = None
         self._counted = self._count_engines()

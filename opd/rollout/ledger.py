@@ -11,7 +11,7 @@ import numpy as np
 
 from opd.errors import RolloutError
 from opd.protocols import TokenLog
-from opd.rollout.recovery import look_up, plain, replay, turn_of
+from opd.rollout.recovery import OWNER, look_up, plain, replay, turn_of
 from opd.rollout.stop_strings import StopStrings, StopWatch
 from opd.rollout.transcript import ObservationStep, Tokens, Transcript
 from opd.types import DecodeStep, RolloutRequest, Status, no_ids
@@ -42,6 +42,8 @@ class Books:
     counters: Counter[str]
     failures: dict[str, str]
     accept_newer: bool = False
+    owner: str | None = None
+    """Whose requests they are: those of another in the log are refused."""
 
 
 class Ledger:
@@ -185,8 +187,10 @@ class Ledger:
     def _read(self, log: TokenLog, requests: Sequence[RolloutRequest], version: int) -> dict[str, Tokens]:
         """Take over what the log holds, to be told first, and open the requests it does not know."""
         books = self._books
-        found, unknown = look_up(log, requests, None if books.accept_newer else version)
-        _open(log, [(plain(request), books.describe(request)) for request in unknown])
+        newest = None if books.accept_newer else version
+        found, unknown = look_up(log, requests, newest, books.owner)
+        own = {} if books.owner is None else {OWNER: books.owner}
+        _open(log, [(plain(request), {**books.describe(request), **own}) for request in unknown])
         known = {uid: Tokens.logged(logged) for uid, logged in found.items()}
         skip = {uid: len(self.requests[uid].prefix_ids) for uid in found}
         self._told, self._telling = replay(known, skip), True

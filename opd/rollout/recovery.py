@@ -13,15 +13,18 @@ from opd.protocols import TokenLog
 from opd.rollout.transcript import ObservationStep, Tokens
 from opd.types import DecodeStep, LoggedRequest, RolloutRequest, no_ids
 
+OWNER = "owner"
+"""Metadata of a request that tells the logs of two runs apart."""
+
 
 def look_up(
-    log: TokenLog, requests: Sequence[RolloutRequest], version: int | None
+    log: TokenLog, requests: Sequence[RolloutRequest], version: int | None, owner: str | None = None
 ) -> tuple[dict[str, LoggedRequest], list[RolloutRequest]]:
     """What `log` knows of `requests`, and those it does not know.
 
     Raises `RolloutError` if the log holds one of them with another prompt, sampling or seed, or with tokens
-    of a policy later than `version` (`None`: any), or if a request brings a prefix of its own that the log
-    does not hold.
+    of a policy later than `version` (`None`: any), or of another `owner`, or if a request brings a prefix of
+    its own that the log does not hold.
     """
     found: dict[str, LoggedRequest] = {}
     unknown = []
@@ -29,6 +32,8 @@ def look_up(
         logged = log.find(request.uid)
         if logged is not None:
             _check_same(request, logged, version)
+            if logged.metadata.get(OWNER) != owner:
+                raise _foreign(request.uid, "of another owner")
             found[request.uid] = logged
             continue
         if len(request.prefix_ids):
@@ -54,10 +59,14 @@ def _check_same(request: RolloutRequest, logged: LoggedRequest, version: int | N
     elif version is not None and logged.policy_versions.max(initial=version) > version:
         wrong = f"tokens of policy version {logged.policy_versions.max()}, later than {version},"
     if wrong:
-        raise RolloutError(
-            f"the log holds request {request.uid!r} with {wrong}: it was written by another run; use a fresh"
-            " log, or retire what this one holds."
-        )
+        raise _foreign(request.uid, f"with {wrong}")
+
+
+def _foreign(uid: str, what: str) -> RolloutError:
+    return RolloutError(
+        f"the log holds request {uid!r} {what}: it was written by another run; use a fresh log, or retire"
+        " what this one holds."
+    )
 
 
 def plain(request: RolloutRequest) -> RolloutRequest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import RunFolderError
+from opd.monitor.metrics import FILE_NAME as METRICS
+from opd.pipelines.run_folder import DONE, RunFolder
 from opd.pipelines.statistics import Count, Interval
 
 
@@ -112,15 +113,17 @@ def load_run(folder: Path) -> Run:
 
     Raises `RunFolderError` if `folder` holds neither results nor metrics, or a file of it cannot be read.
     """
-    results = _read_json(folder / "results.json")
-    metrics = {path.parent.name: _read_lines(path) for path in sorted(folder.glob("stages/*/metrics.jsonl"))}
+    run = RunFolder.attach(folder)
+    results = run.read_results()
+    stages = {path.parent.name for path in folder.glob("stages/*/*") if path.name in (METRICS, DONE)}
+    metrics = {stage: run.read_metrics(stage) for stage in sorted(stages)}
     if not results and not any(metrics.values()):
         raise RunFolderError(
             f"{folder} holds no results.json and no stages/*/metrics.jsonl: give the folder of a run that "
             "has started"
         )
     try:
-        return _assemble(results, _read_json(folder / "config.json"), metrics, fallback=folder.name)
+        return _assemble(results, run.read_config(), metrics, fallback=folder.name)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         what = f"has no entry {error}" if isinstance(error, KeyError) else f"is malformed ({error})"
         raise RunFolderError(
@@ -196,35 +199,3 @@ def _stage_order(name: str) -> tuple[int, str]:
 
 def _finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, `{}` if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"{path} cannot be read ({error}): restore it or remove it") from error
-    if not isinstance(value, dict):
-        raise RunFolderError(
-            f"{path} holds a {type(value).__name__} instead of an object: restore or remove it"
-        )
-    return value
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The steps in `path`; a last line without its newline is one that a live or killed writer left half."""
-    rows = []
-    complete, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    for number, line in enumerate(complete.splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise RunFolderError(
-                f"{path}:{number} is not a JSON object ({error}): remove that line"
-            ) from error
-        if not isinstance(row, dict):
-            raise RunFolderError(f"{path}:{number} is not a JSON object: remove that line")
-        rows.append(row)
-    return rows

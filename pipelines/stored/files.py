@@ -132,9 +132,9 @@ class SampleFiles:
                 self._groups.setdefault(group_uid, {})[place] = uid
 
 
-def digest_of(prompt_ids: np.ndarray, sampling: SamplingParams, seed: int) -> str:
-    """What tells responses to one question from those to another."""
-    settings = f"{sampling}/{seed}/{len(prompt_ids)}".encode()
+def digest_of(prompt_ids: np.ndarray, sampling: SamplingParams, seed: int, owner: str = "") -> str:
+    """What tells responses to one question from those to another, and those of one run from another's."""
+    settings = f"{sampling}/{seed}/{len(prompt_ids)}/{owner}".encode()
     data = np.ascontiguousarray(prompt_ids, np.int32)
     return hashlib.blake2b(data.tobytes() + settings, digest_size=16).hexdigest()
 

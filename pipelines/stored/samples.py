@@ -208,7 +208,8 @@ class StoredSamples:
             self._student.rollouts.forget(uids)
 
     def _asked(self, prompt: EncodedPrompt) -> str:
-        return digest_of(prompt.token_ids, self._student.sampling, self._student.seed)
+        owner = self._context.folder.owner(self._context.stage)
+        return digest_of(prompt.token_ids, self._student.sampling, self._student.seed, owner)
 
 
 class _Noted:

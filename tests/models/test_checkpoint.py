@@ -15,6 +15,7 @@ from opd.errors import CheckpointError, ModelError
 from opd.models.card import model_card
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
+from opd.models.hf_config import read_config
 from opd.models.hf_weights import quiet
 from opd.models.tokenizers import fingerprint, load_tokenizer
 
@@ -115,6 +116,30 @@ def test_a_flipped_bit_is_found_by_the_checksum(folder: Path):
         CausalLM.from_pretrained(folder)
 
 
+SMALL = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize("file", SMALL)
+@pytest.mark.parametrize("read", [CausalLM.from_pretrained, load_tokenizer, read_config])
+def test_every_reader_compares_the_small_files_with_their_digests(folder: Path, file: str, read):
+    """Other numbers in a configuration would be other results, without a word."""
+    read(folder)
+    errors = (CheckpointError, ModelError)
+    whole = (folder / file).read_bytes()
+    for damaged in (whole.replace(b"1", b"2", 1), whole + b" ", whole[:-3], b""):
+        (folder / file).write_bytes(damaged)
+        with pytest.raises(errors, match=f"{file} (does not have the sha256|cannot be read as JSON)"):
+            read(folder)
+    (folder / file).unlink()
+    with pytest.raises(errors, match=f"{file} is missing"):
+        read(folder)
+    (folder / file).write_bytes(whole)
+    read(folder)
+    (folder / "special_tokens_map.json").write_text("{}")
+    with pytest.raises(errors, match="not among the files"):
+        read(folder)
+
+
 def test_pickles_are_never_read(folder: Path):
     for path in [*shards(folder), folder / "model.safetensors.index.json"]:
         path.unlink()
@@ -132,12 +157,15 @@ def test_tensors_that_the_weights_lack_are_not_made_up(folder: Path):
     for name in [name for name, file in listed["weight_map"].items() if file == gone]:
         del listed["weight_map"][name]
     index.write_text(json.dumps(listed))
+    (folder / "checksums.json").unlink()
     with pytest.raises(CheckpointError, match=r"lacks \d+ of the model's tensors"):
         CausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "checksums.json"])
 def test_broken_json_is_named(folder: Path, file: str):
+    if file != "checksums.json":
+        (folder / "checksums.json").unlink()
     (folder / file).write_text('{"half": ')
     with pytest.raises(CheckpointError, match=f"{file} cannot be read as JSON"):
         CausalLM.from_pretrained(folder)
@@ -152,6 +180,7 @@ def test_a_missing_folder_and_a_missing_configuration_are_named(folder: Path):
 
 
 def test_an_unknown_architecture_is_named(folder: Path):
+    (folder / "checksums.json").unlink()
     (folder / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(ModelError, match="not a configuration this transformers release knows"):
         CausalLM.from_pretrained(folder)

@@ -20,9 +20,11 @@ def test_rows_have_a_stable_order_and_plain_numbers(tmp_path: Path) -> None:
     writer.write(1, {"b": 2, "a": np.float32(0.5), "c": torch.tensor(3)}, 1.5)
     writer.write(2, {"c": np.int64(7), "a": True})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert lines[0] == '{"step": 1, "time": 1.5, "a": 0.5, "b": 2, "c": 3}'
-    assert lines[1] == '{"step": 2, "a": 1, "c": 7}'
-    assert read_metrics(writer.path) == [json.loads(line) for line in lines]
+    assert lines[0].startswith('{"step": 1, "time": 1.5, "a": 0.5, "b": 2, "c": 3, "chain": "')
+    assert lines[1].startswith('{"step": 2, "a": 1, "c": 7, "chain": "')
+    rows = [json.loads(line) for line in lines]
+    assert rows[-1].pop("chain") == writer.tail != rows[0].pop("chain")
+    assert read_metrics(writer.path) == rows
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), torch.tensor(math.inf)])
@@ -59,6 +61,63 @@ def test_a_line_cut_by_a_kill_is_ignored_and_never_joined_to_the_next(tmp_path: 
         assert len(before) == whole[:kept].count(b"\n")
         MetricsWriter(tmp_path).write(9, {"a": 9})
         assert read_metrics(writer.path) == [*before, {"step": 9, "a": 9}]
+
+
+def _damaged(lines: list[bytes]) -> list[list[bytes]]:
+    """Whole lines, of which one before the last is not what or where it was."""
+    *head, last = lines
+    swapped = [lines[1], lines[0], *lines[2:]]
+    found = [swapped, lines[1:], [lines[0], *lines], [*head[:-1], last], [lines[0], b"", *lines[1:]]]
+    for row, line in enumerate(head):
+        for at in range(0, len(line), 3):
+            changed = bytes([line[at] ^ 1])
+            found.append([*lines[:row], line[:at] + changed + line[at + 1 :], *lines[row + 1 :]])
+        found.append([*lines[:row], line.replace(b": ", b":", 1), *lines[row + 1 :]])
+        unchained = json.dumps({k: v for k, v in json.loads(line).items() if k != "chain"}).encode()
+        found.append([*lines[:row], unchained, *lines[row + 1 :]])
+    return [damaged for damaged in found if b"\n" not in b"".join(damaged)]
+
+
+def test_every_change_before_the_last_line_is_found(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 5):
+            writer.write(step, {"kl/mean": 1 / step})
+    lines = writer.path.read_bytes().splitlines()
+    damages = _damaged(lines)
+    assert len(damages) > 60
+    for damaged in damages:
+        writer.path.write_bytes(b"".join(line + b"\n" for line in damaged))
+        with pytest.raises(DataError, match=r"metrics\.jsonl"):
+            read_metrics(writer.path, chained=True)
+        with pytest.raises(DataError, match=r"metrics\.jsonl"):
+            MetricsWriter(tmp_path).truncate(4, writer.tail)
+
+
+def test_a_resumed_stage_keeps_exactly_what_its_checkpoint_knew(tmp_path: Path) -> None:
+    """What comes after it may hold anything; what it knew must all be there."""
+    writer, tails = MetricsWriter(tmp_path), [""]
+    for step in range(1, 5):
+        writer.write(step, {"a": step})
+        tails.append(writer.tail)
+    whole = writer.path.read_bytes()
+    for kept in range(5):
+        writer.path.write_bytes(whole.replace(b'"a": 4', b'"a": oops') + b"garbage\n")
+        resumed = MetricsWriter(tmp_path)
+        if kept == 4:
+            with pytest.raises(DataError, match=r"metrics\.jsonl:4"):
+                resumed.truncate(kept, tails[kept])
+            continue
+        resumed.truncate(kept, tails[kept])
+        assert [row["step"] for row in read_metrics(writer.path)] == list(range(1, kept + 1))
+        resumed.write(9, {"a": 9})
+        assert len(read_metrics(writer.path, chained=True)) == kept + 1
+    for lost in (b"", whole[: whole.index(b"\n") + 1]):
+        writer.path.write_bytes(lost)
+        with pytest.raises(DataError, match="has lost what was written up to step 3"):
+            MetricsWriter(tmp_path).truncate(3, tails[3])
+    writer.path.unlink()
+    with pytest.raises(DataError, match="has lost"):
+        MetricsWriter(tmp_path).truncate(3, tails[3])
 
 
 def test_a_bad_line_in_the_middle_is_named(tmp_path: Path) -> None:

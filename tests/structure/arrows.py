@@ -97,7 +97,7 @@ def _arrow(module: str, here: str, name: str) -> str | None:
         "storage": ("opd.types", "opd.errors", "opd.foreign", "opd.storage"),
         "kernels": ("opd.kernels",),
     }[here]
-    closed = {"teachers": ("pipelines",), "core": ("pipelines", "teachers", "storage")}.get(here, ())
+    closed = {"teachers": ("pipelines",), "core": ("pipelines", "teachers")}.get(here, ())
     if not _within(name, *allowed) or _within(name, *(f"opd.{folder}" for folder in closed)):
         return f"{here} may not import it"
     if _within(module, *LIGHT) and not _within(name, *LIGHT):
