@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from opd.pipelines.adapted import all_weights
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.evaluate import domain_accuracy
-from opd.pipelines.loop import Extent, Step, StepResult, run_loop
+from opd.pipelines.loop import Extent, LoopState, Step, StepResult, run_loop
 from opd.pipelines.precision import model_dtype
 from opd.pipelines.student import Student
 from opd.train.schedule import learning_rate
@@ -42,7 +43,8 @@ def new_base(recipe: Recipe, folder: Path) -> None:
 def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     """Train the model in `start` on demonstrations of mixed quality and write it to `out`.
 
-    Raises `TrainingError` if it then samples fewer right answers than `min_accuracy` in some domain.
+    Where it samples fewer right answers than `min_accuracy` in some domain, it is trained for another round
+    of `steps`. Raises `TrainingError` if that is still so after the last round.
     """
     recipe = context.recipe
     config = recipe.base or WarmupConfig()
@@ -56,22 +58,59 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
             student.backend.mine(samples)
         with step.timer("train"):
             metrics = student.backend.forward_backward(batch)
-            metrics |= student.backend.step(learning_rate(config.optim, step.index, step.progress))
+            within = step.index % config.steps
+            rate = learning_rate(config.optim, within, within / config.steps)
+            metrics |= student.backend.step(rate)
+        done = step.index + 1
+        if done % config.steps == 0 and done < config.steps * config.rounds:
+            with step.timer("evaluate"):
+                short = _short(measure(done), config)
+            if context.ranks.any(bool(short), "the end of a round"):
+                step.counters[_MORE_ROUNDS] = step.counters.get(_MORE_ROUNDS, 0.0) + 1.0
+                context.note(f"another round of warm-up: {short}")
         return StepResult(metrics, 0, f"cross-entropy {metrics['loss/ce']:.3f}")
 
-    extent = Extent(steps=config.steps)
+    @cache
+    def measure(version: int) -> dict[str, float]:
+        student.sync(version)
+        engine, sampling = student.evaluator, student.sampling
+        return {
+            name: domain_accuracy(engine, data, name, 500, sampling, seed=recipe.seed).accuracy
+            for name in recipe.domains
+        }
+
+    extent = _Rounds(steps=config.steps)
     result = run_loop(context, student.backend, extent, config.checkpoint_every, step)
-    student.sync(1)
-    for domain in recipe.domains:
-        found = domain_accuracy(student.evaluator, data, domain, 500, student.sampling, seed=recipe.seed)
-        result[f"accuracy/{domain}"] = found.accuracy
-        if found.accuracy < config.min_accuracy:
-            raise TrainingError(
-                f"the warmed-up base samples {found.accuracy:.1%} right answers in domain {domain}, fewer"
-                f" than base.min_accuracy = {config.min_accuracy:.1%}; raise base.steps or base.right."
-            )
+    accuracy = measure(result["steps"])
+    if short := _short(accuracy, config):
+        raise TrainingError(
+            f"after {config.rounds} rounds of warm-up {short}; raise base.steps, base.rounds or base.right"
+        )
     card = {"method": "supervised warm-up", "settings": config.model_dump(mode="json")}
-    return result | {"digest": student.export(out, card)}
+    accuracies = {f"accuracy/{name}": share for name, share in accuracy.items()}
+    return result | accuracies | {"digest": student.export(out, card)}
+
+
+_MORE_ROUNDS = "rounds_more"
+"""Counter: rounds after the first one. It is in every checkpoint, so that a resumed stage ends where it would
+have ended."""
+
+
+class _Rounds(Extent):
+    """`steps`, and as many again for every further round."""
+
+    def progress(self, state: LoopState) -> float:
+        return min(1.0, state.step / self.total(state))
+
+    def total(self, state: LoopState) -> int:
+        return (self.steps or 1) * (1 + int(state.counters.get(_MORE_ROUNDS, 0)))
+
+
+def _short(accuracy: Mapping[str, float], config: WarmupConfig) -> str:
+    """What to say of the domains below `min_accuracy`; empty if there are none."""
+    found = [f"{share:.1%} in {name}" for name, share in accuracy.items() if share < config.min_accuracy]
+    floor = f"base.min_accuracy = {config.min_accuracy:.1%}"
+    return f"the base samples fewer right answers than {floor}: {', '.join(found)}" if found else ""
 
 
 def _demonstrations(

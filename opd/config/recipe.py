@@ -60,6 +60,7 @@ class WarmupConfig(Config):
     """Supervised warm-up of the base on demonstrations of mixed quality (for models made from scratch)."""
 
     steps: int = Field(default=480, gt=0, le=10_000_000)
+    """Optimiser steps of a round; one round, unless `min_accuracy` asks for more."""
     batch_size: int = Field(default=192, gt=0, le=1_000_000)
     """Demonstrations per step, spread evenly over the domains."""
     right: float = Field(default=0.30, ge=0, le=1)
@@ -70,7 +71,9 @@ class WarmupConfig(Config):
     batch: BatchConfig = BatchConfig()
     checkpoint_every: int = Field(default=100, gt=0)
     min_accuracy: float = Field(default=0.0, ge=0, le=1)
-    """Stop with an error if the base samples fewer right answers than this in any domain."""
+    """Warm up for another round if the base samples fewer right answers than this in any domain."""
+    rounds: int = Field(default=4, gt=0, le=1000)
+    """How many rounds of `steps`, each with its own learning-rate schedule, before that is an error."""
 
 
 BaselineName = Literal["average", "task_arithmetic", "ties", "dare", "mixed_grpo", "off_policy"]
