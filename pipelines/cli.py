@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from opd.config import Recipe
 from opd.config.load import dump_recipe, load_recipe
+from opd.config.other_names import refuse_other_name
 from opd.errors import ConfigError, RunFolderError
 from opd.pipelines.ending import ERROR, ended, one_line
 from opd.pipelines.plan_command import PLAN_OPTIONS, add_options, plan_command
@@ -102,14 +103,16 @@ def _command(
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate the command's own words from recipe overrides (`--a.b VALUE`, `--a.b=VALUE`).
 
-    Raises `ConfigError` for a misspelt option of the command, which would swallow the word after it, and for
-    one that is given twice.
+    Raises `ConfigError` for another library's option, for a misspelt option of the command, which would swallow
+    the word after it, and for one that is given twice.
     """
     own: list[str] = []
     overrides: list[str] = []
     words = iter(argv)
     for word in words:
         name = word.partition("=")[0]
+        if word != name or word.startswith("--"):
+            refuse_other_name(name)
         if not word.startswith("--") or name in _SWITCHES:
             own.append(word)
             continue

@@ -1,0 +1,266 @@
+"""What other libraries' options are called here: slime's and TRL's flags, verl's keys.
+
+One table. The command line answers such an option with its row; `table()` is the README's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from opd.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Options of other libraries that ask for the same, and where it is here."""
+
+    here: tuple[str, ...]
+    """Dotted fields of a recipe; `NAME` stands for a name of your own."""
+    note: str = ""
+    slime: tuple[str, ...] = ()
+    trl: tuple[str, ...] = ()
+    verl: tuple[str, ...] = ()
+
+    def names(self) -> tuple[str, ...]:
+        """Every other name of it, without dashes in front."""
+        return self.slime + self.trl + self.verl
+
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_GRPO, _CLIP = "specialist", "specialist.policy_loss"
+
+ROWS = (
+    Row(
+        ("teachers.NAME.path", "teachers.NAME.server"),
+        "`path` alone runs the teacher in the job, `server` asks SGLang; every `opd run` distills",
+        ("use-opd", "opd-type"),
+    ),
+    Row(("teachers.NAME.path",), "", ("opd-teacher-load",), ("teacher_model_name_or_path",)),
+    Row(
+        ("distill.loss.coef", "distill.rl_coef"),
+        "`coef` with `distill.loss.type: k1`; the exact KL has weight 1 and `rl_coef` is the reward's",
+        ("opd-kl-coef",),
+    ),
+    Row(
+        ("domains.NAME.source",),
+        "columns `prompt`, `label`",
+        ("prompt-data", "input-key", "label-key"),
+        ("dataset_name",),
+        ("data.train_files",),
+    ),
+    Row(
+        ("domains.NAME.source",), "a `prompt` of messages goes through the template", ("apply-chat-template",)
+    ),
+    Row(
+        ("domains.NAME.reward",),
+        "`(sample) -> float or dict`, `async` or TRL's form",
+        ("custom-rm-path", "rm-type"),
+        ("reward_funcs",),
+        ("custom_reward_function.path",),
+    ),
+    Row(
+        ("rollout.generate",),
+        "`(engine, prompts, group_size, sampling, seed) -> groups`",
+        ("rollout-function-path", "custom-generate-function-path"),
+        ("rollout_func",),
+    ),
+    Row(
+        (f"{_GRPO}.advantage", "distill.advantage"),
+        "`{type: grpo}`, `dr_grpo`, `rloo`, or `{type: custom, path}`",
+        ("advantage-estimator",),
+        (),
+        ("algorithm.adv_estimator",),
+    ),
+    Row(
+        (f"{_GRPO}.advantage",),
+        "`{type: dr_grpo}` divides by nothing",
+        ("disable-grpo-std-normalization",),
+        ("scale_rewards",),
+        ("algorithm.norm_adv_by_std_in_grpo",),
+    ),
+    Row(
+        (f"{_GRPO}.group_size", "distill.samples_per_prompt"),
+        "",
+        ("n-samples-per-prompt",),
+        ("num_generations",),
+        (f"{_ROLLOUT}.n",),
+    ),
+    Row(
+        (f"{_GRPO}.prompts_per_step", "distill.prompts_per_domain"),
+        "prompts, not responses",
+        ("rollout-batch-size",),
+        ("generation_batch_size",),
+        ("data.train_batch_size",),
+    ),
+    Row(
+        (f"{_GRPO}.minibatches",),
+        "optimiser steps a rollout: prompts x responses / the batch size there",
+        ("global-batch-size", "num-steps-per-rollout"),
+        ("steps_per_generation",),
+        (f"{_ACTOR}.ppo_mini_batch_size",),
+    ),
+    Row(
+        (f"{_GRPO}.steps", "distill.steps"),
+        "",
+        ("num-rollout",),
+        ("max_steps",),
+        ("trainer.total_training_steps",),
+    ),
+    Row((f"{_CLIP}.clip_low",), "", ("eps-clip",), ("epsilon",), (f"{_ACTOR}.clip_ratio_low",)),
+    Row((f"{_CLIP}.clip_high",), "", ("eps-clip-high",), ("epsilon_high",), (f"{_ACTOR}.clip_ratio_high",)),
+    Row((f"{_CLIP}.dual_clip",), "", ("eps-clip-c",), (), (f"{_ACTOR}.clip_ratio_c",)),
+    Row(
+        (f"{_CLIP}.aggregation",),
+        "",
+        ("calculate-per-token-loss",),
+        ("loss_type",),
+        (f"{_ACTOR}.loss_agg_mode",),
+    ),
+    Row(
+        (f"{_CLIP}.path", "distill.loss"),
+        "`distill.loss: {type: custom, path}`",
+        ("custom-loss-function-path",),
+    ),
+    Row(
+        (f"{_CLIP}.correction",),
+        "`{type: tis, upper: 2.0}`, `mis`, `icepop`, `seq_mask_tis`",
+        ("use-tis", "tis-clip", "custom-tis-function-path"),
+        ("vllm_importance_sampling_correction",),
+    ),
+    Row(
+        (f"{_GRPO}.reference_kl.coef",),
+        "TRL's `beta`",
+        ("use-kl-loss", "kl-loss-coef", "kl-coef"),
+        (),
+        (f"{_ACTOR}.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"),
+    ),
+    Row((f"{_GRPO}.reference_kl.estimator",), "", ("kl-loss-type",), (), (f"{_ACTOR}.kl_loss_type",)),
+    Row((f"{_GRPO}.entropy_coef",), "", ("entropy-coef",), (), (f"{_ACTOR}.entropy_coeff",)),
+    Row(
+        (f"{_GRPO}.group_filter", f"{_GRPO}.filter_zero_variance"),
+        "",
+        ("dynamic-sampling-filter-path",),
+        (),
+        ("algorithm.filter_groups.enable",),
+    ),
+    Row((f"{_GRPO}.to_batch", "distill.to_batch"), "", ("custom-convert-samples-to-train-data-path",)),
+    Row(
+        ("rollout.max_new_tokens",),
+        "",
+        ("rollout-max-response-len",),
+        ("max_completion_length",),
+        ("data.max_response_length",),
+    ),
+    Row(("rollout.temperature",), "", ("rollout-temperature",), (), (f"{_ROLLOUT}.temperature",)),
+    Row(
+        ("rollout.log",),
+        "an interrupted response always goes on after its logged tokens",
+        ("partial-rollout",),
+    ),
+    Row(
+        ("model.path",),
+        "the reference policy is the model that a stage starts from",
+        ("hf-checkpoint", "ref-load", "load"),
+        ("model_name_or_path",),
+        ("actor_rollout_ref.model.path",),
+    ),
+    Row(
+        ("run_dir",),
+        "or `--out`; `--resume` goes on",
+        ("save",),
+        ("output_dir",),
+        ("trainer.default_local_dir",),
+    ),
+    Row(
+        (f"{_GRPO}.checkpoint_every", "distill.checkpoint_every"),
+        "",
+        ("save-interval",),
+        ("save_steps",),
+        ("trainer.save_freq",),
+    ),
+    Row(("evaluation.every",), "", ("eval-interval",), ("eval_steps",), ("trainer.test_freq",)),
+    Row((f"{_GRPO}.optim.lr", "distill.optim.lr"), "", (), ("learning_rate",), (f"{_ACTOR}.optim.lr",)),
+    Row(
+        (f"{_GRPO}.optim.max_grad_norm", "distill.optim.max_grad_norm"),
+        "",
+        ("clip-grad",),
+        (),
+        (f"{_ACTOR}.grad_clip",),
+    ),
+    Row(
+        (f"{_GRPO}.batch.max_tokens", "distill.batch.max_tokens"),
+        "",
+        ("max-tokens-per-gpu",),
+        (),
+        (f"{_ACTOR}.ppo_max_token_len_per_gpu",),
+    ),
+    Row(
+        (f"{_GRPO}.batch.recompute_layers", "distill.batch.recompute_layers"),
+        "",
+        ("recompute-granularity",),
+        ("gradient_checkpointing",),
+        ("actor_rollout_ref.model.enable_gradient_checkpointing",),
+    ),
+    Row(("train.tensor_parallel",), "", ("tensor-model-parallel-size",)),
+    Row(
+        ("train.context_parallel",),
+        "",
+        ("context-parallel-size",),
+        (),
+        (f"{_ACTOR}.ulysses_sequence_parallel_size",),
+    ),
+    Row(
+        ("train.ranks", "launch.trainer"),
+        "",
+        ("actor-num-gpus-per-node", "actor-num-nodes"),
+        (),
+        ("trainer.n_gpus_per_node", "trainer.nnodes"),
+    ),
+    Row(
+        ("rollout.engine", "launch.engines"),
+        "SGLang workers by URL, or engines on Ray",
+        ("rollout-num-gpus", "rollout-num-gpus-per-engine"),
+        ("use_vllm",),
+        (f"{_ROLLOUT}.name",),
+    ),
+    Row(("launch.layout",), "with `launch: ray`", ("colocate",)),
+    Row(
+        ("model.lora",),
+        "`{rank, alpha, targets}`",
+        (),
+        ("use_peft", "lora_r"),
+        ("actor_rollout_ref.model.lora_rank",),
+    ),
+)
+
+_BY_NAME = {
+    name: (library, row)
+    for row in ROWS
+    for library, names in (("slime", row.slime), ("TRL", row.trl), ("verl", row.verl))
+    for name in names
+}
+
+
+def refuse_other_name(option: str) -> None:
+    """Raise `ConfigError` with the field to use if `option` (`--opd-kl-coef`) is another library's."""
+    library, row = _BY_NAME.get(option.removeprefix("--"), ("", None))
+    if row is None:
+        return
+    fields = " or ".join(f"--{field}" for field in row.here)
+    note = f" ({row.note.replace('`', '')})" if row.note else ""
+    raise ConfigError(f"{option} is {library}'s name; here it is {fields}{note}")
+
+
+def table() -> Iterator[str]:
+    """The rows as lines of a Markdown table."""
+    yield "| slime | TRL | verl | here |"
+    yield "|---|---|---|---|"
+    for row in ROWS:
+        cells = [_cell(f"--{name}" for name in row.slime), _cell(row.trl), _cell(row.verl), _cell(row.here)]
+        cells[-1] += f": {row.note}" if row.note else ""
+        yield f"| {' | '.join(cells)} |"
+
+
+def _cell(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
