@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from opd.pipelines.on_ray.processes import descendants, end_left_over
 
@@ -31,11 +32,14 @@ NODES = 2
 @contextmanager
 def cluster() -> Iterator[str]:
     """The address of a cluster while the block runs."""
-    os.environ.update(ENVIRONMENT)  # Ray reads them when it is imported
-    from ray.cluster_utils import Cluster
-
     # Sockets lie in this folder, and their paths must be short.
     with tempfile.TemporaryDirectory(prefix="opd-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        # Ray notes the newest cluster's address for all on the machine, in a folder that it does not make:
+        # this one is there, and nobody else's cluster is forgotten.
+        Path(folder, "ray").mkdir()
+        os.environ.update(ENVIRONMENT, RAY_TMPDIR=folder)  # Ray reads them when it is imported
+        from ray.cluster_utils import Cluster
+
         nodes = Cluster()
         try:
             for number in range(NODES):
@@ -55,7 +59,8 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with cluster() as address:
         print(f"a Ray cluster of {NODES} nodes at {address}", flush=True)
-        child = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": address})
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"}
+        child = subprocess.Popen(command, env=environment | {"RAY_ADDRESS": address})
         try:
             return child.wait()
         finally:
