@@ -89,3 +89,22 @@ def test_imports_without_torch(modules):
     code = f"import sys, {modules}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_opd_is_one_folder_and_never_a_mixture_of_two_installations(tmp_path):
+    """Without `opd/__init__.py` every `opd` folder on the path would be a part of the package."""
+    (tmp_path / "opd").mkdir()
+    (tmp_path / "opd" / "elsewhere.py").touch()
+    look = "import opd, importlib.util as u; print(*opd.__path__, u.find_spec('opd.elsewhere'))"
+    for paths in ([ROOT, tmp_path], [tmp_path / "nothing", ROOT, tmp_path]):
+        done = subprocess.run(
+            [sys.executable, "-c", look],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+            cwd=tmp_path.parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split() == [str(ROOT / "opd"), "None"]
+    for folder in {path.parent for path in arrows.sources(ROOT)} - {ROOT / "kernels"}:
+        assert (folder / "__init__.py").is_file(), folder

@@ -1,0 +1,1 @@
+"""Domain specialists by GRPO, merged into one model by multi-teacher on-policy distillation."""
