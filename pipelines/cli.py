@@ -103,8 +103,8 @@ def _command(
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate the command's own words from recipe overrides (`--a.b VALUE`, `--a.b=VALUE`).
 
-    Raises `ConfigError` for another library's option, for a misspelt option of the command, which would swallow
-    the word after it, and for one that is given twice.
+    Raises `ConfigError` for another library's option, for a misspelt option of the command, which would
+    swallow the word after it, and for one that is given twice.
     """
     own: list[str] = []
     overrides: list[str] = []

@@ -25,8 +25,27 @@ settings.register_profile("opd", deadline=None, derandomize=True)
 settings.load_profile("opd")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--long",
+        action="store_true",
+        default=bool(os.environ.get("OPD_LONG_TESTS")),
+        help="run the tests marked `long` too, and more cases of generated ones: minutes each",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Files that choose their number of cases when they are imported see the option too."""
+    if config.getoption("--long"):
+        os.environ["OPD_LONG_TESTS"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first: what is long must not begin when the other processes have finished."""
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes; add --long"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

@@ -1,12 +1,11 @@
 """The CUDA kernels without a GPU: each compiles for sm_90a, fits the machine, and keeps its statistics.
 
-Each takes its compilers several seconds, so a normal run compiles one of each make, and
-OPD_SM90_KERNELS=all the rest. On a machine with an H100 or H200:
+Each takes its compilers several seconds, so a normal run compiles one of each make, and `--long` the rest.
+On a machine with an H100 or H200:
 python -m pytest -m gpu tests/kernels/test_tilelang_sm90.py
 """
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -37,10 +36,7 @@ KERNELS = {
     "gradient_jsd": (tilelang_fused.tile_results, BF16, "jsd", True),
 }
 FAST = ("row_reverse", "tile_statistics")
-opt_in = pytest.mark.skipif(
-    os.environ.get("OPD_SM90_KERNELS") != "all", reason="OPD_SM90_KERNELS=all compiles every CUDA kernel"
-)
-ALL = [name if name in FAST else pytest.param(name, marks=opt_in) for name in KERNELS]
+ALL = [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in KERNELS]
 GPU_REASON = tilelang_target.missing("cuda")
 
 needs_nvcc = pytest.mark.skipif(
@@ -148,7 +144,7 @@ def statistics_start_once(source: str, sweeps: int) -> bool:
     ("kind", "sweeps"),
     [
         ("reverse", 2),
-        *(pytest.param(kind, n, marks=opt_in) for kind, n in (("forward", 2), ("jsd", 3))),
+        *(pytest.param(kind, n, marks=pytest.mark.long) for kind, n in (("forward", 2), ("jsd", 3))),
     ],
 )
 def test_running_statistics_start_once_outside_the_vocabulary_loop(kind: str, sweeps: int) -> None:

@@ -1,4 +1,4 @@
-"""Each actor killed or stopped on its own, and the whole cluster: minutes, so only with OPD_RAY_KILLS=1."""
+"""Each actor killed or stopped on its own, and the whole cluster: minutes, so only with --long."""
 
 import os
 import resource
@@ -28,7 +28,7 @@ from opd.pipelines.on_ray.processes import descendants
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not os.environ.get("OPD_RAY_KILLS"), reason="set OPD_RAY_KILLS=1: takes minutes"),
+    pytest.mark.long,
 ]
 LONGER = 40
 RAY = ["--launch.type", "ray", "--launch.engines", "2", "--launch.teachers", "2"]

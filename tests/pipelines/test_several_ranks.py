@@ -36,9 +36,7 @@ LOSSES = {
     "reward": {"rl_coef": 0.5, "samples_per_prompt": 2},
     "k1": {"loss": {"type": "k1", "discount": 0.5}, "rl_coef": 0.5, "samples_per_prompt": 2},
 }
-more = pytest.mark.skipif(
-    "OPD_RANKS_ON_DISK" not in os.environ, reason="set OPD_RANKS_ON_DISK: a minute more"
-)
+more = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

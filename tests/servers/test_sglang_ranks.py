@@ -61,7 +61,7 @@ def second(sglang, served_models, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("OPD_SGLANG_RANKS" not in os.environ, reason="starts a second server; OPD_SGLANG_RANKS=1")
+@pytest.mark.long  # starts a second server
 def test_two_ranks_with_a_worker_each_make_the_student_of_one(
     sglang, second, served_models, tmp_path, restored
 ):

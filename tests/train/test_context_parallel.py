@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -105,7 +104,7 @@ def test_rows_are_found_on_exactly_one_rank(tokens, world, data):
     assert sorted(kept) == list(range(len(rows)))
 
 
-@pytest.mark.skipif("OPD_TEST_MEMORY" not in os.environ, reason="takes half a minute; set OPD_TEST_MEMORY=1")
+@pytest.mark.long
 def test_a_rank_with_its_share_in_pieces_keeps_a_few_hidden_states_per_token(tmp_path, monkeypatch):
     # Freed blocks go back to the system at once, so that the peak is that of what is in use.
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
