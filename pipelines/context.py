@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from opd.config import Recipe
 from opd.monitor.metrics import MetricsWriter, NoMetrics
+from opd.pipelines.cards import Cards
 from opd.pipelines.helpers import Helpers
 from opd.pipelines.run_folder import RunFolder
 from opd.ranks import Ranks, path_of_rank
@@ -74,18 +76,12 @@ class StageContext:
         return path_of_rank(path, self.ranks.rank)
 
     def model_path(self, name: str) -> Path:
-        """Folder of a model: `base`, `merged`, `specialist:DOMAIN`, a teacher or a baseline by name.
+        """Folder of a model of the run: see `RunFolder.model`."""
+        return self.folder.model(self.recipe, name)
 
-        A base that is given and not warmed up stays where it is; it is not copied.
-        """
-        recipe = self.recipe
-        if name == "base" and recipe.model.path is not None and recipe.base is None:
-            return Path(recipe.model.path)
-        if name in ("base", "merged"):
-            return self.folder.base if name == "base" else self.folder.merged
-        if name.startswith("specialist:"):
-            return self.folder.specialist(name.removeprefix("specialist:"))
-        return self.folder.baseline(name)
+    def card(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """The card of the model that this stage has made."""
+        return Cards.of(self.recipe, self.folder).of_stage(self.stage, result)
 
     def model(self, name: str) -> Path:
         """`model_path`, once all that its stage recorded was compared with what is there."""

@@ -53,14 +53,8 @@ def distill(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
             lambda step: run.start(step, batches),
             lambda: run.consumed(batches),
         )
-    card = {
-        "base": str(start),
-        "method": "multi-teacher on-policy distillation",
-        "teachers": run.teachers,
-        "settings": config.model_dump(mode="json"),
-        "results": {"student tokens": result["student_tokens"]},
-    }
-    return result | {"digest": run.student.export(out, card), "stop_ids": list(run.student.sampling.stop_ids)}
+    exported = {"digest": run.student.export(out, context.card(result))}
+    return result | exported | {"stop_ids": list(run.student.sampling.stop_ids)}
 
 
 @dataclass(slots=True)
@@ -84,7 +78,7 @@ class DistillRun:
         config = recipe.distill
         vocabulary = len(tokenizer_of(recipe, start))
         schedule = stack.enter_context(open_schedule(context, vocabulary))
-        probe = MismatchProbe(context.ranks)
+        probe = MismatchProbe(context.ranks, entropy=not needs_policy_stream(config))
         terms = [*loss_terms(config, schedule), probe]
         student = Student.open(context, start, config.optim, config.batch, terms)
         data = DomainSet.open(recipe, student.tokenizer, context.note)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from opd.config import Recipe
 from opd.errors import CheckpointError
 from opd.models.hf_folder import CHECKSUMS, check_folder
 from opd.pipelines.context import StageContext, baseline_methods
@@ -22,18 +21,12 @@ def evaluated_models(context: StageContext) -> dict[str, Path]:
     recipe = context.recipe
     models = {"base": context.model("base")}
     for domain in recipe.domains:
-        models[f"specialist:{domain}"] = whole_teacher(context, main_teacher(recipe, domain))
+        models[f"specialist:{domain}"] = whole_teacher(context, recipe.main_teacher(domain))
     models["merged"] = context.model("merged")
     found = {path.name for path in (context.folder.path / "baselines").glob("[!.]*")}
     for name in sorted(found | set(baseline_methods(recipe))):
         models[name] = context.model(name)
     return models
-
-
-def main_teacher(recipe: Recipe, domain: str) -> str:
-    """The teacher of `domain` with the largest weight."""
-    weights = recipe.teacher_weights(domain)
-    return max(weights, key=lambda name: weights[name])
 
 
 def evaluate(context: StageContext) -> dict[str, Any]:
@@ -54,8 +47,8 @@ def evaluate(context: StageContext) -> dict[str, Any]:
         if name not in found:
             # A teacher from elsewhere may have another configuration, so every model gets its own engine.
             engine = make_writer(recipe, load_model(recipe, path, tokenizer=tokenizer), tokenizer)
-            domains = evaluate_model(engine, data, recipe, _teacher(name, path))
-            found[name] = {"model": identities[name], "domains": domains}
+            domains, kept = evaluate_model(engine, data, recipe, _teacher(name, path))
+            found[name] = {"model": identities[name], "domains": domains, "answers": _to_keep(name, kept)}
             write_sealed(measurements(context.folder), {"models": found})
         accuracies = [row["sampled"]["accuracy"] for row in found[name]["domains"].values()]
         context.progress(done, len(models), f"{name}: {sum(accuracies) / len(accuracies):.1%} sampled")
@@ -74,6 +67,19 @@ def _teacher(name: str, path: Path) -> Path | None:
 def measured(folder: RunFolder) -> dict[str, Any]:
     """Name -> accuracies of every model measured so far; empty before the first."""
     return {name: entry["domains"] for name, entry in _read(folder).items()}
+
+
+def kept_answers(folder: RunFolder) -> dict[str, Any]:
+    """Name -> domain -> answers of the models that are compared answer by answer."""
+    return {name: entry.get("answers", {}) for name, entry in _read(folder).items()}
+
+
+def _to_keep(name: str, answers: dict[str, list[Any]]) -> dict[str, Any]:
+    """Of a specialist those on its own domain, of a baseline none."""
+    kind, _, domain = name.partition(":")
+    if kind == "specialist":
+        return {domain: answers[domain]}
+    return answers if name in ("base", "merged") else {}
 
 
 def measurements(folder: RunFolder) -> Path:

@@ -65,14 +65,8 @@ def train_grpo(
         )
     if result["counters"].get("steps_without_signal", 0) >= result["steps"]:
         raise run.no_signal(result["steps"])
-    card = {
-        "base": str(start),
-        "method": "GRPO",
-        "domains": list(domains),
-        "settings": run.config.model_dump(mode="json"),
-        "results": {"student tokens": result["student_tokens"]},
-    }
-    return result | {"digest": run.student.export(out, card), "stop_ids": list(run.student.sampling.stop_ids)}
+    exported = {"digest": run.student.export(out, context.card(result))}
+    return result | exported | {"stop_ids": list(run.student.sampling.stop_ids)}
 
 
 @dataclass(slots=True)

@@ -54,8 +54,7 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
         return StepResult(metrics, trained, f"cross-entropy {metrics['loss/ce']:.3f}")
 
     result = run_loop(context, student.backend, Extent(tokens=tokens), config.checkpoint_every, step)
-    card = {"base": str(start), "method": "off-policy distillation on teacher samples"}
-    return result | {"digest": student.export(out, card)}
+    return result | {"digest": student.export(out, context.card(result))}
 
 
 def _teacher_samples(context: StageContext, data: DomainSet, student: Student, steps: int) -> list[Sample]:

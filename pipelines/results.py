@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from opd.config import Recipe
-from opd.pipelines.evaluation_stage import main_teacher, measured
+from opd.pipelines.answers import side_by_side
+from opd.pipelines.cards import Cards, made_here
+from opd.pipelines.evaluation_stage import kept_answers, measured
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import plan, specialist_stage
 from opd.pipelines.statistics import Count, at_the_end, recovery
@@ -33,6 +35,8 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "models": [_model(recipe, name, rows, finished) for name, rows in models.items()],
         "stop_ids": finished.get("merge", {}).get("stop_ids", []),
         "recovery": _recoveries(recipe, models),
+        "folders": _folders(recipe, folder, finished),
+        "answers": side_by_side(kept_answers(folder), list(recipe.domains)),
         "stages": [_stage(name, result) for name, result in finished.items()],
         "teachers": _teachers(folder) if "merge" in finished else {},
         "counters": finished.get("merge", {}).get("counters", {}),
@@ -61,7 +65,7 @@ def _model(recipe: Recipe, name: str, domains: dict[str, Any], finished: dict[st
     if kind not in ("base", "specialist", "merged"):
         kind = "baseline"
     if kind == "specialist":
-        stage = specialist_stage(main_teacher(recipe, domain))
+        stage = specialist_stage(recipe.main_teacher(domain))
     else:
         stage = {"base": "base", "merged": "merge"}.get(kind, f"baseline-{name}")
     result = finished.get(stage, {})
@@ -73,6 +77,21 @@ def _model(recipe: Recipe, name: str, domains: dict[str, Any], finished: dict[st
         "settings": result.get("settings", {}),
         "domains": domains,
     }
+
+
+def _folders(recipe: Recipe, folder: RunFolder, finished: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Where each model of the run lies, its digest, and how it is prompted and loaded."""
+    cards = Cards.of(recipe, folder)
+    found = {}
+    for name, stage in made_here(recipe, folder).items():
+        if stage in finished:
+            domain = name.partition(":")[2]
+            used = cards.use(folder.model(recipe, name), [domain] if domain else list(recipe.domains))
+            found[name] = {"folder": str(folder.model(recipe, name).absolute()), **used}
+            found[name] |= {"digest": finished[stage]["digest"]} if "digest" in finished[stage] else {}
+    for name, teacher in recipe.teachers.items():
+        found[f"teacher:{name}"] = {"folder": teacher.path}
+    return found
 
 
 def _recoveries(recipe: Recipe, models: dict[str, Any]) -> dict[str, Any]:

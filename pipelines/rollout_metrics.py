@@ -15,7 +15,8 @@ from opd.types import Sample, SampleGroup, Status
 def rollout_metrics(
     groups: Sequence[SampleGroup], lengths: Sequence[int] | np.ndarray | None = None
 ) -> dict[str, float]:
-    """Rewards (overall and by domain), zero-variance share, lengths, truncation.
+    """Rewards (overall and by domain), lengths, truncation; where prompts have several responses, the share
+    of them without signal.
 
     `lengths`: the samples' response tokens, where these are not in memory.
     """
@@ -25,11 +26,14 @@ def rollout_metrics(
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "frac_reward_zero_std": zero_variance_fraction(groups),
         "length/mean": float(lengths.mean()),
         "length/max": float(lengths.max()),
         "truncated": float(np.mean([s.status is Status.TRUNCATED for s in samples])),
     }
+    for share, value in zip((10, 50, 90), np.quantile(lengths, (0.1, 0.5, 0.9)), strict=True):
+        metrics[f"length/p{share}"] = float(value)
+    if any(len(group.samples) > 1 for group in groups):
+        metrics["frac_reward_zero_std"] = zero_variance_fraction(groups)
     for domain in dict.fromkeys(s.domain for s in samples):
         metrics[f"reward/{domain}"] = float(np.mean([s.reward for s in samples if s.domain == domain]))
     return metrics

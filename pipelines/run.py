@@ -11,8 +11,9 @@ from typing import Any
 from opd.config import Recipe
 from opd.models.hf_folder import CHECKSUMS
 from opd.monitor.progress import Progress
+from opd.pipelines.cards import write_cards
 from opd.pipelines.context import StageContext
-from opd.pipelines.evaluation_stage import measurements
+from opd.pipelines.evaluation_stage import measured, measurements
 from opd.pipelines.helpers import Helpers
 from opd.pipelines.machine import settle
 from opd.pipelines.report import write_report
@@ -44,8 +45,9 @@ def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
 
 
 def record(recipe: Recipe, folder: RunFolder) -> None:
-    """results.json and report.html of what the run has done so far."""
+    """results.json, the models' cards and report.html of what the run has done so far."""
     write_results(recipe, folder)
+    write_cards(recipe, folder, measured(folder))
     write_report(folder.path)
 
 

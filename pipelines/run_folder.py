@@ -203,6 +203,19 @@ class RunFolder:
     def baseline(self, name: str) -> Path:
         return self.path / "baselines" / safe_name(name)
 
+    def model(self, recipe: Recipe, name: str) -> Path:
+        """Where a model lies: `base`, `merged`, `specialist:DOMAIN` or a baseline by name.
+
+        A base that is given and not warmed up stays where it is; it is not copied.
+        """
+        if name == "base" and recipe.model.path is not None and recipe.base is None:
+            return Path(recipe.model.path)
+        if name in ("base", "merged"):
+            return self.base if name == "base" else self.merged
+        if name.startswith("specialist:"):
+            return self.specialist(name.removeprefix("specialist:"))
+        return self.baseline(name)
+
     def stage(self, stage: str) -> Path:
         """The folder of a stage, made if it is not there."""
         folder = self.path / "stages" / safe_name(stage)

@@ -37,7 +37,7 @@ def new_base(recipe: Recipe, folder: Path) -> None:
         device=recipe.model.device,
         seed=recipe.seed,
     )
-    save_checkpoint(model, tokenizer, folder, {"method": "random initialisation", "seed": recipe.seed})
+    save_checkpoint(model, tokenizer, folder, {"about": f"Random weights, seed {recipe.seed}: untrained."})
 
 
 def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
@@ -86,9 +86,8 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
         raise TrainingError(
             f"after {config.rounds} rounds of warm-up {short}; raise base.steps, base.rounds or base.right"
         )
-    card = {"method": "supervised warm-up", "settings": config.model_dump(mode="json")}
     accuracies = {f"accuracy/{name}": share for name, share in accuracy.items()}
-    return result | accuracies | {"digest": student.export(out, card)}
+    return result | accuracies | {"digest": student.export(out, context.card(result))}
 
 
 _MORE_ROUNDS = "rounds_more"

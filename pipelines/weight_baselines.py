@@ -58,8 +58,7 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     settings = {} if method == "average" else {"scale": best}
     if method in ("ties", "dare"):
         settings["density"] = config.density
-    card = {"base": str(base_path), "method": method, "settings": settings}
-    save_checkpoint(model, tokenizer, context.model_path(method), card)
+    save_checkpoint(model, tokenizer, context.model_path(method), context.card({"settings": settings}))
     return {
         "steps": 0,
         "student_tokens": 0,

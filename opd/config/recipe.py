@@ -157,6 +157,11 @@ class Recipe(Config):
         total = sum(weights.values())
         return {name: weight / total for name, weight in weights.items()}
 
+    def main_teacher(self, domain: str) -> str:
+        """The teacher of `domain` with the largest weight."""
+        weights = self.teacher_weights(domain)
+        return max(weights, key=lambda name: weights[name])
+
     def specialist_domains(self) -> list[str]:
         """Domains whose specialist this run trains: those some domain names as teacher without a path."""
         named = {name for domain in self.domains for name in self.teacher_weights(domain)}

@@ -6,24 +6,24 @@ from typing import Any
 
 import yaml
 
-SECTIONS = ("base", "teachers", "data", "settings", "results")
+SECTIONS = ("accuracy", "prompt_format", "loading", "base", "teachers", "data", "settings", "results")
 
 
 def model_card(name: str, card: dict[str, Any]) -> str:
     """Markdown for a model called `name`.
 
-    `card` maps section names to text, numbers, lists or dictionaries; "base", "teachers", "data", "settings"
-    and "results" come first, in this order, then the rest in its own. A dictionary of dictionaries becomes a
-    table with one row per key, anything deeper a YAML block.
+    `card` maps section names to text, numbers, lists or dictionaries; `SECTIONS` come first, in that order,
+    then the rest in its own. A dictionary of dictionaries becomes a table with one row per key, anything
+    deeper a YAML block. "about" is the sentence below the title, "base_model" is in the front matter too.
     """
-    front = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["on-policy-distillation"],
-    }
-    lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {name}", ""]
-    lines += ["Trained with `opd`: domain specialists merged by multi-teacher on-policy distillation.", ""]
-    for section in [*(s for s in SECTIONS if s in card), *(s for s in card if s not in SECTIONS)]:
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if "base_model" in card:
+        front["base_model"] = card["base_model"]
+    front["tags"] = ["on-policy-distillation", "opd"]
+    lines = ["---", yaml.safe_dump(front, sort_keys=False, width=1000).strip(), "---", "", f"# {name}", ""]
+    lines += [f"{card['about']} Made with `opd`." if "about" in card else "Made with `opd`.", ""]
+    given = [section for section in card if section != "about"]
+    for section in [*(s for s in SECTIONS if s in given), *(s for s in given if s not in SECTIONS)]:
         lines += [f"## {section.replace('_', ' ').capitalize()}", "", _body(card[section]), ""]
     return "\n".join(lines)
 

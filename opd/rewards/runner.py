@@ -77,6 +77,10 @@ class RewardRunner:
         views = [self._view(sample, texts[sample.prompt_ids.tobytes()]) for sample in samples]
         return Job(self._functions[domain], views, self._timeout)
 
+    def text(self, sample: Sample) -> str:
+        """The response as its reward function sees it."""
+        return self._view(sample, "").text
+
     def _view(self, sample: Sample, prompt: str) -> RewardSample:
         """`sample` as its reward function sees it. The token that ended a turn is left out of its text; any
         other special token stays, so that a stray one cannot turn a wrong answer into a right one.

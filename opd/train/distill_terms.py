@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,9 @@ from opd.train.head_ops import linear_kl, linear_logprobs, linear_mixture_kl
 from opd.train.student_rows import MetricSums, StudentRows
 from opd.train.terms import per_token_loss
 from opd.types import MicroBatch
+
+KL_AT = "kl_at/"
+"""Begins the name of a metric that is the KL at some positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class DistillTerm(ABC):
         route = micro.samples[0].teacher
         sums.add("kl/mean", total, counted.sum())
         sums.add(f"kl/{route}", total, counted.sum())
+        add_by_position(micro, per_token.detach(), counted, sums)
         return (micro.kl_weight * per_token).sum()
 
     @abstractmethod
@@ -101,6 +106,22 @@ class DistillTerm(ABC):
     def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: Sequence[View]) -> Tensor:
         """[N]: per-token loss against the arithmetic mixture of `views`."""
         raise TypeError(f"{type(self).__name__} cannot score an arithmetic mixture of teachers")
+
+
+def add_by_position(micro: MicroBatch, values: Tensor, counted: Tensor, sums: MetricSums) -> None:
+    """Add `values [N]` where `counted [N]` to `kl_at/P`: those at response tokens P to 2 P - 1, from 1.
+
+    A student that drifts off its teachers' states shows at late positions first.
+    """
+    places = np.concatenate([np.arange(1, len(s.response_ids) + 1) for s in micro.samples])
+    if micro.kept is not None:
+        places = places[micro.kept.cpu().numpy()]
+    seen = counted.cpu().numpy()
+    octaves = np.frexp(places[seen])[1] - 1
+    totals = np.bincount(octaves, weights=values.double().cpu().numpy()[seen])
+    for octave, number in enumerate(np.bincount(octaves)):
+        if number:
+            sums.add(f"{KL_AT}{2**octave}", totals[octave], int(number))
 
 
 class FullVocabularyTerm(DistillTerm):

@@ -16,7 +16,7 @@ from opd.losses.kl_estimators import reference_penalty
 from opd.losses.policy import clipped_policy_loss
 from opd.monitor.mismatch import MismatchSums
 from opd.ranks import Ranks
-from opd.train.head_ops import linear_logprobs
+from opd.train.head_ops import linear_logprobs_entropy
 from opd.train.student_rows import MetricSums, StudentRows, masked_mean
 from opd.types import MicroBatch
 
@@ -101,14 +101,17 @@ class MismatchProbe:
     are kept, not tokens.
     """
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        """`ranks`: those whose tokens the metrics are of."""
+    def __init__(self, ranks: Ranks | None = None, *, entropy: bool = False) -> None:
+        """`ranks`: those whose tokens the metrics are of; `entropy`: keep the student's mean entropy too,
+        where no `PolicyTerm` does.
+        """
         self._ranks = Ranks() if ranks is None else ranks
+        self._entropy = entropy
         self._seen = MismatchSums()
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         with torch.no_grad():
-            logprobs = linear_logprobs(
+            logprobs, entropy = linear_logprobs_entropy(
                 student.hidden,
                 student.head,
                 micro.targets,
@@ -123,6 +126,8 @@ class MismatchProbe:
             kept = micro.kept.cpu().numpy()
             rollout, mask = rollout[kept], mask[kept]
         self._seen.add(rollout, logprobs.float().cpu().numpy(), mask)
+        if self._entropy and mask.any():
+            sums.add("entropy", float(entropy.double().cpu().numpy()[mask].sum()), int(mask.sum()))
         return logprobs.new_zeros(())
 
     def take(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -61,13 +61,15 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How the vertical axis is drawn."""
+    """How the axes are drawn, the vertical one above all."""
 
     percent: bool = False
     """Values are shares, written in percent."""
     log: bool = False
     low: float | None = None
     high: float | None = None
+    names: Sequence[str] = ()
+    """What the places 0, 1, ... of the horizontal axis are called, where they are no numbers."""
 
     def write(self, value: float) -> str:
         """`value` with at most three significant digits."""
@@ -98,9 +100,9 @@ class Dot:
     role: str = "ink"
 
 
-def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str) -> str:
+def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str, told: str = "") -> str:
     """`lines` against one horizontal axis; over 40 points a line is its moving mean. A marker at the right
-    is the number that stands for the line's end.
+    is the number that stands for the line's end. `told` says in words what one sees.
     """
     figure, axes = _canvas(height=216, left=46, right=14, top=8, bottom=38)
     for line in lines:
@@ -119,15 +121,18 @@ def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str) -> 
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
     axes.set_ylim(axis.low, axis.high)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: axis.write(value)))
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
-    axes.set_xlim(left=0)
+    if axis.names:
+        axes.set_xticks(range(len(axis.names)), axis.names)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
+        axes.set_xlim(left=0)
     axes.set_xlabel(x_label, color=light("muted"))
     axes.grid(axis="y", color=light("line"), linewidth=0.8)
-    return _svg(figure, name)
+    return _svg(figure, name, told)
 
 
-def bar_chart(name: str, bars: Sequence[Bar], x_label: str) -> str:
+def bar_chart(name: str, bars: Sequence[Bar], x_label: str, told: str = "") -> str:
     """Horizontal stacked bars, top to bottom, each under its own label."""
     figure, axes = _rows(len(bars), x_label)
     for row, bar in enumerate(bars):
@@ -138,12 +143,21 @@ def bar_chart(name: str, bars: Sequence[Bar], x_label: str) -> str:
     axes.set_xlim(0, 1.02 * max(sum(length for _, length in bar.parts) for bar in bars) or 1)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     _row_labels(axes, [(bar.label, bar.note) for bar in bars])
-    return _svg(figure, name)
+    return _svg(figure, name, told)
 
 
-def dot_chart(name: str, dots: Sequence[Dot], x_label: str) -> str:
-    """Means with their intervals, and the values they average as smaller marks; shares shown in percent."""
+def dot_chart(
+    name: str, dots: Sequence[Dot], x_label: str, write: Callable[[float], str], told: str = ""
+) -> str:
+    """Means with their intervals, and the values they average as smaller marks, beside a line at 0; `write`
+    gives a value's text on the axis.
+    """
     figure, axes = _rows(len(dots), x_label)
+    values = [v for dot in dots for v in (dot.mean.low, dot.mean.high, *(part[2] for part in dot.parts))]
+    low, high = min(0.0, *values), max(0.0, *values)
+    room = 0.03 * (high - low) or 1.0
+    axes.set_xlim(low - room * (low < 0), high + room)
+    axes.axvline(0, color=light("rest"), linewidth=1.2, zorder=1)
     for row, dot in enumerate(dots):
         for role, marker, value in dot.parts:
             axes.plot(
@@ -175,10 +189,9 @@ def dot_chart(name: str, dots: Sequence[Dot], x_label: str) -> str:
             clip_on=False,
             zorder=4,
         )
-    axes.set_xlim(0, 1)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
     _row_labels(axes, [(dot.label, dot.note) for dot in dots])
-    return _svg(figure, name)
+    return _svg(figure, name, told)
 
 
 def _canvas(height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
@@ -247,7 +260,7 @@ def _decades(lines: Sequence[Series]) -> float:
     return math.log10(max(values) / min(values)) if values else 0.0
 
 
-def _svg(figure: Figure, name: str) -> str:
+def _svg(figure: Figure, name: str, told: str) -> str:
     """Serialise for inlining: no prologue, size or style sheet, ids of its own, colours as variables."""
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
@@ -257,6 +270,7 @@ def _svg(figure: Figure, name: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
     opening = (
         f'<svg viewBox="0 0 {WIDTH} {figure.get_figheight() * 72:g}" role="img" aria-label="{escape(name)}">'
+        f"<desc>{escape(told)}</desc>"
     )
     text = opening + text[text.index(">") + 1 :]
     used = set(re.findall(r"(?:href=\"#|url\(#)([^\")]+)", text))

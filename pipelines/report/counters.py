@@ -21,10 +21,24 @@ COUNTS = {
     "rollout/aborted": "Responses aborted",
     "rollout/replayed_requests": "Responses taken whole from the log",
     "rollout/resumed_requests": "Responses continued from the log",
+    "rollout/interrupted_requests": "Responses interrupted",
+    "rollout/hedged_requests": "Responses asked for twice",
+    "rollout/deadlines": "Responses that missed their deadline",
+    "rollout/engine_failures": "Engines that failed",
+    "rollout/engine_timeouts": "Engines that did not answer in time",
+    "rollout/suspensions": "Times the engine made room",
     "rollout/tokens": "Tokens written",
+    "rollout/observation_tokens": "Tokens of an environment",
+    "rollout/prefilled_tokens": "Tokens of prompts and prefixes computed",
+    "rollout/kv_restored_sequences": "Responses whose keys and values were restored",
+    "rollout/kv_restored_tokens": "Tokens whose keys and values were restored",
     "rollout/replayed_tokens": "Tokens taken from the log",
 }
-BYTES = {"bytes_read": "Read from the stores", "weight_bytes_peak": "Weights in memory at once, at most"}
+BYTES = {
+    "bytes_read": "Read from the stores",
+    "weight_bytes_peak": "Weights in memory at once, at most",
+    "rollout/kv_saved_bytes": "Keys and values kept",
+}
 SECONDS = {"stall_seconds": "Waited for layers and heads", "rollout/log_seconds": "Waited for the log"}
 
 
@@ -32,12 +46,12 @@ WAITED = re.compile(r"teacher/(?P<teacher>.+)/wait_seconds")
 
 
 def rows(run: Run) -> Iterator[tuple[str, str]]:
-    """(label, value) of every counter, in a fixed order; those without a name of their own come last."""
+    """(label, value) of every counter that is not 0, in a fixed order; those without a label come last."""
     known = [*COUNTS, *BYTES, *SECONDS]
     for name in [*known, *(name for name in run.counters if name not in known)]:
-        if name not in run.counters:
+        value = run.counters.get(name, 0)
+        if not value:
             continue
-        value = run.counters[name]
         if name in COUNTS:
             yield COUNTS[name], amount(value)
         elif name in BYTES:

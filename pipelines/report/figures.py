@@ -8,9 +8,20 @@ from dataclasses import dataclass, replace
 from opd.pipelines.report.charts import Axis, Bar, Dot, Series, bar_chart, dot_chart, line_chart
 from opd.pipelines.report.load import ModelResult, Run, StageResult
 from opd.pipelines.report.theme import MARKERS, series_role
-from opd.pipelines.report.words import duration, model_label, percent, stage_label
-from opd.pipelines.statistics import Interval, mean_accuracy
+from opd.pipelines.report.verdict import compare
+from opd.pipelines.report.words import (
+    duration,
+    listing,
+    model_label,
+    percent,
+    point_bounds,
+    points,
+    stage_label,
+)
+from opd.pipelines.statistics import Interval, at_the_end
 
+KL_AT = "kl_at/"
+"""Begins the name of the merge's KL at some positions (`opd.train.distill_terms`)."""
 PHASES = ("rollout", "score", "train", "sync", "evaluate")
 SHARE = Axis(percent=True, low=0)
 UNIT = Axis(percent=True, low=0, high=1.02)
@@ -18,6 +29,8 @@ UNIT = Axis(percent=True, low=0, high=1.02)
 HEALTH = (
     ("length/mean", "Response length", "tokens, mean", Axis(low=0), "Should settle as right answers do."),
     ("entropy", "Entropy", "nats per token", Axis(low=0), "Falls as answers get certain; not at once."),
+    ("grad_norm", "Gradient norm", "before clipping, log scale", Axis(log=True), "No spikes that stay."),
+    ("lr", "Learning rate", "per step", Axis(low=0), "The schedule, as it was."),
     (
         "frac_reward_zero_std",
         "Groups without signal",
@@ -51,6 +64,7 @@ class Panel:
     title: str
     unit: str
     svg: str
+    """Empty where every line is one value from beginning to end: then the caption says it."""
     caption: str
 
 
@@ -138,7 +152,7 @@ def teachers(run: Run, cues: Cues) -> list[Panel]:
     merge = run.stage("merge")
     if not merge:
         return []
-    panels: list[Panel] = []
+    panels = [panel for panel in [_by_position(merge)] if panel]
     for prefix, title, unit, caption in (
         (
             "token_share",
@@ -158,6 +172,35 @@ def teachers(run: Run, cues: Cues) -> list[Panel]:
     return panels
 
 
+def _by_position(merge: StageResult) -> Panel | None:
+    """KL against the place in the response, at the beginning of the merge and at its end."""
+    places = sorted(int(name) for name in merge.names(KL_AT))
+    columns = [merge.column(f"{KL_AT}{place}")[2] for place in places]
+    if len(places) < 2 or min(map(len, columns)) < 2:
+        return None
+    names = [str(place) if place == 1 else f"{place}\u2013{2 * place - 1}" for place in places]
+    count = at_the_end(columns[0])[1]
+    x, axis = list(range(len(places))), Axis(log=True, names=names)
+    lines = []
+    for label, role, y in (
+        (f"first {count} steps", "rest", [sum(column[:count]) / len(column[:count]) for column in columns]),
+        (f"last {count} steps", "ink", [at_the_end(column)[0] for column in columns]),
+    ):
+        if min(y) > 0:
+            lines.append(Series(label, x, y, role, "o" if role == "ink" else "s", y[-1:]))
+    if not lines:
+        return None
+    told = "; ".join(
+        f"{line.label}: " + ", ".join(f"{n}\u00a0{axis.write(v)}" for n, v in zip(names, line.y, strict=True))
+        for line in lines
+    )
+    caption = (
+        f"Grey: the first {count} steps; black: the last. A student that drifts shows at late places first."
+    )
+    svg = line_chart("KL by position", lines, axis, "response token number", told)
+    return Panel("KL by position", "nats per token, log scale", svg, caption)
+
+
 def health(run: Run, cues: Cues) -> list[Panel]:
     """Numbers that tell a healthy run from a broken one, for every specialist and the merge."""
     stages = [stage for stage in run.stages if _is_specialist(stage) or stage.name == "merge"]
@@ -165,7 +208,35 @@ def health(run: Run, cues: Cues) -> list[Panel]:
     for key, title, unit, axis, caption in HEALTH:
         lines = [_line(stage, key, cues.of(_short(stage.name)), against="step") for stage in stages]
         _add(panels, title, unit, lines, axis, caption, x_label="step")
+    panels += [panel for panel in [answer_lengths(run, cues)] if panel]
     return panels
+
+
+def answer_lengths(run: Run, cues: Cues) -> Panel | None:
+    """How long held-out answers are, by domain: base, the domain's teacher, merged student."""
+    dots = []
+    base, merged = run.model("base"), run.model("merged")
+    for domain in run.domains:
+        sides = (
+            ("base", base, "muted"),
+            ("teacher", run.teacher(domain), "muted"),
+            ("merged", merged, "ink"),
+        )
+        for label, model, role in sides:
+            found = model.lengths.get(domain) if model else None
+            if found:
+                middle = Interval(found["p50"], found["p10"], found["p90"])
+                note = f"{found['p50']:g} ({found['p10']:g}\u2013{found['p90']:g}, at most {found['max']:g})"
+                parts = [(cues.of(domain).role, cues.of(domain).marker, found["max"])]
+                dots.append(Dot(f"{domain}, {label}", note, middle, parts, role))
+    if not dots:
+        return None
+    if len({dot.note for dot in dots}) == 1:
+        return Panel("Length of held-out answers", "tokens", "", f"{dots[0].note} tokens everywhere")
+    told = "; ".join(f"{dot.label}: {dot.note}" for dot in dots)
+    svg = dot_chart("Length of held-out answers", dots, "tokens", lambda value: f"{value:g}", told)
+    caption = "Tick: median; line: from the shortest tenth to the longest; mark: the longest answer."
+    return Panel("Length of held-out answers", "tokens, sampled", svg, caption)
 
 
 def time_per_phase(run: Run) -> Panel | None:
@@ -182,7 +253,8 @@ def time_per_phase(run: Run) -> Panel | None:
     caption = (
         "Where the time goes. Stages may have run side by side, so the bars need not add up to the wall time."
     )
-    return Panel("Time per phase", "seconds", bar_chart("Time per phase", bars, "seconds"), caption)
+    told = ", ".join(f"{bar.label} {bar.note}" for bar in bars)
+    return Panel("Time per phase", "seconds", bar_chart("Time per phase", bars, "seconds", told), caption)
 
 
 def phase_cues(run: Run) -> list[Cue]:
@@ -193,22 +265,49 @@ def phase_cues(run: Run) -> list[Cue]:
     return [*cues, Cue("other", "rest", "block")]
 
 
-def mean_accuracies(run: Run, models: Sequence[ModelResult], cues: Cues) -> Panel | None:
-    """Mean sampled accuracy of every model that was measured on all domains, its domains as small marks."""
-    dots = []
-    own = own_domain(run)
-    for model in models:
-        if model.kind != "specialist" and set(run.domains) <= set(model.sampled):
-            parts = [(domain, model.sampled[domain]) for domain in run.domains]
-            role = "ink" if model.name == "merged" else "muted"
-            dots.append(_dot(model_label(model.name), parts, run, cues, role))
-        if model.kind == "base" and own:
-            dots.append(_dot("Specialists, own domain", own, run, cues, "muted"))
-    if len(dots) < 2:
+def gaps(run: Run, models: Sequence[ModelResult], cues: Cues) -> Panel | None:
+    """Every other model measured on all domains against the merged student, the best on top; the base,
+    far behind as it should be, only where there is nothing else.
+    """
+    merged = run.model("merged")
+    if merged is None or not set(run.domains) <= set(merged.sampled):
         return None
-    caption = f"Tick: mean; line: its {percent(run.confidence, 0)} interval. Small marks: single domains."
-    svg = dot_chart("Mean sampled accuracy", dots, "sampled answers that are right, %")
-    return Panel("Mean sampled accuracy", "mean over domains", svg, caption)
+    own = own_domain(run)
+    others = [model for model in models if model.kind == "baseline"]
+    if own:
+        others.append(ModelResult("Specialists, own domain", "specialist", dict(own), {}, {}))
+    base = run.model("base")
+    if base and not others:
+        others.append(base)
+    dots = []
+    for model in others:
+        gap = compare(run, merged, model)
+        if gap is None or not set(run.domains) <= set(model.sampled):
+            continue
+        mean = Interval(-gap.gap.value, -gap.gap.high, -gap.gap.low)
+        marks = [
+            (
+                cues.of(d).role,
+                cues.of(d).marker,
+                model.sampled[d].interval.value - merged.sampled[d].interval.value,
+            )
+            for d in run.domains
+        ]
+        label = model.name if model.kind == "specialist" else model_label(model.name)
+        dots.append(
+            Dot(label, points(mean.value), mean, marks, "ink" if gap.outcome == "behind" else "muted")
+        )
+    if not dots:
+        return None
+    dots.sort(key=lambda dot: -dot.mean.value)
+    told = "; ".join(f"{dot.label}: {dot.note} ({point_bounds(dot.mean)})" for dot in dots)
+    title = "Against the merged student"
+    svg = dot_chart(title, dots, "points of sampled accuracy", points, told)
+    caption = (
+        "Left of the line: worse than the merged student. Tick: mean; line: its "
+        f"{percent(run.confidence, 0)} interval. Small marks: single domains."
+    )
+    return Panel(title, "mean over domains, points", svg, caption)
 
 
 def own_domain(run: Run) -> list:
@@ -216,14 +315,6 @@ def own_domain(run: Run) -> list:
     pairs = [(domain, run.teacher(domain)) for domain in run.domains]
     found = [(domain, teacher.sampled[domain]) for domain, teacher in pairs if teacher]
     return found if len(found) == len(run.domains) else []
-
-
-def _dot(label: str, parts: Sequence, run: Run, cues: Cues, role: str) -> Dot:
-    mean: Interval = mean_accuracy([accuracy.count for _, accuracy in parts], run.confidence)
-    marks = [
-        (cues.of(domain).role, cues.of(domain).marker, accuracy.interval.value) for domain, accuracy in parts
-    ]
-    return Dot(label, percent(mean.value), mean, marks, role)
 
 
 def merge_and_baselines(run: Run, cues: Cues) -> list[Series]:
@@ -273,8 +364,20 @@ def _add(
     drawn = [line for line in drawn if len(line.y) > 1]
     if not drawn:
         return
-    svg = line_chart(title, drawn, axis, x_label)
-    panels.append(Panel(title, unit, svg, f"{caption} {_ends(drawn, axis)}"))
+    if all(_constant(line, axis) for line in drawn):
+        values = {axis.write(line.y[0]) for line in drawn}
+        each = (
+            values.pop() if len(values) == 1 else listing([f"{x.label} {axis.write(x.y[0])}" for x in drawn])
+        )
+        panels.append(Panel(title, unit, "", each))
+        return
+    told = _ends(drawn, axis)
+    panels.append(Panel(title, unit, line_chart(title, drawn, axis, x_label, told), f"{caption} {told}"))
+
+
+def _constant(line: Series, axis: Axis) -> bool:
+    """Whether `line` is one value, as precisely as a reader is told."""
+    return axis.write(min(line.y)) == axis.write(max(line.y))
 
 
 def _ends(lines: Sequence[Series], axis: Axis) -> str:

@@ -36,6 +36,8 @@ class ModelResult:
     """Tokens its own training sampled; 0 for a merge of weights."""
     seconds: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
+    lengths: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Quantiles of the sampled responses' tokens, by domain."""
 
     def counts(self, domains: Sequence[str]) -> list[Count]:
         """Sampled counts of `domains`, in that order."""
@@ -83,6 +85,10 @@ class Run:
     teachers: dict[str, dict[str, float]]
     counters: dict[str, float]
     config: dict[str, Any]
+    folders: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Model -> its folder, digest, prompt format and loading lines, as far as each is known."""
+    answers: dict[str, Any] = field(default_factory=dict)
+    """Domain -> a few answers side by side, as `opd.pipelines.answers.side_by_side` gives them."""
 
     @property
     def confidence(self) -> float:
@@ -148,6 +154,8 @@ def _assemble(results: dict, config: dict, metrics: dict[str, list[dict]], fallb
         teachers=results.get("teachers", {}),
         counters=results.get("counters", {}),
         config=config,
+        folders=results.get("folders", {}),
+        answers=results.get("answers", {}),
     )
 
 
@@ -162,6 +170,7 @@ def _model(entry: dict) -> ModelResult:
         student_tokens=int(entry.get("student_tokens", 0)),
         seconds=float(entry.get("seconds", 0.0)),
         settings=entry.get("settings") or {},
+        lengths={name: value["lengths"] for name, value in domains.items() if "lengths" in value},
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from opd.pipelines.report import figures, tables
+from opd.pipelines.report import examples, figures, tables
 from opd.pipelines.report.caveats import caveats
 from opd.pipelines.report.figures import Cue, Cues, Panel
 from opd.pipelines.report.load import Run
@@ -35,9 +35,11 @@ def render(run: Run) -> str:
     cues = Cues(run)
     sections = [
         _accuracy(run, cues),
+        _answers(run),
         _curves(run, cues),
         _teachers(run, cues),
         _health(run, cues),
+        _models(run),
         _time(run),
         _caveats(run),
         _recipe(run),
@@ -52,11 +54,11 @@ def render(run: Run) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(run.name)} \u2013 opd report</title>\n<style>\n{theme}\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{_header(run)}\n{''.join(sections)}</main>\n</body>\n</html>\n"
+        f"<body>\n<main>\n{_header(run, cues)}\n{''.join(sections)}</main>\n</body>\n</html>\n"
     )
 
 
-def _header(run: Run) -> str:
+def _header(run: Run, cues: Cues) -> str:
     verdict = write_verdict(run)
     items = "".join(
         f"<li><strong>{escape(lead)}</strong> {escape(sentence)}</li>" for lead, sentence in verdict.points
@@ -66,9 +68,11 @@ def _header(run: Run) -> str:
     facts += [f"opd {run.facts['version']}"] if "version" in run.facts else []
     kicker = " \u00b7 ".join([run.name, *facts])
     points = f'<ul class="verdict">{items}</ul>' if items else ""
+    panel = figures.gaps(run, tables.ordered(run), cues)
+    beside = f"<div>{_figure(panel, _legend(cues.all()))}</div>" if panel else ""
     return (
-        f'<header>\n<p class="kicker">{escape(kicker)}</p>\n'
-        f"<h1>{escape(verdict.headline)}</h1>\n{points}\n</header>"
+        f'<header>\n<div><p class="kicker">{escape(kicker)}</p>\n'
+        f"<h1>{escape(verdict.headline)}</h1>\n{points}</div>\n{beside}</header>"
     )
 
 
@@ -81,7 +85,6 @@ def _accuracy(run: Run, cues: Cues) -> str:
         "colour the better; the scale runs from 0 to 100\u202f%. A frame marks a teacher on its own domain."
     )
     parts = [_captioned(tables.accuracy_table(run, cues), note)]
-    panel = figures.mean_accuracies(run, tables.ordered(run), cues)
     table = tables.alternatives_table(run)
     if run.model("merged"):
         note = (
@@ -89,7 +92,7 @@ def _accuracy(run: Run, cues: Cues) -> str:
             "the merged student is behind. Tokens: what the model\u2019s own training sampled; merges of "
             "weights sample none."
         )
-        parts.append(_beside(panel, _captioned(table, note), cues.all()))
+        parts.append(_captioned(table, note))
     recovery = tables.recovery_table(run, cues)
     if recovery:
         note = (
@@ -99,6 +102,15 @@ def _accuracy(run: Run, cues: Cues) -> str:
         )
         parts.append(f"<h3>Recovery</h3>{_captioned(recovery, note)}")
     return _section("Accuracy", "".join(parts))
+
+
+def _answers(run: Run) -> str:
+    body = examples.answers(run)
+    note = (
+        "Up to three answers of each kind, as the evaluation sampled them; long ones are cut. Read some "
+        "before believing a number."
+    )
+    return _section("Answers side by side", f'<p class="note">{note}</p>{body}') if body else ""
 
 
 def _curves(run: Run, cues: Cues) -> str:
@@ -130,6 +142,23 @@ def _health(run: Run, cues: Cues) -> str:
     panels = figures.health(run, cues)
     legend = [*cues.all(), *([Cue("merge", "ink", "o")] if run.stage("merge") else [])]
     return _section("Lengths and training health", _grid(panels, legend)) if panels else ""
+
+
+def _models(run: Run) -> str:
+    table = tables.models_table(run)
+    if not table:
+        return ""
+    note = (
+        "Hugging Face folders; each has a card with its accuracy, prompt format and loading lines. Digest: "
+        "the beginning of the sha256 of the weights."
+    )
+    body = _captioned(table, note)
+    used = run.folders.get("merged", {})
+    for key, title in (("prompt_format", "How it is prompted"), ("loading", "How it is loaded")):
+        if key in used:
+            text = used[key].removeprefix("```python\n").removesuffix("```")
+            body += f"<h3>The merged student: {title.lower()}</h3><pre>{escape(text)}</pre>\n"
+    return _section("Models", body)
 
 
 def _time(run: Run) -> str:
@@ -190,8 +219,14 @@ def _beside(panel: Panel | None, block: str, legend: Sequence[Cue]) -> str:
 
 def _grid(panels: Sequence[Panel], legend: Sequence[Cue], intro: str = "") -> str:
     text = f'<p class="note">{escape(intro)}</p>' if intro else ""
-    charts = "".join(_figure(panel) for panel in panels)
-    return f'{text}{_legend(legend)}<div class="grid">{charts}</div>\n'
+    charts = "".join(_figure(panel) for panel in panels if panel.svg)
+    still = "".join(
+        f"<li>{escape(panel.title)} ({escape(panel.unit)}): {escape(panel.caption)}</li>"
+        for panel in panels
+        if not panel.svg
+    )
+    constant = f'<p class="note">Constant, so not drawn:</p><ul class="note">{still}</ul>' if still else ""
+    return f'{text}{_legend(legend)}<div class="grid">{charts}</div>\n{constant}\n'
 
 
 def _figure(panel: Panel, legend: str = "") -> str:

@@ -25,9 +25,16 @@ EMPTY = '<td class="none">\u2013</td>'
 
 
 def ordered(run: Run) -> list[ModelResult]:
-    """Models as the report lists them: base, specialists, merged, then the baselines as they ran."""
+    """Models as the report lists them: base, specialists, merged, then the baselines, the best first."""
     ranks = {"base": 0, "specialist": 1, "merged": 2}
-    return sorted(run.models, key=lambda model: ranks.get(model.kind, 3))
+
+    def place(model: ModelResult) -> tuple[int, float]:
+        rank = ranks.get(model.kind, 3)
+        if rank < 3 or not model.sampled:
+            return rank, 0.0
+        return rank, -mean_accuracy(model.counts(list(model.sampled))).value
+
+    return sorted(run.models, key=place)
 
 
 def accuracy_table(run: Run, cues: Cues) -> str:
@@ -121,6 +128,21 @@ def teachers_table(run: Run, cues: Cues) -> str:
     return _table(_head("Teacher", "KL, nats per token", "Tokens, %", "Gradient, %"), rows)
 
 
+def models_table(run: Run) -> str:
+    """Where each model lies, and the digest of its weights."""
+    rows = []
+    for name, told in run.folders.items():
+        digest = told.get("digest", "")
+        cells = f'<td class="text"><code>{escape(told["folder"])}</code></td>'
+        cells += f'<td class="text" title="{escape(digest)}"><code>{escape(digest[:16])}</code></td>'
+        rows.append(_row(model_label(name), cells))
+    return (
+        _table('<tr><th></th><th class="text">Folder</th><th class="text">Digest</th></tr>', rows)
+        if rows
+        else ""
+    )
+
+
 def stages_table(run: Run) -> str:
     """Time, steps, tokens and memory of each stage."""
     if not run.stages:
@@ -207,8 +229,10 @@ def _row(label: str, cells: str, kind: str = "", raw: bool = False) -> str:
 
 
 def _table(head: str, rows: Sequence[str], kind: str = "") -> str:
+    columns = max(row.count("<td") for row in rows) if rows else 0
+    hint = '<p class="hint" aria-hidden="true">The table scrolls sideways \u2192</p>' if columns > 3 else ""
     return (
-        f'<div class="scroll" tabindex="0"><table{_class(kind)}><thead>{head}</thead>'
+        f'{hint}<div class="scroll" tabindex="0"><table{_class(kind)}><thead>{head}</thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 

@@ -1,6 +1,8 @@
 """The whole pipeline, for real, at a size that takes seconds."""
 
+import html
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -66,6 +68,9 @@ def test_metrics_have_one_line_per_step(finished):
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert all(row["kl/mean"] >= 0 for row in rows)
     assert rows[-1]["kl/sort"] > 0
+    known = {"entropy", "grad_norm", "lr", "kl_at/1", "kl_at/2", "length/p10", "length/p50", "length/p90"}
+    assert known <= rows[-1].keys()
+    assert "frac_reward_zero_std" not in rows[-1], "one response has no group to differ from"
     assert "accuracy/sort" in rows[3]
     assert "accuracy/sort" not in rows[4]
     tokens = [row["tokens/student"] for row in rows]
@@ -91,6 +96,20 @@ def test_a_command_ends_with_what_came_out_and_where_it_is(finished, tmp_path, c
     assert len(table.splitlines()) <= 7
     assert f"merged model  {finished / 'merged'}\n" in places
     assert places.endswith(f"{finished / 'report.html'}")
+
+
+def test_the_report_shows_answers_of_the_run_itself(finished):
+    results = json.loads((finished / "results.json").read_text())
+    page = (finished / "report.html").read_text()
+    merged = next(model for model in results["models"] if model["name"] == "merged")["domains"]
+    for domain, found in results["answers"].items():
+        assert found["compared"] == merged[domain]["sampled"]["total"] == 20
+        told = [row for kind in ("wins", "losses", "regressions") for row in found[kind]["shown"]]
+        assert told, "a model of so few steps is wrong somewhere"
+        assert all(f"<dd>{html.escape(row['prompt'])}</dd>" in page for row in told)
+        assert set(merged[domain]["lengths"]) == {"p10", "p50", "p90", "max", "cut"}
+    assert set(results["answers"]) == {"sort", "add3"}
+    assert not re.search(r"rollout: |<th scope=\"row\">[a-z ]+ requests", page), "a counter without words"
 
 
 def test_side_by_side_gives_the_same_weights(finished, tmp_path):

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import RunFolderError
+from opd.pipelines.answers import side_by_side
 from opd.pipelines.report import write_report
 from opd.pipelines.report.charts import Axis
-from opd.pipelines.report.figures import Cues, learning
-from opd.pipelines.report.load import Run, StageResult
-from opd.pipelines.report.tables import teachers_table
+from opd.pipelines.report.figures import Cues, gaps, learning, teachers
+from opd.pipelines.report.load import Run, StageResult, load_run
+from opd.pipelines.report.tables import ordered, teachers_table
 from opd.pipelines.report.theme import ROLES, SERIES
 from opd.pipelines.results import _teachers
 from opd.pipelines.run_folder import RunFolder
@@ -25,6 +26,12 @@ from opd.pipelines.statistics import at_the_end
 
 from .conftest import DOMAINS, RunMaker, metrics, results, write_lines
 
+ANSWERS = {
+    model: {
+        d: [{"uid": "0", "prompt": "p", "label": "l", "text": "t", "right": model == "base", "cut": False}]
+    }
+    for model, d in (("base", "sort"), ("specialist:sort", "sort"), ("merged", "sort"))
+}
 STAGES = ["base", *(f"specialist-{d}" for d in DOMAINS), "merge", "baseline-mixed_grpo"]
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
@@ -67,23 +74,98 @@ class Outline(HTMLParser):
 
 def test_full_run_has_every_section_and_nothing_remote(make_run: RunMaker) -> None:
     config = {"name": "synthetic", "base": {"right": 0.3}}
-    page = write_report(make_run(results(), STAGES, config)).read_text(encoding="utf-8")
+    folders = {"merged": {"folder": "/m", "digest": "0123456789abcdef0", "loading": "```python\nx < 1\n```"}}
+    data = results() | {"answers": side_by_side(ANSWERS, DOMAINS), "folders": folders}
+    page = write_report(make_run(data, STAGES, config)).read_text(encoding="utf-8")
     outline = Outline(page)
     assert outline.headings[1:] == [
         "Accuracy",
+        "Answers side by side",
         "Learning curves",
         "Teachers",
         "Lengths and training health",
+        "Models",
         "Time and memory",
         "What these numbers do not show",
     ]
-    assert outline.charts == 15
+    assert outline.charts == 11
     assert outline.loaded == []
     assert len(outline.ids) == len(set(outline.ids))
     assert not re.search(r"<script|@import|url\((?!#)|https?://(?!www\.w3\.org)", page)
     used = set(re.findall(r"(?:href=\"#|url\(#)([^\")]+)", page))
     assert used <= set(outline.ids)
     assert "right: 0.3" in page
+    assert "<code>/m</code></td>" in page
+    assert "<code>0123456789abcdef</code>" in page
+    assert "<pre>x &lt; 1\n</pre>" in page
+
+
+def test_every_chart_says_in_words_where_it_ends(make_run: RunMaker) -> None:
+    page = write_report(make_run(results(), STAGES)).read_text(encoding="utf-8")
+    told = re.findall(r'<svg viewBox[^>]*role="img"[^>]*><desc>(.*?)</desc>', page)
+    assert len(told) == Outline(page).charts
+    assert all(any(sign.isdigit() for sign in words) for words in told)
+
+
+@pytest.mark.parametrize("key", ["mismatch/ess", "lr", "token_share/sort"])
+def test_what_never_changes_is_a_line_and_no_chart(make_run: RunMaker, key: str) -> None:
+    folder = make_run(results())
+    rows = [{"step": i, "tokens/student": i, key: 1.0 + (1e-9 * i)} for i in range(1, 30)]
+    write_lines(folder / "stages" / "merge" / "metrics.jsonl", rows)
+    page = write_report(folder).read_text(encoding="utf-8")
+    still = re.search(r"Constant, so not drawn:</p><ul class=\"note\"><li>(.*?)</li>", page)
+    assert still
+    assert re.search(r"\b1(00\u202f%)?$", still[1])
+    write_lines(folder / "stages" / "merge" / "metrics.jsonl", [row | {key: i} for i, row in enumerate(rows)])
+    assert "Constant, so not drawn" not in write_report(folder).read_text(encoding="utf-8")
+
+
+def test_the_best_comes_first_and_the_student_is_the_line(make_run: RunMaker) -> None:
+    run = load_run(make_run(results()))
+    baselines = [model for model in ordered(run) if model.kind == "baseline"]
+    means = [sum(a.interval.value for a in model.sampled.values()) for model in baselines]
+    assert means == sorted(means, reverse=True)
+    panel = gaps(run, ordered(run), Cues(run))
+    assert panel is not None
+    told = re.findall(r"<desc>(.*?)</desc>", panel.svg)[0]
+    found = [float(x.replace("\u2212", "-")) for x in re.findall(r": ([+\u2212]?[\d.]+) \(", told)]
+    assert found == sorted(found, reverse=True)
+    assert len(found) == len(baselines) + 1
+    assert "Specialists, own domain: \u22120.5 (" in told
+
+
+@pytest.mark.parametrize(
+    "lengths", [{}, {"p10": 9, "p50": 9, "p90": 9, "max": 9}, {"p10": 2, "p50": 5, "p90": 9, "max": 10}]
+)
+def test_lengths_of_answers_are_told(make_run: RunMaker, lengths: dict) -> None:
+    data = results()
+    for model in data["models"]:
+        for number, domain in enumerate(model["domains"].values()):
+            if lengths:
+                domain["lengths"] = {k: v + (number if lengths["p10"] < 9 else 0) for k, v in lengths.items()}
+    page = write_report(make_run(data)).read_text(encoding="utf-8")
+    assert ("Length of held-out answers" in page) is bool(lengths)
+    if lengths:
+        assert ("9 (9\u20139, at most 9) tokens everywhere" in page) is (lengths["p10"] == 9)
+        assert ("reverse, teacher: 6 (3\u201310, at most 11)" in page) is (lengths["p10"] == 2)
+
+
+def test_the_kl_by_position_shows_beginning_and_end(make_run: RunMaker) -> None:
+    folder = make_run(results())
+    rows = [
+        {"step": i, "tokens/student": i, "kl_at/1": 1 / i, "kl_at/2": 2 / i, "kl_at/4": 4 / i}
+        for i in range(1, 101)
+    ]
+    write_lines(folder / "stages" / "merge" / "metrics.jsonl", rows)
+    run = load_run(folder)
+    panel = next(p for p in teachers(run, Cues(run)) if p.title == "KL by position")
+    first = sum(1 / i for i in range(1, 21)) / 20
+    last = sum(1 / i for i in range(81, 101)) / 20
+    assert f"first 20 steps: 1\u00a0{first:.3g}, 2\u20133\u00a0{2 * first:.3g}" in panel.svg
+    assert (
+        f"last 20 steps: 1\u00a0{last:.3g}, 2\u20133\u00a0{2 * last:.3g}, 4\u20137\u00a0{4 * last:.3g}"
+        in panel.svg
+    )
 
 
 def test_charts_take_every_colour_from_the_scheme(make_run: RunMaker) -> None:
@@ -193,7 +275,7 @@ def test_one_number_stands_for_the_end_of_a_curve(values: list[float], seed: int
     panel = next(p for p in learning(run, Cues(run)) if p.title == "Merge: KL to each teacher")
     shown = Axis(log=True).write(end)
     what = "At the last step" if steps == 1 else f"Mean of the last {steps} steps"
-    assert f"{what}: sort\u00a0{shown}." in panel.caption
+    assert (f"{what}: sort\u00a0{shown}." in panel.caption) if panel.svg else panel.caption == shown
     assert f"<td>{end:.4f}</td>" in teachers_table(run, Cues(run))
 
 

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opd.train.distill_terms import add_by_position
 from opd.train.packing import micro_batches, pack_tokens, split_by_tokens
+from opd.train.student_rows import MetricSums
 from opd.types import RolloutBatch, TokenTerms
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=12)
@@ -63,3 +65,23 @@ def test_a_micro_batch_ends_where_the_teacher_changes():
 def test_terms_of_another_length_are_refused():
     with pytest.raises(ValueError, match="s0"):
         RolloutBatch(tiny.samples([(2, 3)]), [TokenTerms.zeros(2)])
+
+
+@given(LENGTHS, st.randoms(use_true_random=False), st.booleans())
+def test_the_kl_by_position_is_the_kl_cut_in_octaves(lengths, random, shared):
+    samples = [s for s in tiny.samples(lengths) if len(s.response_ids)]
+    if not samples:
+        return
+    micro = next(iter(micro_batches(batch_of(samples), 10**6, torch.device("cpu"))))
+    places = [place for s in samples for place in range(1, len(s.response_ids) + 1)]
+    kept = [n for n in range(len(places)) if not shared or random.random() < 0.6]
+    micro.kept = torch.tensor(kept, dtype=torch.int64) if shared else None
+    values = [random.random() for _ in kept]
+    counted = [random.random() < 0.7 for _ in kept]
+    sums = MetricSums()
+    add_by_position(micro, torch.tensor(values), torch.tensor(counted, dtype=torch.bool), sums)
+    expected = {}
+    for n, value, seen in zip(kept, values, counted, strict=True):
+        if seen:
+            expected.setdefault(f"kl_at/{1 << (places[n].bit_length() - 1)}", []).append(value)
+    assert sums.means() == pytest.approx({k: sum(v) / len(v) for k, v in expected.items()}, rel=1e-5)

@@ -1,0 +1,239 @@
+"""Model cards: what a model of a run is, how good it is, how it is prompted, loaded and was made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.config import Recipe
+from opd.config.recipe import WEIGHT_MERGES
+from opd.data.load import load_domain
+from opd.data.prompts import Prompt
+from opd.errors import OpdError
+from opd.models.adapters import FOLDER, has_adapter
+from opd.models.card import model_card
+from opd.models.hf_folder import CARD
+from opd.pipelines.run_folder import RunFolder
+from opd.storage.files import write_atomic
+
+PEEK = 16
+"""Prompts that a generated source makes for an example."""
+METHODS = {
+    "average": "A weight average of the teachers, for comparison with the merged student.",
+    "task_arithmetic": "The teachers merged by task arithmetic on their weights, for comparison.",
+    "ties": "The teachers merged by TIES on their weights, for comparison.",
+    "dare": "The teachers merged by DARE on their weights, for comparison.",
+    "mixed_grpo": "One model trained with GRPO on all domains, with the merge's tokens, for comparison.",
+    "mixed_grpo_all": "One model trained with GRPO on all domains, with the run's tokens, for comparison.",
+    "off_policy": "A student trained on samples of the teachers, not on its own, for comparison.",
+}
+
+
+def made_here(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
+    """Name -> stage of every model that the run itself makes and that is there."""
+    stages = {f"specialist:{domain}": f"specialist-{domain}" for domain in recipe.specialist_domains()}
+    if recipe.base is not None or recipe.model.config is not None:
+        stages["base"] = "base"
+    stages["merged"] = "merge"
+    for method in METHODS:
+        stages[method] = f"baseline-{method}"
+    return {name: stage for name, stage in stages.items() if folder.model(recipe, name).is_dir()}
+
+
+@dataclass(frozen=True, slots=True)
+class Cards:
+    """What the cards of one run have in common."""
+
+    recipe: Recipe
+    folder: RunFolder
+    examples: dict[str, Prompt]
+    """A prompt of every domain whose source can be read."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, folder: RunFolder) -> Cards:
+        """Reads a little of every domain."""
+        return cls(recipe, folder, example_prompts(recipe))
+
+    def of_stage(self, stage: str, result: Mapping[str, Any]) -> dict[str, Any]:
+        """The card of the model that `stage` makes, before anything was measured."""
+        kind, _, rest = stage.partition("-")
+        name = {"merge": "merged", "specialist": f"specialist:{rest}", "baseline": rest}.get(kind, "base")
+        return self.card(name, result, {})
+
+    def card(self, name: str, result: Mapping[str, Any], accuracy: Mapping[str, Any]) -> dict[str, Any]:
+        """What `model_card` writes of model `name`; `result` is what its stage has told, `accuracy` the
+        evaluation's rows of it by domain.
+        """
+        recipe, folder = self.recipe, self.folder
+        kind, _, domain = name.partition(":")
+        place = folder.model(recipe, name)
+        sections: dict[str, Any] = {"about": _about(recipe, name)}
+        if kind != "base":
+            sections["base_model"] = str(folder.model(recipe, "base").absolute())
+        elif recipe.model.path is not None:
+            sections["base_model"] = str(Path(recipe.model.path).absolute())
+        sections["accuracy"] = _accuracy(accuracy)
+        sections |= self.use(place, [domain] if kind == "specialist" else list(recipe.domains))
+        if kind not in ("base", "specialist", "mixed_grpo", "mixed_grpo_all"):
+            sections["teachers"] = _teachers(recipe, folder)
+        sections["weights"] = _weights(place, result)
+        config = (folder.path / "config.json").absolute()
+        sections["recipe"] = f"Run {recipe.name}, seed {recipe.seed}; all of its recipe: `{config}`."
+        sections["settings"] = _settings(recipe, kind, result)
+        return sections
+
+    def use(self, place: Path, domains: list[str]) -> dict[str, str]:
+        """How it is prompted and loaded; nothing where no prompt can be shown."""
+        known = self.examples
+        shown = [known[name] for name in domains if name in known] or list(known.values())
+        if not shown:
+            return {}
+        how = (
+            "Chat messages, through the tokenizer's chat template, up to where the assistant begins."
+            if any(prompt.messages is not None for prompt in shown)
+            else "Plain text, as it is, with the special tokens that the tokenizer itself puts before it."
+        )
+        examples = "\n".join(f"- {prompt.domain}: `{_shown(prompt)}`" for prompt in shown)
+        return {
+            "prompt_format": f"{how} A training prompt of each domain:\n\n{examples}",
+            "loading": f"```python\n{loading_lines(self.recipe, place, shown[0])}```",
+        }
+
+
+def write_cards(recipe: Recipe, folder: RunFolder, measured: Mapping[str, Any]) -> None:
+    """Write the card of every model that the run has made, with what is known by now. No other file of a
+    model's folder changes, and nothing reads the card.
+    """
+    cards = Cards.of(recipe, folder)
+    for name, stage in made_here(recipe, folder).items():
+        result, target = folder.stage_done(stage), folder.model(recipe, name) / CARD
+        if result is not None:
+            rows = _measured(recipe, name, measured)
+            text = model_card(title(recipe, name), cards.card(name, result, rows)).encode()
+            if not target.is_file() or target.read_bytes() != text:
+                write_atomic(target, text)
+
+
+def _measured(recipe: Recipe, name: str, measured: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The evaluation's rows of a model; of a specialist only if it is the one that was measured."""
+    kind, _, domain = name.partition(":")
+    if kind == "specialist" and (domain not in recipe.domains or recipe.main_teacher(domain) != domain):
+        return {}
+    return measured.get(name, {})
+
+
+def title(recipe: Recipe, name: str) -> str:
+    """What the card calls a model."""
+    kind, _, domain = name.partition(":")
+    role = {"base": "base", "merged": "merged student", "specialist": f"specialist for {domain}"}
+    return f"{recipe.name}: {role.get(kind, name.replace('_', ' '))}"
+
+
+def _about(recipe: Recipe, name: str) -> str:
+    kind, _, domain = name.partition(":")
+    if kind == "base":
+        begun = "Random weights" if recipe.model.path is None else f"The model {recipe.model.path}"
+        if recipe.base is None:
+            return f"{begun}, untrained: what this run's specialists and student begin as."
+        right = f"about {recipe.base.right:.0%} of them right"
+        return (
+            f"{begun}, warmed up on demonstrations, {right}: the base from which this run's "
+            "specialists and student are trained. No specialist and no merge has touched it."
+        )
+    if kind == "specialist":
+        return f"A specialist for the domain {domain}: the base, trained with GRPO on its rewards alone."
+    if kind == "merged":
+        return (
+            "A student merged from its teachers by multi-teacher on-policy distillation: it wrote its own"
+            f" answers and followed the teacher of each answer's domain (loss: {recipe.distill.loss.type})."
+        )
+    return METHODS[name]
+
+
+def _accuracy(rows: Mapping[str, Any]) -> Any:
+    if not rows:
+        return "Not measured yet; `opd evaluate RECIPE --resume` does, and writes it here."
+    table = {}
+    for domain, row in rows.items():
+        found = row["sampled"]
+        share, low, high = (f"{100 * found[key]:.1f}" for key in ("accuracy", "low", "high"))
+        table[domain] = {"sampled, % right": f"{share} ({low} to {high})", "held-out answers": found["total"]}
+        if "greedy" in row:
+            table[domain]["greedy, % right"] = f"{100 * row['greedy']['accuracy']:.1f}"
+    return table
+
+
+def example_prompts(recipe: Recipe) -> dict[str, Prompt]:
+    """A prompt of every domain whose source can be read."""
+    found = {}
+    for name, config in recipe.domains.items():
+        small = config.model_copy(update={"prompts": min(config.prompts, PEEK)})
+        with suppress(OpdError, IndexError):  # the source is gone: then a card has no example of it
+            found[name] = load_domain(name, small, seed=recipe.seed, held_out_prompts=1).train[0]
+    return found
+
+
+def loading_lines(recipe: Recipe, place: Path, prompt: Prompt) -> str:
+    """Python that asks the model in `place` with plain transformers, as the recipe samples."""
+    rollout = recipe.rollout
+    if prompt.messages is None:
+        encode = f'tokenizer({json.dumps(prompt.text)}, return_tensors="pt")'
+    else:
+        encode = (
+            f"tokenizer.apply_chat_template(\n    {json.dumps(prompt.messages)},\n"
+            '    add_generation_prompt=True, return_dict=True, return_tensors="pt",\n)'
+        )
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"folder = {json.dumps(str(place.absolute()))}\n"
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
+        "model = AutoModelForCausalLM.from_pretrained(folder)\n"
+        f"asked = {encode}\n"
+        "answered = model.generate(\n"
+        '    asked["input_ids"], attention_mask=asked["attention_mask"], do_sample=True,\n'
+        f"    temperature={rollout.temperature:g}, top_p={rollout.top_p:g}, top_k={rollout.top_k},"
+        f" max_new_tokens={rollout.max_new_tokens},\n)\n"
+        'print(tokenizer.decode(answered[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))\n'
+    )
+
+
+def _shown(prompt: Prompt, limit: int = 400) -> str:
+    text = prompt.text if prompt.text is not None else json.dumps(prompt.messages, ensure_ascii=False)
+    text = text.replace("`", "'").replace("\n", "\\n")
+    return text if len(text) <= limit else f"{text[:limit]} ..."
+
+
+def _teachers(recipe: Recipe, folder: RunFolder) -> dict[str, dict[str, str]]:
+    names = dict.fromkeys(name for domain in recipe.domains for name in recipe.teacher_weights(domain))
+    rows = {}
+    for name in names:
+        weights = {domain: recipe.teacher_weights(domain).get(name, 0.0) for domain in recipe.domains}
+        given = recipe.teachers.get(name)
+        path = given.path if given is not None else str(folder.specialist(name).absolute())
+        taught = ", ".join(d if w == 1 else f"{d} ({w:g})" for d, w in weights.items() if w)
+        rows[name] = {"model": path, "teaches": taught}
+    return rows
+
+
+def _weights(place: Path, result: Mapping[str, Any]) -> str:
+    lines = "sha256 of each file: `checksums.json`."
+    if result.get("digest"):
+        lines = f"Digest of the weights (names, shapes, types and bytes): `{result['digest']}`; {lines}"
+    adapter = f" The LoRA adapters it was trained as are in `{FOLDER}/`." if has_adapter(place) else ""
+    return lines + adapter
+
+
+def _settings(recipe: Recipe, kind: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    if kind == "base":
+        own: Any = recipe.base
+    elif kind in ("specialist", "mixed_grpo", "mixed_grpo_all"):
+        own = recipe.specialist
+    else:
+        own = None if kind in WEIGHT_MERGES else recipe.distill
+    told = own.model_dump(mode="json") if own is not None else dict(result.get("settings", {}))
+    tokens = result.get("student_tokens")
+    return told | ({"student_tokens": int(tokens)} if tokens else {})
