@@ -119,6 +119,9 @@ class TokenTerms:
     """Weight of the cross-entropy stream (supervised tokens)."""
     ref_logprobs: Float32 | None = None
     """Log-probabilities under the frozen reference policy, if a reference KL is asked for."""
+    importance: Float32 | None = None
+    """What a sampled token counts with in an expectation over the student's own, if others drew it: the
+    correction of the distillation stream's losses on sampled tokens."""
 
     @classmethod
     def zeros(cls, length: int) -> TokenTerms:
@@ -185,6 +188,8 @@ class MicroBatch:
     """[N] float32 or None."""
     samples: list[Sample]
     """The `B` samples, in packing order."""
+    importance: Tensor | None = None
+    """[N] float32 or None."""
     kept: Tensor | None = None
     """[N] int64: which of the samples' response tokens these are, where ranks share sequences; `None` is all
     of them, in order."""

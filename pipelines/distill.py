@@ -20,7 +20,13 @@ from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluate import domain_accuracy
 from opd.pipelines.loop import Extent, Step, StepResult, run_loop
-from opd.pipelines.merge_loss import loss_terms, needs_policy_stream, policy_loss
+from opd.pipelines.merge_loss import (
+    loss_terms,
+    needs_correction,
+    needs_policy_stream,
+    policy_loss,
+    token_terms,
+)
 from opd.pipelines.rollout_metrics import generated_tokens, rollout_metrics, staleness_metrics
 from opd.pipelines.route_shares import route_shares
 from opd.pipelines.score_ahead import scoring_ahead
@@ -35,7 +41,7 @@ from opd.teachers.signals import sampled_logprobs
 from opd.train.conversion import convert_batch
 from opd.train.schedule import learning_rate
 from opd.train.terms import MismatchProbe
-from opd.types import RolloutBatch, Sample, SampleGroup, TokenTerms
+from opd.types import RolloutBatch, Sample, SampleGroup
 
 
 def distill(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
@@ -174,15 +180,20 @@ class DistillRun:
         samples = [s for group in groups for s in group.samples]
         backend = self.student.backend
         metrics: dict[str, float] = {}
-        if needs_policy_stream(self.config):
+        old = advantages = [np.zeros(len(s.response_ids), dtype=np.float32) for s in samples]
+        correction = None
+        if needs_correction(self.config):
             old = backend.logprobs(samples)
-            advantages, more = self._advantages(groups, samples, old)
             correction = self._correct(samples, old)
-            metrics |= more | correction.metrics
-        else:
-            old = advantages = [np.zeros(len(s.response_ids), dtype=np.float32) for s in samples]
-            correction = None
-        batch = self.schedule.sort(self._batch(samples, old, advantages, correction))
+            metrics |= correction.metrics
+        if needs_policy_stream(self.config):
+            advantages, more = self._advantages(groups, samples, old)
+            metrics |= more
+        terms = token_terms(
+            self.config, samples, old, advantages, correction, lambda masks: self._weights(samples, masks)
+        )
+        batch = convert_batch(RolloutBatch(samples, terms), self.config.to_batch, "distill.to_batch")
+        batch = self.schedule.sort(batch)
         metrics |= backend.forward_backward(batch)
         self.schedule.release()
         return metrics
@@ -215,8 +226,8 @@ class DistillRun:
         return advantages, {"kl/mean": float(ratios.mean())} if len(ratios) else {}
 
     def _correct(self, samples: list[Sample], old: list[np.ndarray]) -> Correction:
-        """The importance correction of the policy stream. The distillation stream needs none: its gradient is
-        exact at every state, whatever policy led there."""
+        """The importance correction of the sampled tokens. A full vocabulary's divergence needs none: its
+        gradient is exact at every state, whatever policy led there."""
         return correct(
             policy_loss(self.config).correction,
             [s.rollout_logprobs for s in samples],
@@ -224,27 +235,7 @@ class DistillRun:
             [s.loss_mask for s in samples],
         )
 
-    def _batch(
-        self,
-        samples: list[Sample],
-        old: list[np.ndarray],
-        advantages: list[np.ndarray],
-        correction: Correction | None,
-    ) -> RolloutBatch:
-        kl_weights = policy_weights = self._weights(samples, [s.loss_mask for s in samples])
-        if correction is not None:
-            kept = self._weights(samples, correction.masks)
-            policy_weights = [a * b for a, b in zip(kept, correction.weights, strict=True)]
-        terms = []
-        columns = (samples, old, advantages, kl_weights, policy_weights)
-        for sample, old_logprobs, advantage, kl_weight, policy_weight in zip(*columns, strict=True):
-            term = TokenTerms.zeros(len(sample.response_ids))
-            term.kl_weight, term.policy_weight = kl_weight, policy_weight
-            term.old_logprobs, term.advantages = old_logprobs, advantage
-            terms.append(term)
-        return convert_batch(RolloutBatch(samples, terms), self.config.to_batch, "distill.to_batch")
-
-    def _weights(self, samples: list[Sample], masks: list[np.ndarray]) -> list[np.ndarray]:
+    def _weights(self, samples: list[Sample], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
         shares = route_shares(self.context.recipe, samples)
         if shares is not None:
             return per_teacher_weights(masks, [s.teacher for s in samples], shares)

@@ -22,7 +22,7 @@ from opd.models.causal_lm import CausalLM
 from opd.pipelines.batches import Batches, open_batches
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
-from opd.pipelines.loop import Extent, Step, StepResult, run_loop
+from opd.pipelines.loop import Extent, Step, StepResult, run_loop, within
 from opd.pipelines.rollout_metrics import (
     generated_tokens,
     mismatch_metrics,
@@ -111,6 +111,7 @@ class GRPORun:
         """Rollout, reward, filter, recompute, estimate, update, sync."""
         with step.timer("rollout"):
             groups = batches.take(step.index)
+        groups = within(groups, lambda group: generated_tokens([group]), step.tokens_left)
         tokens = generated_tokens(groups)
         with step.timer("score"):
             samples = [s for group in groups for s in group.samples]

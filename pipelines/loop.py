@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from opd.pipelines.context import StageContext
 from opd.protocols import TrainBackend
@@ -54,6 +56,8 @@ class Step:
     timer: PhaseTimer
     counters: dict[str, float]
     """Survive a resume; the step may change them."""
+    tokens_left: int | None = None
+    """How many more the student may write, where the stage has a budget of tokens: see `within`."""
 
 
 @dataclass(slots=True)
@@ -68,7 +72,10 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """When a stage ends: after `steps`, or once the student has written `tokens`, whichever is given."""
+    """When a stage ends: after `steps`, or once the student has written `tokens`, whichever is given.
+
+    What a last step writes beyond `tokens` it does not learn from and does not count.
+    """
 
     steps: int | None = None
     tokens: int | None = None
@@ -79,12 +86,31 @@ class Extent:
             return min(1.0, state.student_tokens / self.tokens)
         return min(1.0, state.step / (self.steps or 1))
 
+    def left(self, state: LoopState) -> int | None:
+        """Tokens that are left of the budget; `None` without one."""
+        return None if self.tokens is None else self.tokens - state.student_tokens
+
     def total(self, state: LoopState) -> int:
         """Steps in all, for a progress bar; an estimate where the extent is in tokens."""
         if self.tokens is None:
             return self.steps or 1
         per_step = state.student_tokens / max(state.step, 1)
         return max(state.step, round(self.tokens / per_step)) if per_step else state.step + 1
+
+
+Written = TypeVar("Written")
+
+
+def within(
+    items: Sequence[Written], tokens_of: Callable[[Written], int], budget: int | None
+) -> list[Written]:
+    """The first of `items`, up to the one that takes their tokens to `budget`: beyond it by less than one
+    item. All of them without a budget.
+    """
+    if budget is None:
+        return list(items)
+    ends = list(accumulate(map(tokens_of, items)))
+    return list(items[: bisect_left(ends, budget) + 1])
 
 
 def run_loop(
@@ -108,7 +134,8 @@ def run_loop(
     begin = time.perf_counter() - state.seconds
     while extent.progress(state) < 1.0:
         timer = PhaseTimer()
-        result = step_fn(Step(state.step, extent.progress(state), timer, state.counters))
+        step = Step(state.step, extent.progress(state), timer, state.counters, extent.left(state))
+        result = step_fn(step)
         state.step += 1
         state.student_tokens += result.student_tokens
         state.seconds = time.perf_counter() - begin

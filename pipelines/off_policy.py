@@ -8,7 +8,7 @@ from typing import Any
 from opd.algorithms.normalise import per_teacher_weights, token_weights
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
-from opd.pipelines.loop import Extent, Step, StepResult, run_loop
+from opd.pipelines.loop import Extent, Step, StepResult, run_loop, within
 from opd.pipelines.student import Student, load_model, make_writer, sampling_params
 from opd.pipelines.teachers import whole_teacher
 from opd.rollout.shared import write_shared
@@ -38,6 +38,7 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     def step(step: Step) -> StepResult:
         first = step.index * per_step % len(written)
         samples = written[first : first + per_step]
+        samples = within(samples, lambda sample: sample.trainable_tokens, step.tokens_left)
         masks = [s.loss_mask for s in samples]
         domains = [s.domain for s in samples]
         shares = {name: domain.weight for name, domain in recipe.domains.items()}

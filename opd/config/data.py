@@ -70,7 +70,7 @@ class RolloutConfig(Config):
     """`in_turn`: the student writes a batch, learns from it, writes the next. `ahead`: it writes the next one
     while it learns, with weights one version older. `async`: the same up to `max_ahead` batches early, those
     in flight together, and new weights reach responses in the middle (each token keeps its version). For both
-    consider a correction of the policy loss."""
+    consider a correction (`specialist.policy_loss`, `distill.policy_loss`)."""
     max_ahead: int = Field(default=1, gt=0, le=1000)
     """Batches that may be begun before their turn with `schedule: async`; no token is older than that many
     versions when it is learnt from."""

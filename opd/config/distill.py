@@ -102,6 +102,10 @@ class DistillConfig(Config):
     """Weight of the reward's policy gradient beside the distillation; 0 is pure distillation."""
     advantage: AdvantageConfig = GRPOAdvantage()
     """How rewards become advantages where `rl_coef` is above 0."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    """The reward's policy gradient, where `rl_coef` is above 0 (k1 shares its stream: `loss.loss`). Its
+    `correction` also weighs the sampled tokens of the losses k2, top-k `hybrid` and a custom one; the others
+    are exact at every state, whoever wrote it, and have none."""
     optim: OptimConfig = OptimConfig(lr=1e-3, schedule="cosine", final_lr_fraction=0.0, warmup_steps=5)
     batch: BatchConfig = BatchConfig()
     checkpoint_every: int = Field(default=20, gt=0)
@@ -114,9 +118,29 @@ class DistillConfig(Config):
                 "mixture arithmetic is defined for the full-vocabulary reverse KL and for k1; choose one of"
                 " them as loss, or mixture one_hot or geometric"
             )
+        if self.policy_loss != PolicyLossConfig():
+            self._check_policy_loss()
         if self.rl_coef > 0 and self.samples_per_prompt < 2:
             raise ValueError(
                 "rl_coef has no effect with one sample per prompt, whose advantage in its group is 0;"
                 " set samples_per_prompt to 2 or more"
             )
         return self
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether the distillation stream itself is an expectation over the tokens that were sampled."""
+        hybrid = isinstance(self.loss, TopKKL) and self.loss.form == "hybrid"
+        return hybrid or isinstance(self.loss, SampledTokenK2 | CustomDivergence)
+
+    def _check_policy_loss(self) -> None:
+        if isinstance(self.loss, SampledTokenK1):
+            raise ValueError(
+                "policy_loss has no effect with loss k1, whose stream is the same; set loss.loss instead"
+            )
+        only_corrects = self.policy_loss == PolicyLossConfig(correction=self.policy_loss.correction)
+        if self.rl_coef == 0 and not (self.weighs_samples and only_corrects):
+            raise ValueError(
+                f"policy_loss has no effect on loss {self.loss.type} without rl_coef; set rl_coef above 0, or"
+                " leave it out"
+            )

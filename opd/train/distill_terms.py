@@ -165,7 +165,8 @@ class K2Term(DistillTerm):
     def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
         teacher = teacher_logprobs(view, micro.targets, student)
         # The square is no estimate of the KL: keep its gradient, report k1 as the value.
-        return with_gradient(student.logprobs - teacher, sampled_k2(student.logprobs, teacher))
+        loss = sampled_k2(student.logprobs, teacher, importance=micro.importance)
+        return with_gradient(student.logprobs - teacher, loss)
 
 
 class TopKTerm(DistillTerm):
@@ -186,6 +187,7 @@ class TopKTerm(DistillTerm):
                 student_logprobs=student.logprobs,
                 teacher_logprobs=teacher_logprobs(view, micro.targets, student),
                 outside=outside_support(micro.targets, ids),
+                importance=micro.importance,
             )
         return topk_reverse_kl(on_support, logprobs, form=self.config.form, sampled=sampled)
 

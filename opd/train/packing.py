@@ -65,10 +65,12 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
     samples = [sample for sample, _ in pairs]
     terms = [term for _, term in pairs]
     input_ids, position_ids, cu_seqlens, rows = pack_tokens(samples)
-    refs = [term.ref_logprobs for term in terms]
 
     def stream(name: str) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([getattr(term, name) for term in terms])).to(device)
+
+    def if_all(name: str) -> torch.Tensor | None:
+        return None if any(getattr(term, name) is None for term in terms) else stream(name)
 
     return MicroBatch(
         input_ids=input_ids.to(device),
@@ -81,7 +83,8 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
         policy_weight=stream("policy_weight"),
         kl_weight=stream("kl_weight"),
         ce_weight=stream("ce_weight"),
-        ref_logprobs=None if any(ref is None for ref in refs) else stream("ref_logprobs"),
+        ref_logprobs=if_all("ref_logprobs"),
+        importance=if_all("importance"),
         samples=samples,
     )
 

@@ -240,10 +240,12 @@ def stored_settings(recipe: Recipe, model: CausalLM, shares: Mapping[str, float]
 
 def check_stored(recipe: Recipe) -> None:
     """`ConfigError` where samples on disk do not go with the rest of the recipe."""
+    backend, config = recipe.train.backend, recipe.distill
+    corrected = config.weighs_samples and config.policy_loss.correction is not None
     reasons = {
-        f"train.backend {recipe.train.backend} takes a step's samples together": recipe.train.backend
-        != "torch",
-        "distill.to_batch is given the samples of a whole step": recipe.distill.to_batch is not None,
+        f"train.backend {backend} takes a step's samples together": backend != "torch",
+        "distill.to_batch is given the samples of a whole step": config.to_batch is not None,
+        f"the correction of distill.loss {config.loss.type} is made for a whole step": corrected,
     }
     for reason, met in reasons.items():
         if met:
