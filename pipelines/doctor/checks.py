@@ -49,6 +49,26 @@ def check_sampling(recipe: Recipe) -> list[Finding]:
     return [Finding("ok", "sampling", f"whole vocabulary at temperature {rollout.temperature:g}")]
 
 
+def check_schedule(recipe: Recipe) -> list[Finding]:
+    """Tokens of older weights, learnt from as if the newest had drawn them."""
+    from opd.pipelines.merge_loss import needs_policy_stream, policy_loss
+
+    schedule, distill = recipe.rollout.schedule, recipe.distill
+    if schedule == "in_turn":
+        return []
+    uncorrected = []
+    if recipe.specialist_domains() and recipe.specialist.policy_loss.correction is None:
+        uncorrected.append("specialist.policy_loss.correction")
+    sampled = needs_policy_stream(distill) or distill.weighs_samples
+    if sampled and policy_loss(distill).correction is None:
+        where = "loss.loss" if distill.loss.type == "k1" else "policy_loss"
+        uncorrected.append(f"distill.{where}.correction")
+    if not uncorrected:
+        return [Finding("ok", "schedule", f"{schedule}, corrected for the age of tokens")]
+    detail = f"with rollout.schedule {schedule} tokens of older weights count as if they were new"
+    return [Finding("warning", "schedule", f"{detail}; set {' and '.join(uncorrected)} to {{type: tis}}")]
+
+
 def check_paths(recipe: Recipe) -> list[Finding]:
     """The user's own functions, named by dotted path: can they be loaded?"""
     specialist, distill = recipe.specialist, recipe.distill

@@ -16,6 +16,7 @@ from opd.pipelines.doctor.checks import (
     check_paths,
     check_run_dir,
     check_sampling,
+    check_schedule,
 )
 from opd.pipelines.doctor.estimate import check_precision, check_resources
 from opd.pipelines.doctor.kl import check_kl
@@ -36,7 +37,7 @@ def examine(recipe: Recipe, *, run_dir: Path | None = None, thorough: bool = Tru
 
     Nothing is written. A check that cannot be made because an earlier one failed is left out.
     """
-    findings = check_sampling(recipe)
+    findings = check_sampling(recipe) + check_schedule(recipe)
     path = run_dir
     if path is None:
         findings += attempt("run folder", lambda: check_run_dir(default_path(recipe)))

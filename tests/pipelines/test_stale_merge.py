@@ -10,12 +10,16 @@ from pydantic import ValidationError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import tiny
+from recipes import tiny_recipe
 
 from opd.algorithms.corrections import correct
 from opd.algorithms.opd_term import opd_advantages
 from opd.config import DistillConfig, SampledTokenK1
 from opd.kernels.head import Head
+from opd.pipelines.doctor.checks import check_schedule
 from opd.pipelines.merge_loss import loss_terms, policy_loss, token_terms
 from opd.train.distill_terms import TeacherView
 from opd.train.torch_backend import TorchBackend
@@ -166,3 +170,21 @@ def test_a_rejected_token_leaves_k2_and_its_normaliser():
     )
     np.testing.assert_allclose(term.kl_weight, [0.5, 0, 0.5])
     np.testing.assert_allclose(term.importance, [1, 0, np.exp(0.5)], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "distill", "named"),
+    [
+        ("in_turn", {"rl_coef": 0.5, "samples_per_prompt": 2}, None),
+        ("async", {}, "specialist.policy_loss.correction to"),
+        ("async", {"rl_coef": 0.5, "samples_per_prompt": 2}, "and distill.policy_loss.correction to"),
+        ("ahead", {"loss": {"type": "k2"}}, "and distill.policy_loss.correction to"),
+        ("ahead", {"loss": {"type": "k1"}}, "and distill.loss.loss.correction to"),
+        ("ahead", {"loss": {"type": "k2"}, "policy_loss": {"correction": EXACT}}, "set specialist"),
+    ],
+    ids=str,
+)
+def test_the_doctor_names_what_is_not_corrected(schedule, distill, named):
+    findings = check_schedule(tiny_recipe(rollout={"schedule": schedule}, distill=distill))
+    assert [f.level for f in findings] == ["warning"] * (named is not None)
+    assert named is None or named in findings[0].detail
