@@ -24,6 +24,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[r
 from torch.distributed.rendezvous import rendezvous
 
 from opd.errors import OpdError, RanksError
+from opd.rendezvous import gloo_towards, host_store
 
 _LOST = re.compile(r"gloo|nccl|connection|timed out|timeout|socket|peer|heartbeat", re.IGNORECASE)
 """Words of the messages with which communication fails; its errors have no class of their own."""
@@ -252,23 +253,34 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
     cuda = device != "cpu" and torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    try:
-        store, rank, size = next(iter(rendezvous("env://", timeout=wait)))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=PrefixStore("group", store),
-            rank=rank,
-            world_size=size,
-            timeout=wait,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise RanksError(_no_meeting(os.environ, error)) from error
-    try:
-        yield Ranks(dist.group.WORLD, PrefixStore("opd", store))
-    finally:
-        # After an error the others may be gone or waiting; leaving tells them.
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+    with gloo_towards(os.environ.get("MASTER_ADDR", "localhost")):
+        try:
+            store, rank, size = _meet(wait)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=PrefixStore("group", store),
+                rank=rank,
+                world_size=size,
+                timeout=wait,
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise RanksError(_no_meeting(os.environ, error)) from error
+        try:
+            yield Ranks(dist.group.WORLD, PrefixStore("opd", store))
+        finally:
+            # After an error the others may be gone or waiting; leaving tells them.
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+def _meet(wait: timedelta) -> tuple[Store, int, int]:
+    """The store all ranks share, this one's number, and how many they are."""
+    environment = os.environ
+    if environment.get("RANK") != "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(iter(rendezvous("env://", timeout=wait)))
+    host, port = environment.get("MASTER_ADDR", "localhost"), int(environment.get("MASTER_PORT", "29500"))
+    store, _ = host_store(host, wait.total_seconds(), port)
+    return store, 0, asked_for()
 
 
 @contextlib.contextmanager
@@ -290,7 +302,7 @@ def process_group() -> Iterator[None]:
 def _no_meeting(environment: Mapping[str, str], error: Exception) -> str:
     where = f"{environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')}"
     reason = " ".join(str(error).split())[:200].removesuffix(".")
-    if "EADDRINUSE" in reason or "already in use" in reason:
+    if "EADDRINUSE" in reason or "already in use" in reason or "Address in use" in reason:
         return f"{where} is in use by another process; choose another port (torchrun --master-port)."
     return (
         f"rank {environment.get('RANK', '?')} of {environment.get('WORLD_SIZE', '?')} found no others at"

@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
@@ -142,13 +141,12 @@ def launch(recipe: Recipe, argv: Sequence[str]) -> int:
 
 def _open_store(recipe: Recipe) -> Any:
     """Where the ranks find each other. It lives here, so that it outlives any of them."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from opd.rendezvous import host_store
 
     port = recipe.train.port
     try:
-        wait = timedelta(seconds=recipe.train.timeout_seconds)
-        return TCPStore("127.0.0.1", port or 0, is_master=True, wait_for_workers=False, timeout=wait)
-    except RuntimeError as error:
+        return host_store("127.0.0.1", recipe.train.timeout_seconds, port or 0)[0]
+    except (OSError, RuntimeError) as error:
         raise RanksError(
             f"port {port} of 127.0.0.1 cannot be used for the ranks ({' '.join(str(error).split())[:120]});"
             " choose another train.port, or leave it at null."

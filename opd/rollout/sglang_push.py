@@ -12,8 +12,9 @@ import torch
 
 from opd.errors import RolloutError
 from opd.models.digest import raw_bytes
+from opd.rendezvous import host_store
 from opd.rollout.sync.disk import WeightFolder
-from opd.rollout.sync.group import TIMEOUT, Seat, host_store, weight_group
+from opd.rollout.sync.group import TIMEOUT, Seat, weight_group
 from opd.rollout.sync.parcel import Weights, buckets
 from opd.served.faults import RefusedError, UnavailableError
 from opd.served.http_client import Server
@@ -136,7 +137,7 @@ class TensorPush:
         cuda = settings.get("device") == "cuda" and torch.cuda.is_available()
         ranks = int(settings.get("tp_size") or 1)
         seat = Seat(f"opd-{uuid.uuid4().hex[:8]}", 0, 1 + ranks, "nccl" if cuda else "gloo")
-        store, port = host_store(self._host)
+        store, port = host_store(self._host, TIMEOUT)
         body = {
             "master_address": self._host,
             "master_port": port,
@@ -146,7 +147,7 @@ class TensorPush:
             "backend": seat.backend,
         }
         answer = asyncio.ensure_future(ask(server, "POST", "/init_weights_update_group", body))
-        met = asyncio.ensure_future(asyncio.to_thread(weight_group, store, seat, TIMEOUT))
+        met = asyncio.ensure_future(asyncio.to_thread(weight_group, store, seat, TIMEOUT, self._host))
         await asyncio.wait([answer, met], return_when=asyncio.FIRST_EXCEPTION)
         if answer.done() and answer.exception() is not None:
             met.cancel()

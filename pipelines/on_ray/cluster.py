@@ -166,6 +166,7 @@ def _start_head(ray: Any, launch: RayLaunch, layout: Layout, folder: str, asked:
             num_cpus=cpus,
             resources=custom,
             include_dashboard=False,
+            _node_ip_address="127.0.0.1",
             _temp_dir=folder,
             namespace="opd",
         )

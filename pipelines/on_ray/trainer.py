@@ -44,8 +44,6 @@ class Seat:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
-        if self.address.startswith("127."):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 @dataclass(frozen=True, slots=True)

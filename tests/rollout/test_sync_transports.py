@@ -22,9 +22,10 @@ from sync_process import greedy
 
 from opd.errors import RolloutError
 from opd.models.digest import WeightsDigest, weights_digest
+from opd.rendezvous import host_store
 from opd.rollout.sync.broadcast import BroadcastReceiver, BroadcastSender
 from opd.rollout.sync.disk import WeightFolder
-from opd.rollout.sync.group import Seat, host_store, visit_store, weight_group
+from opd.rollout.sync.group import TIMEOUT, Seat, visit_store, weight_group
 from opd.rollout.sync.in_process import InProcess
 from opd.rollout.sync.parcel import Parcel
 from opd.rollout.sync.shared_memory import FOLDER, PREFIX, SharedMemoryReceiver, SharedMemorySender, sweep
@@ -77,7 +78,7 @@ class Remote:
 @pytest.fixture(scope="module")
 def pair():
     """A remote engine and the group that this process is rank 0 of."""
-    store, port = host_store("127.0.0.1")
+    store, port = host_store("127.0.0.1", TIMEOUT)
     process = start("engine", "127.0.0.1", str(port))
     group = weight_group(store, Seat("test", 0, 2))
     remote = Remote(process)

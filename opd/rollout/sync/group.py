@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from opd.errors import RolloutError
+from opd.rendezvous import gloo_device
 
 TIMEOUT = 120.0
 """Seconds a member waits for another."""
@@ -29,24 +29,6 @@ class Seat:
     """`gloo`, or `nccl` where every member has CUDA (which has not been run yet)."""
 
 
-def host_store(host: str, timeout: float = TIMEOUT) -> tuple[TCPStore, int]:
-    """A store where a group's members meet, on a free port of this machine's address `host` and of no other;
-    returns it and its port.
-    """
-    listening = socket.create_server((host, 0))
-    port = listening.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-        master_listen_fd=listening.detach(),
-        use_libuv=False,  # the other server takes no socket
-    )
-    return store, port
-
-
 def visit_store(host: str, port: int, timeout: float = TIMEOUT) -> TCPStore:
     """The store that another process made with `host_store`. Raises `RolloutError` if it is not there."""
     try:
@@ -58,8 +40,10 @@ def visit_store(host: str, port: int, timeout: float = TIMEOUT) -> TCPStore:
         ) from None
 
 
-def weight_group(store: Store, seat: Seat, timeout: float = TIMEOUT) -> Any:
+def weight_group(store: Store, seat: Seat, timeout: float = TIMEOUT, host: str = "127.0.0.1") -> Any:
     """The back end of the group at `seat`; returns once every member has come.
+
+    This member listens on its own address `host`, and with gloo on no other.
 
     The members meet under the keys that `torch.distributed` uses for a group of that name, so that an engine
     which makes its group with it, as SGLang does, meets this one. Raises `RolloutError` if one stays away.
@@ -73,7 +57,9 @@ def weight_group(store: Store, seat: Seat, timeout: float = TIMEOUT) -> Any:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = waits
             return dist.ProcessGroupNCCL(store, seat.rank, seat.world, options)
-        return dist.ProcessGroupGloo(store, seat.rank, seat.world, waits)
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._devices, gloo._timeout = [gloo_device(host)], waits
+        return dist.ProcessGroupGloo(store, seat.rank, seat.world, gloo)
     except RuntimeError as error:
         raise RolloutError(
             f"not every member of the weight group {seat.name} has come within {timeout:g} s"

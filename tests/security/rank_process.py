@@ -1,0 +1,23 @@
+"""One rank among several, as torchrun's variables say: prints on which addresses it listens, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import sockets
+import torch
+import torch.distributed as dist
+
+from opd.ranks import joined
+
+with joined("cpu", 60.0) as ranks:
+    dist.all_reduce(torch.ones(1), group=ranks.group)
+    other = ranks.another("second")
+    other.barrier("the second group")
+    print(json.dumps(sorted(sockets.listening(os.getpid()))), flush=True)
+    ranks.barrier("the end")

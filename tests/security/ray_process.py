@@ -1,0 +1,36 @@
+"""Starts a Ray cluster as `launch: ray` does; prints where its processes listen, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import sockets
+
+from opd.config.launch import RayLaunch
+from opd.pipelines.on_ray.cluster import open_cluster
+from opd.pipelines.on_ray.layout import Layout
+from opd.rollout.preemption import Preemption
+
+
+def main() -> None:
+    launch = RayLaunch(type="ray")
+    with open_cluster(launch, Layout.of(launch), Preemption(5.0)) as cluster:
+
+        class Actor:
+            def ping(self) -> int:
+                return os.getpid()
+
+        actor = cluster.ray.remote(Actor).remote()
+        cluster.ray.get(actor.ping.remote())
+        processes = sockets.descendants(os.getpid())
+        found = {"processes": len(processes), "addresses": sorted(sockets.listening(*processes))}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
