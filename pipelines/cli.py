@@ -20,7 +20,7 @@ from opd.pipelines.plan_command import PLAN_OPTIONS, add_options, plan_command
 if TYPE_CHECKING:
     from opd.pipelines.run_folder import RunFolder
 
-_SWITCHES = {"--help", "--version", "--resume", "--dry-run", "--parity"}
+_SWITCHES = {"--help", "--version", "--resume", "--dry-run", "--parity", "--json"}
 _WITH_VALUE = {"--out", "--domain", "--shards"} | PLAN_OPTIONS
 _STAGES = {
     "run": "the whole pipeline: base, specialists, merge, baselines, evaluation, report",
@@ -62,6 +62,13 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = _command(commands, "doctor", "check a recipe, its models, data and machine before a run")
     doctor.add_argument(
         "--parity", action="store_true", help="compare what the back ends say of the same samples instead"
+    )
+    doctor.add_argument(
+        "--out", type=Path, metavar="DIR", help="the run folder that `opd run` would be given"
+    )
+    doctor.add_argument("--resume", action="store_true", help="check as for a run that is to go on")
+    doctor.add_argument(
+        "--json", action="store_true", help="one JSON object a line: level, check, finding, numbers"
     )
     publish = commands.add_parser(
         "publish", help="write a model into an object store, so that ranks can stream it", allow_abbrev=False
@@ -148,21 +155,21 @@ def _dispatch(argv: list[str]) -> int:
         return plan_command(options, overrides)
     recipe = load_recipe(options.recipe, overrides)
     if options.command == "doctor":
-        return _doctor(recipe, parity=options.parity)
+        return _doctor(recipe, options)
     if options.dry_run:
         print(dump_recipe(recipe), end="")
         return 0
     return _run(recipe, options, argv)
 
 
-def _doctor(recipe: Recipe, *, parity: bool) -> int:
-    if parity:
+def _doctor(recipe: Recipe, options: argparse.Namespace) -> int:
+    if options.parity:
         from opd.pipelines.doctor.parity_table import check_parity
 
         return check_parity(recipe)
     from opd.pipelines.doctor.examine import diagnose
 
-    return diagnose(recipe)
+    return diagnose(recipe, run_dir=options.out, resume=options.resume, as_json=options.json)
 
 
 def _report(run_dir: Path, overrides: Sequence[str]) -> int:
@@ -226,12 +233,11 @@ def _path(recipe: Recipe, options: argparse.Namespace) -> Path:
 
 def _open(recipe: Recipe, options: argparse.Namespace) -> RunFolder | None:
     """The run folder; `None` if the checks before a run have said why it cannot start."""
-    from opd.pipelines.run_folder import RunFolder, refuse_existing
+    from opd.pipelines.run_folder import RunFolder
 
     path = _path(recipe, options)
-    if not options.resume:
-        refuse_existing(path)
-    if not _preflight(recipe, path):
+    RunFolder.check(path, recipe, resume=options.resume)
+    if not _preflight(recipe, path, options.resume):
         return None
     return (RunFolder.resume if options.resume else RunFolder.create)(path, recipe)
 
@@ -252,11 +258,11 @@ def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
     return [f"specialist-{domain}" for domain in domains]
 
 
-def _preflight(recipe: Recipe, path: Path) -> bool:
+def _preflight(recipe: Recipe, path: Path, resume: bool) -> bool:
     """The doctor's cheap checks; prints what they found and says whether the run can start."""
     from opd.pipelines.doctor.examine import examine
 
-    findings = examine(recipe, run_dir=path, thorough=False)
+    findings = examine(recipe, run_dir=path, resume=resume, thorough=False)
     for finding in findings:
         if finding.level != "ok":
             print(f"opd: {finding.level}: {one_line(f'{finding.title}: {finding.detail}')}", file=sys.stderr)

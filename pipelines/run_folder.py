@@ -78,6 +78,23 @@ def refuse_existing(path: Path) -> None:
         )
 
 
+def _has_begun(path: Path) -> bool:
+    """Whether there is a run in `path` to resume; not if it was killed before it had begun.
+
+    Raises `RunFolderError` if there is no folder, or one that no run has made.
+    """
+    if not path.is_dir():
+        raise RunFolderError(f"there is no run in {path} to resume; start it without --resume")
+    if (path / _CONFIG).exists():
+        return True
+    if any(not _is_trace(entry.name) for entry in path.iterdir()):
+        raise RunFolderError(
+            f"{path} exists already and holds no {_CONFIG}: restore that file, or give another folder"
+            " with --out"
+        )
+    return False
+
+
 def _is_trace(name: str) -> bool:
     """What a process killed before the run began leaves behind: all but `config.json`, which comes last."""
     unfinished = name.startswith((f".{_CONFIG}.", f".{_INPUTS}.")) and name.endswith(".tmp")
@@ -116,22 +133,26 @@ class RunFolder:
         something that the run was given is no longer what it was.
         """
         path = Path(path)
-        if not path.is_dir():
-            raise RunFolderError(f"there is no run in {path} to resume; start it without --resume")
-        if not (path / _CONFIG).exists():
-            if any(not _is_trace(entry.name) for entry in path.iterdir()):
-                raise RunFolderError(
-                    f"{path} exists already and holds no {_CONFIG}: restore that file, or give another folder"
-                    " with --out"
-                )
-            return cls.create(path, recipe)  # killed before it had begun
+        if not _has_begun(path):
+            return cls.create(path, recipe)
         folder = cls._open(path)
         try:
-            folder._require_same(recipe)
+            folder._keep_free(recipe, folder._require_same(recipe))
         except BaseException:
             folder.close()
             raise
         return folder
+
+    @classmethod
+    def check(cls, path: str | Path, recipe: Recipe, *, resume: bool) -> None:
+        """Raise what `create`, or with `resume` `resume`, would raise now; nothing is written."""
+        path = Path(path)
+        begun = resume and _has_begun(path)
+        if not begun:
+            refuse_existing(path)
+        FileLock(path / _LOCK).refuse_held()
+        if begun:
+            cls.attach(path)._require_same(recipe)
 
     @classmethod
     def attach(cls, path: str | Path) -> RunFolder:
@@ -362,8 +383,8 @@ class RunFolder:
     def _write_config(self, config: Mapping[str, Any]) -> None:
         write_atomic(self.config, _json_bytes(config))
 
-    def _require_same(self, recipe: Recipe) -> None:
-        """Compare `recipe` and what it gives with what the run began with, and keep what is free."""
+    def _require_same(self, recipe: Recipe) -> dict[str, Any]:
+        """Compare `recipe` and what it gives with what the run began with, which is returned."""
         if self._inputs is None:
             raise RunFolderError(
                 f"{self.path / _INPUTS} is missing: it was lost, or the run was started by an older release;"
@@ -372,6 +393,10 @@ class RunFolder:
         started = self.read_config()
         self._require_settings(started, recipe)
         self._require_given(given_inputs(recipe))
+        return started
+
+    def _keep_free(self, recipe: Recipe, started: Mapping[str, Any]) -> None:
+        """Write down what `recipe` says of what may change."""
         now = recipe.model_dump(mode="json")
         # The rest stays as it was written, so that its digest holds for other releases too.
         self._write_config(_fixed(started) | {key: now[key] for key in _FREE})

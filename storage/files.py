@@ -98,15 +98,31 @@ class FileLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+            error = self._held(descriptor)
             os.close(descriptor)
-            who = f"process {holder}" if holder else "another process"
-            raise RunFolderError(
-                f"{self.path.parent} is in use by {who}, which holds {self.path.name}; wait for it or stop it"
-            ) from None
+            raise error from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
         self._descriptor = descriptor
+
+    def refuse_held(self) -> None:
+        """Raise what `acquire` would while another process holds the lock; nothing is written."""
+        if not self.path.is_file():
+            return
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._held(descriptor) from None
+        finally:
+            os.close(descriptor)
+
+    def _held(self, descriptor: int) -> RunFolderError:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+        who = f"process {holder}" if holder else "another process"
+        return RunFolderError(
+            f"{self.path.parent} is in use by {who}, which holds {self.path.name}; wait for it or stop it"
+        )
 
     def release(self) -> None:
         """Give the lock back; does nothing if it is not held."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from opd.config import Recipe
 from opd.errors import ConfigError, OpdError
 from opd.imports import import_function
+from opd.pipelines.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from opd.data.prompts import Domain
@@ -26,6 +27,8 @@ class Finding:
     level: Literal["ok", "warning", "error"]
     title: str
     detail: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """What the detail says in figures, for `opd doctor --json`."""
 
 
 def attempt(title: str, check: Callable[[], list[Finding]]) -> list[Finding]:
@@ -92,8 +95,9 @@ def _check_path(path: str, where: str) -> list[Finding]:
     return [Finding("ok", where, path)]
 
 
-def check_run_dir(path: Path) -> list[Finding]:
-    """Whether the run folder can be made and written."""
+def check_run_dir(path: Path, recipe: Recipe, *, resume: bool) -> list[Finding]:
+    """Whether the run folder can be made or, with `resume`, gone on in."""
+    RunFolder.check(path, recipe, resume=resume)
     parent = existing_parent(path)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         return [Finding("error", "run folder", f"{parent} cannot be written; choose another with --out")]

@@ -201,11 +201,11 @@ def _compare(title: str, parts: Parts, free: int) -> Finding:
     needed = sum(parts.values())
     listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
     text = f"about {readable(needed)} of {readable(free)} free ({listed})"
+    numbers = {"needed": needed, "free": free, **parts}
     if needed > free:
-        return Finding(
-            "error", title, f"{text}; this does not fit, use a smaller model or batch, or free some"
-        )
-    return Finding("warning" if needed > _TIGHT * free else "ok", title, text)
+        text = f"{text}; this does not fit, use a smaller model or batch, or free some"
+        return Finding("error", title, text, numbers)
+    return Finding("warning" if needed > _TIGHT * free else "ok", title, text, numbers)
 
 
 def readable(size: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from opd.pipelines.doctor.estimate import check_precision, check_resources
 from opd.pipelines.doctor.kl import check_kl
 from opd.pipelines.doctor.models import Models, check_models
 from opd.pipelines.doctor.served import check_served
+from opd.pipelines.ending import one_line
 from opd.pipelines.run_folder import default_path
 
 if TYPE_CHECKING:
@@ -32,18 +34,19 @@ __all__ = ["Finding", "diagnose", "examine"]
 _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
 
 
-def examine(recipe: Recipe, *, run_dir: Path | None = None, thorough: bool = True) -> list[Finding]:
+def examine(
+    recipe: Recipe, *, run_dir: Path | None = None, resume: bool = False, thorough: bool = True
+) -> list[Finding]:
     """Every check, in the order of a run; with `thorough=False` those that load no weights.
 
-    Nothing is written. A check that cannot be made because an earlier one failed is left out.
+    `run_dir` and `resume` are what `opd run` would be told. Nothing is written. A check that
+    cannot be made because an earlier one failed is left out.
     """
     findings = check_sampling(recipe) + check_schedule(recipe)
-    path = run_dir
-    if path is None:
-        findings += attempt("run folder", lambda: check_run_dir(default_path(recipe)))
-        path = Path(recipe.run_dir or "runs")
-    else:
-        findings += check_run_dir(path)
+    findings += attempt(
+        "run folder", lambda: check_run_dir(run_dir or default_path(recipe), recipe, resume=resume)
+    )
+    path = run_dir or Path(recipe.run_dir or "runs")
     findings += check_paths(recipe)
     domains: dict[str, Domain] = {}
     findings += check_domains(recipe, domains)
@@ -58,17 +61,47 @@ def examine(recipe: Recipe, *, run_dir: Path | None = None, thorough: bool = Tru
     return findings
 
 
-def diagnose(recipe: Recipe, console: Console | None = None) -> int:
-    """Print the findings as a table; returns the exit status: 2 if any is an error, else 0."""
+def diagnose(
+    recipe: Recipe,
+    console: Console | None = None,
+    *,
+    run_dir: Path | None = None,
+    resume: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Print the findings; returns the exit status: 2 if any is an error, else 0.
+
+    A table in a terminal, else a line each (level, check, finding); `as_json` one JSON object a line with
+    the keys `level`, `check`, `finding` and `numbers`.
+    """
     console = console or Console()
-    findings = examine(recipe)
+    findings = examine(recipe, run_dir=run_dir, resume=resume)
+    if as_json:
+        lines = [
+            json.dumps({"level": f.level, "check": f.title, "finding": f.detail, "numbers": dict(f.numbers)})
+            for f in findings
+        ]
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    elif console.is_terminal:
+        console.print(_table(recipe, findings), markup=True)
+    else:
+        lines = [f"{f.level:<8} {f.title}: {one_line(f.detail)}" for f in findings]
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    errors, warnings = (sum(f.level == level for f in findings) for level in ("error", "warning"))
+    if not as_json:
+        console.print(f"{number_of(errors, 'error')}, {number_of(warnings, 'warning')}", highlight=False)
+    return 2 if errors else 0
+
+
+def number_of(count: int, thing: str) -> str:
+    """`1 error`, `2 errors`."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def _table(recipe: Recipe, findings: list[Finding]) -> Table:
     table = Table(title=f"opd doctor: {recipe.name}", title_justify="left", show_lines=False)
     for column in ("", "check", "finding"):
         table.add_column(column, overflow="fold")
     for finding in findings:
         table.add_row(_MARKS[finding.level], finding.title, finding.detail)
-    console.print(table, markup=True)
-    errors = sum(finding.level == "error" for finding in findings)
-    warnings = sum(finding.level == "warning" for finding in findings)
-    console.print(f"{errors} errors, {warnings} warnings")
-    return 2 if errors else 0
+    return table

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
     from opd.protocols import Teacher
 
-FAR = 0.19
-"""Nats per token above which a merge is in doubt; teachers of the student's own origin measure near 0.04."""
+FAR = 3.1
+"""Nats per token: the farthest start that a merge was measured from. The quick start's base begins at 0.7 to
+3.1 from its teachers, and its merge keeps 99.8 % of their accuracy."""
 _PROMPTS, _NEW_TOKENS = 8, 32
 
 
@@ -62,11 +63,14 @@ def _check(
 ) -> list[Finding]:
     samples = sample_responses(recipe, domain, student, tokenizer)
     value = mean_kl(student, teacher, samples, len(tokenizer), recipe.rollout.temperature)
-    text = f"{value:.3f} nats per token"
+    text, numbers = f"{value:.3f} nats per token at the start", {"kl": value}
     if value > FAR:
-        detail = f"{text}, above {FAR}: the student rarely writes what this teacher would, a merge may fail"
-        return [Finding("warning", title, f"{detail}; prefer a teacher trained from this student")]
-    return [Finding("ok", title, text)]
+        detail = (
+            f"{text}; no merge was measured from beyond {FAR}: the student rarely writes what this teacher"
+            " would; prefer a teacher trained from this student, or give the merge more steps"
+        )
+        return [Finding("warning", title, detail, numbers)]
+    return [Finding("ok", title, text, numbers)]
 
 
 def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenizer: Any) -> list[Sample]:
