@@ -73,13 +73,13 @@ def test_scores_match_float64(seed, tokens, vocabulary, temperature, kind):
     torch.testing.assert_close(scores.double(), values, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["reverse", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])])
+@pytest.mark.parametrize("kind", ["reverse", *(pytest.param(k, marks=pytest.mark.long) for k in KINDS[1:])])
 def test_values_and_gradient(kind):
     check(models(1, 13, 90), {"kind": kind, "beta": 0.3, "temperature": 1.5})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["reverse", *(pytest.param(k, marks=pytest.mark.long) for k in KINDS[1:])])
 def test_a_softcap(kind):
     check(models(2, 9, 65, softcap=3.0), {"kind": kind, "beta": 0.6, "temperature": 0.8})
 

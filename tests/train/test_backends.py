@@ -42,7 +42,10 @@ TASKS = {
 }
 MISSING = {name for name, train in TASKS.items() if find_spec("deepspeed") is None and "zero_stage" in train}
 NO_DEEPSPEED = pytest.mark.skip("needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'")
-NAMES = [pytest.param(name, marks=[NO_DEEPSPEED] if name in MISSING else []) for name in TASKS]
+LONG = {"megatron-data", "megatron-tensor-distributed"}
+"""The other two of the four have both kinds of parallelism and of optimiser."""
+MARKS = {name: [pytest.mark.long] for name in LONG} | {name: [NO_DEEPSPEED] for name in MISSING}
+NAMES = [pytest.param(name, marks=MARKS.get(name, [])) for name in TASKS]
 
 
 def one_process(first, last, state=None, batches=backend_ranks.batch, **model):
@@ -61,13 +64,14 @@ def reference():
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(tmp_path_factory, request):
     """The folder in which two ranks have left what every task gave."""
     half, _ = one_process(0, HALF)
+    left_out = MISSING if request.config.getoption("--long") else MISSING | LONG
     tasks = [
         task
         for name, train in TASKS.items()
-        if name not in MISSING
+        if name not in left_out
         for task in (
             {"name": name, "train": train, "first": 0, "last": STEPS},
             {"name": f"{name}-half", "train": train, "first": 0, "last": HALF},

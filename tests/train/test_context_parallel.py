@@ -46,7 +46,12 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("world", "case"), [(world, case) for world, cases in RANKS.items() for case in cases]
+    ("world", "case"),
+    [
+        pytest.param(world, case, marks=[pytest.mark.long] if world > 2 else [])
+        for world, cases in RANKS.items()
+        for case in cases
+    ],
 )
 def test_ranks_that_share_sequences_or_weights_make_the_step_of_one(ranks, world, case):
     folder = ranks(world)
