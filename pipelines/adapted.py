@@ -12,8 +12,11 @@ from opd.config import Recipe
 from opd.models.adapters import has_adapter, read_adapter, save_adapted
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.models.checkpoint import save_checkpoint
+from opd.models.hf_folder import adapter_base
 from opd.models.lora import AdaptedLM, MergingLM
+from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.context import StageContext
+from opd.pipelines.precision import checkpoint_dtype
 from opd.pipelines.publish import publish_checkpoint
 from opd.teachers.published_adapter import publish_adapter
 
@@ -55,6 +58,18 @@ def save_trained(
         return save_adapted(model, tokenizer, folder, card)
     save_checkpoint(model, tokenizer, folder, card)
     return model.digest()
+
+
+def whole_model(source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+    """`source`, or for an adapter of peft's the model it makes of its base, written to `out` once."""
+    base = adapter_base(source)
+    if base is None:
+        return source
+    if not out.exists():
+        model = CausalLM.from_pretrained(source, dtype=checkpoint_dtype(base))
+        card = {"base": str(base), "adapter": str(source)}
+        save_checkpoint(model, tokenizer or load_tokenizer(source), out, card)
+    return out
 
 
 def published_with_base(context: StageContext, name: str) -> str | None:

@@ -21,7 +21,7 @@ def given_inputs(recipe: Recipe) -> Given:
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    for where in ("path", "tokenizer"):
+    for where in ("path", "tokenizer", "chat_template"):
         source = getattr(recipe.model, where)
         if source is not None:
             yield f"model.{where}", source
@@ -63,9 +63,21 @@ def _published(url: str) -> str:
 
 
 def _model(folder: Path) -> dict[str, str]:
-    from opd.models.hf_folder import CHECKSUMS, LOADED, read_checksums, weight_files
+    from opd.models.hf_folder import (
+        ADAPTER_WEIGHTS,
+        CHECKSUMS,
+        LOADED,
+        adapter_base,
+        read_checksums,
+        weight_files,
+    )
     from opd.storage.sealed import file_digest
 
+    base = adapter_base(folder)
+    if base is not None:
+        own = [name for name in sorted({ADAPTER_WEIGHTS, *LOADED}) if (folder / name).is_file()]
+        of_base = {f"base/{name}": digest for name, digest in _model(base).items()}
+        return {name: file_digest(folder / name) for name in own} | of_base
     listed = read_checksums(folder)
     found = {CHECKSUMS: file_digest(folder / CHECKSUMS)} if listed else {}
     tokenizer_only = not any(folder.glob("*.safetensors"))

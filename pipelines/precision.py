@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opd.config import Recipe
+from opd.models.hf_folder import described_in
 from opd.storage.checkpoint_source import read_headers
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def model_dtype(recipe: Recipe) -> str:
     """
     if recipe.model.dtype is not None:
         return recipe.model.dtype
-    return "float32" if recipe.model.path is None else checkpoint_dtype(Path(recipe.model.path))
+    return "float32" if recipe.model.path is None else checkpoint_dtype(described_in(Path(recipe.model.path)))
 
 
 def checkpoint_dtype(folder: Path) -> str:
@@ -56,7 +57,7 @@ def some_weights(folder: Path) -> Iterator[Tensor]:
     """The first values of every floating-point tensor of a Hugging Face folder, `[n]` each."""
     import torch
 
-    for source in read_headers(folder).values():
+    for source in read_headers(described_in(folder)).values():
         if source.dtype in _STORED and source.nbytes:
             dtype = getattr(torch, _STORED[source.dtype])
             with source.path.open("rb") as file:

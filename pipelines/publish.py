@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from opd.errors import CheckpointError
 from opd.models.heads import head_form
 from opd.models.hf_config import read_config
-from opd.models.hf_folder import check_folder
+from opd.models.hf_folder import adapter_base, check_folder
 from opd.models.hf_weights import check_weights, quiet
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer
 from opd.storage.object_store import ObjectStore
@@ -49,6 +50,11 @@ def publish_checkpoint(
 
 def _checked_form(folder: Path) -> ModelForm:
     check_folder(folder)
+    base = adapter_base(folder)
+    if base is not None:
+        raise CheckpointError(
+            f"{folder} is an adapter on {base}, and only whole models are published; merge it first."
+        )
     check_weights(folder)
     return model_form(folder)
 

@@ -32,7 +32,7 @@ from pydantic import ValidationError
 
 from opd.config import Recipe
 from opd.errors import DataError, RunFolderError
-from opd.models.hf_folder import CHECKSUMS, check_folder, check_small_files
+from opd.models.hf_folder import CHECKSUMS, adapter_base, check_folder, check_small_files
 from opd.monitor.metrics import read_metrics
 from opd.pipelines.given import Given, given_inputs
 from opd.storage.files import FileLock, write_atomic
@@ -227,10 +227,11 @@ class RunFolder:
     def model(self, recipe: Recipe, name: str) -> Path:
         """Where a model lies: `base`, `merged`, `specialist:DOMAIN` or a baseline by name.
 
-        A base that is given and not warmed up stays where it is; it is not copied.
+        A base that is given and not warmed up stays where it is; it is not copied, unless it is an adapter.
         """
         if name == "base" and recipe.model.path is not None and recipe.base is None:
-            return Path(recipe.model.path)
+            given = Path(recipe.model.path)
+            return given if adapter_base(given) is None else self.base
         if name in ("base", "merged"):
             return self.base if name == "base" else self.merged
         if name.startswith("specialist:"):

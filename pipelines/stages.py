@@ -11,13 +11,16 @@ from typing import Any
 from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
+from opd.models.hf_folder import adapter_base
 from opd.monitor.progress import clock
+from opd.pipelines.adapted import whole_model
 from opd.pipelines.context import StageContext, baseline_methods
 from opd.pipelines.distill import distill
 from opd.pipelines.evaluation_stage import evaluate
 from opd.pipelines.grpo import train_grpo
 from opd.pipelines.loop import Extent
 from opd.pipelines.off_policy import distill_off_policy
+from opd.pipelines.student import tokenizer_of
 from opd.pipelines.warm_up import new_base, warm_up
 from opd.pipelines.weight_baselines import merge_weights
 
@@ -41,7 +44,7 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
     """Every stage of `recipe`, in an order in which each comes after what it needs."""
     stages: list[Stage] = []
     base: tuple[str, ...] = ()
-    if recipe.base is not None or recipe.model.config is not None:
+    if recipe.base is not None or recipe.model.config is not None or _is_adapter(recipe):
         stages.append(Stage("base", (), _base, model="base"))
         base = ("base",)
     specialists = tuple(specialist_stage(domain) for domain in recipe.specialist_domains())
@@ -81,16 +84,30 @@ def with_needs(stages: dict[str, Stage], name: str) -> list[Stage]:
     return [stage for stage in stages.values() if stage.name in wanted]
 
 
+def _nothing_trained() -> dict[str, Any]:
+    return {"steps": 0, "student_tokens": 0, "seconds": 0.0, "phases": {}, "counters": {}}
+
+
+def _is_adapter(recipe: Recipe) -> bool:
+    """Whether the student starts from an adapter and its base, which are merged first."""
+    return recipe.model.path is not None and adapter_base(Path(recipe.model.path)) is not None
+
+
 def _base(context: StageContext) -> dict[str, Any]:
     recipe = context.recipe
     out = context.model_path("base")
+    if recipe.base is None and _is_adapter(recipe):
+        source = Path(recipe.model.path or "")
+        tokenizer, main = tokenizer_of(recipe, source), context.ranks.main
+        context.ranks.main_first(lambda: whole_model(source, out, tokenizer) if main else None)
+        return _nothing_trained()
     if recipe.model.path is not None:
         return warm_up(context, Path(recipe.model.path), out)
     fresh = context.folder.stage("base") / "initial" if recipe.base is not None else out
     ranks = context.ranks
     ranks.main_first(lambda: new_base(recipe, fresh) if ranks.main else None)
     if recipe.base is None:
-        return {"steps": 0, "student_tokens": 0, "seconds": 0.0, "phases": {}, "counters": {}}
+        return _nothing_trained()
     return warm_up(context, fresh, out)
 
 

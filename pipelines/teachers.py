@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from opd.config import Recipe, TopKKL
 from opd.errors import ConfigError
-from opd.pipelines.adapted import published_with_base
+from opd.pipelines.adapted import published_with_base, whole_model
 from opd.pipelines.context import StageContext
 from opd.pipelines.precision import model_dtype
 from opd.pipelines.publish import publish_checkpoint
@@ -129,7 +129,7 @@ def _megatron_teachers(
     context: StageContext, names: list[str], placement: Placement
 ) -> AbstractContextManager[Mapping[str, Teacher]]:
     keep = context.recipe.distill.teachers == "resident"
-    source = context.teacher_source if keep else partial(published_teacher, context)
+    source = partial(_whole_source if keep else published_teacher, context)
     return megatron_teachers(
         {name: str(source(name)) for name in names},
         placement,
@@ -193,9 +193,19 @@ def published_teacher(context: StageContext, name: str) -> str:
         return source
     storage = context.recipe.storage
     root = storage.published or str(context.folder.published)
-    published = publish_checkpoint(source, f"{root.rstrip('/')}/{name}", shards=storage.shards)
+    published = publish_checkpoint(
+        _whole_source(context, name), f"{root.rstrip('/')}/{name}", shards=storage.shards
+    )
     # The version by name: another run that publishes under the same URL must not change this one's teacher.
     return f"{root.rstrip('/')}/{name}/{published.manifest.version}"
+
+
+def _whole_source(context: StageContext, name: str) -> str:
+    """URL of a published teacher as it is, or a folder with all of its weights, of an adapter too."""
+    source = context.teacher_source(name)
+    if is_published(source):
+        return source
+    return str(whole_model(Path(source), context.folder.downloaded(name)))
 
 
 def whole_teacher(context: StageContext, name: str) -> Path:

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from opd.models.hf_folder import INDEX
+from opd.models.hf_folder import INDEX, described_in
 from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import LATEST, MANIFEST
 from opd.storage.published import PublishedModel
@@ -55,7 +55,7 @@ def small_files(source: str) -> Iterator[Path]:
     For a Hugging Face folder it is that folder. Raises `StorageError` if a published one cannot be read.
     """
     if not is_published(source):
-        yield Path(source)
+        yield described_in(Path(source))
         return
     adapter = PublishedAdapter.open(source) if is_adapter(source) else None
     url = adapter.base if adapter else source

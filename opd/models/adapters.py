@@ -13,25 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from opd.errors import CheckpointError
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_base,
     check_shard,
     check_small_files,
     read_checksums,
     read_object,
     weight_files,
 )
-from opd.models.lora import AdaptedLM, adapter_pairs, peft_config
+from opd.models.lora import AdaptedLM, peft_config
+from opd.models.peft_folder import PREFIX, read_peft
 from opd.storage.sealed import file_digest
 
 FOLDER = "adapter"
-CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
-_PREFIX = "base_model.model."
+CONFIG, WEIGHTS, BASE = ADAPTER_CONFIG, ADAPTER_WEIGHTS, "base.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def save_adapted(
 
     def beside(draft: Path) -> None:
         (draft / FOLDER).mkdir()
-        tensors = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in model.adapters()}
+        tensors = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in model.adapters()}
         safetensors.torch.save_file(tensors, draft / FOLDER / WEIGHTS, metadata={"format": "pt"})
         described = peft_config(model.module, model.lora, base=str(model.base_path), inference_mode=True)
         described.save_pretrained(draft / FOLDER)
@@ -72,38 +74,32 @@ def save_adapted(
 
 
 def has_adapter(folder: str | Path) -> bool:
-    """Whether `folder` is a merged model that kept its adapters and says which base they belong to."""
-    return (Path(folder) / FOLDER / BASE).is_file()
+    """Whether `folder` is an adapter of peft's, or a merged model that kept its adapters and their base."""
+    place = Path(folder)
+    return (place / FOLDER / BASE).is_file() or (place.is_dir() and adapter_base(place) is not None)
 
 
 def read_adapter(folder: str | Path) -> Adapter:
-    """The adapters kept in the merged model's `folder`.
+    """The adapters in `folder`, or kept in the merged model's `folder`.
 
     Raises `CheckpointError` naming the file that is missing or damaged, or if the adapters are of a kind
     other than plain LoRA.
     """
     place = Path(folder) / FOLDER
+    if not (place / BASE).is_file():
+        base = adapter_base(Path(folder))
+        if base is None:
+            raise CheckpointError(f"{folder} holds no adapter; give a folder that does.")
+        found = read_peft(Path(folder))
+        return Adapter(base, weight_digests(base), found.scaling, found.pairs)
     check_small_files(Path(folder))
     check_shard(place / WEIGHTS, read_checksums(Path(folder)).get(f"{FOLDER}/{WEIGHTS}"))
-    config, base = (read_object(place / name) for name in (CONFIG, BASE))
-    odd = [
-        key
-        for key in ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern")
-        if config.get(key)
-    ]
-    if config.get("peft_type") != "LORA" or odd or config.get("bias", "none") != "none":
-        raise CheckpointError(
-            f"{place / CONFIG} describes {odd[0] if odd else config.get('peft_type')}, and only plain LoRA"
-            " without biases can be read; use the merged model."
-        )
+    found, described = read_peft(place), read_object(place / BASE)
     try:
-        tensors = safetensors.torch.load_file(place / WEIGHTS)
-        scaling = float(config["lora_alpha"]) / int(config["r"])
-        path, files = Path(base["path"]), dict(base["files"])
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        path, files = Path(described["path"]), dict(described["files"])
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{place} is not a whole adapter ({error}); copy it again.") from error
-    pairs = adapter_pairs((name.removeprefix(_PREFIX), tensor) for name, tensor in tensors.items())
-    return Adapter(path, files, scaling, pairs)
+    return Adapter(path, files, found.scaling, found.pairs)
 
 
 def weight_digests(folder: Path) -> dict[str, str]:

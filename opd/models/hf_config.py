@@ -10,18 +10,19 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from opd.errors import CheckpointError, ModelError
-from opd.models.hf_folder import check_small_files, refuse_code
+from opd.models.hf_folder import check_small_files, described_in, refuse_code
 
 # Read by transformers though not every configuration declares them.
 _UNDECLARED_KEYS = ("rope_theta", "rope_scaling", "head_dim")
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The configuration in `folder/config.json`.
+    """The configuration in `folder/config.json`; of an adapter, its base's.
 
     Raises `CheckpointError` if it is missing or not JSON, `ModelError` if its `model_type` is unknown, if it
     names code of its own, or if its weights are quantised.
     """
+    folder = described_in(folder)
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; give a folder written by Hugging Face's save_pretrained.")

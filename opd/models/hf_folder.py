@@ -30,12 +30,18 @@ _DESCRIPTIONS = (
     "preprocessor_config.json",
 )  # fmt: skip
 _OWN_CODE = "auto_map"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def check_folder(folder: Path) -> None:
     """Raise `CheckpointError` naming the first file that is missing, truncated, corrupt or a pickle."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; download the model first and give its path.")
+    base = adapter_base(folder)
+    if base is not None:
+        check_shard(folder / ADAPTER_WEIGHTS, None)
+        check_folder(base)
+        return
     checksums = read_checksums(folder)
     for name in weight_files(folder):
         check_shard(folder / name, checksums.get(name))
@@ -57,6 +63,37 @@ def check_small_files(folder: Path) -> None:
                     f"{folder / name} is not among the files that {CHECKSUMS} lists; remove it, or delete"
                     f" {CHECKSUMS} if you added it on purpose."
                 )
+
+
+def adapter_base(folder: Path) -> Path | None:
+    """Where the base of the adapter in `folder` lies; `None` if `folder` is no adapter of peft's.
+
+    Raises `CheckpointError` if that is no model's folder, or if `folder` is both a model and an adapter: then
+    transformers would load the adapter's base.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        return None
+    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+        raise CheckpointError(
+            f"{folder} holds a model and an adapter ({ADAPTER_CONFIG}); move one elsewhere."
+        )
+    named = read_object(path).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise CheckpointError(f"{path} does not name its base; write its folder as base_model_name_or_path.")
+    places = (Path(named), folder / named)
+    found = next((place for place in places if (place / "config.json").is_file()), None)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} is an adapter on {named}, which is no model folder here; write the base's folder as"
+            f" base_model_name_or_path in {path}."
+        )
+    return found
+
+
+def described_in(folder: Path) -> Path:
+    """The folder that describes the model in `folder`: its base's for an adapter, else itself."""
+    return adapter_base(folder) or folder
 
 
 def refuse_code(folder: Path) -> None:

@@ -21,7 +21,8 @@ from transformers.utils import logging as hf_logging
 from opd.errors import CheckpointError, ModelError
 from opd.models.attention import ATTENTION_NAME
 from opd.models.hf_config import read_config
-from opd.models.hf_folder import weight_files
+from opd.models.hf_folder import adapter_base, weight_files
+from opd.models.peft_folder import merge_into, read_peft
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias|(^|\.)position_ids)$")
@@ -35,11 +36,17 @@ def check_weights(folder: Path) -> None:
 
 
 def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = None) -> Any:
-    """The `...ForCausalLM` of a whole folder, in `dtype`, with packed attention.
+    """The `...ForCausalLM` of a whole folder, in `dtype`, with packed attention; of an adapter of peft's, its
+    base with the adapter merged into it.
 
     Raises `CheckpointError` naming tensors that are missing, of another shape, in no floating-point format,
     or of no use to the model that config.json describes; `ModelError` if that is no causal language model.
     """
+    base = adapter_base(folder)
+    if base is not None:
+        module = load_module(base, dtype=dtype, device_map=device_map)
+        merge_into(module, read_peft(folder), folder)
+        return module
     config = read_config(folder)
     formats = _formats(folder)
     odd = [name for name in formats if formats[name] not in _FLOATS and not _HARMLESS.search(name)]

@@ -21,11 +21,11 @@ from opd.config.lora import LoRAConfig
 from opd.errors import MissingExtraError, ModelError
 from opd.models.causal_lm import CausalLM
 from opd.models.digest import weights_digest
+from opd.models.peft_folder import LORA_A, LORA_B, adapter_pairs, merged
 
 BASE = "base.sha256"
 """Name under which the digest of the base, `[32]` uint8, stands before the adapters."""
 _PART = re.compile(r"\.(lora_[AB])\.default\.weight$")
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdaptedLM(CausalLM):
@@ -99,8 +99,8 @@ class MergingLM(CausalLM):
         self._base = {layer: tensor.clone() for layer, tensor in self._merged.items()}
         self._adapters: dict[str, Tensor] = {}
         for layer, weight in self._base.items():
-            self._adapters[layer + _A] = weight.new_zeros(config.rank, weight.shape[1])
-            self._adapters[layer + _B] = weight.new_zeros(weight.shape[0], config.rank)
+            self._adapters[layer + LORA_A] = weight.new_zeros(config.rank, weight.shape[1])
+            self._adapters[layer + LORA_B] = weight.new_zeros(weight.shape[0], config.rank)
         super().__init__(base.module)
         self.vocabulary = base.vocabulary
 
@@ -116,27 +116,8 @@ class MergingLM(CausalLM):
             super().load_weights(_of_base(weights, self._base_digest))
         finally:  # even a refused tensor leaves those before it copied
             for layer, base in self._base.items():
-                a, b = self._adapters[layer + _A], self._adapters[layer + _B]
+                a, b = self._adapters[layer + LORA_A], self._adapters[layer + LORA_B]
                 self._merged[layer].copy_(merged(base, a, b, self._scaling))
-
-
-def merged(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """`base + scaling * b a` `[out, in]` in `base`'s dtype, summed in float32: one rounding."""
-    delta = b.float() @ a.float()
-    return delta.mul_(scaling).add_(base.float()).to(base.dtype)
-
-
-def adapter_pairs(adapters: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-    """`A` and `B` by the name of the weight they are added to. `ModelError` for anything else."""
-    found, pairs = dict(adapters), {}
-    for name in found:
-        if not name.endswith((_A, _B)):
-            raise ModelError(f"{name} is not a LoRA adapter's tensor; give lora_A and lora_B of each layer.")
-        layer = name.removesuffix(_A).removesuffix(_B)
-        if layer + _A not in found or layer + _B not in found:
-            raise ModelError(f"the adapter of {layer} has only one of lora_A and lora_B; write it again.")
-        pairs[f"{layer}.weight"] = (found[layer + _A], found[layer + _B])
-    return pairs
 
 
 def target_layers(module: Any, targets: Iterable[str]) -> list[str]:

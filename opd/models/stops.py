@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from opd.errors import CheckpointError
-from opd.models.hf_folder import read_object
+from opd.models.hf_folder import described_in, read_object
 
 _FILES = ("generation_config.json", "config.json")
 _ANSWER = "zebra"
@@ -44,7 +44,7 @@ def stops_of(
     if tokenizer.eos_token_id is not None:
         own.append(("tokenizer", [int(tokenizer.eos_token_id)]))
     if folder is not None:
-        own += [(name, _eos_ids(folder / name)) for name in _FILES]
+        own += [(name, _eos_ids(described_in(folder) / name)) for name in _FILES]
     for where, ids in own:
         for token in ids:
             if token < len(tokenizer):

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from opd.errors import ModelError
-from opd.models.hf_folder import check_small_files, refuse_code
+from opd.models.hf_folder import check_small_files, described_in, refuse_code
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -54,6 +54,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; give one that holds a tokenizer.")
+    folder = folder if has_tokenizer(folder) else described_in(folder)
     try:
         refuse_code(folder)
         check_small_files(folder)
@@ -168,7 +169,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a Hugging Face folder brings a tokenizer of its own."""
+    """Whether a Hugging Face folder brings a tokenizer of its own; an adapter may rely on its base's."""
     names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
     return any((folder / name).is_file() for name in names)
 

@@ -242,12 +242,14 @@ def _form(config: Any) -> dict[str, Any]:
 
 def _stored(source: str, shape: Shape) -> dict[str, Any]:
     """How much disk the weights of a teacher take where they are, and whether they were published."""
+    from opd.models.hf_folder import described_in
     from opd.storage.checkpoint_source import read_headers
     from opd.teachers.download import is_published
 
     if is_published(source):
         return {"stored": shape.parameters * 4, "published": True}  # at most: nothing more is fetched for it
-    return {"stored": sum(tensor.nbytes for tensor in read_headers(Path(source)).values())}
+    folder = described_in(Path(source))  # of an adapter, its base: what it adds is small
+    return {"stored": sum(tensor.nbytes for tensor in read_headers(folder).values())}
 
 
 def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:

@@ -168,6 +168,7 @@ def test_the_adapter_folder_holds_what_was_trained(base_path: Path, tmp_path: Pa
 def test_damaged_adapters_are_refused(base_path: Path, tmp_path: Path) -> None:
     save_adapted(adapted(base_path), tiny.tokenizer(), tmp_path / "out", {})
     place = tmp_path / "out" / FOLDER
+    (tmp_path / "out" / "checksums.json").unlink()  # else any change is refused by its digest
     config = json.loads((place / CONFIG).read_text())
     (place / CONFIG).write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(CheckpointError, match="use_dora, and only plain LoRA"):

@@ -42,7 +42,9 @@ MAPS = {
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory) -> Path:
-    return save_checkpoint(tiny.model(), tiny.tokenizer(), tmp_path_factory.mktemp("honest") / "m", {})
+    made = save_checkpoint(tiny.model(), tiny.tokenizer(), tmp_path_factory.mktemp("honest") / "m", {})
+    (made / "checksums.json").unlink()  # as an attacker would
+    return made
 
 
 def trap(honest: Path, folder: Path, file: str, model_type: str) -> Path:
