@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 
-from opd.errors import OpdError, PreemptedError, from_system
+from opd.errors import OpdError, PreemptedError, RanksError, from_system
 
 ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
 _UNWIND = 5
@@ -62,8 +62,19 @@ def complain(error: OpdError) -> None:
     """Say a user's error, or leave it to the process that started this rank."""
     from opd.pipelines.launch import report
 
-    if not report(error):
+    if not report(error) and not _said_by_another(error):
         _say(f"error: {error}")
+
+
+def _said_by_another(error: OpdError) -> bool:
+    """Whether another rank of this machine says the same: under torchrun all read one recipe and one folder,
+    and all of them hear of a rank that is lost. What one rank alone has met is its own to say.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
+        return False
+    from opd.pipelines.launch import is_joined
+
+    return isinstance(error, RanksError) or not is_joined()
 
 
 def _failed(error: Exception) -> int:

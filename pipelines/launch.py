@@ -27,6 +27,7 @@ from opd.rollout.preemption import EXIT_STATUS, Preemption
 
 _LAUNCHER, _REPORT = "OPD_LAUNCHER", "OPD_RANK_REPORT"
 _LOOK = 0.1
+_joined = False
 _LAST_WORDS = 5.0
 """Seconds the other ranks have to say what they know once one has failed."""
 _LINES = 30
@@ -88,6 +89,17 @@ def report(error: OpdError) -> bool:
     said = {"sentence": " ".join(str(error).split()), "lost": isinstance(error, RanksError)}
     Path(path).write_text(json.dumps(said), "utf-8")
     return True
+
+
+def is_joined() -> bool:
+    """Whether this rank has met the others: before, all of them find the same things wrong."""
+    return _joined
+
+
+def has_joined() -> None:
+    """From now on an error may be this rank's alone."""
+    global _joined
+    _joined = True
 
 
 def end_with_launcher() -> None:

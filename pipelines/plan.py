@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,10 +202,7 @@ def describe(
             f" {seconds.max():.3g} s the longest mini-batch"
         )
     if len(plan.oversize):
-        lines.append(
-            f"oversize  {len(plan.oversize):,} trajectories do not fit the budget even alone; they must be"
-            " read in pieces, or the budget raised (--budget-mb, distill.batch.max_tokens)"
-        )
+        lines.append(_oversize(work, plan.oversize, budget))
     lines.append("first     " + _row("rank", "teacher", "trajectories", "tokens", "data"))
     first = [index for index in range(len(plan)) if plan.mini_batch[index] == 0]
     for index in first[:_SHOWN]:
@@ -214,6 +212,18 @@ def describe(
     if len(first) > _SHOWN:
         lines.append(f"          and {len(first) - _SHOWN} more micro-batches")
     return lines
+
+
+def _oversize(work: Workload, rows: np.ndarray, budget: DeviceBudget) -> str:
+    """What does not fit, and the numbers with which it would."""
+    what = "no trajectory fits" if len(rows) == len(work) else f"{len(rows):,} of {len(work):,} do not fit"
+    needed = (budget.bytes_per_token * work.lengths[rows] + 2 * work.sizes[rows]).max() / _MIB
+    enough = [f"--budget-mb {math.ceil(needed * 1.001)}"]
+    longest = int(work.lengths[rows].max())
+    if budget.max_tokens is not None and longest > budget.max_tokens:
+        enough.append(f"--distill.batch.max_tokens {longest}")
+    pieces = "or read them in pieces (distill.batch.sequence_chunk)"
+    return f"oversize  {what} the budget even alone: give {' and '.join(enough)}, {pieces}"
 
 
 def _row(rank: object, teacher: object, count: object, tokens: object, data: object) -> str:

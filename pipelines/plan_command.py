@@ -9,7 +9,16 @@ from pathlib import Path
 from opd.config.load import load_recipe
 from opd.errors import ConfigError
 
-_NUMBERS = {"ranks": int, "mini-batch": int, "budget-mb": float, "tflops": float, "read-mb": float}
+_NUMBERS = {
+    "ranks": (int, "how many share the work (default: 1)"),
+    "mini-batch": (int, "trajectories of a step (default: what the recipe samples, or 64)"),
+    "budget-mb": (
+        float,
+        "MiB of a device for activations, a micro-batch's data and the next's (default: 16384)",
+    ),
+    "tflops": (float, "1e12 operations that a device computes in a second (default: 1)"),
+    "read-mb": (float, "MiB of data that a device is given in a second (default: 1000)"),
+}
 PLAN_OPTIONS = {"--store", "--simulate", *(f"--{name}" for name in _NUMBERS)}
 """All of them take a value."""
 
@@ -20,8 +29,8 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--simulate", type=Path, metavar="CLUSTER", help="instead: how long steps of this cluster would take"
     )
-    for name, kind in _NUMBERS.items():
-        plan.add_argument(f"--{name}", type=kind, metavar="N", help="see PlanOptions in pipelines/plan.py")
+    for name, (kind, told) in _NUMBERS.items():
+        plan.add_argument(f"--{name}", type=kind, metavar="N", help=told)
 
 
 def plan_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from opd.config import Recipe
 from opd.errors import RanksError, TrainingError
 from opd.monitor.progress import Progress
+from opd.pipelines.launch import has_joined
 from opd.pipelines.machine import out_of_memory
 from opd.pipelines.report.closing import closing
 from opd.pipelines.run import execute, record
@@ -32,6 +33,7 @@ def run_rank(
     # Libraries call what newer versions of torch have renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with joined(recipe.model.device, recipe.train.timeout_seconds) as ranks, ExitStack() as stack:
+        has_joined()
         folder = RunFolder.attach(path)
         if ranks.main:
             opened = opening()

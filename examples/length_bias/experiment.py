@@ -23,7 +23,9 @@ from opd.models.causal_lm import CausalLM
 
 HERE = Path(__file__).resolve().parent
 LEVEL = 0.01
-"""Significance over all hazards together: each single test uses `LEVEL / number of hazards`."""
+"""Significance over all tests together that should not reject: each uses `LEVEL` divided by their number."""
+CONTROL_TESTS, RESUME_TESTS = 3, 4
+"""How many those are: of the control, and at each hazard of the responses that were resumed."""
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ def run(model: CausalLM, count: int, hazards: list[float]) -> dict[str, Any]:
     results: dict[str, Any] = {
         "count": count,
         "limit": LIMIT,
-        "level": LEVEL / len(hazards),
+        "level": LEVEL / (CONTROL_TESTS + RESUME_TESTS * len(hazards)),
         "undisturbed": describe(reference),
         "control": describe(control) | compare(reference, control),
         "hazards": {},
@@ -122,19 +124,21 @@ def compare(reference: Outcome, other: Outcome) -> dict[str, float]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
+    level = results["level"]
     lines = [
         f"{results['count']:,} rollouts per arm over the same prompts, every arm with noise of its own; at"
-        f" most {results['limit']} tokens. Each test rejects below p = {results['level']:.4f}.",
+        f" most {results['limit']} tokens. A test rejects below p = {level:.5f} (marked *): {LEVEL}"
+        " divided by the number of tests that should not reject.",
         "",
         "| hazard per token | arm | interruptions | mean length | mean reward | KS distance | p (KS) |"
         " p (chi-square of lengths) | p (mean reward) | tokens sampled per token kept |",
         "|---|---|---|---|---|---|---|---|---|---|",
-        _row("-", "undisturbed", results["undisturbed"]),
-        _row("-", "undisturbed, other noise", results["control"]),
+        _row("-", "undisturbed", results["undisturbed"], level),
+        _row("-", "undisturbed, other noise", results["control"], level),
     ]
     for hazard, arms in results["hazards"].items():
-        lines.append(_row(hazard, "restart from scratch", arms["restart"]))
-        lines.append(_row(hazard, "resume from the log", arms["resume"]))
+        lines.append(_row(hazard, "restart from scratch", arms["restart"], level))
+        lines.append(_row(hazard, "resume from the log", arms["resume"], level))
     lines += [
         "",
         "| hazard per token | mean length a restart must have | found | resumed with the same noise:",
@@ -146,12 +150,12 @@ def table(results: dict[str, Any]) -> str:
         lines.append(
             f"| {hazard} | {arms['restart_predicted_mean_length']:.2f} | {arms['restart']['length']:.2f} |"
             f" {equal:,} of {results['count']:,} | {arms['next_token']['resumes']:,} |"
-            f" {arms['next_token']['p_value']:.3f} |"
+            f" {_p(arms['next_token']['p_value'], level)} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _row(hazard: str, name: str, arm: dict[str, Any]) -> str:
+def _row(hazard: str, name: str, arm: dict[str, Any], level: float) -> str:
     cells = [
         hazard,
         name,
@@ -161,14 +165,16 @@ def _row(hazard: str, name: str, arm: dict[str, Any]) -> str:
     ]
     if "p_ks" in arm:
         cells.append(f"{arm['ks_distance']:.4f}")
-        cells += [_p(arm[key]) for key in ("p_ks", "p_lengths", "p_reward")]
+        cells += [_p(arm[key], level) for key in ("p_ks", "p_lengths", "p_reward")]
     else:
         cells += ["-"] * 4
     return "| " + " | ".join([*cells, f"{arm['sampled_per_kept_token']:.2f}"]) + " |"
 
 
-def _p(value: float) -> str:
-    return f"{value:.3f}" if value >= 0.001 else f"{value:.0e}"
+def _p(value: float, level: float) -> str:
+    """A p-value, marked where its test rejects."""
+    text = f"{value:.3f}" if value >= 0.001 else f"{value:.0e}"
+    return f"{text} *" if value < level else text
 
 
 if __name__ == "__main__":

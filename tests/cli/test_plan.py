@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opd.pipelines.cli import main
+from opd.pipelines.cli import build_parser, main
 from opd.storage.trajectories import TrajectoryRecord, TrajectoryWriter
 from opd.types import Status
 
@@ -88,10 +89,34 @@ def test_trajectories_without_tokens_are_planned_too(tmp_path: Path, capsys) -> 
 
 
 def test_what_does_not_fit_is_said(store: str, capsys) -> None:
-    assert main(["plan", "--store", store, "--budget-mb", "60"]) == 0
+    assert main(["plan", "--store", store, "--budget-mb", "600"]) == 0
     out = capsys.readouterr().out
     assert "oversize  " in out
-    assert "trajectories do not fit the budget even alone" in out
+    found = re.search(r"(\d+) of (\d+) do not fit the budget even alone: give --budget-mb (\d+)", out)
+    assert found
+    assert 0 < int(found[1]) < int(found[2])
+    assert main(["plan", "--store", store, "--budget-mb", found[3]]) == 0
+    assert "oversize" not in capsys.readouterr().out, "the number to use is enough"
+
+
+def test_where_nothing_fits_the_numbers_to_use_are_said(store: str, recipe: str, capsys) -> None:
+    words = ["plan", recipe, "--store", store, "--distill.batch.max_tokens", "1"]
+    assert main([*words, "--budget-mb", "0.01"]) == 0
+    out = capsys.readouterr().out
+    found = re.search(
+        r"no trajectory fits .*: give --budget-mb (\d+) and --distill.batch.max_tokens (\d+)", out
+    )
+    assert found
+    assert main([*words[:-1], found[2], "--budget-mb", found[1]]) == 0
+    assert "oversize" not in capsys.readouterr().out
+
+
+def test_no_help_sends_the_reader_into_the_source(capsys) -> None:
+    names = [name for name in build_parser()._subparsers._group_actions[0].choices]
+    for words in ([], *([name] for name in names)):
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        assert not re.search(r"[a-z_]+\.py\b|[A-Z][a-z]+[A-Z]\w+", capsys.readouterr().out), words
 
 
 @pytest.mark.parametrize(

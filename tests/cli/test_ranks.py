@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 from recipes import tiny_recipe, write_recipe
 
 from opd.errors import ConfigError, PreemptedError, RanksError
+from opd.pipelines.ending import ended
 from opd.pipelines.launch import _outcome, _Rank, is_rank, launch, wants_ranks
 from opd.rollout.preemption import Preemption
 
@@ -36,6 +37,29 @@ def test_a_process_of_torchrun_is_a_rank(monkeypatch):
     assert is_rank(tiny_recipe())
     with pytest.raises(ConfigError, match=r"train.ranks is 3, but 2 processes were started"):
         is_rank(tiny_recipe(train={"ranks": 3}))
+
+
+@pytest.mark.parametrize(
+    ("rank", "joined", "error", "says"),
+    [
+        ("0", False, ConfigError("no such key"), True),
+        ("1", False, ConfigError("no such key"), False),  # rank 0 of this machine reads the same recipe
+        ("1", True, ConfigError("a fault of this rank"), True),
+        ("0", True, RanksError("rank 3 was lost"), True),
+        ("7", True, RanksError("rank 3 was lost"), False),
+    ],
+)
+def test_under_torchrun_a_machine_says_an_error_once(monkeypatch, capsys, rank, joined, error, says):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.delenv("OPD_RANK_REPORT", raising=False)
+    monkeypatch.setattr("opd.pipelines.launch._joined", joined)
+
+    def command() -> int:
+        raise error
+
+    assert ended(command) == 2
+    assert capsys.readouterr().err == (f"opd: error: {error}\n" if says else "")
 
 
 def test_what_ranks_cannot_do_is_refused(monkeypatch):

@@ -74,3 +74,22 @@ def test_the_tests_know_a_difference_when_there_is_one() -> None:
     # Textbook quantiles: chi-square 3.841 at one degree of freedom, 18.307 at ten.
     assert two_samples.chi_square_tail(3.841, 1) == pytest.approx(0.05, abs=1e-4)
     assert two_samples.chi_square_tail(18.307, 10) == pytest.approx(0.05, abs=1e-4)
+
+
+@pytest.mark.parametrize("hazards", [[0.02], [0.005, 0.02, 0.05]])
+@pytest.mark.parametrize("p", [1e-9, 0.0005, 0.0019, 0.0021, 0.008, 0.3])
+def test_what_rejects_is_marked_and_the_level_counts_every_test(hazards: list[float], p: float) -> None:
+    arm = {"interruptions": 0, "length": 1.0, "length_error": 0.1, "reward": 0.1, "reward_error": 0.1}
+    arm |= {"sampled_per_kept_token": 1.0, "ks_distance": 0.1, "p_ks": p, "p_lengths": 0.5, "p_reward": 0.5}
+    level = experiment.LEVEL / (3 + 4 * len(hazards))
+    found = {
+        "restart": arm,
+        "resume": arm,
+        "resume_same_noise": {"equal_to_undisturbed": 1},
+        "restart_predicted_mean_length": 1.0,
+        "next_token": {"resumes": 1, "p_value": 0.5},
+    }
+    results = {"count": 1, "limit": 1, "level": level, "undisturbed": arm, "control": arm}
+    table = experiment.table(results | {"hazards": {f"{h:g}": found for h in hazards}})
+    control = next(line for line in table.splitlines() if "undisturbed, other noise" in line)
+    assert (" * |" in control) is (p < level)
