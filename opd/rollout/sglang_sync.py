@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from opd.errors import RolloutError
+from opd.models.causal_lm import DTYPES
+from opd.models.digest import raw_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +25,10 @@ FUSED = {
 }
 """What a server keeps as one tensor, and of what."""
 VOCABULARY_ROWS = 64
+DIGITS = 16
+"""Of a tensor's checksum, hexadecimal, at least."""
+RELEASE = "0.5.23"
+"""Whose checksums are known here."""
 FORM = (
     "model_type",
     "architectures",
@@ -81,40 +89,127 @@ def check_config(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -
             )
 
 
-def check_checksums(
-    url: str, held: Mapping[str, str], weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
-) -> None:
-    """`RolloutError` unless a server on a CPU holds `weights`: its checksum of a tensor is the beginning of
-    the sha256 of its bytes. Every tensor it has must be one of them, or several joined (`FUSED`).
+class Proof:
+    """What workers have to say of their tensors if they hold `weights`: the checksums of the trainer's bytes,
+    cast and cut as a worker keeps them. Each is computed once, whichever worker asks.
     """
-    known = dict(weights)
-    for name, checksum in held.items():
-        parts = _parts(name, known)
-        if parts is None:
-            if _computed(name):
-                continue
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._known = dict(weights)
+        own = {tensor.dtype for tensor in self._known.values() if tensor.is_floating_point()}
+        dtypes = [*own, *(dtype for dtype in DTYPES.values() if dtype not in own)]
+        self._forms = [(dtype, how) for dtype in dtypes for how in CHECKSUMS]
+        self._found: dict[tuple[str, str, torch.dtype, str], str] = {}
+        self._lock = threading.Lock()
+
+    def check(self, url: str, ranks: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
+        """`RolloutError` unless every tensor the ranks of a worker tell of is the trainer's, and nothing that
+        the trainer holds is left out.
+
+        Args:
+            url: Names the worker.
+            ranks: What `/weights_checker` answered: of each rank its place and its tensors' checksums.
+            settings: What `/server_info` answered.
+        """
+        with self._lock:
+            self._prefer(DTYPES.get(str(settings.get("dtype"))), str(settings.get("device")))
+            used: set[str] = set()
+            for rank in ranks:
+                place = rank.get("parallelism_info") or {}
+                if place.get("role", "target") == "target":
+                    used |= self._check_rank(url, rank["checksums"], place)
+            missing = self._known.keys() - used
+        if missing:
             raise RolloutError(
-                f"{url} holds {name}, which was not pushed; serve the student's own architecture."
+                f"after the push {url} says nothing of {min(missing)}, which the trainer has given it; serve"
+                " the student's own architecture."
             )
-        joined = _padded(name, torch.cat([known[part] for part in parts]).to(dtype))
-        content = joined.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        if hashlib.sha256(content).hexdigest()[: len(checksum)] != checksum:
+
+    def _check_rank(self, url: str, held: Mapping[str, str], place: Mapping[str, Any]) -> set[str]:
+        """The names whose tensors are among `held`; small ones first, which tell how checksums are made."""
+        used, right, wrong = set(), 0, ""
+        parts_of = {name: _parts(name, self._known) for name in held if not _computed(name)}
+        for name, parts in sorted(parts_of.items(), key=lambda item: self._size(item[1])):
+            if parts is None:
+                raise RolloutError(
+                    f"{url} holds {name}, which was not pushed; serve the student's own architecture."
+                )
+            if self._holds(name, parts, held[name], place):
+                right += 1
+                used.update(parts)
+            else:
+                wrong = wrong or name
+            if wrong and right:
+                raise RolloutError(
+                    f"after the push {url} holds another {wrong} than the trainer; restart it and --resume."
+                )
+        if wrong:
             raise RolloutError(
-                f"after the push {url} holds another {name} than the trainer; restart it and --resume."
+                f"after the push {url} proves none of its tensors to be the trainer's, {wrong} among them: it"
+                f" holds others, or is no SGLang {RELEASE}; restart it with that and --resume."
             )
+        return used
+
+    def _holds(self, name: str, parts: list[str], checksum: str, place: Mapping[str, Any]) -> bool:
+        rank, size = int(place.get("tp_rank") or 0), int(place.get("tp_size") or 1)
+        for form in self._forms:
+            dtype, how = form
+            whole = [self._known[part].to(dtype) for part in parts]
+            for cut, content in _cuts(name, whole, rank, size):
+                key = (name, cut, dtype, how)
+                if key not in self._found:
+                    self._found[key] = CHECKSUMS[how](content())
+                if len(checksum) >= DIGITS and self._found[key].startswith(checksum):
+                    self._forms.sort(key=lambda other: other != form)  # the next one's, most likely
+                    return True
+        return False
+
+    def _prefer(self, dtype: torch.dtype | None, device: str) -> None:
+        """Try first what a worker's settings speak for."""
+        self._forms.sort(key=lambda form: (form[0] != dtype) + (form[1] != device))
+
+    def _size(self, parts: list[str] | None) -> int:
+        return sum(self._known[part].numel() for part in parts or ())
+
+
+def _cuts(name: str, parts: list[Tensor], rank: int, size: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The ways in which rank `rank` of `size` may keep a tensor, joined of `parts`, each under a name.
+
+    Rows or columns are cut over the ranks, or not at all; of queries, keys and values the latter may be on
+    several ranks alike.
+    """
+    if "embed_tokens" in name or "lm_head" in name:
+        for multiple in dict.fromkeys((VOCABULARY_ROWS, VOCABULARY_ROWS * size)):
+            yield f"rows of {multiple}, {rank}/{size}", partial(_padded_rows, parts[0], multiple, rank, size)
+        return
+    groups = [g for g in range(size, 0, -1) if size % g == 0] if len(parts) == 3 else [size]
+    for shared in groups:
+        places = [(rank, size), *[(rank * shared // size, shared)] * (len(parts) - 1)]
+        if all(len(part) % n == 0 for part, (_, n) in zip(parts, places, strict=True)):
+            yield (
+                f"rows {rank}/{size}/{shared}",
+                lambda at=places: torch.cat([_rows(p, i, n) for p, (i, n) in zip(parts, at, strict=True)]),
+            )
+    if size > 1 and len(parts) == 1:
+        yield "whole", lambda: parts[0]
+        if parts[0].dim() == 2 and parts[0].shape[1] % size == 0:
+            yield f"columns {rank}/{size}", lambda: parts[0].chunk(size, dim=1)[rank].contiguous()
+
+
+def _padded_rows(weight: Tensor, multiple: int, place: int, count: int) -> Tensor:
+    """A server keeps the rows of embedding and head padded with zeros to a multiple."""
+    missing = -len(weight) % multiple
+    return _rows(torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]), place, count)
+
+
+def _rows(tensor: Tensor, place: int, count: int) -> Tensor:
+    rows = len(tensor) // count
+    return tensor[place * rows : (place + 1) * rows]
 
 
 def _computed(name: str) -> bool:
     """Whether a server computes the tensor from the configuration."""
     return "rotary" in name or "cos_sin" in name
-
-
-def _padded(name: str, weight: Tensor) -> Tensor:
-    """A server keeps the rows of embedding and head padded with zeros to a multiple of 64."""
-    if "embed_tokens" not in name and "lm_head" not in name:
-        return weight
-    missing = -len(weight) % VOCABULARY_ROWS
-    return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])])
 
 
 def _parts(name: str, known: Mapping[str, Tensor]) -> list[str] | None:
@@ -127,3 +222,72 @@ def _parts(name: str, known: Mapping[str, Tensor]) -> list[str] | None:
         if fused in name and all(part in known for part in parts):
             return parts
     return None
+
+
+def _of_cpu(tensor: Tensor) -> str:
+    """What a server on a CPU tells of a tensor, and more: the sha256 of its bytes."""
+    return hashlib.sha256(raw_bytes(tensor).numpy().data).hexdigest()
+
+
+_TILE = 8192
+"""32-bit words that are hashed together."""
+_AT_ONCE = 512 * _TILE
+_WORD, _LONG = 2**32 - 1, 2**64 - 1
+_SEED = 0x243F6A88
+_LANES = (
+    (_SEED, 0x27D4EB2D, 15),
+    (((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD, 0x165667B1, 13),
+)
+"""Seed, multiplier of the place and its rotation, of the two halves of a hash."""
+
+
+def _of_cuda(tensor: Tensor) -> str:
+    """What a server on a GPU tells of a tensor: SGLang's own hash, 16 hexadecimal digits.
+
+    Each 32-bit word is mixed with its place, the words of a tile are summed, mixed with the length, and the
+    tiles are summed again: `sglang/kernels/ops/memory/gpu_tensor_hash.py`, in wrapping int32.
+    """
+    content = raw_bytes(tensor)
+    words = torch.nn.functional.pad(content, (0, -len(content) % 4)).view(torch.int32)
+    if not len(words):
+        return f"{0:016x}"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    length, total = _int32(4 * len(words) & _WORD), 0
+    for start in range(0, len(words), _AT_ONCE):
+        some = words[start : start + _AT_ONCE].to(device)
+        place = torch.arange(start, start + len(some), device=device).to(torch.int32)
+        halves = []
+        for seed, factor, turn in _LANES:
+            rotated = (place << turn) | _shifted(place, 32 - turn)
+            mixed = _mixed(some ^ ((place * _int32(factor) + _int32(seed)) ^ rotated))
+            tiles = torch.nn.functional.pad(mixed, (0, -len(mixed) % _TILE)).view(-1, _TILE)
+            halves.append(_mixed(tiles.sum(1).to(torch.int32) ^ length).long() & _WORD)
+        total += int(((halves[0] << 32) | halves[1]).sum())
+    return f"{_finished(total & _LONG):016x}"
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """MurmurHash3's last step on int32 words."""
+    words = (words ^ _shifted(words, 16)) * _int32(0x85EBCA6B)
+    words = (words ^ _shifted(words, 13)) * _int32(0xC2B2AE35)
+    return words ^ _shifted(words, 16)
+
+
+def _finished(value: int) -> int:
+    """The last step of splitmix64."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _LONG
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _LONG
+    return value ^ value >> 31
+
+
+def _shifted(words: Tensor, count: int) -> Tensor:
+    """int32 words, shifted right without their sign."""
+    return (words >> count) & ((1 << (32 - count)) - 1)
+
+
+def _int32(value: int) -> int:
+    return value - 2**32 if value >= 2**31 else value
+
+
+CHECKSUMS: dict[str, Callable[[Tensor], str]] = {"cpu": _of_cpu, "cuda": _of_cuda}
+"""By the device a server runs on."""

@@ -10,10 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
-from opd.models.causal_lm import DTYPES
 from opd.models.digest import weights_digest
 from opd.rollout.sglang_push import Push
-from opd.rollout.sglang_sync import check_checksums, check_config, check_form
+from opd.rollout.sglang_sync import Proof, check_config, check_form
 from opd.served.faults import RefusedError, UnavailableError, pause
 from opd.served.http_client import PoolOptions, Server
 from opd.served.http_pool import HTTPPool
@@ -42,8 +41,8 @@ class Workers:
         self._weights: list[tuple[str, Tensor]] = []
         self._checked: set[str] = set()
         """URLs of workers whose model has the student's form."""
-        self._checksums: dict[int, str] = {}
-        """Of each version, as the first worker that took it told."""
+        self._proof: Proof | None = None
+        """Of the newest weights."""
         self._rng = random.Random()
 
     @cached_property
@@ -79,6 +78,7 @@ class Workers:
         if self._push is None:
             raise RolloutError("the engine has no way to push new weights; make it with a FolderPush.")
         self._weights = self._push.prepare(weights, version)
+        self._proof = Proof(self._weights)
         self.version = version
         self.versions[self._name] = version
         self._everywhere(self._load)
@@ -157,21 +157,12 @@ class Workers:
         self._checked.add(server.url)
 
     async def _verify(self, server: Server) -> None:
-        """Compare checksums: with the other workers', and with the weights themselves where the worker
-        computes them as this process can, on one CPU.
-        """
+        """Compare the checksums of every tensor with those of the weights themselves."""
+        assert self._proof is not None
         answer = await self._post(server, "/weights_checker", {"action": "checksum"})
-        ranks = (answer or {}).get("ranks", [])
-        whole = "+".join(str(rank["per_gpu_checksum"]) for rank in ranks)
-        if self._checksums.setdefault(self.version, whole) != whole:
-            raise RolloutError(
-                f"after the push of version {self.version} {server.url} holds other weights than another"
-                " worker; restart it and --resume."
-            )
         settings = await self.pool.ask(server, "GET", "/server_info") or {}
-        if settings.get("device") == "cpu" and settings.get("dtype") in DTYPES and len(ranks) == 1:
-            dtype, held = DTYPES[settings["dtype"]], ranks[0]["checksums"]
-            await asyncio.to_thread(check_checksums, server.url, held, self._weights, dtype)
+        ranks = (answer or {}).get("ranks", [])
+        await asyncio.to_thread(self._proof.check, server.url, ranks, settings)
 
     async def _admit(self, server: Server) -> None:
         """A worker that is new or was away: the version it holds, or the newest weights."""

@@ -17,7 +17,7 @@ from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.sglang_engine import ServedModel, SGLangEngine
 from opd.rollout.sglang_push import FolderPush, TensorPush
-from opd.rollout.sglang_sync import check_checksums
+from opd.rollout.sglang_sync import Proof
 from opd.rollout.sync.disk import WeightFolder
 from opd.served.faults import Patience
 from opd.served.http_client import PoolOptions
@@ -170,10 +170,33 @@ def update(served, model, version: int) -> None:
 
 def test_a_worker_that_holds_other_weights_is_found_out(engine, sglang, models):
     update(engine(), models["b"], 1)
-    held = sglang.control("/weights_checker", action="checksum")["ranks"][0]["checksums"]
-    check_checksums(sglang.url, held, models["b"].weights(), torch.float32)
-    with pytest.raises(RolloutError, match=r"holds another model\.embed_tokens\.weight than"):
-        check_checksums(sglang.url, held, models["a"].weights(), torch.float32)
+    ranks = sglang.control("/weights_checker", action="checksum")["ranks"]
+    Proof(models["b"].weights()).check(sglang.url, ranks, {})
+    with pytest.raises(RolloutError, match=r"holds another model\.\S+ than the trainer"):
+        Proof(models["a"].weights()).check(sglang.url, ranks, {})
+
+
+class Corrupting:
+    """A push that changes one bit of one tensor on its way."""
+
+    def __init__(self, push, name: str) -> None:
+        self._push, self._name, self.load = push, name, push.load
+
+    def prepare(self, weights, version):
+        kept = [(name, tensor.clone()) for name, tensor in weights]
+        sent = [(name, tensor.clone()) for name, tensor in kept]
+        dict(sent)[self._name].view(-1).view(torch.int32)[3] ^= 1
+        self._push.prepare(sent, version)
+        return kept
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight"])
+@pytest.mark.parametrize("sync", ["disk", "tensors"])
+def test_a_bit_that_changed_on_its_way_is_found(engine, models, sync, name):
+    served = engine(sync=sync)
+    served._workers._push = Corrupting(served._workers._push, name)
+    with pytest.raises(RolloutError, match=r"holds another model\.\S+ than the trainer"):
+        update(served, models["b"], 1)
 
 
 @pytest.mark.parametrize("sync", ["disk", "tensors"])
@@ -186,8 +209,8 @@ def test_a_worker_that_lost_its_weights_is_given_them_again(engine, sglang, serv
     steps = list(served.generate(requests(4, 10)))
     assert {step.policy_version for step in steps} == {1}
     assert sum(len(step.uids) for step in steps) > 4
-    held = sglang.control("/weights_checker", action="checksum")["ranks"][0]["checksums"]
-    check_checksums(sglang.url, held, models["b"].weights(), torch.float32)
+    ranks = sglang.control("/weights_checker", action="checksum")["ranks"]
+    Proof(models["b"].weights()).check(sglang.url, ranks, {})
 
 
 @pytest.mark.parametrize("sync", ["disk", "tensors"])
