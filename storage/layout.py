@@ -115,12 +115,19 @@ def shard_path(shard: int, shards: int) -> str:
 
 
 def shard_offsets(units: Sequence[Unit], shard: int, shards: int) -> tuple[dict[str, int], int]:
-    """Where each unit's part starts in the shard file, and the file's size."""
-    offsets, end = {}, 0
+    """Where each unit's part starts in the shard file, and the file's size. A unit of the same bytes as one
+    before it, a tied head, lies where that does.
+    """
+    offsets: dict[str, int] = {}
+    placed: dict[tuple[str, int, bytes], int] = {}
+    end = 0
     for unit in units:
-        offsets[unit.name] = aligned(end)
-        start, stop = unit.part(shard, shards)
-        end = offsets[unit.name] + stop - start
+        content = (unit.checksum, unit.block_bytes, unit.blocks)
+        if content not in placed:
+            placed[content] = aligned(end)
+            start, stop = unit.part(shard, shards)
+            end = placed[content] + stop - start
+        offsets[unit.name] = placed[content]
     return offsets, end
 
 

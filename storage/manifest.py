@@ -26,7 +26,7 @@ from opd.storage.layout import (
 from opd.storage.layout import Extent as Extent
 
 FORMAT = "opd-published-model"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"
 FILES = "files"
@@ -65,7 +65,7 @@ class HeadEntry:
     bias: bool
     """Whether the unit "head" holds `lm_head.bias`."""
     tied: bool
-    """Whether the weight is a copy of the embedding's."""
+    """Whether the weight is the embedding's; its bytes are then published once."""
     vocabulary: int
     """Rows of the weight; may exceed the tokenizer's."""
     hidden: int

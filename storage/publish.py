@@ -247,6 +247,8 @@ def _shard_chunks(manifest: Manifest, readers: Mapping[str, UnitSource], shard: 
     end = 0
     for name, unit in manifest.units.items():
         offset = manifest.shard_offset(name, shard)
+        if offset < end:
+            continue  # written already: a tied head
         if offset > end:
             yield bytes(offset - end)
         end = offset

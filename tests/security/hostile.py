@@ -67,7 +67,12 @@ def plant(document: dict[str, Any], manifest: bytes, original: Path, store: Path
     version = f"{digest[:16]}-{document['shards']}"
     shutil.copytree(source.parent, store / version)
     (store / version / "manifest.json").write_bytes(manifest)
-    pointer = {"format": document["format"], "format_version": 1, "version": version, "digest": digest}
+    pointer = {
+        "format": document["format"],
+        "format_version": document["format_version"],
+        "version": version,
+        "digest": digest,
+    }
     (store / "latest").write_bytes(seal(pointer))
 
 

@@ -280,7 +280,12 @@ def test_bytes_that_are_no_manifest_are_refused(original, tmp_path, data):
 def test_latest_points_to_versions_only(original, tmp_path, version):
     store, document = original
     hostile.plant(document, seal(document), store, tmp_path / "store")
-    pointer = {"format": document["format"], "format_version": 1, "version": version, "digest": ""}
+    pointer = {
+        "format": document["format"],
+        "format_version": document["format_version"],
+        "version": version,
+        "digest": "",
+    }
     (tmp_path / "store" / "latest").write_bytes(seal(pointer))
     sentence = refused(tmp_path / "store", tmp_path)
     assert "names no version" in sentence or "bytes where at most" in sentence

@@ -56,6 +56,29 @@ def test_every_world_reads_every_byte(tmp_path, shards, tied):
                 assert entry.dtype == {"float16": "F16", "float32": "F32"}[source.dtype.name]
 
 
+@pytest.mark.parametrize("shards", [1, 2, 7])
+def test_a_tied_head_is_published_once_and_read_from_there(tmp_path, shards):
+    tensors = write_checkpoint(tmp_path / "model", layers=2, tied=True)
+    form = dataclasses.replace(FORM, tied=True)
+    manifest = put(tmp_path / "model", tmp_path / "store", shards, form).manifest
+    stored = sum(path.stat().st_size for path in (tmp_path / "store").rglob("shard-*"))
+    weights = sum(tensor.nbytes for tensor in tensors.values())
+    assert weights <= stored == sum(manifest.sizes) <= weights + 64 * (len(tensors) + 8 * shards)
+    assert not put(tmp_path / "model", tmp_path / "store", shards, form).written
+    embedding = tensors["model.embed_tokens.weight"].tobytes()
+    with PublishedModel.open(tmp_path / "store") as model:
+        both = [memoryview(bytearray(len(embedding))) for _ in range(2)]
+        model.read_parts(["embedding", "head"], 0, 1, both)
+        assert [bytes(one) for one in both] == [embedding] * 2
+    path = tmp_path / "store" / manifest.shard_path(0)
+    damaged = bytearray(path.read_bytes())
+    damaged[manifest.shard_offset("head", 0)] ^= 1
+    path.write_bytes(damaged)
+    for unit in ("embedding", "head"):
+        with PublishedModel.open(tmp_path / "store") as model, pytest.raises(StorageError, match="corrupt"):
+            model.read_unit(unit, memoryview(bytearray(len(embedding))))
+
+
 def test_a_rank_reads_one_range_of_one_file_and_its_share_of_the_bytes(tmp_path):
     write_checkpoint(tmp_path / "model", hidden=128)
     manifest = put(tmp_path / "model", tmp_path / "store", 4).manifest

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opd.errors import StorageError
-from opd.storage.manifest import parse_manifest, seal
+from opd.storage.manifest import FORMAT_VERSION, parse_manifest, seal
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
@@ -163,8 +163,11 @@ def test_a_newer_format_is_named_as_such(published):
     (path,) = published.glob("*/manifest.json")
     document = json.loads(path.read_bytes())
     del document["sha256"]
-    path.write_bytes(seal(document | {"format_version": 2}))
-    with pytest.raises(StorageError, match="is of format 2 and this release reads format 1; update opd"):
+    path.write_bytes(seal(document | {"format_version": FORMAT_VERSION + 1}))
+    with pytest.raises(
+        StorageError,
+        match=f"is of format {FORMAT_VERSION + 1} and this release reads format {FORMAT_VERSION}; update opd",
+    ):
         PublishedModel.open(published)
 
 
