@@ -115,9 +115,11 @@ class Proof:
             self._prefer(DTYPES.get(str(settings.get("dtype"))), str(settings.get("device")))
             used: set[str] = set()
             for rank in ranks:
-                place = rank.get("parallelism_info") or {}
-                if place.get("role", "target") == "target":
-                    used |= self._check_rank(url, rank["checksums"], place)
+                places = rank.get("parallelism_info") or [{}]
+                # Models that draft for it are others, under names that begin with their role.
+                roles = tuple(f"{place.get('role', 'target')}." for place in places)
+                held = {n: s for n, s in rank["checksums"].items() if not n.startswith(roles)}
+                used |= self._check_rank(url, held, places[0])
             missing = self._known.keys() - used
         if missing:
             raise RolloutError(

@@ -63,7 +63,7 @@ def answer(given, device: str, dtype: torch.dtype, size: int) -> list[dict]:
             n: CHECKSUMS[device](t.to(dtype).contiguous())[:16] for n, t in kept(given, rank, size).items()
         }
         place = {"role": "target", "tp_rank": rank, "tp_size": size}
-        ranks.append({"checksums": sums, "per_gpu_checksum": "", "parallelism_info": place})
+        ranks.append({"checksums": sums, "per_gpu_checksum": "", "parallelism_info": [place]})
     return ranks
 
 
