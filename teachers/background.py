@@ -1,4 +1,4 @@
-"""One function call in a thread of its own."""
+"""One function call in a thread of its own, and the device a thread works on."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
-def in_background(name: str, call: Callable[[], T]) -> Future[T]:
-    """Start `call` now. Unlike an executor's, its thread never keeps the process from ending."""
+def work_on(device: torch.device) -> None:
+    """Let this thread use `device`: every thread begins with the first one, whatever that of its maker is."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def in_background(name: str, call: Callable[[], T], device: torch.device) -> Future[T]:
+    """Start `call` now, on `device`. Unlike an executor's, its thread never keeps the process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
+            work_on(device)
             future.set_result(call())
         except BaseException as error:  # handed to whoever asks for the result
             future.set_exception(error)

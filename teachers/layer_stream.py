@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opd.errors import TeacherError
+from opd.teachers.background import work_on
 from opd.teachers.byte_meter import ByteMeter
 from opd.teachers.byte_ring import ByteRing, aligned
 from opd.teachers.gather import UnitGather
@@ -188,6 +189,7 @@ class LayerStream:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        work_on(self.gather.device)
         while (job := self._next()) is not None:
             asked, unit, start = job
             try:

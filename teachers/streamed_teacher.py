@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -115,7 +115,8 @@ class StreamedTeacher:
         """Begin to read the head of the next `load_head`."""
         if self._head is None:
             published = self.published  # opened by this thread alone
-            self._head = in_background(f"head-{self.name}", lambda: self._read_head(published))
+            read = partial(self._read_head, published)
+            self._head = in_background(f"head-{self.name}", read, self._device)
 
     def discard_head(self) -> None:
         """Forget a head that was prefetched and is not needed."""

@@ -147,6 +147,13 @@ class PackedAttention:
         return padded.index_select(0, places)
 
 
+def kernels_share_heads(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the fused kernels take one key head for several query heads. Those of CUDA do in half precision
+    alone: float32 would be computed with scores [B, H, L, L].
+    """
+    return device.type != "cuda" or dtype in (torch.float16, torch.bfloat16)
+
+
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Causal attention of `B` sequences of length `L` with the scaling, softcap and window of `call`.
 
@@ -159,8 +166,11 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionC
     if window is not None and window >= length:
         window = None
     if window is None and call.softcap is None:
+        shared = groups > 1 and kernels_share_heads(query.device, query.dtype)
+        if groups > 1 and not shared:
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         return scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=call.scaling, enable_gqa=groups > 1
+            query, key, value, is_causal=True, scale=call.scaling, enable_gqa=shared
         )
     if length > _MASKED:
         scores = Scores(call.scaling, call.softcap, window)

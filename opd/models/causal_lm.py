@@ -194,13 +194,17 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def torch_device(device: str | torch.device) -> torch.device:
-    """`auto` is CUDA where there is one. `ModelError` for a device this machine does not have."""
+    """`auto` is CUDA where there is one. CUDA without a number is the device this thread works on now, by its
+    number: another thread works on another. `ModelError` for a device this machine does not have.
+    """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.device(device)
     except RuntimeError as error:
         raise ModelError(f"model.device {device!r} is not a device; use auto, cpu or cuda.") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device is cuda but this machine has no CUDA device; use auto or cpu.")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return found
