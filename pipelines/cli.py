@@ -236,10 +236,15 @@ def _open(recipe: Recipe, options: argparse.Namespace) -> RunFolder | None:
     from opd.pipelines.run_folder import RunFolder
 
     path = _path(recipe, options)
-    RunFolder.check(path, recipe, resume=options.resume)
-    if not _preflight(recipe, path, options.resume):
+    resumed = options.resume
+    if resumed and options.command != "evaluate" and not path.exists():
+        # Killed before it had a folder: a scheduler that always says --resume is not refused for ever.
+        print(f"opd: there is no run in {path} yet; starting one", file=sys.stderr)
+        resumed = False
+    RunFolder.check(path, recipe, resume=resumed)
+    if not _preflight(recipe, path, resumed):
         return None
-    return (RunFolder.resume if options.resume else RunFolder.create)(path, recipe)
+    return (RunFolder.resume if resumed else RunFolder.create)(path, recipe)
 
 
 def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:

@@ -68,6 +68,7 @@ def _model(folder: Path) -> dict[str, str]:
         CHECKSUMS,
         LOADED,
         adapter_base,
+        check_small_files,
         read_checksums,
         weight_files,
     )
@@ -78,6 +79,7 @@ def _model(folder: Path) -> dict[str, str]:
         own = [name for name in sorted({ADAPTER_WEIGHTS, *LOADED}) if (folder / name).is_file()]
         of_base = {f"base/{name}": digest for name, digest in _model(base).items()}
         return {name: file_digest(folder / name) for name in own} | of_base
+    check_small_files(folder)
     listed = read_checksums(folder)
     found = {CHECKSUMS: file_digest(folder / CHECKSUMS)} if listed else {}
     tokenizer_only = not any(folder.glob("*.safetensors"))

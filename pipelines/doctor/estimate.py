@@ -25,6 +25,12 @@ _ACTIVATIONS = 17
 (Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4: 34 bytes in half precision)."""
 _TIGHT = 0.8
 _MIB = 1 << 20
+_PLACES = {
+    "published teachers": "published",
+    "fetched teachers": "downloaded",
+    "hidden states": "stages/merge/cache",
+}
+"""Where parts of the disk that are written once lie in a run folder."""
 
 Parts = dict[str, int]
 """Bytes by what they are for."""
@@ -120,6 +126,46 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
     return parts
 
 
+def disk_left(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], run_dir: Path) -> Parts:
+    """`disk_parts` of what a run in `run_dir` still writes, without what is there or done."""
+    parts = disk_parts(recipe, student, teachers)
+    if not (run_dir / "stages").is_dir():
+        return parts
+    done = {path.parent.name for path in run_dir.glob("stages/*/done.json")}
+    stages = _writers(recipe)
+    undone = [stage for stage in stages if stage not in done]
+    trained = [stage for stage in undone if stages[stage]]
+    each = parts["checkpoints"] // max(1, sum(stages.values()))
+    parts["model folders"] = parts["model folders"] * len(undone) // max(1, len(stages))
+    there = sum(_size(run_dir / "stages" / stage / "checkpoints") for stage in trained)
+    # A new checkpoint is written before the oldest one goes.
+    one_more = each // max(1, recipe.runtime.keep_checkpoints)
+    parts["checkpoints"] = max(len(trained) * each - there, one_more) if trained else 0
+    needed_by = {"published teachers": ["merge"], "hidden states": ["merge"], "fetched teachers": [*stages]}
+    for part, place in _PLACES.items():
+        if part in parts:
+            wanted = any(stage in undone for stage in needed_by[part])
+            parts[part] = max(0, parts[part] - _size(run_dir / place)) if wanted else 0
+    return parts
+
+
+def _writers(recipe: Recipe) -> dict[str, bool]:
+    """The stages that leave a model, and whether they keep checkpoints."""
+    methods = [*recipe.baselines.methods, *["mixed_grpo_all"] * recipe.baselines.mixed_grpo_all_tokens]
+    made_here = recipe.base is not None or recipe.model.config is not None
+    return {
+        **({"base": recipe.base is not None} if made_here else {}),
+        **{f"specialist-{domain}": True for domain in recipe.specialist_domains()},
+        "merge": True,
+        **{f"baseline-{method}": method not in WEIGHT_MERGES for method in methods},
+    }
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below `folder`, 0 where there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def check_precision(recipe: Recipe, models: Models) -> list[Finding]:
     """What weights learn in, and what that costs."""
     dtype, student = model_dtype(recipe), models.student
@@ -167,7 +213,7 @@ def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Findi
     if models.student is None:
         return []
     memory = memory_parts(recipe, models.student, models.teachers)
-    disk = disk_parts(recipe, models.student, models.teachers)
+    disk = disk_left(recipe, models.student, models.teachers, run_dir)
     return [
         _compare("memory", memory, available_memory(recipe.model.device)),
         _compare("disk", disk, shutil.disk_usage(existing_parent(run_dir)).free),

@@ -3,6 +3,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
-from opd.pipelines.doctor.estimate import disk_parts, memory_parts, readable
+from opd.pipelines.doctor.estimate import check_resources, disk_left, disk_parts, memory_parts, readable
 from opd.pipelines.doctor.examine import Finding, diagnose, examine
 from opd.pipelines.doctor.kl import mean_kl
-from opd.pipelines.doctor.models import Shape
+from opd.pipelines.doctor.models import Models, Shape
 from opd.pipelines.run_folder import RunFolder
 from opd.teachers.torch_teacher import TorchTeacher
 from opd.types import Sample
@@ -444,3 +445,27 @@ def test_what_the_doctor_prints_can_be_read_by_programs(student, tmp_path, capsy
     started(tmp_path / "run", make_recipe(student))
     assert main(["doctor", str(recipe), "--out", str(tmp_path / "run")]) == 2
     assert capsys.readouterr().out.splitlines()[-1] == "1 error, 0 warnings"
+
+
+def test_the_disk_estimate_counts_what_remains(tmp_path, monkeypatch):
+    """On a full disk a run that is done resumes, and one that has everything before it does not start."""
+    recipe = make_recipe(Path("unused"), model={"config": LLAMA}, storage={"cache_mb": 3})
+    run, left = tmp_path / "run", [sum(disk_parts(recipe, SHAPE, {}).values())]
+    for stage in ("base", "specialist-sort", "merge", "evaluate"):
+        (run / "stages" / stage).mkdir(parents=True)
+        for step in (1, 2):
+            checkpoint = run / "stages" / stage / "checkpoints" / f"step_{step}"
+            checkpoint.mkdir(parents=True)
+            (checkpoint / "model.safetensors").write_bytes(bytes(12_000))
+            left.append(sum(disk_left(recipe, SHAPE, {}, run).values()))
+        (run / "stages" / stage / "done.json").write_text("{}")
+        left.append(sum(disk_left(recipe, SHAPE, {}, run).values()))
+    for method in recipe.baselines.methods:
+        (run / "stages" / f"baseline-{method}").mkdir()
+        (run / "stages" / f"baseline-{method}" / "done.json").write_text("{}")
+        left.append(sum(disk_left(recipe, SHAPE, {}, run).values()))
+    assert left == sorted(left, reverse=True)
+    assert left[0] > left[-1] == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 30, free=10_000))
+    assert find(check_resources(recipe, Models(student=SHAPE), run), "error") == {}
+    assert "does not fit" in find(check_resources(recipe, Models(student=SHAPE), tmp_path), "error")["disk"]

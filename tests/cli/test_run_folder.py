@@ -1,12 +1,17 @@
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tiny
 
 from opd.config import Recipe
-from opd.errors import RunFolderError
+from opd.errors import CheckpointError, RunFolderError
+from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.run_folder import RunFolder, default_path
 
 
@@ -31,6 +36,93 @@ def test_an_empty_folder_and_one_killed_at_birth_are_free(tmp_path: Path):
     (tmp_path / "config.json").rename(tmp_path / ".config.json.0123abcd.tmp")
     with RunFolder.resume(tmp_path, make_recipe()) as folder:
         assert folder.config.exists()
+
+
+def _killed_at(call: int, path: Path) -> bool:
+    """Create a run in a child that kills itself before its `call`-th use of files; whether it got there."""
+    pid = os.fork()
+    if pid == 0:
+        left = call
+
+        def dying(real):
+            def use(*arguments, **options):
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*arguments, **options)
+
+            return use
+
+        for name in (
+            "mkdir",
+            "open",
+            "fdopen",
+            "replace",
+            "rename",
+            "fsync",
+            "ftruncate",
+            "pwrite",
+            "unlink",
+        ):
+            setattr(os, name, dying(getattr(os, name)))
+        RunFolder.create(path, make_recipe())
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_a_run_killed_at_any_step_of_its_creation_can_be_resumed_or_started(tmp_path: Path):
+    kills = 0
+    while _killed_at(kills + 1, tmp_path / f"{kills}"):
+        path = tmp_path / f"{kills}"
+        began = (path / "config.json").exists()
+        if path.exists():
+            if not began:
+                again = tmp_path / f"{kills}-again"
+                shutil.copytree(path, again)
+                RunFolder.create(again, make_recipe()).close()
+            RunFolder.resume(path, make_recipe()).close()
+        for _ in range(2 * path.exists()):
+            with RunFolder.resume(path, make_recipe()) as folder:
+                assert Recipe.model_validate(folder.read_config()) == make_recipe()
+                assert folder.identity
+        kills += 1
+    assert kills > 12
+
+
+@pytest.mark.parametrize("file", ["config.json", "inputs.json"])
+def test_a_run_that_lost_a_file_it_began_with_is_not_begun_again(tmp_path: Path, file):
+    with RunFolder.create(tmp_path / "run", make_recipe()) as folder:
+        folder.mark_done("merge", {})
+    (tmp_path / "run" / file).unlink()
+    for opening in (RunFolder.create, RunFolder.resume):
+        with pytest.raises(RunFolderError, match=r"exists already|inputs\.json is missing"):
+            opening(tmp_path / "run", make_recipe())
+
+
+def test_what_a_run_was_given_must_stay_what_it_was(tmp_path: Path):
+    data, model = tmp_path / "sort.jsonl", tmp_path / "model"
+    data.write_text(json.dumps({"prompt": "<sort>1=", "label": "1"}) + "\n")
+    save_checkpoint(tiny.model(), tiny.tokenizer(), model, {})
+    recipe = make_recipe(model={"path": str(model)}, domains={"sort": {"source": str(data), "reward": "a:b"}})
+    RunFolder.create(tmp_path / "run", recipe).close()
+    whole = {path: path.read_bytes() for path in [data, *model.iterdir()]}
+    for path, content in whole.items():
+        path.write_bytes(content + b" ")
+        if path.name in ("README.md", "model.safetensors"):  # unread, and compared by who loads it
+            RunFolder.resume(tmp_path / "run", recipe).close()
+        else:
+            with pytest.raises((RunFolderError, CheckpointError), match=path.name.replace(".", r"\.")):
+                RunFolder.resume(tmp_path / "run", recipe)
+        path.write_bytes(content)
+    RunFolder.resume(tmp_path / "run", recipe).close()
+    (model / "checksums.json").unlink()  # then the weights themselves are what the run remembers
+    RunFolder.create(tmp_path / "other", recipe).close()
+    (model / "model.safetensors").write_bytes(whole[model / "model.safetensors"] + b" ")
+    with pytest.raises(RunFolderError, match=r"model\.path: model\.safetensors is not what it was"):
+        RunFolder.resume(tmp_path / "other", recipe)
 
 
 def test_a_folder_of_something_else_is_never_taken(tmp_path: Path):

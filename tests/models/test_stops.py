@@ -22,13 +22,14 @@ A, B = 2, 3
 @pytest.fixture
 def folder(tmp_path) -> Path:
     made = save_checkpoint(tiny.model(), tiny.tokenizer(), tmp_path / "m", {})
-    (made / "checksums.json").unlink()  # a model from elsewhere, which has none
+    (made / "checksums.json").unlink(missing_ok=True)  # a model from elsewhere, which has none
     return made
 
 
 def say(folder: Path, file: str, value) -> None:
     described = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
     (folder / file).write_text(json.dumps({**described, "eos_token_id": value}))
+    (folder / "checksums.json").unlink(missing_ok=True)
 
 
 def recipe(folder: Path, **rollout) -> Recipe:
@@ -100,6 +101,7 @@ def test_a_folder_that_is_written_again_keeps_them(folder, tmp_path, named):
     if named != "generation":
         own |= {"do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(own))
+    (folder / "checksums.json").unlink(missing_ok=True)
     again = save_checkpoint(CausalLM.from_pretrained(folder), tiny.tokenizer(), tmp_path / "again", {})
     assert json.loads((again / "generation_config.json").read_text())["eos_token_id"] == [1, A]
     assert {stop.token_id for stop in stops_of(tiny.tokenizer(), again)} == {1, A}

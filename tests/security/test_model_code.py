@@ -43,13 +43,14 @@ MAPS = {
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory) -> Path:
     made = save_checkpoint(tiny.model(), tiny.tokenizer(), tmp_path_factory.mktemp("honest") / "m", {})
-    (made / "checksums.json").unlink()  # as an attacker would
+    (made / "checksums.json").unlink(missing_ok=True)  # as an attacker would
     return made
 
 
 def trap(honest: Path, folder: Path, file: str, model_type: str) -> Path:
     """`honest` with code of its own, named in `file`."""
     shutil.copytree(honest, folder)
+    (folder / "checksums.json").unlink(missing_ok=True)
     (folder / "own.py").write_text(CODE.format(model_type=model_type))
     (folder / "custom_generate").mkdir()
     shutil.copy(folder / "own.py", folder / "custom_generate" / "generate.py")
