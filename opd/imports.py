@@ -13,6 +13,13 @@ from typing import Any
 
 from opd.errors import OpdError
 
+GENERATE = ("engine", "prompts", "group_size", "sampling", "seed")
+GROUP = ("group",)
+POLICY_LOSS = ("logprobs", "old_logprobs", "advantages", "config")
+DIVERGENCE = ("micro", "student", "view")
+BATCH = ("batch",)
+"""What each kind of function is called with, in this order."""
+
 
 def import_function(path: str, where: str, error: type[OpdError], takes: Sequence[str] = ()) -> Any:
     """`import_attribute` of something that can be called; `error` if it cannot, or, where `takes` names the
@@ -58,13 +65,12 @@ def calling(what: str, error: type[OpdError]) -> Iterator[None]:
 
 
 def raised(cause: BaseException) -> str:
-    """`raised KeyError: 'a' (my_code.py:12)`: what, and the innermost line outside of libraries."""
-    frames = [f for f in traceback.extract_tb(cause.__traceback__) if f.filename != __file__]
+    """`raised KeyError: 'a' (my_code.py:12)`: what, and the innermost line of the user's own."""
+    frames = traceback.extract_tb(cause.__traceback__)
     own = [
         f for f in frames if f"{os.sep}site-packages{os.sep}" not in f.filename and not _of_opd(f.filename)
     ]
-    place = (own or frames)[-1:]
-    at = f" ({os.path.basename(place[0].filename)}:{place[0].lineno})" if place else ""
+    at = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
     return f"raised {type(cause).__name__}: {' '.join(str(cause).split())}{at}"
 
 

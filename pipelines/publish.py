@@ -11,6 +11,7 @@ from opd.models.hf_config import read_config
 from opd.models.hf_folder import adapter_base, check_folder
 from opd.models.hf_weights import check_weights, quiet
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer
+from opd.pipelines.doctor.early import refuse_place
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import ModelForm, Published, publish
 from opd.storage.store_faults import StoreOptions
@@ -64,6 +65,7 @@ def run_publish(checkpoint: Path, url: str, shards: int) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
+    refuse_place(url, [str(checkpoint)])
     form = _checked_form(checkpoint)
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)

@@ -15,7 +15,7 @@ from opd.config.rl import (
     RLOOAdvantage,
 )
 from opd.errors import ConfigError, RewardError, TrainingError
-from opd.imports import calling, check_signature, import_attribute
+from opd.imports import GROUP, calling, check_signature, import_attribute
 from opd.protocols import AdvantageEstimator
 from opd.types import SampleGroup
 
@@ -98,17 +98,17 @@ class OwnAdvantage:
     arguments. Raises `ConfigError` if it cannot be loaded or called with one group.
     """
 
-    def __init__(self, path: str) -> None:
-        self._what = f"advantage.path {path}"
-        found = import_attribute(path, "advantage.path", ConfigError)
+    def __init__(self, path: str, where: str = "advantage.path") -> None:
+        self._what = f"{where} {path}"
+        found = import_attribute(path, where, ConfigError)
         if isinstance(found, type):
             with calling(self._what, ConfigError):
                 found = found()
         if not callable(found):
             raise ConfigError(
-                f"advantage.path {path!r} is not callable; give a function of a SampleGroup, or a class"
+                f"{where} {path!r} is not callable; give a function of a SampleGroup, or a class"
             )
-        check_signature(found, path, "advantage.path", ConfigError, ("group",))
+        check_signature(found, path, where, ConfigError, GROUP)
         self._estimate: Callable[[SampleGroup], Any] = found
 
     def __call__(self, group: SampleGroup) -> list[np.ndarray]:

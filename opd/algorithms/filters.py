@@ -9,7 +9,7 @@ import numpy as np
 
 from opd.algorithms.advantages import finite_rewards
 from opd.errors import ConfigError, TrainingError
-from opd.imports import calling, import_function
+from opd.imports import GROUP, calling, import_function
 from opd.types import SampleGroup
 
 
@@ -41,7 +41,7 @@ def keep_groups(groups: Sequence[SampleGroup], keep: str | None, *, zero_varianc
     kept = list(groups) if zero_variance else drop_zero_variance(groups)[0]
     if keep is None:
         return kept
-    found: Any = import_function(keep, "specialist.group_filter", ConfigError, ("group",))
+    found: Any = import_function(keep, "specialist.group_filter", ConfigError, GROUP)
     with calling(f"specialist.group_filter {keep}", TrainingError):
         answers = [found(group) for group in kept]
     for answer in answers:

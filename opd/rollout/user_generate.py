@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opd.errors import ConfigError, RolloutError
-from opd.imports import calling, import_function
+from opd.imports import GENERATE, calling, import_function
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.types import Sample, SampleGroup, SamplingParams, Status
 
@@ -34,8 +34,7 @@ def load_generate(path: str | None) -> Generate:
     """
     if path is None:
         return collect
-    takes = ("engine", "prompts", "group_size", "sampling", "seed")
-    found: Any = import_function(path, "rollout.generate", ConfigError, takes)
+    found: Any = import_function(path, "rollout.generate", ConfigError, GENERATE)
 
     def generate(
         engine: Generates,

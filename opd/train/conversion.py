@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from opd.errors import ConfigError, TrainingError
-from opd.imports import calling, import_function
+from opd.imports import BATCH, calling, import_function
 from opd.types import RolloutBatch, Sample, TokenTerms
 
 
@@ -22,7 +22,7 @@ def convert_batch(batch: RolloutBatch, path: str | None, where: str) -> RolloutB
     """
     if path is None:
         return batch
-    found: Any = import_function(path, where, ConfigError, ("batch",))
+    found: Any = import_function(path, where, ConfigError, BATCH)
     with calling(f"{where} {path}", TrainingError):
         converted = found(batch)
     if not isinstance(converted, RolloutBatch):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opd.config.distill import CustomDivergence, DistillConfig, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
-from opd.imports import calling, import_function
+from opd.imports import DIVERGENCE, calling, import_function
 from opd.kernels.head import Head
 from opd.kernels.ops import geometric_floor, linear_topk
 from opd.losses.sampled import sampled_k2
@@ -222,8 +222,7 @@ class CustomTerm(DistillTerm):
         """Raises `ConfigError` if the function cannot be loaded."""
         super().__init__(teachers, mixture)
         self.path = config.path
-        takes = ("micro", "student", "view")
-        self._loss: Any = import_function(config.path, "distill.loss.path", ConfigError, takes)
+        self._loss: Any = import_function(config.path, "distill.loss.path", ConfigError, DIVERGENCE)
 
     def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
         with calling(f"distill.loss.path {self.path}", TrainingError):

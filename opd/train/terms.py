@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opd.config.rl import PolicyLossConfig, ReferenceKLConfig
 from opd.errors import ConfigError, TrainingError
-from opd.imports import calling, import_function
+from opd.imports import POLICY_LOSS, calling, import_function
 from opd.losses.kl_estimators import reference_penalty
 from opd.losses.policy import clipped_policy_loss
 from opd.monitor.mismatch import MismatchSums
@@ -38,8 +38,7 @@ class PolicyTerm:
         self.entropy_coef = entropy_coef
         self._custom: Any = None
         if config.path is not None:
-            takes = ("logprobs", "old_logprobs", "advantages", "config")
-            self._custom = import_function(config.path, "policy_loss.path", ConfigError, takes)
+            self._custom = import_function(config.path, "policy_loss.path", ConfigError, POLICY_LOSS)
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         weight = micro.policy_weight

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from opd.config import Recipe
-from opd.errors import ConfigError, OpdError
-from opd.imports import import_function
+from opd.errors import ConfigError, OpdError, from_system
+from opd.imports import BATCH, DIVERGENCE, GENERATE, GROUP, POLICY_LOSS, import_function
 from opd.pipelines.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -75,23 +75,32 @@ def check_schedule(recipe: Recipe) -> list[Finding]:
 def check_paths(recipe: Recipe) -> list[Finding]:
     """The user's own functions, named by dotted path: can they be loaded?"""
     specialist, distill = recipe.specialist, recipe.distill
+    own_policy = getattr(distill.loss, "loss", None)  # of k1
     paths = {
-        "rollout.generate": recipe.rollout.generate,
-        "specialist.policy_loss.path": specialist.policy_loss.path,
-        "specialist.group_filter": specialist.group_filter,
-        "specialist.to_batch": specialist.to_batch,
-        "distill.loss.path": getattr(distill.loss, "path", None),
-        "distill.to_batch": distill.to_batch,
+        "rollout.generate": (recipe.rollout.generate, GENERATE),
+        "specialist.advantage.path": (getattr(specialist.advantage, "path", None), GROUP),
+        "specialist.policy_loss.path": (specialist.policy_loss.path, POLICY_LOSS),
+        "specialist.group_filter": (specialist.group_filter, GROUP),
+        "specialist.to_batch": (specialist.to_batch, BATCH),
+        "distill.advantage.path": (getattr(distill.advantage, "path", None), GROUP),
+        "distill.loss.path": (getattr(distill.loss, "path", None), DIVERGENCE),
+        "distill.loss.loss.path": (getattr(own_policy, "path", None), POLICY_LOSS),
+        "distill.to_batch": (distill.to_batch, BATCH),
     }
     findings: list[Finding] = []
-    for where, path in paths.items():
+    for where, (path, takes) in paths.items():
         if path is not None:
-            findings += attempt(where, lambda where=where, path=path: _check_path(path, where))
+            findings += attempt(where, lambda w=where, p=path, t=takes: _check_path(p, w, t))
     return findings
 
 
-def _check_path(path: str, where: str) -> list[Finding]:
-    import_function(path, where, ConfigError)
+def _check_path(path: str, where: str, takes: tuple[str, ...]) -> list[Finding]:
+    if where.endswith("advantage.path"):
+        from opd.algorithms.advantages import OwnAdvantage  # which may be a class
+
+        OwnAdvantage(path, where)
+    else:
+        import_function(path, where, ConfigError, takes)
     return [Finding("ok", where, path)]
 
 
@@ -99,15 +108,30 @@ def check_run_dir(path: Path, recipe: Recipe, *, resume: bool) -> list[Finding]:
     """Whether the run folder can be made or, with `resume`, gone on in."""
     RunFolder.check(path, recipe, resume=resume)
     parent = existing_parent(path)
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        return [Finding("error", "run folder", f"{parent} cannot be written; choose another with --out")]
+    wrong = unwritable(parent)
+    if wrong is not None:
+        return [
+            Finding("error", "run folder", f"{parent} cannot be written ({wrong}); choose another with --out")
+        ]
     return [Finding("ok", "run folder", str(path))]
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why no file can be made in `folder`, or `None`. What is tried leaves nothing behind."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or type(error).__name__
 
 
 def existing_parent(path: Path) -> Path:
     """`path` or the nearest folder above it that exists."""
     path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        return next(folder for folder in (path, *path.parents) if folder.exists())
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise from_system(error) or error from None
 
 
 def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:

@@ -19,9 +19,10 @@ from opd.pipelines.doctor.checks import (
     check_sampling,
     check_schedule,
 )
+from opd.pipelines.doctor.early import check_publishing, check_rewards, check_sizes
 from opd.pipelines.doctor.estimate import check_precision, check_resources
-from opd.pipelines.doctor.kl import check_kl
-from opd.pipelines.doctor.models import Models, check_models
+from opd.pipelines.doctor.kl import check_base, check_kl
+from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models
 from opd.pipelines.doctor.served import check_served
 from opd.pipelines.ending import one_line
 from opd.pipelines.run_folder import default_path
@@ -37,28 +38,47 @@ _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]
 def examine(
     recipe: Recipe, *, run_dir: Path | None = None, resume: bool = False, thorough: bool = True
 ) -> list[Finding]:
-    """Every check, in the order of a run; with `thorough=False` those that load no weights.
+    """Every check, in the order of a run; with `thorough=False`, as before a run, those that load no weights,
+    and once something is wrong none that needs a library of models.
 
-    `run_dir` and `resume` are what `opd run` would be told. Nothing is written. A check that
-    cannot be made because an earlier one failed is left out.
+    `run_dir` and `resume` are what `opd run` would be told. Nothing is left behind. A check that cannot be made
+    because an earlier one failed is left out.
     """
-    findings = check_sampling(recipe) + check_schedule(recipe)
+    findings = check_sampling(recipe)
     findings += attempt(
         "run folder", lambda: check_run_dir(run_dir or default_path(recipe), recipe, resume=resume)
     )
     path = run_dir or Path(recipe.run_dir or "runs")
+    findings += check_sizes(recipe)
     findings += check_paths(recipe)
     domains: dict[str, Domain] = {}
-    findings += check_domains(recipe, domains)
+    if not _errors(findings):  # whose sizes may be impossible
+        findings += check_domains(recipe, domains)
+        failed = {finding.title for finding in findings if finding.level == "error"}
+        sound = {name: domain for name, domain in domains.items() if f"domain {name}" not in failed}
+        findings += check_rewards(recipe, sound)
+        findings += check_publishing(recipe)
+    if _errors(findings) and not thorough:
+        return findings
     models = Models()
+    whole = len(domains) == len(recipe.domains)
+    if not whole and recipe.model.path is None and recipe.model.tokenizer is None:
+        return findings  # the tokenizer is made of the domains' characters
+    findings += check_device(recipe)
+    if any(finding.title == DEVICE and finding.level == "error" for finding in findings):
+        return findings
     findings += check_models(recipe, domains, models)
     findings += check_served(recipe)
     findings += attempt("precision", lambda: check_precision(recipe, models))
     findings += check_resources(recipe, models, path)
-    sound = not any(finding.level == "error" for finding in findings)
-    if thorough and sound:
+    if thorough and not _errors(findings):
+        findings += attempt("rewards of the base", lambda: check_base(recipe, domains, models.tokenizer))
         findings += attempt("KL to the teachers", lambda: check_kl(recipe, domains, models.tokenizer))
     return findings
+
+
+def _errors(findings: list[Finding]) -> bool:
+    return any(finding.level == "error" for finding in findings)
 
 
 def diagnose(

@@ -11,6 +11,7 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
+from opd.pipelines.doctor.early import check_rewards
 from opd.pipelines.precision import model_dtype
 from opd.types import RolloutRequest, Sample
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 FAR = 3.1
 """Nats per token: the farthest start that a merge was measured from. The quick start's base begins at 0.7 to
 3.1 from its teachers, and its merge keeps 99.8 % of their accuracy."""
-_PROMPTS, _NEW_TOKENS = 8, 32
+_PROMPTS, _NEW_TOKENS, _ANSWERS = 8, 32, 3
 
 
 def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> list[Finding]:
@@ -43,6 +44,23 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
                     title, lambda t=teacher, d=domain, s=title: _check(recipe, d, student, t, tokenizer, s)
                 )
     return findings
+
+
+def check_base(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> list[Finding]:
+    """What each reward says of a few answers of a base that exists; loads the model."""
+    if recipe.model.path is None or not Path(recipe.model.path).is_dir():
+        return []
+    from opd.pipelines.student import load_model
+
+    student = load_model(recipe, Path(recipe.model.path))
+    written = {
+        name: [
+            tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
+            for sample in sample_responses(recipe, domain, student, tokenizer)[:_ANSWERS]
+        ]
+        for name, domain in domains.items()
+    }
+    return check_rewards(recipe, domains, written)
 
 
 def _open(recipe: Recipe, name: str, source: str, vocabulary: int) -> Teacher:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from opd.data.prompts import Domain
 
 
+DEVICE = "device"
+_MOST_LAYERS = 10_000
 _PEEK = 64
 """Prompts of a domain that are asked whether they are messages."""
 _MEASURED = 256
@@ -82,6 +84,29 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
                 f"prompts {name}", lambda d=domain: _check_prompts(recipe, d, models.tokenizer)
             )
     return findings
+
+
+def check_device(recipe: Recipe) -> list[Finding]:
+    """Whether the device that the recipe names is there."""
+    import torch
+
+    device = recipe.model.device
+    if device == "auto":
+        return []
+    try:
+        torch.empty(1, device=device)
+        sound = torch.device(device).type != "meta"
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ):  # what torch says of one that is not there
+        sound = False
+    if sound:
+        return []
+    here = f"{torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else "no CUDA device"
+    detail = f"model.device is {device!r}, and this process sees {here}; set it to auto or cpu"
+    return [Finding("error", DEVICE, detail)]
 
 
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
@@ -262,6 +287,8 @@ def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
 
     text = config.get_text_config()
     try:
+        if text.num_hidden_layers > _MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers is {text.num_hidden_layers}, {_MOST_LAYERS} are the most")
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the family's constructor meets

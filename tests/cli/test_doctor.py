@@ -135,7 +135,7 @@ def chat_recipe(student: Path, teacher: Path, folder: Path, **model) -> Recipe:
     lines = [{"prompt": [{"role": "user", "content": f"{n}"}], "label": str(n)} for n in range(40)]
     data = folder / "chat.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    domains = {"chat": {"source": str(data), "reward": "math:sqrt", "teacher": "expert"}}
+    domains = {"chat": {"source": str(data), "reward": "operator:truth", "teacher": "expert"}}
     recipe = make_recipe(student, teacher, domains=domains)
     settings = recipe.model_dump()
     settings["model"] |= model
@@ -236,7 +236,7 @@ def test_messages_need_a_chat_template(student, tmp_path):
     lines = [{"prompt": [{"role": "user", "content": f"{n}="}], "label": str(n)} for n in range(40)]
     data = tmp_path / "chat.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    domains = {"chat": {"source": str(data), "reward": "math:sqrt"}}
+    domains = {"chat": {"source": str(data), "reward": "operator:truth"}}
     errors = find(examine(make_recipe(student, domains=domains)), "error")
     assert "no chat template" in errors["prompts chat"]
 
@@ -384,7 +384,7 @@ def test_opd_run_stops_at_the_doctors_errors(student, tmp_path, capsys):
 def test_a_warm_up_needs_demonstrations(student, tmp_path):
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}=", "label": str(n)}) + "\n" for n in range(40)))
-    domains = {"sums": {"source": str(data), "reward": "math:sqrt"}}
+    domains = {"sums": {"source": str(data), "reward": "operator:truth"}}
     errors = find(examine(make_recipe(student, domains=domains, base={})), "error")
     assert "no demonstrations" in errors["domain sums"]
 

@@ -1,0 +1,206 @@
+"""What `opd run` and `opd doctor` say before any library of models is imported or anything is trained."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
+
+from recipes import tiny_recipe, write_recipe
+
+from opd.errors import StorageError
+from opd.pipelines.cli import main
+from opd.pipelines.doctor.checks import attempt, check_domains, check_paths
+from opd.pipelines.doctor.early import check_publishing, check_rewards, check_sizes, refuse_place
+from opd.pipelines.doctor.models import check_device
+
+REWARDS = """
+calls = []
+
+def of_length(sample):
+    calls.append(sample.text)
+    return float(len(sample.text))
+
+def needs_a_number(sample):
+    return float(int(sample.text))
+
+def needs_a_column(prompts, completions, difficulty):
+    return [0.0 for _ in completions]
+
+def says_nan(sample):
+    return float("nan")
+"""
+
+
+@pytest.fixture(autouse=True)
+def rewards(tmp_path, monkeypatch):
+    (tmp_path / "early_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("early_rewards", None)
+
+
+def domains(**changes):
+    return {"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 200} | changes}
+
+
+IMPOSSIBLE = {
+    "train.ranks": {"train": {"ranks": 4000}},
+    "runtime.workers": {"runtime": {"workers": 4000}},
+    "runtime.threads": {"runtime": {"threads": 4000}},
+    "specialist.prompts_per_step": {"specialist": {"prompts_per_step": 1_000_000, "group_size": 1000}},
+    "distill.prompts_per_domain": {"distill": {"prompts_per_domain": 1_000_000, "samples_per_prompt": 100}},
+    "evaluation.prompts_per_domain": {
+        "evaluation": {"prompts_per_domain": 1_000_000, "samples_per_prompt": 99}
+    },
+    "tokens": {
+        "rollout": {"max_new_tokens": 90_000_000, "max_sequence": 100_000_000},
+        "specialist": {"prompts_per_step": 1_000_000},
+    },
+    "domains.sort": {
+        "domains": domains(held_out=0.0001),
+        "evaluation": {"prompts_per_domain": 1_000_000},
+    },
+    "domains.*.prompts": {"domains": {f"d{i}": domains(prompts=10_000_000)["sort"] for i in range(400)}},
+}
+
+
+@pytest.mark.parametrize("key", IMPOSSIBLE)
+def test_impossible_sizes_are_named(key):
+    findings = check_sizes(tiny_recipe(**IMPOSSIBLE[key]))
+    assert findings
+    assert {finding.level for finding in findings} == {"error"}
+    assert any(key in finding.detail for finding in findings), findings
+
+
+def test_possible_sizes_pass():
+    assert check_sizes(tiny_recipe()) == []
+
+
+@pytest.mark.parametrize(
+    "place", ["", " ", "memory://a", "memory://", "model", "model/below", "file://{}/model"]
+)
+def test_places_where_nobody_may_publish(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(StorageError):
+        refuse_place(place.format(tmp_path), ["model", "s3://bucket/model"])
+
+
+def test_places_where_one_may_publish(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    for place in ("models", str(tmp_path), "s3://bucket/model", "gs://x", "../model-2"):
+        refuse_place(place, ["model", "s3://bucket/model"])
+
+
+@pytest.mark.parametrize(
+    "place", ["{}/file/below", "{}/file", "/proc/nothing/below", "nosuch://x", "memory://x"]
+)
+def test_a_place_that_cannot_be_written_is_found(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    recipe = tiny_recipe(storage={"published": place.format(tmp_path)})
+    assert [finding.level for finding in check_publishing(recipe)] == ["error"]
+
+
+def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path):
+    recipe = tiny_recipe(storage={"published": str(tmp_path / "new" / "place")})
+    assert [finding.level for finding in check_publishing(recipe)] == ["ok"]
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"specialist": {"advantage": {"type": "custom", "path": "gone:x"}}}, "specialist.advantage.path"),
+        ({"distill": {"advantage": {"type": "custom", "path": "gone:x"}}}, "distill.advantage.path"),
+        ({"distill": {"loss": {"type": "k1", "loss": {"path": "gone:x"}}}}, "distill.loss.loss.path"),
+        ({"distill": {"loss": {"type": "custom", "path": "early_rewards:of_length"}}}, "distill.loss.path"),
+        ({"rollout": {"generate": "early_rewards:of_length"}}, "rollout.generate"),
+        ({"specialist": {"to_batch": "early_rewards:needs_a_column"}}, "specialist.to_batch"),
+    ],
+)
+def test_every_path_is_loaded_and_its_arguments_compared(changes, key):
+    found = {finding.title: finding.level for finding in check_paths(tiny_recipe(**changes))}
+    assert found == {key: "error"}
+
+
+@pytest.mark.parametrize("name", ["needs_a_number", "needs_a_column", "says_nan"])
+def test_a_reward_that_fails_on_an_answer_is_found(name):
+    recipe, loaded = tiny_recipe(domains=domains(reward=f"early_rewards:{name}")), {}
+    assert [finding.level for finding in check_domains(recipe, loaded)] == ["ok"]
+    (finding,) = check_rewards(recipe, loaded)
+    assert finding.level == "error"
+    assert name in finding.detail
+
+
+def test_what_a_reward_gives_is_shown():
+    recipe, loaded = tiny_recipe(domains=domains(reward="early_rewards:of_length")), {}
+    check_domains(recipe, loaded)
+    (finding,) = check_rewards(recipe, loaded, {"sort": ["12345"]})
+    assert finding.level == "ok"
+    assert finding.detail == "0 for an empty answer, 1 for '0', 3 for its label, 5 for the base's '12345'"
+    sys.modules["early_rewards"].calls.clear()
+    (checker,) = check_rewards(tiny_recipe(domains=domains()), loaded)
+    assert checker.detail == "0 for an empty answer, 0 for '0', 1 for its label"
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "gpu", "", "cuda:x"])
+def test_a_device_that_is_not_there_is_found(device):
+    (finding,) = attempt("device", lambda: check_device(tiny_recipe(model={"path": "/x", "device": device})))
+    assert finding.level == "error"
+    assert "model.device" in finding.detail
+
+
+def test_a_wrong_source_brings_no_second_sentence(tmp_path, capsys):
+    for command in ("run", "doctor"):
+        recipe = write_recipe(tmp_path / "recipe.yaml", domains={"sort": {"source": "procedral:sort"}})
+        assert (
+            main([command, str(recipe), *(["--out", str(tmp_path / "run")] if command == "run" else [])]) == 2
+        )
+        captured = capsys.readouterr()
+        assert "alphabet" not in captured.out + captured.err
+        if command == "run":
+            assert captured.err.count("\n") == 1
+
+
+LIGHT = """
+import sys
+from opd.pipelines.cli import main
+status = main(sys.argv[1:])
+print(status, sorted({"torch", "transformers", "matplotlib"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--distill.steps", "many"],
+        ["--domains.sort.source", "procedral:sort"],
+        ["--domains.sort.source", "gone.jsonl"],
+        ["--domains.sort.reward", "gone:x"],
+        ["--domains.sort.reward", "early_rewards:needs_a_number"],
+        ["--specialist.advantage", "{type: custom, path: gone:x}"],
+        ["--storage.published", "memory://x"],
+        ["--runtime.threads", "4000"],
+        ["--out", "."],
+        ["--out", "early_rewards.py/run"],
+    ],
+)
+def test_a_cheap_refusal_imports_no_library_of_models(tmp_path, words):
+    write_recipe(tmp_path / "recipe.yaml")
+    words = ["run", "recipe.yaml", *([] if "--out" in words else ["--out", "run"]), *words]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    result = subprocess.run(
+        [sys.executable, "-c", LIGHT, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout == "2 []\n", result.stdout + result.stderr
+    assert result.stderr.count("\n") == 1
