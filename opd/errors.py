@@ -7,9 +7,11 @@ sentence and exits with status 2. What the machine refuses (a full disk, no perm
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+from collections.abc import Iterator
 
 
 class OpdError(Exception):
@@ -133,14 +135,25 @@ def from_system(error: BaseException) -> OpdError | None:
 
 def _where(error: BaseException) -> str:
     """The path an error is about, which it or whoever passed it on has named."""
-    names = [getattr(error, "filename", None), getattr(error, "filename2", None)]
-    names += [note for note in getattr(error, "__notes__", []) if note.startswith(WRITING)]
+    notes = getattr(error, "__notes__", [])
+    names = [note.removeprefix(_WRITING) for note in notes if note.startswith(_WRITING)]
+    names += [getattr(error, "filename", None), getattr(error, "filename2", None)]
     for name in names:
         if name is not None and not isinstance(name, int):
             return f"{os.fsdecode(name)}: "
-    quoted = re.search(r"[\"']?(/[^\"':]+)", str(error))
+    quoted = re.search(r"(?:^|[\s\"'(])(/[^\"':\s)]+)", str(error))
     return f"{quoted[1]}: " if quoted else ""
 
 
-WRITING = "while writing "
+_WRITING = "while writing "
 """What a note begins with that names the file or folder which an error has left unwritten."""
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Give errors of the block, which name no file or a temporary one, the path that was to be written."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"{_WRITING}{os.fspath(path)}")
+        raise

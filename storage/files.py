@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from opd.errors import WRITING, RunFolderError
+from opd.errors import RunFolderError, writing
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
@@ -39,14 +39,13 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     _sweep(target)
     temporary, descriptor = _open_temporary_file(target)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with writing(target), os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
             # Still open, so still locked: a sweeping writer cannot take the file away before it has its name.
             os.replace(temporary, target)
-    except BaseException as error:
-        error.add_note(f"{WRITING}{target}")
+    except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
@@ -68,11 +67,11 @@ def atomic_folder(target: str | os.PathLike[str], *, replace: bool = False) -> I
         raise FileExistsError(f"{final} exists already; remove it or choose another place")
     temporary, descriptor = _open_temporary_folder(final)
     try:
-        yield temporary
-        _fsync_tree(temporary)
-        _put_in_place(temporary, final, replace)
-    except BaseException as error:
-        error.add_note(f"{WRITING}{final}")
+        with writing(final):
+            yield temporary
+            _fsync_tree(temporary)
+            _put_in_place(temporary, final, replace)
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:

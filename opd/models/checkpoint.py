@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from opd.errors import writing
 from opd.models.card import model_card
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import CARD, CHECKSUMS
@@ -41,18 +42,19 @@ def save_checkpoint(
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     try:
-        with quiet():
-            model.module.save_pretrained(draft, max_shard_size=max_shard_bytes)
-        tokenizer.save_pretrained(draft)
-        (draft / CARD).write_text(model_card(target.name, card), "utf-8")
-        if beside is not None:
-            beside(draft)
-        files = [path for path in sorted(draft.rglob("*")) if path.is_file() and path != draft / CARD]
-        checksums = digests_of(draft, files)
-        (draft / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", "utf-8")
-        draft.chmod(0o755)
-        _flush(draft)
-        _replace(draft, target)
+        with writing(target):
+            with quiet():
+                model.module.save_pretrained(draft, max_shard_size=max_shard_bytes)
+            tokenizer.save_pretrained(draft)
+            (draft / CARD).write_text(model_card(target.name, card), "utf-8")
+            if beside is not None:
+                beside(draft)
+            files = [path for path in sorted(draft.rglob("*")) if path.is_file() and path != draft / CARD]
+            checksums = digests_of(draft, files)
+            (draft / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", "utf-8")
+            draft.chmod(0o755)
+            _flush(draft)
+            _replace(draft, target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -85,6 +85,7 @@ def check_paths(recipe: Recipe) -> list[Finding]:
         "distill.advantage.path": (getattr(distill.advantage, "path", None), GROUP),
         "distill.loss.path": (getattr(distill.loss, "path", None), DIVERGENCE),
         "distill.loss.loss.path": (getattr(own_policy, "path", None), POLICY_LOSS),
+        "distill.policy_loss.path": (distill.policy_loss.path, POLICY_LOSS),
         "distill.to_batch": (distill.to_batch, BATCH),
     }
     findings: list[Finding] = []

@@ -41,8 +41,8 @@ def examine(
     """Every check, in the order of a run; with `thorough=False`, as before a run, those that load no weights,
     and once something is wrong none that needs a library of models.
 
-    `run_dir` and `resume` are what `opd run` would be told. Nothing is left behind. A check that cannot be made
-    because an earlier one failed is left out.
+    `run_dir` and `resume` are what `opd run` would be told. Nothing is left behind. A check that
+    cannot be made because an earlier one failed is left out.
     """
     findings = check_sampling(recipe)
     findings += attempt(
@@ -60,6 +60,7 @@ def examine(
         findings += check_publishing(recipe)
     if _errors(findings) and not thorough:
         return findings
+    findings += check_schedule(recipe)
     models = Models()
     whole = len(domains) == len(recipe.domains)
     if not whole and recipe.model.path is None and recipe.model.tokenizer is None:

@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 
 from recipes import tiny_recipe, write_recipe
 
+from opd.config import Recipe
+from opd.config.schema import key_paths
 from opd.errors import StorageError
 from opd.pipelines.cli import main
 from opd.pipelines.doctor.checks import attempt, check_domains, check_paths
@@ -126,6 +128,27 @@ def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path):
 def test_every_path_is_loaded_and_its_arguments_compared(changes, key):
     found = {finding.title: finding.level for finding in check_paths(tiny_recipe(**changes))}
     assert found == {key: "error"}
+
+
+def test_no_path_of_the_schema_is_forgotten():
+    last = ("path", "generate", "group_filter", "to_batch")
+    paths = [path for path in key_paths(Recipe, {}) if path[-1] in last and path[0] not in ("model", "base")]
+    assert len(paths) >= 9
+    for path in paths:
+        changes: dict = {}
+        inner = changes
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = "gone:x"
+        if path[-2:] in (("advantage", "path"), ("loss", "path")):
+            inner["type"] = "custom" if path != ("distill", "loss", "loss", "path") else "k1"
+        if path == ("distill", "loss", "loss", "path"):
+            changes["distill"]["loss"]["type"] = "k1"
+            inner.pop("type")
+        if path[:2] == ("distill", "policy_loss"):
+            changes["distill"] |= {"rl_coef": 1.0, "samples_per_prompt": 2}
+        found = {finding.title: finding.level for finding in check_paths(tiny_recipe(**changes))}
+        assert found == {".".join(path): "error"}
 
 
 @pytest.mark.parametrize("name", ["needs_a_number", "needs_a_column", "says_nan"])
