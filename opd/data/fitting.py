@@ -37,7 +37,10 @@ class Fitted:
 
     def sentence(self, room: Room, policy: LongPrompts) -> str:
         """What was too long, where it stands, and what became of it."""
-        done = "their beginning is cut off" if policy == "truncate" else "they are left out"
+        one = len(self.long) == 1
+        done = f"{'its' if one else 'their'} beginning is cut off"
+        if policy != "truncate":
+            done = "it is left out" if one else "they are left out"
         return (
             f"{self.count()} longer than the {room.tokens} tokens that {room.why}: {done} ({self.places()})"
         )
