@@ -69,6 +69,7 @@ def _run(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
             run_side_by_side(recipe, folder, waiting, progress)
             return
         for stage in waiting:
+            progress.begin(stage.name)
             result = execute(
                 recipe,
                 folder,

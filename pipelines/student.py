@@ -16,6 +16,7 @@ from opd.config import BatchConfig, OptimConfig, Recipe
 from opd.models.causal_lm import CausalLM
 from opd.models.stops import Stop, stops_of
 from opd.models.tokenizers import load_tokenizer, set_chat_template
+from opd.monitor.heartbeat import doing
 from opd.pipelines.adapted import adapted, receiving, save_trained
 from opd.pipelines.context import StageContext
 from opd.pipelines.helpers import Writers
@@ -49,7 +50,8 @@ def load_model(
     It writes the tokens of `tokenizer`; `None` takes the folder's own. Teachers are given the student's: they
     may have more tokens, or no tokenizer.
     """
-    model = CausalLM.from_pretrained(path, dtype=dtype or model_dtype(recipe), device=recipe.model.device)
+    with doing(f"loading {path}"):
+        model = CausalLM.from_pretrained(path, dtype=dtype or model_dtype(recipe), device=recipe.model.device)
     model.vocabulary = min(len(tokenizer or tokenizer_of(recipe, path)), model.vocab_size)
     return model
 

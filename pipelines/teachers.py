@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from opd.config import Recipe, TopKKL
 from opd.errors import ConfigError
+from opd.monitor.heartbeat import doing
 from opd.pipelines.adapted import published_with_base, whole_model
 from opd.pipelines.context import StageContext
 from opd.pipelines.precision import model_dtype
@@ -193,9 +194,10 @@ def published_teacher(context: StageContext, name: str) -> str:
         return source
     storage = context.recipe.storage
     root = storage.published or str(context.folder.published)
-    published = publish_checkpoint(
-        _whole_source(context, name), f"{root.rstrip('/')}/{name}", shards=storage.shards
-    )
+    with doing(f"publishing teacher {name}"):
+        published = publish_checkpoint(
+            _whole_source(context, name), f"{root.rstrip('/')}/{name}", shards=storage.shards
+        )
     # The version by name: another run that publishes under the same URL must not change this one's teacher.
     return f"{root.rstrip('/')}/{name}/{published.manifest.version}"
 
@@ -211,4 +213,7 @@ def _whole_source(context: StageContext, name: str) -> str:
 def whole_teacher(context: StageContext, name: str) -> Path:
     """A Hugging Face folder of teacher `name`; a published one is downloaded into the run folder, once."""
     source = context.teacher_source(name)
-    return download(source, context.folder.downloaded(name)) if is_published(source) else Path(source)
+    if not is_published(source):
+        return Path(source)
+    with doing(f"fetching teacher {name}"):
+        return download(source, context.folder.downloaded(name))

@@ -84,6 +84,8 @@ def _run(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> None:
 def _execute(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> None:
     with Preemption(recipe.runtime.grace_seconds).listen() as preemption, ExitStack() as stack:
         progress = stack.enter_context(Progress()) if ranks.main else None
+        if progress is not None:
+            progress.begin(stage.name)
         try:
             result = execute(
                 recipe,

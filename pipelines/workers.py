@@ -47,6 +47,7 @@ def run_side_by_side(recipe: Recipe, folder: RunFolder, stages: list[Stage], pro
             while waiting or running:
                 preemption.check()
                 for stage in _ready(waiting, running, recipe.runtime.workers):
+                    progress.begin(stage.name)
                     running[stage.name] = _start(methods, recipe, folder, waiting.pop(stage.name))
                 _pass_on(preemption, running)
                 _listen(running, progress)

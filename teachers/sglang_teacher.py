@@ -16,6 +16,7 @@ from opd.config.served import ServerConfig, TeacherServerConfig
 from opd.errors import ConfigError, TeacherError
 from opd.kernels.head import Head
 from opd.models.causal_lm import torch_device, torch_dtype
+from opd.monitor.heartbeat import doing
 from opd.served.faults import Patience
 from opd.served.http_client import PoolOptions, Server
 from opd.served.http_pool import HTTPPool
@@ -139,7 +140,8 @@ class SGLangTeacher:
         """
         futures = [self._future(sample) for sample in samples if len(sample.response_ids)]
         try:
-            wait(futures, return_when=FIRST_EXCEPTION)  # whichever it is: the others may wait for long
+            with doing(self._waiting):
+                wait(futures, return_when=FIRST_EXCEPTION)  # whichever it is: the others may wait for long
             failed = next((f for f in futures if f.done() and f.exception() is not None), None)
             found = [future.result() for future in ([failed] if failed else futures)]
         except BaseException:
@@ -164,6 +166,10 @@ class SGLangTeacher:
             self._loop.run(self.pool.close())
             self._loop.close()
         self.published.close()
+
+    def _waiting(self) -> str:
+        trouble = self.pool.trouble
+        return f"waiting for teacher {self.name}{f' ({trouble})' if trouble else ''}"
 
     def _future(self, sample: Sample) -> Future[Any]:
         question = Question(sample.uid, sample.token_ids.astype(np.int32), len(sample.prompt_ids) - 1)

@@ -10,17 +10,23 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.text import Text
 
+from opd.monitor.heartbeat import AFTER, Heartbeat, busy_with
+
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
     """One bar per running stage, with its headline numbers; finished stages become lines above the bars.
 
-    Without a terminal, at most one line every few seconds and stage. May be called from several threads.
+    Without a terminal, at most one line every few seconds and stage. Where nothing shows that work goes on, a
+    line says so. May be called from several threads.
     """
 
     def __init__(
-        self, console: Console | None = None, seconds_between_lines: float = _SECONDS_BETWEEN_LINES
+        self,
+        console: Console | None = None,
+        seconds_between_lines: float = _SECONDS_BETWEEN_LINES,
+        silence: float = AFTER,
     ) -> None:
         """Writes to `console`, by default the standard error stream, so that output can be piped."""
         self._console = console or Console(stderr=True)
@@ -30,8 +36,11 @@ class Progress:
         self._last_line: dict[str, float] = {}
         self._bars = _bars(self._console) if self._console.is_terminal else None
         self._tasks: dict[str, rich_progress.TaskID] = {}
+        self._reached: dict[str, str] = {}
+        self._heartbeat = Heartbeat(self._still, silence)
 
     def __enter__(self) -> Progress:
+        self._heartbeat.__enter__()
         if self._bars is not None:
             self._bars.start()
         return self
@@ -39,14 +48,31 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._heartbeat.__exit__(kind, error, trace)
         if self._bars is not None:
             self._bars.stop()
+
+    def begin(self, stage: str) -> None:
+        """`stage` has begun; it may take a while to its first `update`."""
+        with self._lock:
+            self._reached[stage] = "begins"
+
+    def _still(self, seconds: float) -> None:
+        with self._lock:
+            if self._tasks:  # bars show it
+                return
+            stages = ", ".join(f"{stage} {reached}" for stage, reached in self._reached.items())
+            words = "; ".join(part for part in (stages, busy_with()) if part)
+            self._print(
+                f"still at work ({clock(seconds)} since the last line){f': {words}' if words else ''}"
+            )
 
     def update(self, stage: str, done: int, total: int, headline: str = "") -> None:
         """`done` of `total` units of `stage` are done; `headline` holds its numbers: `reward 0.83`."""
         with self._lock:
             now = time.monotonic()
             began = self._began.setdefault(stage, now)
+            self._reached[stage] = f"{done}/{total}"
             if self._bars is not None:
                 if stage not in self._tasks:
                     self._tasks[stage] = self._bars.add_task(stage, total=total, headline="")
@@ -61,6 +87,7 @@ class Progress:
         with self._lock:
             self._began.pop(stage, None)
             self._last_line.pop(stage, None)
+            self._reached.pop(stage, None)
             if self._bars is not None and stage in self._tasks:
                 self._bars.remove_task(self._tasks.pop(stage))
             self._line(f"{stage:<24} done {headline}")
@@ -71,6 +98,10 @@ class Progress:
             self._line(text)
 
     def _line(self, text: str) -> None:
+        self._heartbeat.beat()
+        self._print(text)
+
+    def _print(self, text: str) -> None:
         # Not as markup: a headline may hold brackets. Not wrapped: one event is one line in a log.
         self._console.print(Text(text.rstrip()), soft_wrap=True, highlight=False)
 

@@ -64,6 +64,11 @@ class HTTPPool(HTTPClient):
         self._trouble_since: float | None = None
         """When a server failed first since one last answered well."""
 
+    @property
+    def trouble(self) -> str:
+        """What is wrong with the servers that failed last; empty if none did."""
+        return "; ".join(f"{s.url}: {s.last_error}" for s in self.servers if s.failures and s.last_error)
+
     async def post(
         self, path: str, body: dict[str, Any], tokens: int, check: Callable[[dict[str, Any]], Any]
     ) -> Any:

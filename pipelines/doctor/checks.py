@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from opd.config import Recipe
 from opd.errors import ConfigError, OpdError, from_system
 from opd.imports import BATCH, DIVERGENCE, GENERATE, GROUP, POLICY_LOSS, import_function
+from opd.monitor.heartbeat import never_silent
 from opd.pipelines.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -34,9 +35,15 @@ class Finding:
 def attempt(title: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     """What `check` finds; an `OpdError` it raises is a finding of level `error`."""
     try:
-        return check()
+        with never_silent(f"checking {title}"):
+            return check()
     except OpdError as error:
         return [Finding("error", title, str(error))]
+
+
+def number_of(count: int, thing: str) -> str:
+    """`1 error`, `2 errors`."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def check_sampling(recipe: Recipe) -> list[Finding]:

@@ -18,6 +18,7 @@ from opd.pipelines.doctor.checks import (
     check_run_dir,
     check_sampling,
     check_schedule,
+    number_of,
 )
 from opd.pipelines.doctor.early import check_publishing, check_rewards, check_sizes
 from opd.pipelines.doctor.estimate import check_precision, check_resources
@@ -112,11 +113,6 @@ def diagnose(
     if not as_json:
         console.print(f"{number_of(errors, 'error')}, {number_of(warnings, 'warning')}", highlight=False)
     return 2 if errors else 0
-
-
-def number_of(count: int, thing: str) -> str:
-    """`1 error`, `2 errors`."""
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def _table(recipe: Recipe, findings: list[Finding]) -> Table:

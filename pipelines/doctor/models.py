@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from opd.config import Recipe
 from opd.config.lora import LoRAConfig
 from opd.config.recipe import WEIGHT_MERGES
-from opd.errors import ModelError
-from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
+from opd.errors import ModelError, OpdError
+from opd.monitor.heartbeat import never_silent
+from opd.pipelines.doctor.checks import Finding, attempt, given_teachers, number_of
 
 if TYPE_CHECKING:
     from opd.data.prompts import Domain
@@ -75,10 +77,14 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
     models.chat = any(prompt.messages is not None for d in domains.values() for prompt in d.train[:_PEEK])
     if models.tokenizer is not None:
         findings += attempt("stop ids", lambda: _check_stops(recipe, models))
-        for name, path in given_teachers(recipe).items():
-            findings += attempt(
-                f"teacher {name}", lambda n=name, p=path: _check_teacher(recipe, n, p, models)
-            )
+        teachers = given_teachers(recipe)
+        lost = unreachable(teachers, look)
+        findings += told_together(teachers, lost)
+        for name, path in teachers.items():
+            if name not in lost:
+                findings += attempt(
+                    f"teacher {name}", lambda n=name, p=path: _check_teacher(recipe, n, p, models)
+                )
         for name, domain in domains.items():
             findings += attempt(
                 f"prompts {name}", lambda d=domain: _check_prompts(recipe, d, models.tokenizer)
@@ -107,6 +113,52 @@ def check_device(recipe: Recipe) -> list[Finding]:
     here = f"{torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else "no CUDA device"
     detail = f"model.device is {device!r}, and this process sees {here}; set it to auto or cpu"
     return [Finding("error", DEVICE, detail)]
+
+
+def look(source: str) -> None:
+    """Read the description of a published teacher. Raises `StorageError` if that cannot be done."""
+    from opd.storage.published import PublishedModel
+    from opd.teachers.published_adapter import PublishedAdapter, is_adapter
+
+    with PublishedModel.open(PublishedAdapter.open(source).base if is_adapter(source) else source):
+        pass
+
+
+def unreachable(teachers: Mapping[str, str], look: Callable[[str], None]) -> dict[str, OpdError]:
+    """What is wrong with those that are published and cannot be read; all are looked at side by side, since
+    each may take its time to be given up.
+    """
+    from opd.teachers.download import is_published
+
+    published = {name: source for name, source in teachers.items() if is_published(source)}
+    lost: dict[str, OpdError] = {}
+    if published:
+        with never_silent(f"reading {number_of(len(published), 'published teacher')}"):
+            with ThreadPoolExecutor(len(published)) as pool:
+                asked = {name: pool.submit(look, source) for name, source in published.items()}
+            for name, future in asked.items():
+                error = future.exception()
+                if isinstance(error, OpdError):
+                    lost[name] = error
+                elif error is not None:
+                    raise error
+    return lost
+
+
+def told_together(teachers: Mapping[str, str], lost: Mapping[str, OpdError]) -> list[Finding]:
+    """One finding for all that fail in the same way."""
+    alike: dict[str, list[str]] = {}
+    for name, error in lost.items():
+        alike.setdefault(str(error).replace(teachers[name], "URL"), []).append(name)
+    return [
+        Finding("error", f"teacher {', '.join(names)}", _for_all(str(lost[names[0]]), names))
+        for names in alike.values()
+    ]
+
+
+def _for_all(sentence: str, names: list[str]) -> str:
+    others = ", ".join(names[1:])
+    return f"{sentence.rstrip('.')}; the same for {others}" if others else sentence
 
 
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:

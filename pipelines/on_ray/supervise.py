@@ -39,6 +39,7 @@ def run_on_ray(recipe: Recipe, folder: RunFolder, stages: Sequence[Stage], progr
     listening = Preemption(recipe.runtime.grace_seconds).listen(leave=False)
     with listening as asked, open_crew(recipe, folder, asked) as crew:
         for stage in stages:
+            progress.begin(stage.name)
             result = crew.run(stage, progress, asked)
             progress.finish(stage.name, summary(result))
 

@@ -1,6 +1,7 @@
 import io
 import json
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from opd.config import Recipe
-from opd.errors import RunFolderError
+from opd.errors import RunFolderError, StorageError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
@@ -20,7 +21,8 @@ from opd.pipelines.cli import main
 from opd.pipelines.doctor.estimate import check_resources, disk_left, disk_parts, memory_parts, readable
 from opd.pipelines.doctor.examine import Finding, diagnose, examine
 from opd.pipelines.doctor.kl import mean_kl
-from opd.pipelines.doctor.models import Models, Shape
+from opd.pipelines.doctor.models import Models, Shape, told_together, unreachable
+from opd.pipelines.publish import publish_checkpoint
 from opd.pipelines.run_folder import RunFolder
 from opd.teachers.torch_teacher import TorchTeacher
 from opd.types import Sample
@@ -469,3 +471,27 @@ def test_the_disk_estimate_counts_what_remains(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 30, free=10_000))
     assert find(check_resources(recipe, Models(student=SHAPE), run), "error") == {}
     assert "does not fit" in find(check_resources(recipe, Models(student=SHAPE), tmp_path), "error")["disk"]
+
+
+def test_teachers_that_cannot_be_reached_are_asked_together_and_named_in_one_sentence():
+    together = threading.Barrier(3, timeout=60)
+
+    def look(source: str) -> None:
+        together.wait()  # passes only if all three are being asked at once
+        raise StorageError(f"{source}/latest cannot be read: no answer; start the store.")
+
+    teachers = {name: f"s3://bucket/{name}" for name in ("math", "code", "prose")}
+    lost = unreachable(teachers | {"here": "/a/folder"}, look)
+    (finding,) = told_together(teachers, lost)
+    assert (finding.level, finding.title) == ("error", "teacher math, code, prose")
+    assert finding.detail == (
+        "s3://bucket/math/latest cannot be read: no answer; start the store; the same for code, prose"
+    )
+
+
+def test_a_published_teacher_that_is_gone_is_found_by_the_doctor(student, tmp_path):
+    publish_checkpoint(student, f"file://{tmp_path}/a")
+    (tmp_path / "a" / "latest").write_bytes(b"nothing")
+    recipe = make_recipe(student, Path("x"), teachers={"expert": {"path": f"{tmp_path}/a"}})
+    findings = examine(recipe, run_dir=tmp_path / "run", thorough=False)
+    assert "teacher expert" in find(findings, "error")

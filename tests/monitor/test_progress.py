@@ -7,6 +7,7 @@ import threading
 
 from rich.console import Console
 
+from opd.monitor.heartbeat import busy_with, doing, never_silent
 from opd.monitor.progress import Progress
 
 
@@ -49,6 +50,36 @@ def test_notes_are_printed_as_they_are_on_one_line() -> None:
     assert stream.getvalue().splitlines()[0] == note
     assert stream.getvalue().splitlines()[1].endswith("already done")
     assert "\x1b" not in stream.getvalue()
+
+
+def test_a_log_is_never_silent_for_long() -> None:
+    stream, console = _log(width=200)
+    with Progress(console, silence=0.05) as progress, doing("publishing teacher math"):
+        progress.begin("merge")
+        while "still at work" not in stream.getvalue():
+            pass
+        progress.update("merge", 3, 10)
+        while "merge 3/10" not in stream.getvalue():
+            pass
+    first = stream.getvalue().splitlines()[0]
+    assert first.startswith("still at work (0:00 since the last line): merge begins; publishing teacher math")
+    count = stream.getvalue().count("still at work")
+    assert count == len([line for line in stream.getvalue().splitlines() if line.startswith("still")])
+
+
+def test_what_is_quick_says_nothing(capsys) -> None:
+    with never_silent("a check", after=60), doing("nothing"):
+        pass
+    assert capsys.readouterr().err == ""
+    assert busy_with() == ""
+
+
+def test_a_long_check_says_what_it_waits_for(capsys) -> None:
+    said = ""
+    with never_silent("checking teacher math", after=0.05), doing(lambda: "the server is away"):
+        while "so far" not in said:
+            said += capsys.readouterr().err
+    assert said.startswith("opd: checking teacher math: 0 s so far, the server is away\n")
 
 
 def test_a_terminal_shows_a_bar_per_running_stage_and_a_line_per_finished_one() -> None:
