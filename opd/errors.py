@@ -13,9 +13,14 @@ import os
 import re
 from collections.abc import Iterator
 
+from opd.redact import redact
+
 
 class OpdError(Exception):
-    """Base of every error `opd` raises on purpose."""
+    """Base of every error `opd` raises on purpose. Its sentence holds no secret, wherever it is written."""
+
+    def __str__(self) -> str:
+        return redact(super().__str__())
 
 
 class ConfigError(OpdError, ValueError):
@@ -78,7 +83,8 @@ class MissingExtraError(OpdError, ImportError):
 
     def __str__(self) -> str:
         feature, extra = self.args
-        return f"{feature} needs an optional dependency: install it with `pip install 'opd[{extra}]'`."
+        advice = f"install it with `pip install 'opd[{extra}]'`."
+        return f"{redact(str(feature))} needs an optional dependency: {advice}"
 
 
 _ADVICE = {

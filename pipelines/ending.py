@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from opd.errors import OpdError, PreemptedError, RanksError, from_system
+from opd.redact import guard_streams
 
 ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
 _UNWIND = 5
@@ -22,6 +23,7 @@ def ended(command: Callable[[], int]) -> int:
     """Run `command`; returns the exit status: its own, 2 for a user's error or what the machine refuses, 1
     for a bug (with its traceback), 130 for Ctrl-C, 141 where nobody reads what is printed, 143 for SIGTERM.
     """
+    guard_streams()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # not a terminal's or a file's
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]

@@ -35,6 +35,7 @@ from opd.errors import DataError, RunFolderError
 from opd.models.hf_folder import CHECKSUMS, adapter_base, check_folder, check_small_files
 from opd.monitor.metrics import read_metrics
 from opd.pipelines.given import Given, given_inputs
+from opd.redact import redacted
 from opd.storage.files import FileLock, write_atomic
 from opd.storage.sealed import (
     SEAL,
@@ -308,7 +309,7 @@ class RunFolder:
             made = (self._record(need) or {"files": {}})["files"]
             models |= {name: digest for name, digest in made.items() if name.endswith(f"/{CHECKSUMS}")}
         left = digests_of(self.path, [path for path in files if path.is_file()])
-        record = {**result, "stage": stage, "run": self.identity, "files": left, "from": models}
+        record = {**redacted(result), "stage": stage, "run": self.identity, "files": left, "from": models}
         write_sealed(self.stage(stage) / DONE, record)
 
     def read_metrics(self, stage: str) -> list[dict[str, Any]]:
@@ -327,7 +328,7 @@ class RunFolder:
     def write_results(self, results: Mapping[str, Any], stages: Iterable[str]) -> None:
         """Write results.json, made from the records of `stages`."""
         made_from = digests_of(self.path, [self.stage(stage) / DONE for stage in stages])
-        write_sealed(self.results, {**results, "run": self.identity, "made_from": made_from})
+        write_sealed(self.results, {**redacted(results), "run": self.identity, "made_from": made_from})
 
     def read_results(self) -> dict[str, Any]:
         """What `write_results` wrote, `{}` before; in a folder of an older release what is there.
@@ -372,7 +373,7 @@ class RunFolder:
 
     def _begin(self, recipe: Recipe) -> None:
         """Write what the run starts from, `config.json` last: until then it has not begun."""
-        config = recipe.model_dump(mode="json")
+        config = _written(recipe)
         inputs = {
             "run": secrets.token_hex(8),
             "recipe": digest_of(_fixed(config)),
@@ -398,7 +399,7 @@ class RunFolder:
 
     def _keep_free(self, recipe: Recipe, started: Mapping[str, Any]) -> None:
         """Write down what `recipe` says of what may change."""
-        now = recipe.model_dump(mode="json")
+        now = _written(recipe)
         # The rest stays as it was written, so that its digest holds for other releases too.
         self._write_config(_fixed(started) | {key: now[key] for key in _FREE})
 
@@ -416,8 +417,8 @@ class RunFolder:
     def _require_settings(self, before: dict[str, Any], recipe: Recipe) -> None:
         # A recipe of another version may not validate: then the comparison below names the key.
         with contextlib.suppress(ValidationError):
-            before = Recipe.model_validate(before).model_dump(mode="json")
-        after = recipe.model_dump(mode="json")
+            before = _written(Recipe.model_validate(before))
+        after = _written(recipe)
         for key, was, now in _differences(before, after):
             if key.split(".")[0] not in _FREE:
                 raise RunFolderError(
@@ -438,6 +439,11 @@ def _differences(before: Any, after: Any, prefix: str = "") -> Iterator[tuple[st
         else:
             was, now = (json.dumps(side[key]) if key in side else "nothing" for side in (before, after))
             yield name, was, now
+
+
+def _written(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as it lies in the folder: its secrets are left out, and may change between attempts."""
+    return redacted(recipe.model_dump(mode="json"))
 
 
 def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:

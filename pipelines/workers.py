@@ -19,6 +19,7 @@ from opd.errors import OpdError, from_system
 from opd.monitor.progress import Progress
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import Stage, plan
+from opd.redact import GuardedStream
 from opd.rollout.preemption import Preemption
 
 LOOK = 0.2
@@ -131,8 +132,8 @@ def _work(recipe_json: str, path: str, name: str, connection: Connection) -> Non
     folder = RunFolder.attach(path)
     with (
         folder.log(name).open("a", buffering=1) as log,
-        contextlib.redirect_stdout(log),
-        contextlib.redirect_stderr(log),
+        contextlib.redirect_stdout(GuardedStream(log)),
+        contextlib.redirect_stderr(GuardedStream(log)),
     ):
         try:
             result = execute(

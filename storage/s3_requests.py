@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from opd.errors import StorageError
+from opd.redact import hide
 from opd.storage.s3_body import ResponseBody, limit_waits
 from opd.storage.store_faults import StoreOptions, TransientError
 
@@ -123,7 +124,10 @@ class S3Requests:
         request = AWSRequest(method=method, url=url, headers=headers)
         credentials = self._credentials()
         if credentials is not None:
-            S3SigV4Auth(credentials.get_frozen_credentials(), "s3", self._region).add_auth(request)
+            frozen = credentials.get_frozen_credentials()
+            hide(frozen.secret_key)
+            hide(frozen.token)
+            S3SigV4Auth(frozen, "s3", self._region).add_auth(request)
         return dict(request.headers.items())
 
     def _credentials(self) -> Any:

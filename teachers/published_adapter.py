@@ -28,6 +28,7 @@ from opd.foreign import read_document, shown
 from opd.models.adapters import read_adapter, weight_digests
 from opd.models.hf_folder import check_folder
 from opd.models.peft_folder import adapter_pairs, merged
+from opd.redact import redact
 from opd.storage.object_store import ObjectStore
 from opd.storage.published import PublishedModel
 from opd.storage.store_faults import StoreOptions
@@ -122,6 +123,16 @@ def publish_adapter(
     `base_url` is the published version of their base. Raises `CheckpointError` if the base on disk is no
     longer the one they were trained on, or the adapters name tensors that the published base does not have.
     """
+    base_url = str(base_url)
+    if redact(base_url) != base_url:
+        raise StorageError(
+            f"the adapters in {folder} would be published with the password in the URL of their base,"
+            f" {redact(base_url)}; give credentials by the environment."
+        )
+    if not _is_base_url(base_url, str(url)):
+        raise StorageError(
+            f"a base at {shown(base_url)!r} is of another kind of store than {url}; choose one."
+        )
     adapter = read_adapter(folder)
     check_folder(adapter.base)
     if weight_digests(adapter.base) != adapter.base_files:

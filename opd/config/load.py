@@ -15,6 +15,7 @@ from opd.config.recipe import Recipe
 from opd.config.schema import arms, below, models, tag
 from opd.config.yaml_reader import KeyPath, read_yaml, write_yaml
 from opd.errors import ConfigError
+from opd.redact import learn
 
 
 def load_recipe(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Recipe:
@@ -36,6 +37,7 @@ def load_recipe(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> R
     tree, options = parse_overrides(overrides, Recipe, data)
     data = merge(data, tree, Recipe)
     places.update(options)
+    learn(data)
     try:
         return Recipe.model_validate(complete(Recipe, data))
     except ValidationError as error:

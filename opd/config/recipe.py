@@ -14,6 +14,7 @@ from opd.config.lora import LoRAConfig
 from opd.config.rl import SpecialistConfig
 from opd.config.storage import StorageConfig
 from opd.config.train import BatchConfig, OptimConfig, TrainConfig
+from opd.redact import learn
 
 
 class ModelConfig(Config):
@@ -166,6 +167,10 @@ class Recipe(Config):
         """Domains whose specialist this run trains: those some domain names as teacher without a path."""
         named = {name for domain in self.domains for name in self.teacher_weights(domain)}
         return [domain for domain in self.domains if domain in named and domain not in self.teachers]
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Whoever has the recipe, in whatever process, writes its secrets nowhere."""
+        learn(self.model_dump(mode="json"))
 
     @model_validator(mode="after")
     def _responses_end(self) -> Recipe:

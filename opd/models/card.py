@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from opd.redact import redact
+
 SECTIONS = ("accuracy", "prompt_format", "loading", "base", "teachers", "data", "settings", "results")
 
 
@@ -25,7 +27,7 @@ def model_card(name: str, card: dict[str, Any]) -> str:
     given = [section for section in card if section != "about"]
     for section in [*(s for s in SECTIONS if s in given), *(s for s in given if s not in SECTIONS)]:
         lines += [f"## {section.replace('_', ' ').capitalize()}", "", _body(card[section]), ""]
-    return "\n".join(lines)
+    return redact("\n".join(lines))
 
 
 def _body(value: Any) -> str:

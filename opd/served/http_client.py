@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import ConfigError, MissingExtraError
+from opd.redact import hide
 from opd.served.faults import Patience, RefusedError, UnavailableError
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ class HTTPClient:
         self.owner, self.options = owner, options
         self.counters = PoolCounters()
         self._headers = _headers(owner, options.api_key_env)
+        if self._headers and any("@" in url for url in options.urls):
+            raise ConfigError(
+                f"{owner} has both a password in a URL and api_key_env; a server takes one of them, leave the"
+                " other out."
+            )
         self._session: aiohttp.ClientSession | None = None
 
     async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -150,6 +156,7 @@ def _headers(owner: str, variable: str | None) -> dict[str, str]:
             f"{owner}: api_key_env names the environment variable {variable}, which is not set;"
             " export it or leave api_key_env out."
         )
+    hide(key)
     return {"Authorization": f"Bearer {key}"}
 
 

@@ -13,6 +13,7 @@ from opd.errors import ConfigError, OpdError, from_system
 from opd.imports import BATCH, DIVERGENCE, GENERATE, GROUP, POLICY_LOSS, import_function
 from opd.monitor.heartbeat import never_silent
 from opd.pipelines.run_folder import RunFolder
+from opd.redact import redact
 
 if TYPE_CHECKING:
     from opd.data.prompts import Domain
@@ -30,6 +31,10 @@ class Finding:
     detail: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     """What the detail says in figures, for `opd doctor --json`."""
+
+    def __post_init__(self) -> None:
+        # Before a table cuts it into lines.
+        object.__setattr__(self, "detail", redact(self.detail))
 
 
 def attempt(title: str, check: Callable[[], list[Finding]]) -> list[Finding]:

@@ -17,6 +17,7 @@ from opd.errors import LaunchError
 from opd.pipelines.on_ray.cluster import import_ray, one_line
 from opd.pipelines.on_ray.layout import Layout, options_of, role_of
 from opd.pipelines.run_folder import RunFolder
+from opd.redact import guard_streams
 from opd.rollout.preemption import Preemption
 
 PING_SECONDS = 15.0
@@ -65,6 +66,7 @@ def _write_into(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    guard_streams()
 
 
 class ActorLostError(RuntimeError):

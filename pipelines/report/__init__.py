@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from opd.pipelines.report.load import load_run
+from opd.redact import redact
 from opd.storage.files import write_atomic
 
 __all__ = ["write_report"]
@@ -26,5 +27,5 @@ def write_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     page = render(load_run(run_dir))
     target = run_dir / "report.html"
-    write_atomic(target, page.encode("utf-8"))
+    write_atomic(target, redact(page).encode("utf-8"))
     return target

@@ -1,0 +1,143 @@
+"""Keeps secrets out of whatever is written: errors, logs, run folders, reports, model cards.
+
+What is a secret is told by its form (the part of a URL before `@`, parameters and headers with telling
+names) or by its value: those of the environment and those that the program has used. In memory they stay as
+they are.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+from urllib.parse import quote, unquote
+
+HIDDEN = "***"
+
+_LEAST = 6
+"""Characters: what is shorter would be found in ordinary words; its form must give it away."""
+_NAMED = r"(?:(?:api|access|private)[_-]?key|secret|passw(?:or)?d|passphrase|token|signature|credential)"
+_ENVIRONMENT = re.compile(rf"(?:{_NAMED}|_key|_pwd)(?:_id)?$", re.IGNORECASE)
+_FIELD = re.compile(
+    r"(?:.*[_-])?(?:api[_-]?key|secret(?:[_-]?access)?(?:[_-]?key)?|passw(?:or)?d|passphrase|auth[_-]?token"
+    r"|access[_-]?token|session[_-]?token|private[_-]?key|authorization)",
+    re.IGNORECASE,
+)
+_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#\"'<>]*@")
+_PARAMETER = re.compile(
+    rf"([?&;][^=&#\s\"'<>]*(?:{_NAMED}|sig|auth|pwd)[^=&#\s\"'<>]*=)[^&#\s\"'<>]+", re.IGNORECASE
+)
+_HEADER = re.compile(
+    r"((?:authorization|x-api-key|api-key|x-amz-security-token)[\"']?\s*[:=]\s*[\"']?)"
+    r"(?:(?:bearer|basic|token)\s+)?[^\s\"',;}<]+",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(r"\b(bearer\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+_values: set[str] = set()
+_known: re.Pattern[str] | None = None
+
+
+def hide(secret: str | None) -> None:
+    """Never write `secret` from now on, in whatever way it is encoded."""
+    global _known
+    if not secret or len(secret) < _LEAST or secret in _values:
+        return
+    _values.update({secret, quote(secret, safe=""), quote(secret), html.escape(secret), unquote(secret)})
+    _values.update({json.dumps(secret)[1:-1], repr(secret)[1:-1]})
+    longest_first = sorted((value for value in _values if len(value) >= _LEAST), key=len, reverse=True)
+    _known = re.compile("|".join(map(re.escape, longest_first)))
+
+
+def redact(text: str) -> str:
+    """`text` with every secret in it as `***`. Doing it again changes nothing."""
+    if _known is not None:
+        text = _known.sub(HIDDEN, text)
+    if "://" in text:
+        text = _PARAMETER.sub(rf"\g<1>{HIDDEN}", _USER.sub(rf"\g<1>{HIDDEN}@", text))
+    return _BEARER.sub(rf"\g<1>{HIDDEN}", _HEADER.sub(rf"\g<1>{HIDDEN}", text))
+
+
+def redacted(value: Any) -> Any:
+    """A copy of a JSON value with every secret in it as `***`; whole strings under a key that names one."""
+    if isinstance(value, str):
+        _learn(value)
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {
+            redact(key) if isinstance(key, str) else key: HIDDEN
+            if isinstance(key, str) and isinstance(item, str) and _FIELD.fullmatch(key)
+            else redacted(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redacted(item) for item in value]
+    return value
+
+
+def learn(value: Any) -> None:
+    """Hide what `value`, a recipe as JSON, gives away: passwords in its URLs, fields that are secrets, and
+    the environment variables that it names.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(item, str) and _FIELD.fullmatch(str(key)):
+                hide(item)
+            if isinstance(item, str) and str(key).endswith("_env"):
+                hide(os.environ.get(item))
+            learn(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            learn(item)
+    elif isinstance(value, str):
+        _learn(value)
+
+
+def _learn(text: str) -> None:
+    """Hide the secrets in a string that is a URL, however oddly it is written."""
+    start = _URL.match(text)
+    if start is None:
+        return
+    user, at, _ = text[start.end() :].partition("?")[0].rpartition("@")
+    if at and "/" not in user.partition(":")[0]:
+        hide(user)
+        hide(user.partition(":")[2])
+        hide(unquote(user.partition(":")[2]))
+    for found in _PARAMETER.finditer(text):
+        hide(found[0][len(found[1]) :])
+
+
+class GuardedStream:
+    """A text stream that writes no secret; everything else of it is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(redact(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def guard_streams() -> None:
+    """Let what this process prints, tracebacks included, hold no secret."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, GuardedStream):
+            setattr(sys, name, GuardedStream(stream))
+
+
+for _name, _value in os.environ.items():
+    if _ENVIRONMENT.search(_name) and not _value.startswith("/"):
+        hide(_value)

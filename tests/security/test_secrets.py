@@ -1,0 +1,236 @@
+"""Passwords, keys and tokens: in memory they work, in nothing that is written can they be found."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
+from recipes import tiny_recipe, write_recipe
+
+from opd import redact as redact_module
+from opd.errors import ConfigError, MissingExtraError, OpdError, RunFolderError, StorageError
+from opd.pipelines.run_folder import RunFolder
+from opd.redact import HIDDEN, hide, learn, redact, redacted
+
+SIGNS = st.characters(min_codepoint=33, max_codepoint=126)
+SECRETS = st.text(SIGNS, min_size=8, max_size=40).filter(lambda s: HIDDEN not in s and len(set(s)) > 4)
+PLAIN = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHXYZ0123456789-._~", min_size=12, max_size=40)
+
+
+@pytest.fixture(autouse=True)
+def forgetful(monkeypatch):
+    """Each test begins with nothing learned."""
+    monkeypatch.setattr(redact_module, "_values", set())
+    monkeypatch.setattr(redact_module, "_known", None)
+
+
+@given(secret=PLAIN.filter(lambda s: len(set(s)) > 6), user=st.sampled_from(["bob", "", "a.b"]))
+def test_a_secret_is_told_by_its_form(secret, user):
+    for text in (
+        f"https://{user}:{secret}@host:80/path is away",
+        f"s3://{secret}@bucket/x",
+        f'{{"url": "postgres://{user}:{secret}@h/db"}}',
+        f"GET http://h/x?api_key={secret}&y=1 failed",
+        f"http://h/x?a=1&X-Amz-Signature={secret}",
+        f"Authorization: Bearer {secret}",
+        f"{{'authorization': 'Basic {secret}'}}",
+        f"x-api-key: {secret}",
+        f"the server said: bearer {secret}",
+    ):
+        found = redact(text)
+        assert secret not in found, text
+        assert HIDDEN in found
+        assert redact(found) == found
+
+
+@given(secret=SECRETS)
+def test_a_known_secret_is_found_in_whatever_encoding(secret):
+    hide(secret)
+    for written in (secret, quote(secret), quote(secret, safe=""), html.escape(secret), repr(secret),
+                    json.dumps(secret), json.dumps({"a": [secret]})):  # fmt: skip
+        found = redact(f"it said {written}!")
+        assert secret not in found
+        assert redact(found) == found
+
+
+@given(secret=SECRETS.filter(lambda s: "?" not in s), user=st.sampled_from(["bob", "a.b"]))
+def test_the_password_of_a_url_in_a_recipe_is_learned_however_it_is_written(secret, user):
+    """Also with `/`, `@` or `#` in it, which a URL must not have."""
+    learn({"storage": {"published": f"sftp://{user}:{secret}@host/x"}})
+    assert secret not in redact(f"cannot log in with {secret}, sorry")
+    assert secret not in json.dumps(redacted({"a": [f"sftp://{user}:{secret}@host/x"], secret: 1}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["s3://bucket/a@b/c", "http://127.0.0.1:30000/generate answered 500", "4 tokens and 3 keys",
+     "pad_token: <pad>", "max_new_tokens=5", "/home/a@b/c", "user@host: no secret", "sha256 0123456789abcdef",
+     "key = value", "x: ***"],
+)  # fmt: skip
+def test_what_is_no_secret_stays(text):
+    assert redact(text) == text
+
+
+def test_fields_that_name_a_secret_are_hidden_and_others_are_not():
+    found = redacted(
+        {"api_key": "x", "secret_access_key": "y", "api_key_env": "KEY", "eos_token": "</s>", "n": 1}
+    )
+    assert found == {
+        "api_key": HIDDEN, "secret_access_key": HIDDEN, "api_key_env": "KEY", "eos_token": "</s>", "n": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [OpdError, StorageError, RunFolderError])
+def test_an_error_holds_no_secret_wherever_it_is_written(kind):
+    error = kind("ftp://bob:hunter2-hunter2@host/x cannot be read")
+    assert str(error) == f"ftp://{HIDDEN}@host/x cannot be read"
+    assert "hunter2" not in str(MissingExtraError("ftp://bob:hunter2-hunter2@host", "s3"))
+
+
+def recipe_with(password: str, host: str = "host"):
+    return tiny_recipe(storage={"published": f"sftp://bob:{password}@{host}/models"})
+
+
+def test_a_run_folder_holds_no_password_and_resumes_with_another(tmp_path):
+    first = recipe_with("correct-horse-battery")
+    with RunFolder.create(tmp_path / "run", first) as folder:
+        folder.mark_done("base", {"settings": {"url": first.storage.published}})
+        folder.write_results({"name": first.storage.published}, [])
+    written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert b"correct-horse" not in written
+    assert b"sftp://***@host/models" in written
+    assert first.storage.published == "sftp://bob:correct-horse-battery@host/models"
+    for password in ("correct-horse-battery", "another-password"):
+        RunFolder.resume(tmp_path / "run", recipe_with(password)).close()
+    with pytest.raises(RunFolderError, match=r"was started with storage\.published") as caught:
+        RunFolder.resume(tmp_path / "run", recipe_with("another-password", "elsewhere"))
+    assert "password" not in str(caught.value)
+
+
+def command(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-m", "opd.pipelines.cli", *words],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+def leaks(secret: str, folder: Path, said: subprocess.CompletedProcess[str]) -> list[str]:
+    """Where `secret` can be read: files below `folder`, and what the command printed."""
+    found = [
+        str(path)
+        for path in folder.rglob("*")
+        if path.is_file() and (secret.encode() in path.read_bytes() or secret in path.name)
+    ]
+    return found + [name for name in ("stdout", "stderr") if secret in getattr(said, name)]
+
+
+SMALL = {
+    "base": {"steps": 30, "batch_size": 16},
+    "specialist": {"steps": 1, "prompts_per_step": 8, "group_size": 4, "checkpoint_every": 1},
+    "distill": {"steps": 1, "prompts_per_domain": 2},
+    "baselines": {"methods": []},
+    "evaluation": {"prompts_per_domain": 4, "every": 1, "curve_prompts": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_whole_run_writes_no_secret(tmp_path, fails):
+    """A URL with a password among its settings, and a reward that prints the key of its service."""
+    password, token = "correct-horse-battery", "tok-0123456789abcdef"
+    domain = {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 200, "reward": "leaky:reward"}
+    (tmp_path / "run").mkdir()
+    recipe = write_recipe(
+        tmp_path / "run" / "recipe.yaml",
+        name=f"see https://bob:{password}@host/x",
+        domains={"sort": domain},
+        runtime={"workers": 2},
+        **SMALL,
+    )
+    os.rename(recipe, tmp_path / "recipe.yaml")
+    environment = {"LEAKY_TOKEN": token} | ({"LEAKY_FAILS": "1"} if fails else {})
+    said = command(tmp_path, "run", "recipe.yaml", "--out", "run", **environment)
+    assert (said.returncode != 0) == fails, said.stderr[-2000:]
+    assert not leaks(token, tmp_path / "run", said)
+    assert not leaks(password, tmp_path / "run", said)
+    assert HIDDEN in said.stderr or HIDDEN in (tmp_path / "run" / "config.json").read_text()
+    if not fails:
+        assert "***@host/x" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_key_that_a_server_echoes_is_not_shown(tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp")
+    key, password = "key-0123456789abcdef", "correct-horse-battery"
+
+    class Echo(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            said = f"I do not know {self.headers['Authorization']} of {self.path}".encode()
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        do_POST = answer  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        import asyncio
+
+        from opd.errors import TeacherError
+        from opd.served.http_client import PoolOptions
+        from opd.served.http_pool import HTTPPool
+
+        monkeypatch.setenv("MY_SERVERS", key)
+        where = f"127.0.0.1:{server.server_port}"
+
+        async def ask(url: str, variable: str | None) -> None:
+            pool = HTTPPool("teacher math", PoolOptions([url], variable), TeacherError)
+            try:
+                await pool.post("/generate", {}, 1, lambda answer: answer)
+            finally:
+                await pool.close()
+
+        with pytest.raises(TeacherError, match=r"I do not know Bearer \*\*\*") as caught:
+            asyncio.run(ask(f"http://{where}", "MY_SERVERS"))
+        assert key not in str(caught.value)
+        url = f"http://bob:{password}@{where}"
+        learn({"urls": [url]})
+        with pytest.raises(TeacherError, match=r"http://\*\*\*@127") as caught:
+            asyncio.run(ask(url, None))
+        assert password not in str(caught.value)
+        with pytest.raises(ConfigError, match="both a password in a URL and api_key_env") as caught:
+            asyncio.run(ask(url, "MY_SERVERS"))
+        assert password not in str(caught.value)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_dry_run_and_a_wrong_recipe_print_no_password(tmp_path):
+    password = "correct/horse@battery"
+    write_recipe(tmp_path / "recipe.yaml", storage={"published": f"sftp://bob:{password}@host/x"})
+    for words in (["--dry-run"], ["--dry-run", "--storage.published.x", "1"], ["--dry-run", "--seed", "x"]):
+        said = command(tmp_path, "run", "recipe.yaml", *words)
+        assert password not in said.stdout + said.stderr
+        assert (said.returncode == 0) == (words == ["--dry-run"])
