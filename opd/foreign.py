@@ -87,10 +87,16 @@ def depth_exceeds(value: Any, most: int) -> bool:
     return bool(level)
 
 
+def printable(text: str) -> str:
+    """`text` with what cannot be printed escaped: nothing in it moves a cursor or hides a line."""
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
 def shown(text: object, most: int = 100) -> str:
     """`text`, cut, as an error may show it: what a terminal or a log would not print is escaped."""
-    cut = str(text)[:most]
-    return cut if cut.isprintable() else repr(cut)[1:-1]
+    return printable(str(text)[:most])
 
 
 def whole(value: object, least: int, most: int, what: str) -> int:

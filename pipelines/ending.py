@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from opd.errors import OpdError, PreemptedError, RanksError, from_system
+from opd.foreign import printable
 from opd.redact import guard_streams
 
 ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
@@ -56,8 +57,7 @@ def _status(error: BaseException) -> int:
 
 def one_line(text: str) -> str:
     """`text` on one line, with what cannot be printed escaped."""
-    words = " ".join(text.split())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    return printable(" ".join(text.split()))
 
 
 def complain(error: OpdError) -> None:

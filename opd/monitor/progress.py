@@ -10,6 +10,7 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.text import Text
 
+from opd.foreign import printable
 from opd.monitor.heartbeat import AFTER, Heartbeat, busy_with
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -76,7 +77,9 @@ class Progress:
             if self._bars is not None:
                 if stage not in self._tasks:
                     self._tasks[stage] = self._bars.add_task(stage, total=total, headline="")
-                self._bars.update(self._tasks[stage], completed=done, total=total, headline=headline)
+                self._bars.update(
+                    self._tasks[stage], completed=done, total=total, headline=printable(headline)
+                )
             elif stage not in self._last_line or now - self._last_line[stage] >= self._interval:
                 self._last_line[stage] = now
                 left = _remaining(now - began, done, total)
@@ -103,7 +106,7 @@ class Progress:
 
     def _print(self, text: str) -> None:
         # Not as markup: a headline may hold brackets. Not wrapped: one event is one line in a log.
-        self._console.print(Text(text.rstrip()), soft_wrap=True, highlight=False)
+        self._console.print(Text(printable(text.rstrip())), soft_wrap=True, highlight=False)
 
 
 def _bars(console: Console) -> rich_progress.Progress:
