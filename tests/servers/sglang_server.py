@@ -110,6 +110,13 @@ class SGLangServer:
                     raise
                 time.sleep(0.1)
 
+    def end(self) -> None:
+        """End the process and those it started, and remove their shared memory."""
+        process, self._process = self._process, None
+        if process is not None:
+            subprocess.run(["bash", str(CPU_SERVER / "end.sh"), str(process.pid)], check=True)
+            process.wait()
+
     def kill(self) -> None:
         """Kill the process and those it started, at once."""
         process, self._process = self._process, None
@@ -129,4 +136,4 @@ def sglang_server(model: Path, folder: Path, *arguments: str) -> Iterator[SGLang
         server.wait()
         yield server
     finally:
-        server.kill()
+        server.end()
