@@ -36,9 +36,10 @@ def convert_batch(batch: RolloutBatch, path: str | None, where: str) -> RolloutB
 
 
 def _check(sample: Sample, terms: TokenTerms) -> None:
-    """Raise `ValueError` unless every stream has one finite number for each response token."""
-    for name, values in ((field.name, getattr(terms, field.name)) for field in fields(terms)):
-        if values is None and name == "ref_logprobs":
+    """Raise `ValueError` unless every stream that is there has one finite number for each response token."""
+    for field in fields(terms):
+        name, values = field.name, getattr(terms, field.name)
+        if values is None and field.default is None:
             continue
         if np.shape(values) != np.shape(sample.response_ids) or not np.isfinite(values).all():
             raise ValueError(
