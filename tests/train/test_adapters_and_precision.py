@@ -175,7 +175,8 @@ def alone(name: str, lr: float, dtype: str, precision: str = "mixed"):
 
     train = TrainConfig(backend=settings.get("backend", "torch"), precision=precision)
     optim = backend_ranks.OPTIM.model_copy(update={"lr": lr})
-    training = Training(optim, backend_ranks.BATCH, backend_ranks.TEMPERATURE, backend_ranks.terms())
+    batch = backend_ranks.BATCH.model_copy(update={"max_tokens": 200})
+    training = Training(optim, batch, backend_ranks.TEMPERATURE, backend_ranks.terms())
     with open_backend(load, train, training, Ranks(), dtype=dtype) as backend:
         yield backend
 
