@@ -23,9 +23,10 @@ NAMES = ["a", "b"]
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory):
-    """Two tiny teachers, each in two shards."""
+    """Two tiny teachers, each in two shards; the first one's head is its own."""
     folder = tmp_path_factory.mktemp("flipped")
-    return {name: publish(tiny.model(seed=i), folder / name, shards=2)[1] for i, name in enumerate(NAMES)}
+    models = {name: tiny.model(seed=i, tie_word_embeddings=i > 0) for i, name in enumerate(NAMES)}
+    return {name: publish(model, folder / name, shards=2)[1] for name, model in models.items()}
 
 
 def gradient(urls: dict[str, str], cache: CachedScores | None = None) -> dict[str, torch.Tensor]:
