@@ -78,6 +78,11 @@ def build_parser() -> argparse.ArgumentParser:
     publish.add_argument("--shards", type=int, default=1, metavar="N", help="ranks that will read it")
     report = commands.add_parser("report", help="write report.html of a run", allow_abbrev=False)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    compare = commands.add_parser(
+        "compare", help="several runs, or seeds of one recipe, in a table and a page", allow_abbrev=False
+    )
+    compare.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    compare.add_argument("--out", type=Path, metavar="FILE", default=Path("compare.html"), help="the page")
     _wal_parser(commands)
     add_options(_command(commands, "plan", "print who would train on what, and in which order", "*"))
     return parser
@@ -147,6 +152,8 @@ def _dispatch(argv: list[str]) -> int:
     options = build_parser().parse_args(own)
     if options.command == "report":
         return _report(options.run_dir, overrides)
+    if options.command == "compare":
+        return _compare(options, overrides)
     if options.command == "wal":
         return _wal(options, overrides)
     if options.command == "publish":
@@ -180,6 +187,15 @@ def _report(run_dir: Path, overrides: Sequence[str]) -> int:
     from opd.pipelines.report import write_report
 
     print(write_report(run_dir))
+    return 0
+
+
+def _compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if overrides:
+        raise ConfigError(f"opd compare takes run folders and --out; remove {overrides[0]}")
+    from opd.pipelines.report.comparison import compare_runs
+
+    print(compare_runs(options.run_dirs, options.out))
     return 0
 
 

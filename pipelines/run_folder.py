@@ -419,7 +419,7 @@ class RunFolder:
         with contextlib.suppress(ValidationError):
             before = _written(Recipe.model_validate(before))
         after = _written(recipe)
-        for key, was, now in _differences(before, after):
+        for key, was, now in differences(before, after):
             if key.split(".")[0] not in _FREE:
                 raise RunFolderError(
                     f"{self.path} was started with {key} = {was} and the recipe now says {now}; "
@@ -427,7 +427,8 @@ class RunFolder:
                 )
 
 
-def _differences(before: Any, after: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+def differences(before: Any, after: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(key, what it was, what it is) of every setting in which two resolved recipes differ."""
     if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
         if before != after:
             yield prefix, json.dumps(before), json.dumps(after)
@@ -435,7 +436,7 @@ def _differences(before: Any, after: Any, prefix: str = "") -> Iterator[tuple[st
     for key in dict.fromkeys([*after, *before]):
         name = f"{prefix}.{key}" if prefix else str(key)
         if key in before and key in after:
-            yield from _differences(before[key], after[key], name)
+            yield from differences(before[key], after[key], name)
         else:
             was, now = (json.dumps(side[key]) if key in side else "nothing" for side in (before, after))
             yield name, was, now

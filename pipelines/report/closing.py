@@ -45,18 +45,22 @@ def _table(run: Run) -> list[str]:
     if not rows:
         return []
     head = ["sampled accuracy, %", *shown, "mean", "kept"]
-    cells = [head, *rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    lines = [
+    lines = aligned([head, *rows])
+    left_out = len(run.models) - sum(model.kind == "specialist" for model in run.models)
+    left_out -= sum(label != "Specialists, own domain" for label, _ in _models(run))
+    return [*lines, *([f"and {left_out} more in the report"] if left_out > 0 else [])]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line a row, the first column to the left and all others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
         "  ".join(
             cell.rjust(width) if column else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        for row in cells
+        for row in rows
     ]
-    left_out = len(run.models) - sum(model.kind == "specialist" for model in run.models)
-    left_out -= sum(label != "Specialists, own domain" for label, _ in _models(run))
-    return [*lines, *([f"and {left_out} more in the report"] if left_out > 0 else [])]
 
 
 def _models(run: Run) -> list[tuple[str, dict[str, Accuracy]]]:

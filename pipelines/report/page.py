@@ -44,6 +44,11 @@ def render(run: Run) -> str:
         _caveats(run),
         _recipe(run),
     ]
+    return document(run.name, f"{_header(run, cues)}\n{''.join(sections)}")
+
+
+def document(title: str, body: str) -> str:
+    """A page of its own around `body`, in the report's style."""
     style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
     theme = (
         f":root{{{variables('light')}}}@media (prefers-color-scheme:dark){{:root{{{variables('dark')}}}}}"
@@ -53,8 +58,8 @@ def render(run: Run) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(run.name)} \u2013 opd report</title>\n<style>\n{theme}\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{_header(run, cues)}\n{''.join(sections)}</main>\n</body>\n</html>\n"
+        f"<title>{escape(title)} \u2013 opd report</title>\n<style>\n{theme}\n{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}</main>\n</body>\n</html>\n"
     )
 
 

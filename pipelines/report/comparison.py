@@ -1,0 +1,209 @@
+"""`opd compare`: several runs, or one recipe under several seeds, as a table for the terminal and a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from statistics import mean, stdev
+
+from opd.errors import ConfigError, RunFolderError
+from opd.pipelines.report.charts import Axis, Series, line_chart
+from opd.pipelines.report.closing import aligned
+from opd.pipelines.report.load import Run, load_run
+from opd.pipelines.report.page import document
+from opd.pipelines.report.theme import MARKERS, series_role
+from opd.pipelines.report.verdict import compare, retained
+from opd.pipelines.report.words import model_label, point_bounds, points
+from opd.pipelines.run_folder import differences
+from opd.pipelines.statistics import at_the_end, mean_accuracy
+from opd.storage.files import write_atomic
+
+FREE = ("run_dir", "name")
+"""Settings that say nothing of what was run."""
+Rows = list[list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs beside each other, by name."""
+
+    names: list[str]
+    runs: list[Run]
+
+    @classmethod
+    def read(cls, folders: Sequence[Path]) -> Runs:
+        """Raises `ConfigError` for fewer than two, `RunFolderError` for one without an evaluated merge."""
+        if len({folder.resolve() for folder in folders}) < len(folders) or len(folders) < 2:
+            raise ConfigError("opd compare takes two or more different run folders; give them")
+        for folder in folders:
+            if not folder.is_dir():
+                raise RunFolderError(f"there is no run folder {folder}; check the path")
+        runs = [load_run(folder) for folder in folders]
+        for folder, run in zip(folders, runs, strict=True):
+            merged = run.model("merged")
+            if merged is None or not merged.sampled:
+                raise RunFolderError(
+                    f"{folder} has no evaluated merge to compare; run `opd evaluate RECIPE --resume` first"
+                )
+        short = [folder.name for folder in folders]
+        return cls(short if len({*short}) == len(short) else [str(folder) for folder in folders], runs)
+
+    def settings(self) -> Rows:
+        """A row for every setting in which the runs differ, with what each says."""
+        keys: dict[str, None] = {}
+        for run in self.runs[1:]:
+            keys |= dict.fromkeys(key for key, _, _ in differences(self.runs[0].config, run.config))
+        return [
+            [key, *(_setting(run, key) for run in self.runs)]
+            for key in keys
+            if key.split(".")[0] not in (*FREE, "runtime", "launch")
+        ]
+
+    def accuracy(self) -> Rows:
+        """A row a model: its mean sampled accuracy in every run, and the mean and deviation over runs; the
+        share kept and the KL at the end at the bottom.
+        """
+        labels = dict.fromkeys(m.name for run in self.runs for m in run.models if m.kind != "specialist")
+        ranks = {"base": 0, "merged": 1}
+        rows = [
+            self._row(model_label(name), [_mean_of(run, name) for run in self.runs])
+            for name in sorted(labels, key=lambda name: ranks.get(name, 2))
+        ]
+        rows.insert(1, self._row("Specialists, own domain", [_specialists(run) for run in self.runs]))
+        rows.append(self._row("Share kept, %", [_kept(run) for run in self.runs]))
+        rows.append(self._row("KL at the end", [_kl(run) for run in self.runs], digits=4, scale=1))
+        return [row for row in rows if set(row[1:]) != {"-"}]
+
+    def domains(self) -> Rows:
+        """A row a domain: the merged student's accuracy in every run."""
+        names = dict.fromkeys(domain for run in self.runs for domain in run.domains)
+        rows = []
+        for domain in names:
+            found = [run.model("merged").sampled.get(domain) for run in self.runs]  # pyright: ignore[reportOptionalMemberAccess]
+            rows.append(self._row(domain, [accuracy and accuracy.interval.value for accuracy in found]))
+        return rows
+
+    def head(self, first: str) -> list[str]:
+        """The names of the columns."""
+        return [first, *self.names, "mean (sd)"]
+
+    def verdict(self) -> str:
+        """Whether the runs' merged students differ beyond the evaluation's own noise, in sentences."""
+        first, sentences = self.runs[0], []
+        merged = first.model("merged")
+        for name, run in zip(self.names[1:], self.runs[1:], strict=True):
+            other = run.model("merged")
+            found = compare(first, merged, other) if merged and other else None
+            if found is None:
+                sentences.append(f"{self.names[0]} and {name} share no domain.")
+                continue
+            words = {"ahead": "is ahead of", "behind": "is behind", "level": "cannot be told from"}
+            sentences.append(
+                f"{self.names[0]} {words[found.outcome]} {name}: {points(found.gap.value)} points"
+                f" ({point_bounds(found.gap)})."
+            )
+        kinds = {row[0] for row in self.settings()}
+        what = "one recipe under several seeds" if kinds == {"seed"} else "runs of different settings"
+        what = what if kinds else "runs of one recipe and seed"
+        return f"These are {what}. {' '.join(sentences)}"
+
+    def _row(
+        self, label: str, values: Sequence[float | None], digits: int = 1, scale: float = 100
+    ) -> list[str]:
+        cells = ["-" if value is None else f"{scale * value:.{digits}f}" for value in values]
+        known = [scale * value for value in values if value is not None]
+        spread = f" ({stdev(known):.{digits}f})" if len(known) > 1 else ""
+        return [label, *cells, f"{mean(known):.{digits}f}{spread}" if known else "-"]
+
+
+def compare_runs(folders: Sequence[Path], page: Path) -> str:
+    """Write `page`, and return what the terminal is told. Raises what `Runs.read` does."""
+    runs = Runs.read(folders)
+    write_atomic(page, _page(runs).encode("utf-8"))
+    tables = [
+        [runs.head("mean sampled accuracy, %"), *runs.accuracy()],
+        [runs.head("merged student, %"), *runs.domains()],
+    ]
+    differing = runs.settings()
+    if differing:
+        tables.append([["setting", *runs.names], *differing])
+    parts = [runs.verdict(), *("\n".join(aligned(table)) for table in tables), f"page  {page}"]
+    return "\n\n".join(parts)
+
+
+def _page(runs: Runs) -> str:
+    note = "Each cell is one run; the deviation in brackets is between runs. A seed is a run of its own."
+    body = f"<header><div><h1>{escape(runs.verdict())}</h1></div></header>\n"
+    body += _section("Models", _table(runs.head("Mean sampled accuracy, %"), runs.accuracy()), note)
+    body += _section("Domains", _table(runs.head("Merged student, %"), runs.domains()))
+    body += _curves(runs)
+    differing = runs.settings()
+    if differing:
+        body += _section("Settings that differ", _table(["Setting", *runs.names], differing))
+    return document(f"{len(runs.runs)} runs", body)
+
+
+def _curves(runs: Runs) -> str:
+    lines = []
+    for index, (name, run) in enumerate(zip(runs.names, runs.runs, strict=True)):
+        merge = run.stage("merge")
+        _, tokens, values = merge.column("reward/mean") if merge else ([], [], [])
+        if len(values) > 1:
+            role, marker = series_role(index), MARKERS[index % len(MARKERS)]
+            lines.append(Series(name, tokens, values, role, marker))
+    if not lines:
+        return ""
+    told = "; ".join(f"{line.label} {line.end[0]:.3g}" for line in lines)
+    key = "".join(
+        f'<li><i class="dot" style="background:var(--{x.role})"></i>{escape(x.label)}</li>' for x in lines
+    )
+    svg = line_chart("Merge: mean reward", lines, Axis(), "student tokens", told)
+    figure = f'<figure><ul class="legend">{key}</ul>{svg}<figcaption>{escape(told)}</figcaption></figure>'
+    return _section("The merges", figure)
+
+
+def _section(title: str, body: str, note: str = "") -> str:
+    below = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>{body}{below}</section>\n"
+
+
+def _table(head: list[str], rows: Rows) -> str:
+    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    lines = []
+    for label, *values in rows:
+        told = "".join(f"<td>{escape(value)}</td>" for value in values)
+        lines.append(f'<tr><th scope="row">{escape(label)}</th>{told}</tr>')
+    return f'<div class="scroll" tabindex="0"><table><tr>{cells}</tr>{"".join(lines)}</table></div>'
+
+
+def _mean_of(run: Run, name: str) -> float | None:
+    model = run.model(name)
+    known = [domain for domain in run.domains if model and domain in model.sampled]
+    return mean_accuracy(model.counts(known)).value if model and known else None
+
+
+def _specialists(run: Run) -> float | None:
+    own = [teacher.sampled[d].count for d in run.domains if (teacher := run.teacher(d))]
+    return mean_accuracy(own).value if own else None
+
+
+def _kept(run: Run) -> float | None:
+    merged = run.model("merged")
+    shares = retained(run, merged) if merged else {}
+    return mean(shares.values()) if shares else None
+
+
+def _kl(run: Run) -> float | None:
+    merge = run.stage("merge")
+    values = merge.column("kl/mean")[2] if merge else []
+    return at_the_end(values)[0] if values else None
+
+
+def _setting(run: Run, key: str) -> str:
+    value: object = run.config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,88 @@
+"""Several runs beside each other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from opd.errors import ConfigError, RunFolderError
+from opd.pipelines.cli import main
+from opd.pipelines.report.comparison import Runs, compare_runs
+
+from .conftest import SAMPLED, RunMaker, results
+
+CONFIG = {
+    "name": "synthetic",
+    "seed": 0,
+    "distill": {"steps": 10, "optim": {"lr": 0.1}},
+    "runtime": {"threads": 1},
+}
+
+
+@pytest.fixture
+def several(make_run: RunMaker, tmp_path: Path):
+    """`several({merged shares, config changes}, ...)`: run folders a, b, ..."""
+
+    def make(*changes: tuple[tuple[float, ...], dict]) -> list[Path]:
+        whole = make_run(results(), stages=["merge"])
+        folders = []
+        for name, (merged, config) in zip("abcdefgh", changes, strict=False):
+            shutil.copytree(whole, tmp_path / name)
+            data = results(SAMPLED | {"merged": merged})
+            (tmp_path / name / "results.json").write_text(json.dumps(data))
+            (tmp_path / name / "config.json").write_text(json.dumps(CONFIG | config))
+            folders.append(tmp_path / name)
+        return folders
+
+    return make
+
+
+def test_seeds_of_one_recipe_have_a_mean_and_a_deviation(several) -> None:
+    shares = [(0.9, 0.9, 0.9), (0.92, 0.92, 0.92), (0.94, 0.94, 0.94)]
+    runs = Runs.read(several(*((share, {"seed": seed}) for seed, share in enumerate(shares))))
+    assert runs.verdict().startswith("These are one recipe under several seeds. a cannot be told from b")
+    rows = {row[0]: row[1:] for row in runs.accuracy()}
+    assert rows["Merged student"] == ["90.0", "92.0", "94.0", "92.0 (2.0)"]
+    assert rows["Base"] == ["20.0", "20.0", "20.0", "20.0 (0.0)"]
+    assert runs.settings() == [["seed", "0", "1", "2"]]
+    assert runs.domains()[0] == ["sort", "90.0", "92.0", "94.0", "92.0 (2.0)"]
+
+
+def test_what_differs_is_named_and_what_says_nothing_is_not(several) -> None:
+    other = {"distill": {"steps": 10, "optim": {"lr": 0.2}}, "runtime": {"threads": 2}, "name": "other"}
+    runs = Runs.read(several(((0.9, 0.9, 0.9), {}), ((0.6, 0.6, 0.6), other)))
+    assert runs.settings() == [["distill.optim.lr", "0.1", "0.2"]]
+    assert "runs of different settings. a is ahead of b: +30.0 points (" in runs.verdict()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_one_run_has_nothing_to_be_compared_with(several, count: int) -> None:
+    folders = several(*[((0.9, 0.9, 0.9), {})] * 2)[:count] * 2
+    with pytest.raises(ConfigError, match="two or more different run folders"):
+        Runs.read(folders)
+
+
+def test_a_run_without_a_merge_is_named(several, tmp_path: Path) -> None:
+    folders = several(*[((0.9, 0.9, 0.9), {})] * 2)
+    (folders[1] / "results.json").write_text(json.dumps(results({"base": (0.1, 0.1, 0.1)})))
+    with pytest.raises(RunFolderError, match=r"b has no evaluated merge to compare"):
+        Runs.read(folders)
+    with pytest.raises(RunFolderError, match="there is no run folder"):
+        Runs.read([folders[0], tmp_path / "nowhere"])
+
+
+def test_the_command_prints_a_table_and_writes_a_page(several, tmp_path: Path, capsys) -> None:
+    folders = several(((0.9, 0.9, 0.9), {}), ((0.6, 0.6, 0.6), {"seed": 1, "note": "<script>"}))
+    page = tmp_path / "page.html"
+    assert main(["compare", *map(str, folders), "--out", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "Merged student" in said
+    assert said.rstrip().endswith(f"page  {page}")
+    html = page.read_text()
+    assert "<script" not in html
+    assert html.count('role="img"') == 1
+    assert "<td>90.0</td><td>60.0</td><td>75.0 (21.2)</td>" in html
+    assert compare_runs(folders, page) == said.rstrip("\n")
