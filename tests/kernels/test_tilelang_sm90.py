@@ -1,6 +1,6 @@
 """The CUDA kernels without a GPU: each compiles for sm_90a, fits the machine, and keeps its statistics.
 
-Each takes its compilers several seconds, so a normal run compiles one of each make, and `--long` the rest.
+Each takes its compilers several seconds, so a normal run compiles one of them, and `--long` the rest.
 On a machine with an H100 or H200:
 python -m pytest -m gpu tests/kernels/test_tilelang_sm90.py
 """
@@ -35,7 +35,7 @@ KERNELS = {
     "gradient_forward": (tilelang_fused.tile_results, BF16, "forward", True),
     "gradient_jsd": (tilelang_fused.tile_results, BF16, "jsd", True),
 }
-FAST = ("row_reverse", "tile_statistics")
+FAST = ("row_reverse",)
 ALL = [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in KERNELS]
 GPU_REASON = tilelang_target.missing("cuda")
 

@@ -17,7 +17,7 @@ print(json.dumps([os.environ["RAY_ADDRESS"], newest.read_text() if newest.exists
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_starts_and_its_address_is_told_to_the_command_alone():
     pytest.importorskip("ray")
     before = NEWEST.read_text() if NEWEST.exists() else None

@@ -80,7 +80,7 @@ def alone(trained, tmp_path_factory):
 @pytest.mark.parametrize(
     ("launch", "loss", "storage"),
     [
-        ("fsdp", "kl", {}),
+        pytest.param("fsdp", "kl", {}, marks=more),  # test_stages_on_ranks merges so, too
         ("context", "kl", {}),
         ("megatron", "kl", {}),
         ("fsdp", "reward", DISK),
