@@ -156,7 +156,8 @@ def dot_chart(
     values = [v for dot in dots for v in (dot.mean.low, dot.mean.high, *(part[2] for part in dot.parts))]
     low, high = min(0.0, *values), max(0.0, *values)
     room = 0.03 * (high - low) or 1.0
-    axes.set_xlim(low - room * (low < 0), high + room)
+    # The numbers at the right stand beside a line at 0, not across it.
+    axes.set_xlim(low - room * (low < 0), high + (5 if low < 0 else 1) * room)
     axes.axvline(0, color=light("rest"), linewidth=1.2, zorder=1)
     for row, dot in enumerate(dots):
         for role, marker, value in dot.parts:

@@ -19,6 +19,7 @@ from opd.pipelines.report.verdict import compare, retained
 from opd.pipelines.report.words import model_label, point_bounds, points
 from opd.pipelines.run_folder import differences
 from opd.pipelines.statistics import at_the_end, mean_accuracy
+from opd.redact import redact
 from opd.storage.files import write_atomic
 
 FREE = ("run_dir", "name")
@@ -122,7 +123,7 @@ class Runs:
 def compare_runs(folders: Sequence[Path], page: Path) -> str:
     """Write `page`, and return what the terminal is told. Raises what `Runs.read` does."""
     runs = Runs.read(folders)
-    write_atomic(page, _page(runs).encode("utf-8"))
+    write_atomic(page, redact(_page(runs)).encode("utf-8"))
     tables = [
         [runs.head("mean sampled accuracy, %"), *runs.accuracy()],
         [runs.head("merged student, %"), *runs.domains()],

@@ -20,6 +20,8 @@ from opd.pipelines.report.words import (
 )
 from opd.pipelines.statistics import Interval, at_the_end
 
+STILL = 0.02
+"""A line whose values differ by no more than this share is not drawn but told."""
 KL_AT = "kl_at/"
 """Begins the name of the merge's KL at some positions (`opd.train.distill_terms`)."""
 PHASES = ("rollout", "score", "train", "sync", "evaluate")
@@ -365,9 +367,11 @@ def _add(
     if not drawn:
         return
     if all(_constant(line, axis) for line in drawn):
-        values = {axis.write(line.y[0]) for line in drawn}
+        values = {axis.write(line.end[0]) for line in drawn}
         each = (
-            values.pop() if len(values) == 1 else listing([f"{x.label} {axis.write(x.y[0])}" for x in drawn])
+            values.pop()
+            if len(values) == 1
+            else listing([f"{x.label} {axis.write(x.end[0])}" for x in drawn])
         )
         panels.append(Panel(title, unit, "", each))
         return
@@ -376,8 +380,9 @@ def _add(
 
 
 def _constant(line: Series, axis: Axis) -> bool:
-    """Whether `line` is one value, as precisely as a reader is told."""
-    return axis.write(min(line.y)) == axis.write(max(line.y))
+    """Whether `line` stays within `STILL`, or is one value as precisely as a reader is told."""
+    low, high = min(line.y), max(line.y)
+    return high - low <= STILL * max(abs(low), abs(high)) or axis.write(low) == axis.write(high)
 
 
 def _ends(lines: Sequence[Series], axis: Axis) -> str:

@@ -230,7 +230,11 @@ def _grid(panels: Sequence[Panel], legend: Sequence[Cue], intro: str = "") -> st
         for panel in panels
         if not panel.svg
     )
-    constant = f'<p class="note">Constant, so not drawn:</p><ul class="note">{still}</ul>' if still else ""
+    constant = (
+        f'<p class="note">Constant within 2 %, so not drawn:</p><ul class="note">{still}</ul>'
+        if still
+        else ""
+    )
     return f'{text}{_legend(legend)}<div class="grid">{charts}</div>\n{constant}\n'
 
 
