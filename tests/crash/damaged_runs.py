@@ -1,0 +1,70 @@
+"""The run folders that are damaged: one that is finished, and one stopped in the middle of a response."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
+
+from recipes import tiny_recipe, write_recipe
+
+from opd.config import Recipe
+from opd.errors import PreemptedError
+from opd.pipelines.cli import main
+from opd.pipelines.run import execute
+from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.stages import plan, with_needs
+from opd.rollout.preemption import Preemption
+
+
+class StopsInTheMiddle(Preemption):
+    """Asks the run to stop after so many decode steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(grace=600.0)
+        self._left = steps
+
+    @property
+    def pending(self) -> bool:
+        self._left -= 1
+        if self._left == 0:
+            self.stop()
+        return super().pending
+
+
+def settings(seed: int, **changes) -> dict:
+    """All kinds of stages, each as short as can be; every group of a specialist has signal."""
+    domain = {"params": {"digits": 3}, "prompts": 200, "reward": "damage_rewards:even"}
+    short = {"steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every": 2}
+    return {
+        "seed": seed,
+        "domains": {name: {**domain, "source": f"procedural:{name}"} for name in ("sort", "add3")},
+        "base": {"steps": 4, "batch_size": 8, "min_accuracy": 0.0, "checkpoint_every": 2},
+        "specialist": short,
+        "distill": {"steps": 6, "prompts_per_domain": 2, "checkpoint_every": 2},
+        "baselines": {"methods": ["average", "off_policy"]},
+        "evaluation": {"prompts_per_domain": 4, "curve_prompts": 2},
+    } | changes
+
+
+def make_recipe(path: Path, seed: int = 0, **changes) -> Path:
+    return write_recipe(path, **settings(seed, **changes))
+
+
+def finish(recipe: Path, out: Path, *options: str) -> None:
+    assert main(["run", str(recipe), "--out", str(out), *options]) == 0
+
+
+def stop_in_merge(out: Path, seed: int, steps: int, **changes) -> None:
+    """Make a run folder whose merge was stopped after `steps` decode steps, with responses in flight."""
+    recipe: Recipe = tiny_recipe(**settings(seed, **changes))
+    with RunFolder.create(out, recipe) as folder:
+        for stage in with_needs(plan(recipe), "merge"):
+            asked = StopsInTheMiddle(steps if stage.name == "merge" else 1 << 30)
+            try:
+                execute(recipe, folder, stage, lambda *_: None, lambda text: None, asked)
+            except PreemptedError:
+                assert stage.name == "merge"
+                return
+    raise AssertionError("the merge ended before it was stopped")

@@ -1,0 +1,261 @@
+"""Damage to any file of a run folder is found, mended or harmless: never other results without a word.
+
+What becomes of each kind of damage stands in tests/README.md. By default one cell of every row is tried, with
+`--long` all of them; `--long` with OPD_REWRITE_DAMAGE=1 writes the tables anew.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from damage import (
+    COLUMNS,
+    FOUND,
+    GOOD,
+    REWARDS,
+    ROWS,
+    Scene,
+    changes,
+    column_of,
+    differences,
+    files_of,
+    fingerprint,
+    outcome,
+)
+from damaged_runs import finish, make_recipe, stop_in_merge
+
+from opd.pipelines.cli import main
+
+README = Path(__file__).parents[1] / "README.md"
+LETTERS = {"found": "F", "mended": "M", "harmless": "H"}
+DECODE_STEPS = 27
+"""After them the merge has two checkpoints, and responses in flight."""
+DISK = {"storage": {"trajectories": "disk"}}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with the rewards of the runs, which are looked for where one starts."""
+    folder, before = tmp_path_factory.mktemp("damage"), Path.cwd()
+    (folder / "damage_rewards.py").write_text(REWARDS)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def finished(place) -> Scene:
+    for seed in (0, 1):
+        finish(make_recipe(place / f"recipe-{seed}.yaml", seed), place / f"finished-{seed}")
+    truth = fingerprint(place / "finished-0")
+    return Scene("finished", place / "finished-0", place / "finished-1", place / "recipe-0.yaml", truth)
+
+
+@pytest.fixture(scope="module")
+def stopped(place, finished) -> Scene:
+    for seed in (0, 1):
+        stop_in_merge(place / f"stopped-{seed}", seed, DECODE_STEPS)
+    folders = place / "stopped-0", place / "stopped-1"
+    truth = merged(folders[0], finished.recipe, place / "merged")
+    return Scene("stopped", *folders, finished.recipe, truth, "stopped stage|published", "distill")
+
+
+@pytest.fixture(scope="module")
+def stored(place) -> Scene:
+    """Stopped, with the responses of the merge on disk."""
+    recipe = make_recipe(place / "recipe-stored.yaml", **DISK)
+    for seed in (0, 1):
+        stop_in_merge(place / f"stored-{seed}", seed, DECODE_STEPS, **DISK)
+    folders = place / "stored-0", place / "stored-1"
+    truth = merged(folders[0], recipe, place / "merged-from-disk")
+    return Scene("stored", *folders, recipe, truth, "trajectories|token log", "distill")
+
+
+def merged(stopped: Path, recipe: Path, copy: Path) -> dict[str, str]:
+    """What a stopped merge ends as."""
+    shutil.copytree(stopped, copy)
+    assert main(["distill", str(recipe), "--out", str(copy), "--resume"]) == 0
+    return fingerprint(copy)
+
+
+def cells_of(scene: Scene):
+    """(row, column, file, damage) of everything that is done to the files of a scene."""
+    for row, names in files_of(scene).items():
+        for name in names:
+            for kind, damage in changes(scene, scene.folder / name):
+                yield row, column_of(kind), f"{kind} of {name}", name, damage
+
+
+def table(found: dict[tuple[str, str], set[str]]) -> str:
+    """The outcomes by row and column, as Markdown."""
+    lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for row in ROWS:
+        if any(known == row for known, _ in found):
+            cells = ["".join(sorted(found.get((row, column), set()), key="FMH".index)) for column in COLUMNS]
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def marks(scene: str) -> tuple[str, str]:
+    return f"<!-- damage: {scene} -->\n", f"\n<!-- end of damage: {scene} -->"
+
+
+def written(scene: str) -> str:
+    """The table of tests/README.md."""
+    start, end = marks(scene)
+    return README.read_text("utf-8").partition(start)[2].partition(end)[0]
+
+
+def expected(scene: str) -> dict[tuple[str, str], str]:
+    rows = [line.strip("|").split("|") for line in written(scene).splitlines()[2:]]
+    return {
+        (row[0].strip(), column): cell.strip()
+        for row in rows
+        for column, cell in zip(COLUMNS, row[1:], strict=True)
+    }
+
+
+def some(scene: Scene, step: int):
+    """One cell of every row, of another column each."""
+    by_row: dict[str, list] = {}
+    for cell in cells_of(scene):
+        by_row.setdefault(cell[0], []).append(cell)
+    for number, cells in enumerate(by_row.values()):
+        yield cells[(step * number) % len(cells)]
+
+
+def try_all(scene: Scene, cells, copy: Path) -> dict[tuple[str, str], set[str]]:
+    """The outcomes of cells; fails if one is not good."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for row, column, what, name, damage in cells:
+        end, said = outcome(scene, name, damage, scene.command, copy)
+        assert end in GOOD, f"{scene.name}: {what}: {end}\n{said}"
+        if column in COLUMNS:  # not for root: "unreadable"
+            found.setdefault((row, column), set()).add(LETTERS[end])
+    return found
+
+
+def test_a_stopped_run_ends_as_an_undisturbed_one(finished, stopped, tmp_path):
+    shutil.copytree(stopped.folder, tmp_path / "run")
+    finish(stopped.recipe, tmp_path / "run", "--resume")
+    assert differences(finished.truth, fingerprint(tmp_path / "run")) == []
+
+
+@pytest.mark.slow
+def test_one_cell_of_every_row_of_a_finished_run(finished, tmp_path):
+    known = expected("finished")
+    for cell, letters in try_all(finished, some(finished, 5), tmp_path / "run").items():
+        assert letters <= set(known.get(cell) or "FMH"), cell
+
+
+def test_the_files_of_a_stage_that_was_stopped(stopped, tmp_path):
+    known, kinds = expected("stopped"), {"bit flip", "another run's"}
+    cells = [cell for cell in some(stopped, 3) if cell[0].startswith("stopped")]
+    cells += [c for c in cells_of(stopped) if c[3].endswith("in_flight.safetensors") and c[1] in kinds][1:3]
+    for cell, letters in try_all(stopped, cells, tmp_path / "run").items():
+        assert letters <= set(known.get(cell) or "FMH"), cell
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", ["finished", "stopped", "stored"])
+def test_every_kind_of_damage_to_every_kind_of_file(request, name, tmp_path):
+    """And the table of tests/README.md says what becomes of it."""
+    scene = request.getfixturevalue(name)
+    found = table(try_all(scene, cells_of(scene), tmp_path / "run"))
+    if os.environ.get("OPD_REWRITE_DAMAGE"):
+        start, end = marks(name)
+        text = README.read_text("utf-8")
+        README.write_text(text.replace(start + written(name) + end, start + found + end), "utf-8")
+    assert found == written(name), "tests/README.md says otherwise; write it anew with OPD_REWRITE_DAMAGE=1"
+
+
+def swap(one: str, other: str):
+    def act(run: Path, scene: Scene) -> None:
+        (run / one).rename(run / "aside")
+        (run / other).rename(run / one)
+        (run / "aside").rename(run / other)
+
+    return act
+
+
+def theirs(*names: str):
+    def act(run: Path, scene: Scene) -> None:
+        for name in names:
+            shutil.rmtree(run / name)
+            shutil.copytree(scene.other / name, run / name)
+
+    return act
+
+
+def gone(*names: str):
+    def act(run: Path, scene: Scene) -> None:
+        for name in names:
+            shutil.rmtree(run / name)
+
+    return act
+
+
+FOLDERS = {
+    "two specialists": swap("specialists/sort", "specialists/add3"),
+    "two stages": swap("stages/specialist-sort", "stages/specialist-add3"),
+    "another run's specialist": theirs("specialists/sort"),
+    "another run's specialist and its stage": theirs("specialists/sort", "stages/specialist-sort"),
+    "another run's checkpoints": theirs("stages/merge/checkpoints"),
+    "a model that is gone": gone("specialists/add3"),
+    "a baseline that is gone": gone("baselines/average"),
+    "a stage that is gone": gone("stages/baseline-average"),
+    "measurements that are gone": gone("stages/evaluate"),
+}
+
+
+@pytest.mark.parametrize("what", FOLDERS)
+def test_whole_folders_that_are_not_what_they_were(finished, tmp_path, what):
+    def damage(target: Path) -> None:
+        FOLDERS[what](target.parent, finished)
+
+    end, said = outcome(finished, "config.json", damage, "run", tmp_path / "run")
+    assert end in GOOD, said
+
+
+READ = {
+    "results.json": "a field changed",
+    "config.json": "a field changed",
+    "stages/merge/metrics.jsonl": "bit flip, middle",
+    "stages/merge/done.json": "deleted",
+}
+"""What a report reads, and a kind of damage."""
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_report_reads_what_was_written_or_stops(finished, tmp_path, name):
+    damage = dict(changes(finished, finished.folder / name))[READ[name]]
+    end, said = outcome(finished, name, damage, "report", tmp_path / "run")
+    assert end == FOUND, said
+
+
+@pytest.mark.parametrize("name", ["stages/evaluate/models.json", "merged/config.json"])
+def test_an_evaluation_reads_what_was_written_or_stops(finished, tmp_path, name):
+    damage = dict(changes(finished, finished.folder / name))["a field changed"]
+    end, said = outcome(finished, name, damage, "evaluate", tmp_path / "run")
+    assert end == FOUND, said
+
+
+def test_a_report_of_a_stage_in_progress_reads_its_metrics_or_stops(stopped, tmp_path, capsys):
+    """A last line that was cut is no damage; anything before it is."""
+    shutil.copytree(stopped.folder, tmp_path / "run")
+    metrics = tmp_path / "run" / "stages" / "merge" / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    metrics.write_bytes(whole + whole[:40])
+    assert main(["report", str(tmp_path / "run")]) == 0
+    metrics.write_bytes(whole.replace(b'"grad_norm": ', b'"grad_norm": 1', 1))
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert "metrics.jsonl:1: this line or one before it is not what was written" in capsys.readouterr().err
