@@ -15,6 +15,8 @@ from opd.foreign import printable
 from opd.redact import guard_streams
 
 ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
+_LONGEST = 1200
+"""Characters of a sentence: a path of thousands hides what is wrong with it."""
 _UNWIND = 5
 """Seconds after SIGTERM in which a command that does not listen for it closes what it has open; it is told
 again every second."""
@@ -56,8 +58,11 @@ def _status(error: BaseException) -> int:
 
 
 def one_line(text: str) -> str:
-    """`text` on one line, with what cannot be printed escaped."""
-    return printable(" ".join(text.split()))
+    """`text` on one line, with what cannot be printed escaped, and the middle of the endless left out."""
+    words = " ".join(text.split())
+    if len(words) > _LONGEST:
+        words = f"{words[: _LONGEST // 2]} ... {words[-_LONGEST // 2 :]}"
+    return printable(words)
 
 
 def complain(error: OpdError) -> None:

@@ -73,7 +73,9 @@ def safe_name(name: str) -> str:
 
 def refuse_existing(path: Path) -> None:
     """Raise `RunFolderError` if `path` is taken; an empty folder, or one nothing was written to, is free."""
-    if path.exists() and (not path.is_dir() or any(not _is_trace(entry.name) for entry in path.iterdir())):
+    if path.exists() and not path.is_dir():
+        raise RunFolderError(f"{path} is no folder; give another one with --out")
+    if path.exists() and any(not _is_trace(entry.name) for entry in path.iterdir()):
         raise RunFolderError(
             f"{path} exists already; add --resume to continue that run, or give another folder with --out"
         )

@@ -88,7 +88,13 @@ def _start(
     process = methods.Process(
         target=_work, args=(recipe.model_dump_json(), str(folder.path), stage.name, theirs), name=stage.name
     )
-    process.start()
+    try:
+        process.start()
+    except (EOFError, ConnectionError, BlockingIOError) as error:
+        raise OpdError(
+            f"stage {stage.name} cannot be started ({type(error).__name__}): the process that starts stages"
+            " was ended; continue with --resume."
+        ) from error
     theirs.close()
     return _Worker(stage, process, ours)
 

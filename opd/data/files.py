@@ -85,7 +85,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             where = f"{path}:{number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:  # bad JSON or bad UTF-8
+            except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or nested without end
                 raise DataError(f"{where}: not a line of JSON ({error}); mend or remove it.") from error
             if not isinstance(row, dict):
                 raise DataError(f"{where}: a {type(row).__name__} where an object with `prompt` is needed.")

@@ -10,10 +10,13 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from opd.errors import CheckpointError, ModelError
-from opd.models.hf_folder import check_small_files, described_in, refuse_code
+from opd.models.hf_folder import check_small_files, described_in, read_object, refuse_code
 
 # Read by transformers though not every configuration declares them.
 _UNDECLARED_KEYS = ("rope_theta", "rope_scaling", "head_dim")
+
+
+_MOST_LAYERS = 10_000
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -28,17 +31,30 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointError(f"{path} is missing; give a folder written by Hugging Face's save_pretrained.")
     refuse_code(folder)
     check_small_files(folder)
+    _refuse_endless(read_object(path), path)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read as JSON; copy the folder again ({error}).") from error
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (
+        *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
+        StrictDataclassError,
+    ) as error:
         reason = " ".join(str(error).split())
         raise ModelError(
             f"{path} is not a configuration this transformers release knows: {reason}"
         ) from error
     _refuse_unusable(config, path)
     return config
+
+
+def _refuse_endless(described: dict[str, Any], where: str | Path) -> None:
+    """Raise for layers without number, which a configuration would make a list of."""
+    nested = described.get("text_config")
+    for form in (described, nested if isinstance(nested, dict) else {}):
+        layers = form.get("num_hidden_layers")
+        if isinstance(layers, int | float) and layers > _MOST_LAYERS:
+            raise ModelError(f"{where} says num_hidden_layers {layers:.6g}; no model has so many: mend it.")
 
 
 def _refuse_unusable(config: PreTrainedConfig, path: Path) -> None:
@@ -71,7 +87,8 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
     """
     options = dict(config)
     model_type = options.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
+    _refuse_endless(options, "model.config")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"model.config.model_type is {model_type!r}, which transformers does not know"
             f"{_nearest(str(model_type), list(CONFIG_MAPPING.keys()))}."
@@ -84,7 +101,8 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
                 f"{_nearest(key, list(known.to_dict()))}."
             )
     tokens = len(tokenizer)
-    if options.setdefault("vocab_size", tokens) < tokens:
+    rows = options.setdefault("vocab_size", tokens)
+    if not isinstance(rows, int) or rows < tokens:
         raise ModelError(
             f"model.config.vocab_size is {options['vocab_size']}, fewer than the tokenizer's {tokens} tokens;"
             " leave it out."
@@ -93,7 +111,7 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
         options[name] = getattr(tokenizer, name)
     try:
         return AutoConfig.for_model(model_type, **options)
-    except (ValueError, TypeError, StrictDataclassError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"model.config cannot be used for model_type {model_type!r}: {reason}") from error
 

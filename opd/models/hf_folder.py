@@ -165,7 +165,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`. Raises `CheckpointError` if there is none."""
     try:
         found = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy it again.") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is not a JSON object; copy the file again from its source.")

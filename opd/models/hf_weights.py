@@ -69,7 +69,9 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
                 trust_remote_code=False,
                 device_map=device_map,
             )
-    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except (
+        *(ValueError, RuntimeError, LookupError, ArithmeticError, TypeError, AttributeError, ImportError),
+    ) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{folder} cannot be loaded as a causal language model: {reason}") from error
     module, info = loaded

@@ -64,8 +64,8 @@ def _check_same(request: RolloutRequest, logged: LoggedRequest, version: int | N
 
 def _foreign(uid: str, what: str) -> RolloutError:
     return RolloutError(
-        f"the log holds request {uid!r} {what}: it was written by another run; use a fresh log, or retire"
-        " what this one holds."
+        f"the log holds request {uid!r} {what}, which is not what is asked for now: model, tokenizer, data"
+        " and settings must be those it was written with; restore them, or start a new run."
     )
 
 

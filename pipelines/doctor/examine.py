@@ -71,6 +71,8 @@ def examine(
         return findings
     findings += check_models(recipe, domains, models)
     findings += check_served(recipe)
+    if models.student is None:
+        return findings
     findings += attempt("precision", lambda: check_precision(recipe, models))
     findings += check_resources(recipe, models, path)
     if thorough and not _errors(findings):

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 DEVICE = "device"
-_MOST_LAYERS = 10_000
 _PEEK = 64
 """Prompts of a domain that are asked whether they are messages."""
 _MEASURED = 256
@@ -74,6 +73,8 @@ class Models:
 def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
     """Checks student, teachers and prompts; fills `models`."""
     findings = attempt("student", lambda: _check_student(recipe, domains, models))
+    if models.student is None:
+        return findings  # what the rest is compared with
     models.chat = any(prompt.messages is not None for d in domains.values() for prompt in d.train[:_PEEK])
     if models.tokenizer is not None:
         findings += attempt("stop ids", lambda: _check_stops(recipe, models))
@@ -339,8 +340,6 @@ def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
 
     text = config.get_text_config()
     try:
-        if text.num_hidden_layers > _MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers is {text.num_hidden_layers}, {_MOST_LAYERS} are the most")
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the family's constructor meets

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import tiny
 
 from opd.errors import ConfigError, OpdError, PreemptedError, from_system
+from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.ending import ended, one_line
 from opd.storage.files import atomic_file, atomic_folder
 
@@ -156,3 +158,34 @@ def test_nobody_reading_is_no_error(tmp_path):
         process.stdout.close()
         assert process.wait() in (0, 141)
         assert b"Traceback" not in process.stderr.read()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KiB, where this process may mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "model"])
+def test_a_full_disk_is_named_and_left_clean(small_disk, form):
+    target = small_disk / "target"
+    with pytest.raises(Exception, match=r"space|os error 28") as caught:  # noqa: PT012
+        if form == "file":
+            with atomic_file(target) as file:
+                file.write(bytes(1_000_000))
+        elif form == "folder":
+            with atomic_folder(target) as folder:
+                (folder / "a").write_bytes(bytes(1_000_000))
+        else:
+            save_checkpoint(tiny.model(hidden_size=128), tiny.tokenizer(), target, {})
+    sentence = str(from_system(caught.value))
+    assert sentence.startswith(f"{target}: the disk is full; free some space")
+    assert list(small_disk.iterdir()) == []
