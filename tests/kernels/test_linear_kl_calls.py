@@ -181,7 +181,8 @@ def test_precision_over_a_large_vocabulary(kernels: str, kind: str, spread: floa
     teacher = student + spread * torch.randn(30011, 3, generator=generator)
     values = linear_kl(hidden, Head(student), hidden, Head(teacher), kind=kind)
     exact = true_divergence(student.t().double(), teacher.t().double(), kind, 0.5)
-    # The plain reference sums rounded log-probabilities, each near log V.
+    # The plain reference sums differences of rounded log-probabilities near log V = 10.3: one unit in the
+    # last place of that is 9.5e-7, and each library rounds in its own way.
     torch.testing.assert_close(
-        values.double(), exact, rtol=1e-5, atol=1e-6 if kernels == "reference" else 2e-7
+        values.double(), exact, rtol=1e-5, atol=2e-6 if kernels == "reference" else 2e-7
     )
