@@ -6,13 +6,15 @@ one pattern for names and the one way to read small documents; everything else i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable
+import struct
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeGuard
 
-from opd.errors import StorageError
+from opd.errors import OpdError, StorageError
 
 MAX_DEPTH = 64
 """Of nested lists and objects in a small document."""
@@ -20,6 +22,9 @@ MAX_DEPTH = 64
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 _MAX_NAME_BYTES = 255
+_UNREADABLE = (
+    ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, struct.error,
+)  # fmt: skip
 
 
 def is_file_name(name: object) -> TypeGuard[str]:
@@ -72,6 +77,20 @@ def read_document(data: bytes | str, most: int) -> Any:
     if depth_exceeds(value, MAX_DEPTH):
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
     return value
+
+
+@contextlib.contextmanager
+def decoding(refusal: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise `refusal(cause)` for whatever decoding what has not the form it should have raises in the block.
+
+    A right checksum says that bytes are what was written, not that who wrote them knew the form.
+    """
+    try:
+        yield
+    except OpdError:
+        raise
+    except _UNREADABLE as error:
+        raise refusal(shown(error) or type(error).__name__) from error
 
 
 def depth_exceeds(value: Any, most: int) -> bool:

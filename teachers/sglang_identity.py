@@ -11,11 +11,21 @@ import numpy as np
 import torch
 
 from opd.errors import TeacherError
+from opd.foreign import decoding
 from opd.kernels.ops import linear_logprobs
-from opd.served.faults import RefusedError
+from opd.served.faults import RefusedError, UnavailableError
 from opd.served.http_client import Server
 from opd.served.http_pool import HTTPPool
-from opd.served.sglang_answers import Question, hidden_body, hidden_of, logprob_body, logprobs_of, versions_of
+from opd.served.sglang_answers import (
+    Question,
+    hidden_body,
+    hidden_of,
+    logprob_body,
+    logprobs_of,
+    most_bytes,
+    ranks_of,
+    versions_of,
+)
 from opd.storage.published import PublishedModel
 from opd.teachers.streamed_head import read_head
 
@@ -76,8 +86,7 @@ async def admit(pool: HTTPPool, server: Server, expected: Expected) -> None:
 async def checksum(pool: HTTPPool, server: Server) -> str:
     """The server's checksum over all weights on all of its ranks."""
     answer = await pool.ask(server, "POST", "/weights_checker", {"action": "checksum"})
-    ranks = (answer or {}).get("ranks") or []
-    return "+".join(str(rank.get("per_gpu_checksum")) for rank in ranks)
+    return "+".join(str(rank.get("per_gpu_checksum")) for rank in ranks_of(answer))
 
 
 def _check_kind(owner: str, server: Server, info: dict[str, Any], expected: Expected) -> None:
@@ -124,9 +133,10 @@ def _check_settings(owner: str, server: Server, settings: dict[str, Any], expect
             " set the server's signal to topk or sampled."
         )
     limits = [settings.get("context_length"), settings.get("max_total_num_tokens")]
-    known = [int(limit) for limit in (*limits, expected.context) if limit]
+    with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
+        known = [int(limit) for limit in (*limits, expected.context) if limit]
+        chunk = int(settings.get("chunked_prefill_size") or 0)
     expected.context = min(known, default=None)
-    chunk = int(settings.get("chunked_prefill_size") or 0)
     if chunk > 0:
         expected.chunk = min(chunk, expected.chunk or chunk)
     if settings and settings.get("dtype") != "float32":
@@ -152,7 +162,8 @@ async def _check_outputs(
     head = expected.head
     question = Question("probe", PROBE, 0)
     if expected.hidden or settings.get("enable_return_hidden_states"):
-        answer = await pool.ask(server, "POST", "/generate", hidden_body(question))
+        body = hidden_body(question)
+        answer = await pool.ask(server, "POST", "/generate", body, most_bytes(body, head.width))
         served = logprobs_of(answer, PROBE[:-1], 0, head.rows)
         check_width(pool.owner, server, answer, head.width)
         if expected.logprobs is None and expected.rebuild is not None:
@@ -160,7 +171,8 @@ async def _check_outputs(
             rebuilt = await asyncio.to_thread(expected.rebuild, rows, PROBE[1:-1])
             _compare(pool.owner, server, served, rebuilt, expected.tolerance, "the published head gives")
     else:
-        answer = await pool.ask(server, "POST", "/generate", logprob_body(Question("probe", PROBE[:-1], 0)))
+        body = logprob_body(Question("probe", PROBE[:-1], 0))
+        answer = await pool.ask(server, "POST", "/generate", body, most_bytes(body))
         served = logprobs_of(answer, PROBE[:-1], 0, head.rows)
     if expected.logprobs is None:
         expected.logprobs = served
@@ -169,8 +181,9 @@ async def _check_outputs(
 
 def check_width(owner: str, server: Server, answer: dict[str, Any], width: int) -> None:
     """`TeacherError` if the hidden states have another width than the head."""
-    states = answer["meta_info"].get("hidden_states") or [[[]]]
-    found = len(states[0][0]) if isinstance(states[0][0], list) else len(states[0])
+    with decoding(lambda cause: UnavailableError(f"{server.url}: hidden states, {cause}", answered=True)):
+        states = answer["meta_info"].get("hidden_states") or [[[]]]
+        found = len(states[0][0]) if isinstance(states[0][0], list) else len(states[0])
     if found != width:
         raise TeacherError(
             f"{owner}: {server.url} returns hidden states of width {found}, the published head takes {width};"

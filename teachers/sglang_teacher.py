@@ -28,6 +28,7 @@ from opd.served.sglang_answers import (
     hidden_of,
     logprob_body,
     logprobs_of,
+    most_bytes,
     top_logprobs_of,
 )
 from opd.storage.published import PublishedModel
@@ -207,7 +208,9 @@ class SGLangTeacher:
             check_versions(self.pool.owner, answer, self._expected)
             return read(answer)
 
-        return await self.pool.post("/generate", body, len(question.tokens), check)
+        return await self.pool.post(
+            "/generate", body, len(question.tokens), check, most_bytes(body, self._head.hidden)
+        )
 
     async def _ask_limits(self) -> None:
         question = Question("limits", np.array([1, 2], dtype=np.int32), 0)

@@ -18,6 +18,7 @@ from opd.rollout.sglang_workers import Workers
 from opd.served.faults import RefusedError, UnavailableError
 from opd.served.http_client import PoolOptions, Server
 from opd.served.http_pool import Trouble
+from opd.served.sglang_answers import most_bytes
 from opd.types import DecodeStep, RolloutRequest, Status
 
 if TYPE_CHECKING:
@@ -232,8 +233,12 @@ class _Generation(Iterator[DecodeStep]):
         due = self._workers.version
         vocabulary, stops = self._limits_vocabulary, request.sampling.stop_ids
         stream = Stream(request.uid, len(written), self._workers.versions, vocabulary, stops)
-        async with pool.lease(tokens, [], home) as server, pool.stream(server, "/generate", body) as lines:
-            async for line in lines:
+        most, lines = most_bytes(body), 1024 + 8 * request.sampling.max_new_tokens
+        async with (
+            pool.lease(tokens, [], home) as server,
+            pool.stream(server, "/generate", body, most, lines) as arriving,
+        ):
+            async for line in arriving:
                 piece = stream.read(line)
                 if piece is None:
                     continue

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from opd.foreign import decoding, shown
 from opd.served.faults import UnavailableError
 from opd.types import DecodeStep, Status
 
@@ -51,12 +52,14 @@ class Stream:
         """The new part of one line; `None` if there is none. Raises `UnavailableError` if it is wrong."""
         if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
             return None
-        try:
-            message = json.loads(line[5:])
-            meta = message["meta_info"]
-            entries = meta.get("output_token_logprobs") or []
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UnavailableError(f"a message of {self.uid} is not readable", answered=True) from None
+        with decoding(self._unreadable):
+            return self._read(json.loads(line[5:])["meta_info"])
+
+    def _unreadable(self, cause: str) -> UnavailableError:
+        return UnavailableError(f"a message of {self.uid} is not readable ({cause})", answered=True)
+
+    def _read(self, meta: dict[str, Any]) -> Piece:
+        entries = meta.get("output_token_logprobs") or []
         total = int(meta.get("completion_tokens", len(entries)))
         fresh = entries[self.seen :] if len(entries) == total else entries
         if self.seen + len(fresh) != total:
@@ -86,7 +89,9 @@ class Stream:
             (s["version"] for s in spans if s["start"] <= place < s["end"]), meta.get("weight_version")
         )
         if name not in self._versions:
-            raise UnavailableError(f"{self.uid} was sampled with unknown weights {name}", answered=True)
+            raise UnavailableError(
+                f"{self.uid} was sampled with unknown weights {shown(name)}", answered=True
+            )
         return self._versions[str(name)]
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
+from opd.foreign import decoding
 from opd.models.digest import weights_digest
 from opd.rollout.sglang_push import Push
 from opd.rollout.sglang_sync import Proof, check_config, check_form
@@ -17,6 +18,7 @@ from opd.served.faults import RefusedError, UnavailableError, pause
 from opd.served.http_client import PoolOptions, Server
 from opd.served.http_pool import HTTPPool
 from opd.served.loop_thread import LoopThread
+from opd.served.sglang_answers import ranks_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,7 +153,7 @@ class Workers:
         info = await self.pool.ask(server, "GET", "/model_info") or {}
         check_config(server.url, info, self._config)
         answer = await self._post(server, "/weights_checker", {"action": "checksum"})
-        ranks = (answer or {}).get("ranks", [])
+        ranks = ranks_of(answer)
         if len(ranks) == 1 and "checksums" in ranks[0]:  # a worker of several ranks may cut its layers
             check_form(server.url, info, ranks[0]["checksums"], self._weights)
         self._checked.add(server.url)
@@ -161,8 +163,9 @@ class Workers:
         assert self._proof is not None
         answer = await self._post(server, "/weights_checker", {"action": "checksum"})
         settings = await self.pool.ask(server, "GET", "/server_info") or {}
-        ranks = (answer or {}).get("ranks", [])
-        await asyncio.to_thread(self._proof.check, server.url, ranks, settings)
+        ranks = ranks_of(answer)
+        with decoding(lambda cause: RolloutError(f"{server.url}/weights_checker answered {cause}.")):
+            await asyncio.to_thread(self._proof.check, server.url, ranks, settings)
 
     async def _admit(self, server: Server) -> None:
         """A worker that is new or was away: the version it holds, or the newest weights."""

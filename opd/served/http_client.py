@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import ConfigError, MissingExtraError
+from opd.foreign import shown
 from opd.redact import hide
 from opd.served.faults import Patience, RefusedError, UnavailableError
 
 if TYPE_CHECKING:
     import aiohttp
 
+CONTROL_BYTES = 8 * 2**20
+"""Most bytes of an answer that is about a server and not about tokens."""
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
 """Statuses that a later attempt may not meet."""
 
@@ -75,35 +78,54 @@ class HTTPClient:
             )
         self._session: aiohttp.ClientSession | None = None
 
-    async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One attempt at one server. Raises `UnavailableError` or `RefusedError`."""
+    async def ask(
+        self,
+        server: Server,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        most: int = CONTROL_BYTES,
+    ) -> Any:
+        """One attempt at one server: a JSON object of at most `most` bytes, or `None` for another answer to a
+        control request. Raises `UnavailableError` or `RefusedError`.
+        """
         import aiohttp
         import orjson
 
         session = self._open_session()
         try:
-            async with session.request(method, server.url + path, json=body) as answer:
-                content = await answer.read()
+            async with session.request(method, server.url + path, json=body, allow_redirects=False) as answer:
+                content = await _content(answer, most)
         except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
             raise UnavailableError(f"{server.url}{path} {_broken(trouble)}", answered=False) from None
         where = f"{server.url}{path} answered {answer.status}"
         if answer.status in RETRIED:
             raise UnavailableError(where, answered=True)
-        if answer.status >= 400:
+        if answer.status >= 300:
             raise RefusedError(f"{where} {_excerpt(content)}".rstrip())
+        if len(content) > most:
+            raise UnavailableError(f"{where} with more than the {most} bytes that are due", answered=True)
         try:
             # Hidden states are megabytes of numbers: in another thread, so that other answers go on.
-            return await asyncio.to_thread(orjson.loads, content) if content else None
+            found = await asyncio.to_thread(orjson.loads, content) if content else None
         except ValueError:
             if method == "POST" and path != "/generate":
                 return None  # some control requests answer with a line of text
             raise UnavailableError(f"{where} with something that is not JSON", answered=True) from None
+        if isinstance(found, dict):
+            return found
+        if method == "POST" and path != "/generate":
+            return None
+        raise UnavailableError(f"{where} with something that is no JSON object", answered=True)
 
     @asynccontextmanager
     async def stream(
-        self, server: Server, path: str, body: dict[str, Any]
+        self, server: Server, path: str, body: dict[str, Any], most: int, lines: int
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The lines of a streaming answer. Raises `UnavailableError` or `RefusedError`, in the block too."""
+        """The lines of a streaming answer: `lines` of `most` bytes, at most.
+
+        Raises `UnavailableError` or `RefusedError`, in the block too.
+        """
         import aiohttp
 
         limits = self.options.patience
@@ -113,13 +135,15 @@ class HTTPClient:
         )
         where = server.url + path
         try:
-            async with self._open_session().post(where, json=body, timeout=quiet) as answer:
+            async with self._open_session().post(
+                where, json=body, timeout=quiet, allow_redirects=False
+            ) as answer:
                 if answer.status in RETRIED:
                     raise UnavailableError(f"{where} answered {answer.status}", answered=True)
-                if answer.status >= 400:
-                    text = _excerpt(await answer.read())
+                if answer.status >= 300:
+                    text = _excerpt(await _content(answer, CONTROL_BYTES))
                     raise RefusedError(f"{where} answered {answer.status} {text}".rstrip())
-                yield _lines(answer)
+                yield _lines(answer, where, most, lines)
         except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
             raise UnavailableError(f"{where} {_broken(trouble)}", answered=False) from None
 
@@ -137,7 +161,8 @@ class HTTPClient:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=limits.timeout, sock_connect=limits.connect_timeout),
-                headers=self._headers,
+                headers={**self._headers, "Accept-Encoding": "identity"},
+                auto_decompress=False,  # a few bytes could become any number of them
             )
         return self._session
 
@@ -161,7 +186,19 @@ def _headers(owner: str, variable: str | None) -> dict[str, str]:
 
 
 def _excerpt(content: bytes) -> str:
-    return " ".join(content[:300].decode(errors="replace").split())
+    return shown(" ".join(content[:300].decode(errors="replace").split()), 300)
+
+
+async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body, or its beginning: little more than `most` bytes, whatever is sent."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in answer.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            break
+    return b"".join(parts)
 
 
 def _broken(trouble: Exception) -> str:
@@ -170,11 +207,14 @@ def _broken(trouble: Exception) -> str:
     return f"failed ({type(trouble).__name__}: {trouble})"
 
 
-async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """However long: cumulative messages grow with the response."""
+async def _lines(answer: aiohttp.ClientResponse, where: str, most: int, lines: int) -> AsyncIterator[bytes]:
+    """Of any length up to `most`: cumulative messages grow with the response."""
     rest = b""
     async for content in answer.content.iter_any():
         *whole, rest = (rest + content).split(b"\n")
+        lines -= len(whole)
+        if lines < 0 or max(map(len, (rest, *whole))) > most:
+            raise UnavailableError(f"{where} streams more than is due", answered=True)
         for line in whole:
             yield line
     if rest:

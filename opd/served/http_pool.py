@@ -32,6 +32,7 @@ class _Call(Trouble):
     body: dict[str, Any]
     tokens: int
     check: Callable[[dict[str, Any]], Any]
+    most: int
     asked: list[Server] = field(default_factory=list)
     """Servers that have it now, or had it last."""
 
@@ -70,15 +71,15 @@ class HTTPPool(HTTPClient):
         return "; ".join(f"{s.url}: {s.last_error}" for s in self.servers if s.failures and s.last_error)
 
     async def post(
-        self, path: str, body: dict[str, Any], tokens: int, check: Callable[[dict[str, Any]], Any]
+        self, path: str, body: dict[str, Any], tokens: int, check: Callable[[dict[str, Any]], Any], most: int
     ) -> Any:
-        """`check(answer)` of the first server that answers well.
+        """`check(answer)` of the first server that answers well, with at most `most` bytes.
 
         `check` raises `UnavailableError` for an answer that another attempt may mend, and an `OpdError` for
         one that must stop the run. Raises the pool's error when patience is over or the request is refused.
         """
         self.counters.requests += 1
-        call = _Call(path, body, tokens, check)
+        call = _Call(path, body, tokens, check, most)
         while True:
             try:
                 return await self._hedged(call)
@@ -117,7 +118,7 @@ class HTTPPool(HTTPClient):
 
     async def _once(self, call: _Call) -> Any:
         async with self.lease(call.tokens, call.asked) as server:
-            return call.check(await self.ask(server, "POST", call.path, call.body))
+            return call.check(await self.ask(server, "POST", call.path, call.body, call.most))
 
     @asynccontextmanager
     async def lease(

@@ -13,7 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from opd.foreign import decoding, shown, whole
 from opd.served.faults import UnavailableError
+
+_NUMBER_BYTES, _ENTRY_BYTES = 32, 256
+"""Most bytes of JSON for one number, and for a token with its id, its log-probability and its text."""
+_OTHER_BYTES = 2**20
+
+
+def _unreadable(cause: str) -> UnavailableError:
+    return UnavailableError(f"the answer has another form than it should have ({cause})", answered=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,16 @@ def hidden_body(question: Question) -> dict[str, Any]:
     }
 
 
+def most_bytes(body: dict[str, Any], width: int = 0) -> int:
+    """Most bytes of a good answer to `body`, by a model whose hidden states have `width` numbers."""
+    tokens = len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"]
+    each = _ENTRY_BYTES * (1 + body.get("top_logprobs_num", 0))
+    if body.get("return_hidden_states"):
+        each += _NUMBER_BYTES * width
+    return _OTHER_BYTES + tokens * each
+
+
+@decoding(_unreadable)
 def logprobs_of(answer: dict[str, Any], tokens: np.ndarray, start: int, rows: int) -> np.ndarray:
     """[T - 1 - start] float32: log-probabilities of `tokens[start + 1:]`. Raises `UnavailableError`.
 
@@ -75,12 +94,13 @@ def logprobs_of(answer: dict[str, Any], tokens: np.ndarray, start: int, rows: in
     ids, sent = np.array([entry[1] for entry in entries]), tokens[start:]
     if ((ids != sent) & ((ids != 0) | (sent < rows - 1))).any():
         raise UnavailableError("log-probabilities came for other tokens than were sent", answered=True)
-    values = np.array([entry[0] for entry in entries[1:]], dtype=np.float32)
+    values = _numbers([entry[0] for entry in entries[1:]], (count,))
     if not np.isfinite(values).all() or (values > 1e-3).any():
         raise UnavailableError("a log-probability is not finite or above 0", answered=True)
     return values
 
 
+@decoding(_unreadable)
 def top_logprobs_of(
     answer: dict[str, Any], count: int, top_k: int, vocabulary: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -95,7 +115,7 @@ def top_logprobs_of(
             raise UnavailableError(
                 f"top-k log-probabilities of {len(rows)} positions, not {count}", answered=True
             )
-        values = np.array([[e[0] for e in row] for row in rows], dtype=np.float32).reshape(count, top_k)
+        values = _numbers([[e[0] for e in row] for row in rows], (count, top_k))
         ids = np.array([[e[1] for e in row] for row in rows], dtype=np.int32).reshape(count, top_k)
     if not np.isfinite(values).all() or (values > 1e-3).any():
         raise UnavailableError("a top-k log-probability is not finite or above 0", answered=True)
@@ -104,6 +124,7 @@ def top_logprobs_of(
     return ids.astype(np.int64), values
 
 
+@decoding(_unreadable)
 def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int) -> np.ndarray:
     """[count, D] float32: the answer to `hidden_body` of a model whose head is [rows, D]. Raises
     `UnavailableError`.
@@ -112,13 +133,14 @@ def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int)
     meta = _meta(answer)
     states = meta.get("hidden_states")
     prefill = states[0] if isinstance(states, list) and states else []
-    cached = int(meta.get("cached_tokens") or 0)
     sent = len(question.tokens) - 1
+    cached = whole(meta.get("cached_tokens") or 0, 0, sent, "the number of cached tokens")
     if len(prefill) != sent - cached or cached > question.start:
         raise UnavailableError(
             f"{len(prefill)} hidden states came for {sent} tokens ({cached} of them cached)", answered=True
         )
-    found = np.asarray(prefill[question.start - cached :], dtype=np.float32)
+    with np.errstate(over="ignore"):
+        found = np.asarray(prefill[question.start - cached :], dtype=np.float32)
     if found.shape != (question.count, width):
         raise UnavailableError(
             f"hidden states of shape {list(found.shape)} came where [{question.count}, {width}] were due",
@@ -129,19 +151,31 @@ def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int)
     return found
 
 
+@decoding(_unreadable)
 def versions_of(answer: dict[str, Any]) -> set[str]:
     """The weight versions an answer was computed with."""
     meta = _meta(answer)
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
-    return {str(span.get("version")) for span in spans}
+    return {shown(span.get("version")) for span in spans}
 
 
+@decoding(_unreadable)
+def ranks_of(answer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What each rank of a server says of its weights."""
+    ranks = (answer or {}).get("ranks") or []
+    if not all(isinstance(rank, dict) for rank in ranks):
+        raise ValueError("ranks are no objects")
+    return list(ranks)
+
+
+@decoding(_unreadable)
 def check_finished(answer: dict[str, Any]) -> None:
     """`UnavailableError` if the server gave the request up."""
     reason = _meta(answer).get("finish_reason") or {}
     if reason.get("type") == "abort":
         raise UnavailableError(
-            f"the server aborted the request ({reason.get('message', 'no reason')})", answered=True
+            f"the server aborted the request ({shown(reason.get('message', 'no reason'), 300)})",
+            answered=True,
         )
 
 
@@ -150,6 +184,16 @@ def _meta(answer: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise UnavailableError("the answer has no meta_info", answered=True)
     return meta
+
+
+def _numbers(values: list, shape: tuple[int, ...]) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        found = np.array(values, dtype=np.float32)
+    if found.size == 0 and 0 in shape:
+        return found.reshape(shape)
+    if found.shape != shape:
+        raise ValueError(f"numbers of shape {list(found.shape)} where {list(shape)} were due")
+    return found
 
 
 def _decoded(text: str, dtype: str, shape: tuple[int, int]) -> np.ndarray:
