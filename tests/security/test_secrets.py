@@ -207,7 +207,7 @@ def test_a_key_that_a_server_echoes_is_not_shown(tmp_path, monkeypatch):
         async def ask(url: str, variable: str | None) -> None:
             pool = HTTPPool("teacher math", PoolOptions([url], variable), TeacherError)
             try:
-                await pool.post("/generate", {}, 1, lambda answer: answer)
+                await pool.post("/generate", {}, 1, lambda answer: answer, 2**20)
             finally:
                 await pool.close()
 
