@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -69,22 +67,3 @@ def buckets(weights: Weights, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]
         size += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def described(name: str, tensor: Tensor) -> dict[str, Any]:
-    """`tensor` without its bytes, as JSON."""
-    return {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-
-
-def rebuilt(described: Mapping[str, Any], content: Tensor) -> tuple[str, Tensor]:
-    """The tensor that `described` describes, over the bytes `content` [nbytes] uint8."""
-    dtype = getattr(torch, described["dtype"])
-    return described["name"], content.view(dtype).reshape(described["shape"])
-
-
-def size_of(described: Mapping[str, Any]) -> int:
-    """Bytes of the tensor that `described` describes."""
-    count = getattr(torch, described["dtype"]).itemsize
-    for extent in described["shape"]:
-        count *= extent
-    return count
