@@ -11,10 +11,10 @@ export KMP_BLOCKTIME=0 OMP_WAIT_POLICY=passive
 say() { echo "opd: $*" >&2; }
 
 # install_opd [EXTRA]: makes the environment once, and again when what it is made from has changed. On the platform of
-# the lock (`requirements/`) exactly what it names, checked by hash; elsewhere what the package's own bounds allow.
+# the lock (`.ci/requirements/`) exactly what it names, checked by hash; elsewhere what the package's own bounds allow.
 install_opd() {
-  local extra=${1:-} stamp="$venv/.installed-${1:-core}" lock="$root/requirements/${1:-core}.txt" platform
-  if [ -e "$stamp" ] && ! [ "$root/pyproject.toml" -nt "$stamp" ] && ! [ "$root/requirements" -nt "$stamp" ] &&
+  local extra=${1:-} stamp="$venv/.installed-${1:-core}" lock="$root/.ci/requirements/${1:-core}.txt" platform
+  if [ -e "$stamp" ] && ! [ "$root/pyproject.toml" -nt "$stamp" ] && ! [ "$root/.ci/requirements" -nt "$stamp" ] &&
     ! [ "$lock" -nt "$stamp" ]; then
     return 0
   fi
@@ -26,11 +26,11 @@ install_opd() {
   if ! "$python" -c 'import torch' 2>/dev/null; then
     # By pip, which finds a machine's own build of it; uv is told to leave it alone.
     say "installing PyTorch"
-    "$python" -m pip install -r "$root/requirements/torch.txt"
+    "$python" -m pip install -r "$root/.ci/requirements/torch.txt"
   fi
   say "installing opd${extra:+[$extra]} and what it needs"
   if [ "$platform" = "linux x86_64 3 11" ]; then
-    "$python" -m pip install --quiet --require-hashes -r "$root/requirements/tools.txt"
+    "$python" -m pip install --quiet --require-hashes -r "$root/.ci/requirements/tools.txt"
     "$python" -m uv pip install --python "$python" --require-hashes --no-deps -r "$lock"
     "$python" -m uv pip install --python "$python" --no-deps --no-build-isolation --editable "$root"
   else

@@ -6,10 +6,10 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from opd import installed_version
 from opd.config import Recipe
 from opd.config.load import dump_recipe, load_recipe
 from opd.config.other_names import refuse_other_name
@@ -50,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Every command and option, without the overrides."""
     parser = _Parser("opd", description="Train specialists and merge them by on-policy distillation.")
-    parser.add_argument("--version", action="version", version=f"opd {_version()}")
+    parser.add_argument("--version", action="version", version=f"opd {installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in _STAGES.items():
         command = _command(commands, name, summary)
@@ -288,13 +288,6 @@ def _preflight(recipe: Recipe, path: Path, resume: bool) -> bool:
         if finding.level != "ok":
             print(f"opd: {finding.level}: {one_line(f'{finding.title}: {finding.detail}')}", file=sys.stderr)
     return not any(finding.level == "error" for finding in findings)
-
-
-def _version() -> str:
-    try:
-        return version("opd")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

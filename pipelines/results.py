@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from opd import installed_version
 from opd.config import Recipe
 from opd.pipelines.answers import side_by_side
 from opd.pipelines.cards import Cards, made_here
@@ -28,7 +28,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     results = {
         "name": recipe.name,
         "seed": recipe.seed,
-        "version": version("opd"),
+        "version": installed_version(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": _machine(),
         "domains": list(recipe.domains),

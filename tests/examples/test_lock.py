@@ -1,4 +1,4 @@
-"""`requirements/` against `pyproject.toml`: versions within the bounds, hashes, no index by name."""
+"""`.ci/requirements/` against `pyproject.toml`: versions within the bounds, hashes, no index by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LINE = re.compile(r"(?P<name>[a-z0-9-]+)==(?P<version>\S+)(?P<hashes>( --hash=sh
 
 
 def pins(name: str) -> dict[str, str]:
-    """Name -> version of every package that `requirements/NAME.txt` installs."""
-    text = (ROOT / "requirements" / f"{name}.txt").read_text("utf-8")
+    """Name -> version of every package that `.ci/requirements/NAME.txt` installs."""
+    text = (ROOT / ".ci" / "requirements" / f"{name}.txt").read_text("utf-8")
     found: dict[str, str] = {}
     for line in re.sub(r" \\\n +", " ", text).splitlines():
         if line.startswith("-r "):
@@ -61,7 +61,7 @@ def test_the_files_agree_so_that_extras_can_be_added_to_one_environment():
 
 
 def test_nothing_names_an_index():
-    for path in (ROOT / "requirements").iterdir():
+    for path in (ROOT / ".ci" / "requirements").iterdir():
         text = path.read_text("utf-8")
         assert "://" not in text, path
         assert not re.search(r"^\s*-(?!r )(?!-hash=)", text, re.MULTILINE), path

@@ -56,7 +56,7 @@ def copy(tmp_path: Path) -> Path:
     (root / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "run.sh", root / "tests")
     shutil.copy(ROOT / "pyproject.toml", root)
-    shutil.copytree(ROOT / "requirements", root / "requirements")
+    shutil.copytree(ROOT / ".ci" / "requirements", root / ".ci" / "requirements")
     for folder in (root / ".venv" / "bin", root / "sglang" / "venv" / "bin"):
         folder.mkdir(parents=True)
         for name in ("python", "opd"):
@@ -137,7 +137,7 @@ def test_a_fresh_checkout_installs_the_scripts_own_extra_from_the_lock(copy, scr
     fresh(copy)
     arguments = () if script.endswith("install.sh") else ("--seed", "1", "--out", "runs/mine")
     torch, tools, lock, package = installed(call(copy, script, *arguments))
-    files = [f"{copy}/requirements/{name}.txt" for name in ("torch", "tools", EXTRA[script])]
+    files = [f"{copy}/.ci/requirements/{name}.txt" for name in ("torch", "tools", EXTRA[script])]
     assert [words[-1] for words in (torch, tools, lock, package)] == [*files, str(copy)]
     assert {"--require-hashes", "--no-deps"} <= set(lock)
     assert {"--no-deps", "--editable"} <= set(package)
@@ -150,7 +150,7 @@ def test_another_platform_gets_what_the_bounds_allow(copy):
     assert not any("--require-hashes" in words for words in calls)
 
 
-@pytest.mark.parametrize("changed", ["pyproject.toml", "requirements/ray.txt", "requirements"])
+@pytest.mark.parametrize("changed", ["pyproject.toml", ".ci/requirements/ray.txt", ".ci/requirements"])
 def test_it_is_installed_once_and_again_when_the_lock_or_the_package_changed(copy, changed):
     assert not installed(call(copy, "examples/ray_cluster/run.sh"))
     later = time.time() + 60
