@@ -29,13 +29,14 @@ import xxhash
 
 from opd.errors import StorageError
 from opd.storage.blobs import KEY_BYTES
-from opd.storage.files import fsync_folder
+from opd.storage.files import fsync_folder, open_plain
 from opd.storage.leases import LeaseTable
 
 _BLOCK = 4096
 _LOCK_TIMEOUT = 120.0
 _SCANS = 16
 """Looks at the folder before a blob gets no room; others may use blobs between a look and the eviction."""
+_MOST_USED = 1 << 60
 _USAGE = struct.Struct("<QQ")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -217,7 +218,7 @@ class BlobFolder:
         data = os.pread(self._usage, _USAGE.size, 0)
         if len(data) == _USAGE.size:
             used, check = _USAGE.unpack(data)
-            if check == xxhash.xxh3_64_intdigest(data[:8]):
+            if used <= _MOST_USED and check == xxhash.xxh3_64_intdigest(data[:8]):
                 return used
         self._scan()
         return self._used()
@@ -232,7 +233,7 @@ class BlobFolder:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """The folder's exclusive lock. Opened each time, so that it excludes threads and forks as well."""
-        descriptor = os.open(self.root / "usage", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_plain(self.root / "usage", os.O_RDWR | os.O_CREAT)
         try:
             _wait_for_lock(descriptor, self.root)
             self._usage = descriptor
@@ -260,7 +261,7 @@ def _wait_for_lock(descriptor: int, root: Path) -> None:
 
 def _sweep_or_size(path: Path) -> int:
     """Remove a partial blob whose writer is dead, that is, which nobody holds locked; else its footprint."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_plain(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import xxhash
 
+from opd.foreign import decoding, read_document, whole
+
 _MAGIC = b"OPDROWS1"
 _PREFIX = struct.Struct("<8sIIQ32s16s")
 KEY_BYTES = 32
@@ -126,8 +128,17 @@ def decode_header(data: np.ndarray, key: bytes) -> tuple[CacheRecord, int]:
         raise CorruptBlobError("wrong header checksum")
     if own_key != key or len(data) != size + payload:
         raise CorruptBlobError("another blob, or cut short")
-    fields = json.loads(data[_PREFIX.size : _PREFIX.size + length].tobytes())
-    return CacheRecord(**fields, checksum=checksum.hex()), size
+    with decoding(lambda cause: CorruptBlobError(f"a record that nobody wrote ({cause})")):
+        fields = read_document(data[_PREFIX.size : _PREFIX.size + length].tobytes(), length)
+        record = CacheRecord(**fields, checksum=checksum.hex())
+        for side in (record.rows, record.width):
+            whole(side, 0, 1 << 48, "a side of the array")
+        texts = (record.uid, record.teacher)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(record.version, int | str):
+            raise ValueError("names that are no strings")
+        if _payload_bytes(record) != payload or size % _ALIGNMENT:
+            raise ValueError("an array of another size")
+    return record, size
 
 
 def verify_payload(data: np.ndarray, record: CacheRecord, start: int) -> None:

@@ -8,10 +8,12 @@ then the folder that holds the new name is flushed. A reader never sees half of 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -78,6 +80,24 @@ def atomic_folder(target: str | os.PathLike[str], *, replace: bool = False) -> I
         os.close(descriptor)
 
 
+def open_plain(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
+    """A descriptor of the file at `path`, opened with `flags`, at once. Raises `OSError` if a link (unless
+    `follow`), a pipe, a device or a folder is in its place: nothing elsewhere is read, written or waited for.
+    """
+    still = os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags | still, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return descriptor
+
+
+def read_plain(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of the file at `path`, opened as `open_plain` does."""
+    with os.fdopen(open_plain(path), "rb") as file:
+        return file.read()
+
+
 class FileLock:
     """An exclusive lock between processes, released by the system when its holder dies (`flock`).
 
@@ -93,7 +113,7 @@ class FileLock:
         if self._descriptor is not None:
             raise RunFolderError(f"{self.path} is locked by this process already; release it first")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_plain(self.path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -30,6 +30,7 @@ from opd.storage.blobs import (
     encode_header,
     verify_payload,
 )
+from opd.storage.files import open_plain
 from opd.storage.leases import Lease, LeaseTable
 from opd.storage.mapped_file import MappedFile
 from opd.storage.rows_writer import RowsWriter
@@ -191,7 +192,7 @@ class HiddenStateCache:
 
     def _open(self, key: bytes, table: LeaseTable) -> Lease | None:
         try:
-            descriptor = os.open(self._files.path(key), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_plain(self._files.path(key))
         except FileNotFoundError:
             return None
         try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from opd.errors import OpdError, RunFolderError
 from opd.foreign import object_path
-from opd.storage.files import write_atomic
+from opd.storage.files import open_plain, write_atomic
 
 SEAL = "sha256"
 _SETTLED = 2.0
@@ -84,7 +84,7 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 
     Raises `OSError`.
     """
-    with open(path, "rb") as file:
+    with os.fdopen(open_plain(path, follow=True), "rb") as file:
         key = _state(file.fileno())
         if key in _known:
             return _known[key]

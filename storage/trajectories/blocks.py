@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from opd.errors import StorageError
+from opd.storage.files import open_plain
 from opd.storage.leases import LeaseTable
 from opd.storage.mapped_file import MappedFile
 from opd.storage.trajectories.fields import Field, StoreHeader
@@ -146,7 +147,7 @@ class MappedRows:
         segments.bring(self._number, field.name, self._start, self._start)
         self._file = (self._number, field.name, segments.generation(self._number, field.name))
         self.path = segment_path(segments.folder, self._number, field.name)
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_plain(self.path)
         try:
             have = os.fstat(descriptor).st_size
             if have < self._start + size:
@@ -210,7 +211,7 @@ class MappedRows:
         start = check * CHECK_BYTES
         self._segments.bring(self._number, "checks", start, start + CHECK_BYTES)
         path = segment_path(self._segments.folder, self._number, "checks")
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_plain(path)
         try:
             expected = os.pread(descriptor, CHECK_BYTES, start)
         finally:

@@ -12,13 +12,18 @@ import numpy as np
 import xxhash
 
 from opd.errors import StorageError
+from opd.foreign import decoding, is_file_name, read_document, shown, whole
 
 if TYPE_CHECKING:
     from opd.storage.trajectories.table import TrajectoryTable
 
 FORMAT = 1
 HEADER = "store.json"
+MAX_HEADER_BYTES = 64 * 2**20
+"""An uploaded store's names every file of every segment."""
 MAX_FIELDS = 32
+_MAX_NAME, _MAX_WIDTH = 100, 1 << 24
+_MAX_BLOCK = 1 << 40
 _DTYPES = {
     "bool": np.dtype(np.bool_),
     "uint8": np.dtype("u1"),
@@ -43,7 +48,14 @@ class Field:
     """Whether there is a row for prompt and response tokens, or for response tokens alone."""
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or self.dtype not in _DTYPES or self.width < 0:
+        if (
+            not self.name.isidentifier()
+            or len(self.name.encode()) > _MAX_NAME
+            or self.name == "checks"
+            or self.dtype not in _DTYPES
+            or not 0 <= self.width <= _MAX_WIDTH
+            or self.rows not in ("sequence", "response")
+        ):
             raise ValueError(
                 f"field {self.name!r} of {self.dtype!r}, width {self.width}: give an identifier, one of"
                 f" {', '.join(_DTYPES)}, and a width that is not negative"
@@ -120,8 +132,14 @@ class StoreHeader:
 
 def decode_header(data: bytes, where: str) -> tuple[StoreHeader, dict]:
     """The header, and the whole document. Raises `StorageError` for a newer format or other content."""
-    try:
-        document = json.loads(data)
+
+    def refusal(cause: str) -> StorageError:
+        return StorageError(
+            f"{where} is not the header of a trajectory store ({cause}); check the path, or restore the file"
+        )
+
+    with decoding(refusal):
+        document = read_document(data, MAX_HEADER_BYTES)
         written = int(document["format"])
         if written > FORMAT:
             raise StorageError(
@@ -131,11 +149,14 @@ def decode_header(data: bytes, where: str) -> tuple[StoreHeader, dict]:
         if document.pop("checksum") != _checksum(document):
             raise ValueError("wrong checksum")
         fields = tuple(Field(**entry) for entry in document["fields"])
-        return StoreHeader(document["identity"], check_fields(fields), int(document["block_bytes"])), document
-    except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(
-            f"{where} is not the header of a trajectory store ({error}); check the path, or restore the file"
-        ) from error
+        if written < 1:
+            raise ValueError("its format is no number")
+        if not is_file_name(document["identity"]):
+            raise ValueError(f"identity {shown(document['identity'])!r}")
+        block = whole(document["block_bytes"], 1, _MAX_BLOCK, "block_bytes")
+        if any(type(field.width) is not int for field in fields):
+            raise ValueError("a width that is no whole number")
+        return StoreHeader(document["identity"], check_fields(fields), block), document
 
 
 def _checksum(document: dict) -> str:

@@ -9,6 +9,7 @@ Sequence numbers grow by one through all files of a store's life, so a missing f
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -17,6 +18,7 @@ from enum import IntEnum
 import numpy as np
 import xxhash
 
+from opd.foreign import shown, whole
 from opd.storage.trajectories.strings import Category, Strings
 from opd.storage.trajectories.table import TrajectoryTable
 
@@ -25,6 +27,7 @@ _HEADER = struct.Struct("<8sIIQQ16s")
 _SEALED = _HEADER.size - 16
 _LENGTH = struct.Struct("<Q")
 FRAME_BYTES = _HEADER.size
+_MAX_SIDE = 1 << 40
 
 
 class ChangeKind(IntEnum):
@@ -69,8 +72,12 @@ def scan(data: memoryview, start: int = 0) -> Iterator[tuple[int, Change]]:
 def frame_beyond(data: memoryview, start: int) -> bool:
     """Whether a whole, right frame lies anywhere after `start`: then what is at `start` was one too."""
     text, place = bytes(data[start:]), 0
+    budget = 4 * len(text)  # heads made to name the same payload again and again: nobody else writes such
     while (place := text.find(_MAGIC, place + 1)) >= 0:
-        if _frame_at(data, start + place) is not None:
+        if place + FRAME_BYTES <= len(text):
+            length = _HEADER.unpack_from(text, place)[4]
+            budget -= length if length <= len(text) - place else 0
+        if budget < 0 or _frame_at(data, start + place) is not None:
             return True
     return False
 
@@ -88,7 +95,10 @@ def _frame_at(data: memoryview, start: int) -> tuple[int, Change] | None:
         return None
     payload = data[start + FRAME_BYTES : end]
     if kind == ChangeKind.REMOVE:
-        return end, Change(ChangeKind(kind), sequence, None, tuple(json.loads(bytes(payload))))
+        uids = json.loads(bytes(payload))
+        if not isinstance(uids, list) or not all(isinstance(uid, str) for uid in uids):
+            raise ValueError("no list of uids")
+        return end, Change(ChangeKind(kind), sequence, None, tuple(uids))
     return end, Change(ChangeKind(kind), sequence, _decode_table(payload))
 
 
@@ -109,7 +119,8 @@ def settled(changes: list[Change], field_count: int) -> TrajectoryTable:
     return whole.take(np.fromiter(rows.values(), np.int64, len(rows)))
 
 
-def _encode_table(table: TrajectoryTable) -> bytes:
+def _parts(table: TrajectoryTable) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
+    """The arrays of a table by name, and the names of its categories."""
     arrays: dict[str, np.ndarray] = {}
     names: dict[str, tuple[str, ...]] = {}
     for column in fields(table):
@@ -122,6 +133,11 @@ def _encode_table(table: TrajectoryTable) -> bytes:
             arrays[column.name] = value.codes
         else:
             arrays[column.name] = value
+    return arrays, names
+
+
+def _encode_table(table: TrajectoryTable) -> bytes:
+    arrays, names = _parts(table)
     layout = {name: [_dtype_text(array.dtype), list(array.shape)] for name, array in arrays.items()}
     text = json.dumps({"names": names, "arrays": layout}, separators=(",", ":")).encode()
     parts = [_LENGTH.pack(len(text)), _padded(text)]
@@ -133,10 +149,13 @@ def _decode_table(payload: memoryview) -> TrajectoryTable:
     (length,) = _LENGTH.unpack_from(payload)
     document = json.loads(bytes(payload[_LENGTH.size : _LENGTH.size + length]))
     place = _LENGTH.size + _rounded(length)
+    due, _ = _parts(TrajectoryTable.empty(1))
     arrays: dict[str, np.ndarray] = {}
     for name, (text, shape) in document["arrays"].items():
-        dtype = np.dtype([tuple(part) for part in text] if isinstance(text, list) else text)
-        count = int(np.prod(shape, dtype=np.int64))
+        dtype = due[name].dtype
+        if text != _dtype_text(dtype) or len(shape) != due[name].ndim:
+            raise ValueError(f"{name} is {shown(text)} of {len(shape)} sides")
+        count = math.prod(whole(side, 0, _MAX_SIDE, f"a side of {name}") for side in shape)
         arrays[name] = np.frombuffer(payload, dtype, count, place).reshape(shape)
         place += _rounded(count * dtype.itemsize)
     columns: dict[str, object] = {}
@@ -148,7 +167,9 @@ def _decode_table(payload: memoryview) -> TrajectoryTable:
             columns[name] = Strings(arrays[f"{name}.offsets"], arrays[f"{name}.heap"])
         else:
             columns[name] = arrays[name]
-    return TrajectoryTable(**columns)  # type: ignore[arg-type]
+    table = TrajectoryTable(**columns)  # type: ignore[arg-type]
+    table.check()
+    return table
 
 
 def _dtype_text(dtype: np.dtype) -> object:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from opd.errors import StorageError
-from opd.storage.files import fsync_folder, write_atomic
+from opd.foreign import decoding
+from opd.storage.files import fsync_folder, open_plain, write_atomic
 from opd.storage.mapped_file import MappedFile
 from opd.storage.trajectories.frames import (
     Change,
@@ -33,9 +35,24 @@ _LEAST_FRAMES = 256
 _ATTEMPTS = 100
 
 
-def read_base(data: memoryview, where: str) -> Change:
+def _no_table(where: str) -> Callable[[str], StorageError]:
+    return lambda cause: StorageError(
+        f"{where}: the trajectories' metadata holds what no store does ({cause}); restore this file from a"
+        " copy, or write the store again"
+    )
+
+
+def check_width(change: Change, field_count: int) -> Change:
+    """`change`; `ValueError` if its table is of a store with another number of fields."""
+    if change.table is not None and change.table.locations.shape[1] != field_count:
+        raise ValueError(f"places of {change.table.locations.shape[1]} fields where there are {field_count}")
+    return change
+
+
+def read_base(data: memoryview, where: str, field_count: int) -> Change:
     """The one frame of a base. Raises `StorageError` if it is damaged."""
-    frames = list(scan(data))
+    with decoding(_no_table(where)):
+        frames = [(end, check_width(change, field_count)) for end, change in scan(data)]
     if len(frames) != 1 or frames[0][0] != len(data) or frames[0][1].table is None:
         raise StorageError(
             f"{where}: the trajectories' metadata is damaged; restore this file from a copy, or write the"
@@ -46,7 +63,7 @@ def read_base(data: memoryview, where: str) -> Change:
 
 def mapped(path: Path) -> memoryview:
     """The bytes of a file, in pages that all processes share."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_plain(path)
     try:
         size = os.fstat(descriptor).st_size
         if size == 0:
@@ -111,26 +128,27 @@ class MetadataReader:
 
     def _read_base(self, number: int) -> None:
         path = self.folder / f"base.{number:06d}"
-        self.changes = [read_base(mapped(path), str(path))]
+        self.changes = [read_base(mapped(path), str(path), self.field_count)]
         self.number, self._tail_end = number, 0
 
     def _read_tail(self) -> None:
         path = self.folder / f"tail.{self.number:06d}"
         try:
-            with open(path, "rb") as file:
+            with os.fdopen(open_plain(path), "rb") as file:
                 file.seek(self._tail_end)
                 data = memoryview(file.read())
         except FileNotFoundError:
             self.cut = False
             return
         end = 0
-        for stop, change in scan(data):
-            if change.sequence != self.sequence + 1:
+        with decoding(_no_table(str(path))):
+            for stop, change in scan(data):
+                if change.sequence != self.sequence + 1:
+                    raise self._damage(path, self._tail_end + end)
+                self.changes.append(check_width(change, self.field_count))
+                end = stop
+            if end < len(data) and frame_beyond(data, end):
                 raise self._damage(path, self._tail_end + end)
-            self.changes.append(change)
-            end = stop
-        if end < len(data) and frame_beyond(data, end):
-            raise self._damage(path, self._tail_end + end)
         self._tail_end += end
         self.cut = end < len(data)
 

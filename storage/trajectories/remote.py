@@ -18,19 +18,23 @@ import threading
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from opd.errors import StorageError
+from opd.foreign import decoding, shown, whole
 from opd.storage.files import write_atomic
 from opd.storage.leases import LeaseTable
 from opd.storage.object_store import ObjectStore
 from opd.storage.store_faults import MIB, StoreOptions
 from opd.storage.trajectories.faults import reporting
-from opd.storage.trajectories.fields import HEADER, StoreHeader, decode_header
+from opd.storage.trajectories.fields import HEADER, MAX_HEADER_BYTES, StoreHeader, decode_header
 from opd.storage.trajectories.metadata import mapped, read_base
 from opd.storage.trajectories.segments import lease_key, segment_numbers, segment_path
 from opd.storage.trajectories.table import TrajectoryTable
 
 METADATA = "metadata"
+MAX_OBJECT_BYTES = 5 * 2**40
+"""S3's limit."""
 _FETCHED = 32 * MIB
 """Most bytes held in memory on their way into the cache."""
 
@@ -47,24 +51,37 @@ def open_remote(
     store = ObjectStore.open(url, options=options)
     if not store.exists(HEADER):
         raise StorageError(f"there is no trajectory store at {url}; check the URL, or upload it again")
-    header, document = decode_header(store.get(HEADER), store.name(HEADER))
+    header, document = decode_header(store.get(HEADER, most=MAX_HEADER_BYTES), store.name(HEADER))
+    sizes = _sizes(document, header, store.name(HEADER))
     folder = cache / header.identity
     with reporting(cache, "used as cache"):
         (folder / "segments").mkdir(parents=True, exist_ok=True)
-        metadata = RemoteMetadata(store, folder)
-        return header, metadata, RemoteSegments(store, folder, document["segments"], cache_bytes)
+        metadata = RemoteMetadata(store, folder, len(header.fields))
+        return header, metadata, RemoteSegments(store, folder, sizes, cache_bytes)
+
+
+def _sizes(document: dict[str, Any], header: StoreHeader, where: str) -> dict[str, dict[str, int]]:
+    """Bytes of each file of each segment, as an uploaded header tells them."""
+    names = {"checks", *(field.name for field in header.fields)}
+    with decoding(lambda cause: StorageError(f"{where} is damaged ({cause}); upload the store again")):
+        for number, files in document["segments"].items():
+            if not number.isdecimal() or not files.keys() <= names:
+                raise ValueError(f"segment {shown(number)}")
+            for size in files.values():
+                whole(size, 0, MAX_OBJECT_BYTES, f"a size in segment {number}")
+        return document["segments"]
 
 
 class RemoteMetadata:
     """The table of an uploaded store, which never changes."""
 
-    def __init__(self, store: ObjectStore, folder: Path) -> None:
+    def __init__(self, store: ObjectStore, folder: Path, field_count: int) -> None:
         path = folder / METADATA
         try:
-            self._change = read_base(mapped(path), str(path))
+            self._change = read_base(mapped(path), str(path), field_count)
         except (FileNotFoundError, StorageError):  # not here yet, or damaged
             write_atomic(path, store.get(METADATA))
-            self._change = read_base(mapped(path), store.name(METADATA))
+            self._change = read_base(mapped(path), store.name(METADATA), field_count)
 
     def table(self) -> TrajectoryTable:
         assert self._change.table is not None

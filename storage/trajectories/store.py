@@ -9,6 +9,7 @@ from types import TracebackType
 import numpy as np
 
 from opd.errors import StorageError
+from opd.storage.files import read_plain
 from opd.storage.store_faults import StoreOptions
 from opd.storage.trajectories.batch import TrajectoryBatch
 from opd.storage.trajectories.blocks import BlockChecks, LocalSegments, ReadCounters
@@ -70,7 +71,7 @@ class TrajectoryStore:
         folder = Path(text)
         with reporting(folder, "read"):
             try:
-                header, _ = decode_header((folder / HEADER).read_bytes(), str(folder / HEADER))
+                header, _ = decode_header(read_plain(folder / HEADER), str(folder / HEADER))
             except FileNotFoundError:
                 raise StorageError(f"there is no trajectory store in {folder}; check the path") from None
             metadata = MetadataReader(folder, len(header.fields))

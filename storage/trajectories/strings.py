@@ -40,6 +40,18 @@ class Strings:
         places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
         return Strings(offsets, self.heap[places])
 
+    def check(self) -> None:
+        """Raise `ValueError` if these arrays hold no strings: they were read from a file."""
+        offsets, heap = self.offsets, self.heap
+        if not len(offsets) or offsets[0] < 0 or offsets[-1] > len(heap) or (np.diff(offsets) < 0).any():
+            raise ValueError("strings that do not follow on one another")
+        if len(heap) and heap.max() >= 0x80:
+            used = heap[offsets[0] : offsets[-1]]
+            used.tobytes().decode()
+            begins = offsets[offsets < offsets[-1]] - offsets[0]
+            if (used[begins] & 0xC0 == 0x80).any():
+                raise ValueError("a string that begins within a letter")
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -80,6 +92,13 @@ class Category:
             new = [places.setdefault(name, len(places)) for name in column.names]
             parts.append(np.array(new, np.int32)[column.codes])
         return cls(tuple(places), np.concatenate(parts) if parts else np.zeros(0, np.int32))
+
+    def check(self) -> None:
+        """Raise `ValueError` if a code has no name: it was read from a file."""
+        if not all(isinstance(name, str) for name in self.names):
+            raise ValueError("names that are no strings")
+        if ((self.codes < 0) | (self.codes >= len(self.names))).any():
+            raise ValueError("a code without a name")
 
     def take(self, rows: np.ndarray) -> Category:
         return Category(self.names, self.codes[rows])

@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from opd.errors import StorageError
+from opd.foreign import decoding, shown
 from opd.storage.trajectories.strings import Category, Strings
 from opd.types import Status
 
 STATUSES = tuple(Status)
+_MOST = 1 << 48
+"""Bytes of a file, or tokens."""
 LOCATION = np.dtype([("segment", "<u4"), ("check", "<u4"), ("offset", "<i8")])
 """Where a field of a trajectory lies: its segment (0: the trajectory has no such field), the number of its
 first checksum there, and its first byte in the field's file."""
@@ -101,6 +105,18 @@ class TrajectoryTable:
             return tables[0]
         return cls(**{column.name: _joined([getattr(t, column.name) for t in tables]) for column in _COLUMNS})
 
+    def check(self) -> None:
+        """Raise `ValueError` if this cannot be a table: it was read from a file."""
+        if any(len(getattr(self, column.name)) != len(self) for column in _COLUMNS):
+            raise ValueError("columns of different lengths")
+        for column in (self.uid, self.group_uid, self.extra, self.domain, self.teacher):
+            column.check()
+        counts = (self.prompt_tokens, self.response_tokens, self.trainable_tokens, self.locations["offset"])
+        if any(((numbers < 0) | (numbers > _MOST)).any() for numbers in counts):
+            raise ValueError("a length or a place that no file has")
+        if (self.status >= len(STATUSES)).any():
+            raise ValueError("a status that there is not")
+
     def take(self, rows: np.ndarray) -> TrajectoryTable:
         """Rows number `rows` (`[k]` integers), or those where `rows` (`[n]` bool) is true."""
         if rows.dtype == bool:
@@ -121,8 +137,16 @@ class TrajectoryTable:
             trainable_tokens=int(self.trainable_tokens[row]),
             first_version=int(self.first_version[row]),
             last_version=int(self.last_version[row]),
-            extra=json.loads(self.extra[row] or "{}"),
+            extra=self._extra(row),
         )
+
+    def _extra(self, row: int) -> dict[str, Any]:
+        found = None
+        with decoding(lambda cause: StorageError(f"trajectory {shown(self.uid[row])}: {cause}")):
+            found = json.loads(self.extra[row] or "{}")
+        if not isinstance(found, dict):
+            raise StorageError(f"what is kept of trajectory {shown(self.uid[row])} is no JSON object")
+        return found
 
     @property
     def tokens(self) -> np.ndarray:

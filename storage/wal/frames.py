@@ -26,6 +26,8 @@ FILE_MAGIC = b"OPDWAL\r\n"
 FRAME_MAGIC = 0xF57A_0D1E
 FRAME_BYTES = 40
 HEADER_BYTES = 64
+MAX_LSN = 1 << 62
+"""Of a file's first frame: no log comes near it, and what follows still has a number."""
 MAX_PAYLOAD = (1 << 32) - 8
 
 _FILE = struct.Struct("<8sII16sQQdI")
@@ -89,7 +91,7 @@ class FileHeader:
         if len(data) < HEADER_BYTES or _CRC.unpack_from(data, _FILE.size)[0] != crc32(head):
             return None
         magic, version, kind, log_id, sequence, first_lsn, written_at, _ = _FILE.unpack(head)
-        if magic != FILE_MAGIC:
+        if magic != FILE_MAGIC or first_lsn > MAX_LSN:
             return None
         return cls(sequence, first_lsn, log_id, bool(kind), written_at, version)
 
@@ -114,6 +116,7 @@ def scan(data: memoryview, start: int, first_lsn: int, salt: int) -> Iterator[Fr
         if (
             magic != FRAME_MAGIC
             or found != lsn
+            or durable > lsn
             or end > size
             or unpack_crc(data, payload - 4)[0] != crc32(data[start : payload - 4], salt)
             or checksum != crc32(data[payload:end], salt)
@@ -136,10 +139,16 @@ def look_beyond(data: memoryview, offset: int, lsn: int, salt: int) -> Beyond:
     """Look for whole frames after `offset`, where the frame numbered `lsn` was expected and not found."""
     rest = bytes(data[offset:])
     frames, proves, at = 0, False, rest.find(_MAGIC_BYTES)
+    budget = 4 * len(rest)  # heads made to name the same payload again and again: that is damage
     while at >= 0:
         step = 4
         if at + FRAME_BYTES <= len(rest):
-            found = _FRAME.unpack_from(rest, at)[5]
+            _, _, _, length, _, found, _, _ = _FRAME.unpack_from(rest, at)
+            sealed = _CRC.unpack_from(rest, at + FRAME_BYTES - 4)[0]
+            if sealed == crc32(rest[at : at + FRAME_BYTES - 4], salt):
+                budget -= FRAME_BYTES + length
+            if budget < 0:
+                return Beyond(frames, True)
             frame = next(scan(memoryview(rest), at, found, salt), None)
             if frame is not None and found > lsn:
                 frames += 1

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from opd.errors import RunFolderError, StorageError
-from opd.storage.files import FileLock, fsync_folder
+from opd.storage.files import FileLock, fsync_folder, open_plain, read_plain
 
 
 class LogIO:
@@ -41,13 +41,13 @@ class LogIO:
 
     def read(self, path: Path) -> memoryview:
         """A copy of the bytes of a file as they are now. Its writer may change its size meanwhile."""
-        return memoryview(path.read_bytes())
+        return memoryview(read_plain(path))
 
     def map(self, path: Path) -> memoryview:
         """The bytes of a file whose size does not change any more; pages come and go as they are needed. Of a
         file that its writer cuts, the bytes that are gone would end the process with SIGBUS.
         """
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_plain(path)
         try:
             size = os.fstat(descriptor).st_size
             if size == 0:
@@ -58,8 +58,7 @@ class LogIO:
 
     def create(self, path: Path) -> int:
         """Open a new, empty file for appending; what a dead writer left under that name is emptied."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        return os.open(path, flags, 0o666)
+        return open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def append(self, file: int, buffers: list) -> None:
         """Write all of `buffers`, at most 1,024 objects of bytes, one after another behind what was appended

@@ -96,10 +96,17 @@ def decode_open(payload: memoryview) -> Opening:
     prompt_at = _OPEN.size + _round_up(text_bytes)
     document = json.loads(bytes(payload[_OPEN.size : _OPEN.size + text_bytes]))
     prompt = np.frombuffer(payload, dtype="<i4", count=prompt_tokens, offset=prompt_at).astype(np.int32)
-    sampling = document["sampling"]
-    sampling["stop_ids"] = tuple(sampling["stop_ids"])
-    request = RolloutRequest(document["uid"], prompt, SamplingParams(**sampling), document["seed"])
-    return Opening(number, request, document["metadata"])
+    uid, metadata, sampling = document["uid"], document["metadata"], document["sampling"]
+    if not isinstance(uid, str) or not isinstance(metadata, dict):
+        raise ValueError("a request without a uid or metadata")
+    parameters = SamplingParams(
+        temperature=float(sampling["temperature"]),
+        top_p=float(sampling["top_p"]),
+        top_k=int(sampling["top_k"]),
+        max_new_tokens=int(sampling["max_new_tokens"]),
+        stop_ids=tuple(map(int, sampling["stop_ids"])),
+    )
+    return Opening(number, RolloutRequest(uid, prompt, parameters, int(document["seed"])), metadata)
 
 
 def encode_close(number: int, status: Status, reason: str | None) -> bytes:

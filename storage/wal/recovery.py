@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from opd.errors import StorageError
+from opd.foreign import decoding
 from opd.storage.wal.frames import FRAME_BYTES, HEADER_BYTES, Frame, FrameKind, look_beyond, scan
 from opd.storage.wal.io import LogIO
 from opd.storage.wal.layout import LogFile, read_layout, salt_of
@@ -103,12 +105,13 @@ def _read_file(file: LogFile, limit: int | None, found: Recovered) -> None:
     until = None if header.is_snapshot else limit
     replay, starts, durable, ended = Replay(found), array("Q"), 0, False
     end = HEADER_BYTES
-    for frame in scan(file.data, HEADER_BYTES, first, salt_of(header.log_id)):
-        ended, end, durable = frame.kind == FrameKind.END, frame.end, max(durable, frame.durable)
-        starts.append(frame.start)
-        if until is None or frame.lsn < until:
-            replay.take(file.data, frame)
-    replay.end()
+    with decoding(lambda cause: _no_log(file, starts[-1], cause)):
+        for frame in scan(file.data, HEADER_BYTES, first, salt_of(header.log_id)):
+            ended, end, durable = frame.kind == FrameKind.END, frame.end, max(durable, frame.durable)
+            starts.append(frame.start)
+            if until is None or frame.lsn < until:
+                replay.take(file.data, frame)
+        replay.end()
     content = len(starts) - ended
     found.log_id, found.durable_lsn = header.log_id, header.first_lsn - 1
     if header.is_snapshot:
@@ -125,6 +128,13 @@ def _read_file(file: LogFile, limit: int | None, found: Recovered) -> None:
         _keep_tail(file, starts[:content], stop, found)
     elif first + content < limit:
         report.damage = f"{file.path} at byte {end}: frame {first + len(starts)} is damaged or missing"
+
+
+def _no_log(file: LogFile, start: int, cause: str) -> StorageError:
+    return StorageError(
+        f"{file.path} at byte {start}: up to here it holds what no log does ({cause}); restore the"
+        " file from a copy"
+    )
 
 
 def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: Recovered) -> None:
@@ -167,6 +177,8 @@ class Replay:
         self._report.frames += frame.kind != FrameKind.END
         if frame.kind == FrameKind.STEP:
             split = payload + frame.tokens * TOKEN.itemsize
+            if split > frame.end:
+                raise ValueError(f"{frame.tokens} tokens in {frame.end - payload} bytes")
             self._tokens.append(data[payload:split])
             self._waiting += frame.tokens
             if self._waiting >= _TOKENS_AT_ONCE:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from opd.errors import StorageError
-from opd.storage.wal.records import ENVIRONMENT, RAW, TOKEN, Closing, Opening
+from opd.storage.wal.records import ENVIRONMENT, MAX_NUMBER, RAW, TOKEN, Closing, Opening
 from opd.types import LoggedRequest, RolloutRequest, Status
 
 _SORT_AT = 1 << 18
@@ -83,6 +83,8 @@ class RequestTable:
         uid = opening.request.uid
         if uid in self._by_uid:
             raise StorageError(f"request {uid} is in the log already; continue it, or retire it first")
+        if opening.number in self._by_number or opening.number > MAX_NUMBER:
+            raise StorageError(f"request {uid} has a number that is taken; the log is of a faulty program")
         slot = self._free.pop() if self._free else self._new_slot()
         entry = Entry(opening.number, slot, opening.request, opening.metadata)
         self._by_uid[uid] = self._by_number[opening.number] = self._slots[slot] = entry
