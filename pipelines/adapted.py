@@ -12,12 +12,14 @@ from opd.config import Recipe
 from opd.models.adapters import has_adapter, read_adapter, save_adapted
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.models.checkpoint import save_checkpoint
-from opd.models.hf_folder import adapter_base
+from opd.models.hf_folder import adapter_base, made_once
 from opd.models.lora import AdaptedLM, MergingLM
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.context import StageContext
+from opd.pipelines.given import model_digests
 from opd.pipelines.precision import checkpoint_dtype
 from opd.pipelines.publish import publish_checkpoint
+from opd.storage.sealed import digest_of
 from opd.teachers.published_adapter import publish_adapter
 
 SHARED_BASE = "adapted-base"
@@ -61,15 +63,20 @@ def save_trained(
 
 
 def whole_model(source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
-    """`source`, or for an adapter of peft's the model it makes of its base, written to `out` once."""
+    """`source`, or for an adapter of peft's the model it makes of its base, written to `out`.
+
+    What was written there of the same adapter and base is kept, unless a byte of it has changed.
+    """
     base = adapter_base(source)
     if base is None:
         return source
-    if not out.exists():
+
+    def write() -> None:
         model = CausalLM.from_pretrained(source, dtype=checkpoint_dtype(base))
         card = {"base": str(base), "adapter": str(source)}
         save_checkpoint(model, tokenizer or load_tokenizer(source), out, card)
-    return out
+
+    return made_once(out, digest_of(model_digests(source)), write)
 
 
 def published_with_base(context: StageContext, name: str) -> str | None:

@@ -45,7 +45,7 @@ def _digests(source: str) -> dict[str, str]:
         path = Path(source)
         if path.is_file():
             return {path.name: file_digest(path)}
-        return _model(path)
+        return model_digests(path)
     except OSError as error:
         if hasattr(error, "strerror") and error.strerror:
             raise DataError(f"{source} cannot be read ({error.strerror}); check its permissions.") from error
@@ -62,7 +62,11 @@ def _published(url: str) -> str:
         return model.manifest.digest
 
 
-def _model(folder: Path) -> dict[str, str]:
+def model_digests(folder: Path) -> dict[str, str]:
+    """File -> digest of what a Hugging Face folder brings, and its base for an adapter of peft's.
+
+    The same as long as the model is the same. Raises `CheckpointError` or `OSError`.
+    """
     from opd.models.hf_folder import (
         ADAPTER_WEIGHTS,
         CHECKSUMS,
@@ -77,7 +81,7 @@ def _model(folder: Path) -> dict[str, str]:
     base = adapter_base(folder)
     if base is not None:
         own = [name for name in sorted({ADAPTER_WEIGHTS, *LOADED}) if (folder / name).is_file()]
-        of_base = {f"base/{name}": digest for name, digest in _model(base).items()}
+        of_base = {f"base/{name}": digest for name, digest in model_digests(base).items()}
         return {name: file_digest(folder / name) for name in own} | of_base
     check_small_files(folder)
     listed = read_checksums(folder)

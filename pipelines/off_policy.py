@@ -64,6 +64,7 @@ def _teacher_samples(context: StageContext, data: DomainSet, student: Student, s
     config = recipe.distill
     router = Router.from_recipe(recipe)
     by_step: list[list[Sample]] = [[] for _ in range(steps)]
+    context.ranks.main_first(lambda: [whole_teacher(context, teacher) for teacher in router.teachers])
     for teacher in router.teachers:
         path = whole_teacher(context, teacher)
         model = load_model(recipe, path, tokenizer=student.tokenizer)

@@ -8,7 +8,8 @@ stages/STAGE/                    metrics.jsonl  checkpoints/  done.json (written
                                  there while the stage runs
 base/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
 published/TEACHER/               what the merge streams, unless storage.published says elsewhere
-downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, where needed whole
+downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, where needed whole;
+                                 written again unless they are what was published
 logs/ACTOR.log                   what each actor of `launch: ray` said
 results.json  report.html
 

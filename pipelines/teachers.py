@@ -86,6 +86,8 @@ def _fetch(context: StageContext, names: list[str]) -> None:
             streamed_source(context, name)
         elif distill.backend == "torch":
             whole_teacher(context, name)
+        else:
+            _whole_source(context, name)
 
 
 def open_teachers(
@@ -211,7 +213,10 @@ def _whole_source(context: StageContext, name: str) -> str:
 
 
 def whole_teacher(context: StageContext, name: str) -> Path:
-    """A Hugging Face folder of teacher `name`; a published one is downloaded into the run folder, once."""
+    """A Hugging Face folder of teacher `name`; a published one is fetched into the run folder.
+
+    What was fetched before is kept while it is what was published, byte for byte.
+    """
     source = context.teacher_source(name)
     if not is_published(source):
         return Path(source)

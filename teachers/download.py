@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from opd.models.hf_folder import INDEX, described_in
+from opd.models.hf_folder import INDEX, described_in, made_once, write_checksums
 from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import LATEST, MANIFEST
 from opd.storage.published import PublishedModel
@@ -22,16 +22,21 @@ from opd.teachers.unit_tensors import unit_tensors
 def download(url: str, folder: Path) -> Path:
     """Write the published model at `url` to `folder`, one safetensors file per unit; returns `folder`.
 
-    A folder that is there already is kept: it is made whole or not at all. Memory is that of the largest
-    unit. Raises `StorageError` if the model cannot be read, or its bytes are not what was published.
+    A folder that is there already is kept if it was written from what is published now and no byte of it has
+    changed; else it is written again. Memory is that of the largest unit. Raises `StorageError` if the model
+    cannot be read, or its bytes are not what was published.
     """
-    if folder.exists():
-        return folder
     adapter = PublishedAdapter.open(url) if is_adapter(url) else None
-    with PublishedModel.open(adapter.base if adapter else url) as published, atomic_folder(folder) as target:
-        manifest = published.manifest
+    with PublishedModel.open(adapter.base if adapter else url) as published:
         if adapter is not None:
-            adapter.require_base(manifest.digest)
+            adapter.require_base(published.manifest.digest)
+        digest = adapter.digest if adapter else published.manifest.digest
+        return made_once(folder, digest, lambda: _write(published, adapter, folder))
+
+
+def _write(published: PublishedModel, adapter: PublishedAdapter | None, folder: Path) -> None:
+    manifest = published.manifest
+    with atomic_folder(folder, replace=True) as target:
         _write_small_files(published, target)
         weight_map: dict[str, str] = {}
         for unit in manifest.units.values():
@@ -45,7 +50,7 @@ def download(url: str, folder: Path) -> Path:
             save_tensors(target / file, adapter.merge(tensors) if adapter else tensors)
             weight_map |= dict.fromkeys(unit.tensors, file)
         write_atomic(target / INDEX, _json({"metadata": {}, "weight_map": weight_map}))
-    return folder
+        write_checksums(target)
 
 
 @contextmanager

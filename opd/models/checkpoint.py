@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -15,9 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from opd.errors import writing
 from opd.models.card import model_card
 from opd.models.causal_lm import CausalLM
-from opd.models.hf_folder import CARD, CHECKSUMS
+from opd.models.hf_folder import CARD, write_checksums
 from opd.models.hf_weights import quiet
-from opd.storage.sealed import digests_of
 
 MAX_SHARD_BYTES = 4 * 2**30
 
@@ -49,9 +47,7 @@ def save_checkpoint(
             (draft / CARD).write_text(model_card(target.name, card), "utf-8")
             if beside is not None:
                 beside(draft)
-            files = [path for path in sorted(draft.rglob("*")) if path.is_file() and path != draft / CARD]
-            checksums = digests_of(draft, files)
-            (draft / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", "utf-8")
+            write_checksums(draft)
             draft.chmod(0o755)
             _flush(draft)
             _replace(draft, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from safetensors import SafetensorError, safe_open
 from opd.errors import CheckpointError, ModelError
 from opd.foreign import is_file_name, shown
 from opd.storage.publish import TOKENIZER_FILES
-from opd.storage.sealed import check_files, file_digest
+from opd.storage.sealed import check_files, digests_of, file_digest, read_sealed, write_sealed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.json"
 """`{file name: sha256}` of every file that is read, written by `save_checkpoint`; folders from elsewhere need
 not have it."""
+ORIGIN = "origin.json"
+"""Written by `made_once`: the digest of what a folder was made of, and that of its `CHECKSUMS`."""
 CARD = "README.md"
 """The only other file that `save_checkpoint` writes: nothing reads it, and people may add to it."""
 LOADED = frozenset(
@@ -150,6 +153,36 @@ def check_shard(path: Path, expected: str | None) -> None:
         raise CheckpointError(f"{path} is truncated or corrupt ({error}); copy it again.") from error
     if expected is not None and file_digest(path) != expected:
         raise CheckpointError(f"{path} does not have the sha256 that {CHECKSUMS} gives; copy it again.")
+
+
+def write_checksums(folder: Path) -> None:
+    """Write `CHECKSUMS` over everything that is below `folder` but its card."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / CARD]
+    checksums = digests_of(folder, files)
+    (folder / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", "utf-8")
+
+
+def made_once(folder: Path, origin: str, make: Callable[[], object]) -> Path:
+    """`folder`, if it was made of what has the digest `origin` and every byte of it is still what it was.
+
+    Else `make` makes it, or makes it again: it replaces `folder`, with `CHECKSUMS`. One writer per `folder`.
+    """
+    if not _made_of(folder, origin):
+        make()
+        document = {"origin": origin, CHECKSUMS: file_digest(folder / CHECKSUMS)}
+        write_sealed(folder / ORIGIN, document)  # last: without it a folder is made again
+    return folder
+
+
+def _made_of(folder: Path, origin: str) -> bool:
+    mend = "it is made again."
+    try:
+        found = read_sealed(folder / ORIGIN, mend, CheckpointError)
+        check_files(folder, {CHECKSUMS: found.get(CHECKSUMS)}, mend, CheckpointError)
+        check_folder(folder)
+    except OSError:  # as every `CheckpointError` is
+        return False
+    return found.get("origin") == origin
 
 
 def read_checksums(folder: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from opd.errors import ModelError
+from opd.errors import CheckpointError, ModelError
 from opd.models.hf_folder import check_small_files, described_in, refuse_code
 
 PAD, EOS = "<pad>", "<eos>"
@@ -49,8 +49,11 @@ def _escape(text: str) -> str:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder. Raises `ModelError` if there is none, if it cannot be read, if
-    a file is not what `checksums.json` says, or if it names code of its own."""
+    """The tokenizer of a Hugging Face folder.
+
+    Raises `CheckpointError` if a file is damaged or not what `checksums.json` says, and `ModelError` if there
+    is none, if it cannot be read, or if it names code of its own.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; give one that holds a tokenizer.")
@@ -59,7 +62,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         refuse_code(folder)
         check_small_files(folder)
         tokenizer = _loader(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except ModelError:
+    except (CheckpointError, ModelError):
         raise
     except Exception as error:  # the Rust tokenizer raises plain Exception
         raise ModelError(f"{folder} has no readable tokenizer: {' '.join(str(error).split())}") from error

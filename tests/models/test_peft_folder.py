@@ -14,8 +14,10 @@ from opd.config import Recipe
 from opd.errors import CheckpointError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
+from opd.models.hf_folder import ORIGIN
 from opd.models.hf_weights import check_weights
 from opd.models.tokenizers import load_tokenizer
+from opd.pipelines.adapted import whole_model
 from opd.pipelines.context import StageContext
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.publish import publish_checkpoint
@@ -202,6 +204,36 @@ def test_they_are_published_as_adapters_on_one_base_or_whole_where_that_is_asked
         with PublishedModel.open(published_teacher(context, "one")) as published:
             assert len(published.manifest.units) > 3
         context.metrics.close()
+
+
+WHOLE = {
+    "flipped bit": lambda out: flip(out / "model.safetensors"),
+    "truncated": lambda out: (out / "model.safetensors").write_bytes(b"x"),
+    "missing": lambda out: (out / "config.json").unlink(),
+    "changed": lambda out: (out / "config.json").write_text("{}"),
+    "not finished": lambda out: (out / ORIGIN).unlink(),
+}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_the_model_it_makes_is_made_again_where_it_is_not_what_was_written(start, tmp_path, what):
+    adapter, _ = adapt(start, tmp_path / "one", seed=0)
+    out = whole_model(adapter, tmp_path / "out")
+    written = {path.name: path.read_bytes() for path in out.iterdir()}
+    WHOLE[what](out)
+    whole_model(adapter, out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == written
+    place = (out / "model.safetensors").stat().st_ino
+    whole_model(adapter, out)
+    assert (out / "model.safetensors").stat().st_ino == place  # kept
+    whole_model(adapt(start, tmp_path / "two", seed=1)[0], out)
+    assert (out / "model.safetensors").read_bytes() != written["model.safetensors"]
 
 
 def test_a_student_may_start_from_one(start, tmp_path):

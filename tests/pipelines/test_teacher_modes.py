@@ -1,6 +1,7 @@
 """Streamed, resident and already published teachers end with the same student."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from recipes import tiny_recipe
 
+from opd.config import Recipe
 from opd.pipelines.publish import publish_checkpoint
 from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.run_folder import RunFolder
@@ -29,10 +31,14 @@ def trained(tmp_path_factory):
     return path
 
 
+def merging_again(trained: Path, given: dict, **distill) -> Recipe:
+    settings = {"model": {"path": str(trained / "base")}, "base": None, "teachers": given}
+    return tiny_recipe(**settings, distill=FEW | distill, baselines={"methods": []})
+
+
 def merge_again(trained: Path, out: Path, given: dict, **distill) -> dict:
     """A merge of the same specialists from the same base; returns what its stage recorded."""
-    settings = {"model": {"path": str(trained / "base")}, "base": None, "teachers": given}
-    recipe = tiny_recipe(**settings, distill=FEW | distill, baselines={"methods": []})
+    recipe = merging_again(trained, given, **distill)
     with RunFolder.create(out, recipe) as folder:
         run_pipeline(recipe, folder)
         done = folder.stage_done("merge")
@@ -61,6 +67,20 @@ def test_published_teachers_give_the_same_weights_and_are_evaluated(trained, tmp
     assert done["digest"] == json.loads((trained / "stages/merge/done.json").read_text())["digest"]
     models = {m["name"]: m for m in json.loads((tmp_path / "run/results.json").read_text())["models"]}
     assert models["specialist:sort"]["domains"]["sort"]["sampled"]["total"] == 20
+    measured = measured_with_swapped_teachers(tmp_path / "run", merging_again(trained, urls))
+    assert measured == {name: model["domains"] for name, model in models.items()}
+
+
+def measured_with_swapped_teachers(run: Path, recipe: Recipe) -> dict:
+    """What is measured again after the teachers that were fetched have changed places."""
+    fetched = run / "downloaded"
+    (fetched / "sort").rename(fetched / "aside")
+    (fetched / "add3").rename(fetched / "sort")
+    (fetched / "aside").rename(fetched / "add3")
+    shutil.rmtree(run / "stages" / "evaluate")
+    with RunFolder.resume(run, recipe) as folder:
+        run_pipeline(recipe, folder)
+    return {m["name"]: m["domains"] for m in json.loads((run / "results.json").read_text())["models"]}
 
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
