@@ -145,7 +145,8 @@ def look_beyond(data: memoryview, offset: int, lsn: int, salt: int) -> Beyond:
         if at + FRAME_BYTES <= len(rest):
             _, _, _, length, _, found, _, _ = _FRAME.unpack_from(rest, at)
             sealed = _CRC.unpack_from(rest, at + FRAME_BYTES - 4)[0]
-            if sealed == crc32(rest[at : at + FRAME_BYTES - 4], salt):
+            whole = at + FRAME_BYTES + length <= len(rest)  # of a frame cut short no payload is read
+            if whole and sealed == crc32(rest[at : at + FRAME_BYTES - 4], salt):
                 budget -= FRAME_BYTES + length
             if budget < 0:
                 return Beyond(frames, True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, TrainConfig
 from opd.kernels.head import Head
-from opd.models.causal_lm import CausalLM
+from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks
 from opd.train.backend import Training
 from opd.train.backends import open_backend
@@ -19,7 +19,12 @@ from tests.gpu import models
 from tests.gpu.clock import Place
 
 PROMPT, RESPONSE, SAMPLES = 128, 384, 16
-PRECISIONS = {"float32": ("float32", False), "bfloat16 over float32": ("bfloat16", True)}
+PRECISIONS: dict[str, tuple[str, Literal["mixed", "pure"]]] = {
+    "float32": ("float32", "mixed"),
+    "bfloat16 over float32": ("bfloat16", "mixed"),
+    "bfloat16": ("bfloat16", "pure"),
+}
+"""`model.dtype` and `train.precision`."""
 
 
 def batch(vocabulary: int, place: Place) -> RolloutBatch:
@@ -62,15 +67,14 @@ def teacher(model: CausalLM, dtype: torch.dtype) -> Any:
 
 def one(name: str, place: Place) -> dict[str, float]:
     """Milliseconds a step and memory above the model's."""
-    dtype, mixed = PRECISIONS[name]
-    kept = torch.float32 if mixed else getattr(torch, dtype)
-    model = models.model("0.6B", place, kept)
-    compute = torch.bfloat16 if mixed else kept
+    dtype, precision = PRECISIONS[name]
+    compute = torch_dtype(dtype)
+    model = models.model("0.6B", place, torch.float32 if precision == "mixed" else compute)
     terms = [FullVocabularyTerm(teacher(model, compute), "one_hot", FullVocabularyKL())]
     training = Training(OptimConfig(), BatchConfig(max_tokens=4096), 1.0, terms)
     samples = batch(model.vocab_size, place)
     with open_backend(
-        lambda _: model, TrainConfig(mixed_precision=mixed), training, Ranks(), dtype=dtype
+        lambda _: model, TrainConfig(precision=precision), training, Ranks(), dtype=dtype
     ) as backend:
 
         def step() -> None:
