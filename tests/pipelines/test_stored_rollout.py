@@ -84,6 +84,8 @@ def base(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("base") / "run"
     warmup = {"steps": 2, "batch_size": 4, "right": 0.7, "wrong_rule": 0.2, "checkpoint_every": 15}
     recipe = tiny_recipe(base=warmup)
+    assert recipe.model.config is not None
+    recipe.model.config["max_position_embeddings"] = GENERATE["max_sequence"]
     with RunFolder.create(path, recipe) as folder:
         run_stage(recipe, folder, "base")
     teacher = CausalLM.from_pretrained(path / "base")
