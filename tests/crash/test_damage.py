@@ -1,7 +1,7 @@
 """Damage to any file of a run folder is found, mended or harmless: never other results without a word.
 
-What becomes of each kind of damage stands in tests/README.md. By default one cell of every row is tried, with
-`--long` all of them; `--long` with OPD_REWRITE_DAMAGE=1 writes the tables anew.
+What becomes of each kind of damage stands in tests/README.md. By default one cell of every row that is not
+harmless throughout is tried, with `--long` all of them; OPD_REWRITE_DAMAGE=1 then writes the tables anew.
 """
 
 import os
@@ -142,16 +142,20 @@ def try_all(scene: Scene, cells, copy: Path) -> dict[tuple[str, str], set[str]]:
     return found
 
 
-def test_a_stopped_run_ends_as_an_undisturbed_one(finished, stopped, tmp_path):
-    shutil.copytree(stopped.folder, tmp_path / "run")
-    finish(stopped.recipe, tmp_path / "run", "--resume")
-    assert differences(finished.truth, fingerprint(tmp_path / "run")) == []
+def test_a_stopped_run_ends_as_an_undisturbed_one(finished, stopped):
+    """As far as `opd distill` makes it: baselines and measurements are not of a merge."""
+    models = {name: digest for name, digest in stopped.truth.items() if name != "results.json"}
+    assert any(name.startswith("merged/") for name in models)
+    assert differences(models, {name: finished.truth.get(name) for name in models}) == []
 
 
 @pytest.mark.slow
 def test_one_cell_of_every_row_of_a_finished_run(finished, tmp_path):
     known = expected("finished")
-    for cell, letters in try_all(finished, some(finished, 5), tmp_path / "run").items():
+    unread = {row for row in ROWS if all(known.get((row, column), "") in ("", "H") for column in COLUMNS)}
+    cells = [cell for cell in some(finished, 5) if cell[0] not in unread]
+    assert len(cells) > 8
+    for cell, letters in try_all(finished, cells, tmp_path / "run").items():
         assert letters <= set(known.get(cell) or "FMH"), cell
 
 
@@ -217,7 +221,13 @@ FOLDERS = {
 }
 
 
-@pytest.mark.parametrize("what", FOLDERS)
+REPEATED = {"another run's checkpoints", "a stage that is gone", "measurements that are gone"}
+"""What costs the work of a stage."""
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.long] * (what in REPEATED)) for what in FOLDERS]
+)
 def test_whole_folders_that_are_not_what_they_were(finished, tmp_path, what):
     def damage(target: Path) -> None:
         FOLDERS[what](target.parent, finished)
