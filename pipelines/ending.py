@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import signal
@@ -155,8 +156,11 @@ def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
         for _ in range(_UNWIND):
             if done.wait(1.0):
                 return
-            os.kill(os.getpid(), signal.SIGTERM)
-            if signal.getsignal(signal.SIGTERM) is not answer:
+            listener = signal.getsignal(signal.SIGTERM)
+            # Not by a signal of the system's: a library may have taken Python's answer to it away (Ray does,
+            # while it starts and ends), and it would end the process by itself.
+            _thread.interrupt_main(signal.SIGTERM)
+            if listener is not answer:
                 return  # a stage listens by now, and has heard of it
         if not done.wait(1.0):
             os._exit(PREEMPTED)
