@@ -244,7 +244,8 @@ def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> in
 def _path(recipe: Recipe, options: argparse.Namespace) -> Path:
     from opd.pipelines.run_folder import default_path
 
-    return options.out or default_path(recipe)
+    # Absolute from here on: code of the user's own may go to another folder.
+    return (options.out or default_path(recipe)).absolute()
 
 
 def _open(recipe: Recipe, options: argparse.Namespace) -> RunFolder | None:

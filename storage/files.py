@@ -92,9 +92,9 @@ def open_plain(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow
     return descriptor
 
 
-def read_plain(path: str | os.PathLike[str]) -> bytes:
+def read_plain(path: str | os.PathLike[str], *, follow: bool = False) -> bytes:
     """The bytes of the file at `path`, opened as `open_plain` does."""
-    with os.fdopen(open_plain(path), "rb") as file:
+    with os.fdopen(open_plain(path, follow=follow), "rb") as file:
         return file.read()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from opd.errors import OpdError, RunFolderError
 from opd.foreign import object_path
-from opd.storage.files import open_plain, write_atomic
+from opd.storage.files import open_plain, read_plain, write_atomic
 
 SEAL = "sha256"
 _SETTLED = 2.0
@@ -44,7 +44,7 @@ def write_sealed(path: str | os.PathLike[str], document: Mapping[str, Any]) -> N
 def read_object(path: Path, mend: str, kind: type[OpdError] = RunFolderError) -> dict[str, Any]:
     """The JSON object in the file `path`, sealed or not; raises `kind`, with the way out `mend`."""
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_plain(path, follow=True))
     except OSError as error:
         raise kind(f"{path} cannot be read ({error.strerror or error}); {mend}") from None
     except (ValueError, RecursionError) as error:

@@ -118,8 +118,19 @@ def _prompt(where: str, row: dict[str, Any], domain: str) -> Prompt:
         _check_messages(where, content)
     elif not isinstance(content, str) or not content:
         raise DataError(f"{where}: `prompt` is {content!r}; give a non-empty text or a list of messages.")
+    else:
+        _check_text(where, content)
     metadata = {key: value for key, value in row.items() if key not in ("prompt", "label", "domain")}
     return Prompt.of(content, row.get("label"), domain, metadata, where)
+
+
+def _check_text(where: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: `prompt` holds {text[error.start]!a}, half of a character; mend the text."
+        ) from None
 
 
 def _check_messages(where: str, messages: list[Any]) -> None:
@@ -132,3 +143,5 @@ def _check_messages(where: str, messages: list[Any]) -> None:
             or "content" not in message
         ):
             raise DataError(f"{where}: the message {message!r} is not an object with `role` and `content`.")
+        if isinstance(message["content"], str):
+            _check_text(where, message["content"])

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from opd.errors import CheckpointError, ModelError
 from opd.foreign import is_file_name, shown
+from opd.storage.files import read_plain
 from opd.storage.publish import TOKENIZER_FILES
 from opd.storage.sealed import check_files, digests_of, file_digest, read_sealed, write_sealed
 
@@ -197,7 +198,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`. Raises `CheckpointError` if there is none."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(read_plain(path, follow=True))
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy it again.") from error
     if not isinstance(found, dict):

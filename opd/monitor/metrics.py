@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from opd.errors import DataError, MissingExtraError, TrainingError
-from opd.storage.files import write_atomic
+from opd.storage.files import read_plain, write_atomic
 
 FILE_NAME = "metrics.jsonl"
 CHAIN = "chain"
@@ -37,7 +37,7 @@ class MetricsWriter:
         self._board: Any = None
         self._tail: str | None = None
         if self.path.exists():
-            data = self.path.read_bytes()
+            data = read_plain(self.path, follow=True)
             whole = data[: data.rfind(b"\n") + 1]
             if len(whole) < len(data):
                 self._replace(whole)
@@ -62,7 +62,7 @@ class MetricsWriter:
     def tail(self) -> str:
         """`chain` of the last line, "" before the first: it changes with every byte written so far."""
         if self._tail is None:
-            last = self.path.read_bytes().splitlines()[-1:] if self.path.exists() else []
+            last = read_plain(self.path, follow=True).splitlines()[-1:] if self.path.exists() else []
             self._tail = _split(last[0])[1] if last else ""
         return self._tail
 
@@ -82,7 +82,7 @@ class MetricsWriter:
                 )
         lines = [line.data for line in kept if line.row["step"] <= after_step]
         data = b"".join(line + b"\n" for line in lines)
-        if self.path.exists() and self.path.read_bytes() != data:
+        if self.path.exists() and read_plain(self.path, follow=True) != data:
             self._replace(data)
 
     def sync(self) -> None:
@@ -162,7 +162,7 @@ def _checked(path: Path, tail: str | None = None, *, chained: bool = False) -> I
     if not path.exists():
         return
     try:
-        *lines, _ = path.read_bytes().split(b"\n")  # the last is empty, or a line without its end
+        *lines, _ = read_plain(path, follow=True).split(b"\n")  # the last is empty, or a line without its end
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}); restore it.") from None
     before = ""

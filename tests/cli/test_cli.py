@@ -1,3 +1,4 @@
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +7,7 @@ import pytest
 
 from opd.config.load import load_recipe
 from opd.errors import ConfigError
+from opd.pipelines import cli
 from opd.pipelines.cli import main, split_overrides
 
 RECIPE = """\
@@ -109,3 +111,13 @@ def test_overrides_are_told_from_the_commands_own_words():
     assert split_overrides(["--domains", "{}"]) == ([], ["--domains", "{}"])
     with pytest.raises(ConfigError, match="did you mean --dry-run"):
         split_overrides(["--dryrun"])
+
+
+def test_a_run_stays_where_it_began_when_code_of_ones_own_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe([Path(__file__).parents[2] / "examples" / "quickstart" / "recipe.yaml"], [])
+    for out in (None, Path("here")):
+        place = cli._path(recipe, argparse.Namespace(out=out))
+        monkeypatch.chdir("/")
+        assert place.is_relative_to(tmp_path)
+        monkeypatch.chdir(tmp_path)

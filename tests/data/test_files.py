@@ -88,6 +88,8 @@ def test_rows_of_several_domains_in_one_file(tmp_path: Path) -> None:
         ('{"prompt": ["hello"]}', "'hello' is not an object with `role`"),
         ('{"prompt": [{"role": "user"}]}', "with `role` and `content`"),
         (b'{"prompt": "\xff"}', "not a line of JSON"),
+        (r'{"prompt": "a \ud800"}', "half of a character"),
+        (r'{"prompt": [{"role": "user", "content": "\udfff"}]}', "half of a character"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str | bytes, told: str) -> None:

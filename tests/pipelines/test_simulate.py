@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +110,10 @@ def test_a_seed_fixes_everything_and_another_one_does_not():
     assert times[0] == times[1] != times[2]
 
 
-def test_an_infinitely_fast_store_and_link_leave_no_stall():
-    fast = cluster(
-        gpu={"link_gb_per_s": math.inf}, store={"gb_per_s": math.inf, "gb_per_s_per_rank": math.inf}
-    )
+def test_a_store_and_link_beyond_all_measure_leave_no_stall():
+    fast = cluster(gpu={"link_gb_per_s": 1e9}, store={"gb_per_s": 1e9, "gb_per_s_per_rank": 1e9})
     found = simulate(fast)
-    assert found.usage["teachers"].stalled == 0
+    assert found.usage["teachers"].stalled < 1e-6 * found.usage["teachers"].busy
     busy = sum(
         4 * layer_cost(fast, *b.sizes(slice(t, None, 3))).compute for b in found.batches for t in range(3)
     )

@@ -16,6 +16,9 @@ import pytest
 import xxhash
 
 from opd.errors import OpdError, StorageError
+from opd.models import hf_folder
+from opd.monitor.metrics import read_metrics
+from opd.storage import sealed
 from opd.storage.blobs import KEY_BYTES, encode_header
 from opd.storage.hidden_cache import CacheRecord, HiddenStateCache
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
@@ -406,3 +409,20 @@ def test_sums_that_a_cache_cannot_have(tmp_path):
             raw = used.to_bytes(8, "little")
             (folder / "v1" / "usage").write_bytes(raw + struct.pack("<Q", xxhash.xxh3_64_intdigest(raw)))
             assert cache.put(bytes(reversed(KEY)), ROWS, CacheRecord("a", "t", 1))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: sealed.read_object(path, "mend it."),
+        hf_folder.read_object,
+        lambda path: read_metrics(path, chained=True),
+    ],
+    ids=["record", "description", "metrics"],
+)
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, read):
+    """Whoever opens one for reading waits until somebody writes."""
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    with pytest.raises((OpdError, OSError), match="plain file"):
+        read(path)
