@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opd.errors import OpdError, RunFolderError
-from opd.foreign import object_path
+from opd.errors import OpdError, RunFolderError, StorageError
+from opd.foreign import MAX_DEPTH, depth_exceeds, object_path
 from opd.storage.files import open_plain, read_plain, write_atomic
 
 SEAL = "sha256"
@@ -45,6 +45,8 @@ def read_object(path: Path, mend: str, kind: type[OpdError] = RunFolderError) ->
     """The JSON object in the file `path`, sealed or not; raises `kind`, with the way out `mend`."""
     try:
         data = json.loads(read_plain(path, follow=True))
+        if depth_exceeds(data, MAX_DEPTH):
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
     except OSError as error:
         raise kind(f"{path} cannot be read ({error.strerror or error}); {mend}") from None
     except (ValueError, RecursionError) as error:
@@ -105,7 +107,10 @@ def check_files(
 ) -> None:
     """Raise `kind`, naming the first file below `root` that is missing or not of the digest it had."""
     for name, expected in digests.items():
-        path = root / object_path(name)
+        try:
+            path = root / object_path(name)
+        except StorageError as error:
+            raise kind(f"{root}: {error}") from None
         try:
             found = file_digest(path)
         except FileNotFoundError:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from opd.errors import CheckpointError
+from opd.foreign import is_file_name
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import (
     ADAPTER_CONFIG,
@@ -97,6 +98,8 @@ def read_adapter(folder: str | Path) -> Adapter:
     found, described = read_peft(place), read_object(place / BASE)
     try:
         path, files = Path(described["path"]), dict(described["files"])
+        if not all(is_file_name(name) and isinstance(digest, str) for name, digest in files.items()):
+            raise ValueError("files that are no names with digests")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{place} is not a whole adapter ({error}); copy it again.") from error
     return Adapter(path, files, found.scaling, found.pairs)

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from opd.errors import CheckpointError, ModelError
-from opd.foreign import is_file_name, shown
+from opd.foreign import is_file_name, read_document, shown
 from opd.storage.files import read_plain
 from opd.storage.publish import TOKENIZER_FILES
 from opd.storage.sealed import check_files, digests_of, file_digest, read_sealed, write_sealed
@@ -34,6 +34,8 @@ _DESCRIPTIONS = (
     "preprocessor_config.json",
 )  # fmt: skip
 _OWN_CODE = "auto_map"
+MAX_DESCRIPTION = 256 * 2**20
+"""Most bytes of a JSON file of a model's folder; tokenizers are the largest."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -86,13 +88,21 @@ def adapter_base(folder: Path) -> Path | None:
     if not isinstance(named, str) or not named:
         raise CheckpointError(f"{path} does not name its base; write its folder as base_model_name_or_path.")
     places = (Path(named), folder / named)
-    found = next((place for place in places if (place / "config.json").is_file()), None)
+    found = next((place for place in places if _is_model(place)), None)
     if found is None:
         raise CheckpointError(
-            f"{folder} is an adapter on {named}, which is no model folder here; write the base's folder as"
-            f" base_model_name_or_path in {path}."
+            f"{folder} is an adapter on {shown(named)}, which is no model folder here; write the base's"
+            f" folder as base_model_name_or_path in {path}."
         )
     return found
+
+
+def _is_model(place: Path) -> bool:
+    """Whether `place`, which may be any text, is a model's folder and no adapter's."""
+    try:
+        return (place / "config.json").is_file() and not (place / ADAPTER_CONFIG).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def described_in(folder: Path) -> Path:
@@ -198,7 +208,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`. Raises `CheckpointError` if there is none."""
     try:
-        found = json.loads(read_plain(path, follow=True))
+        found = read_document(read_plain(path, follow=True), MAX_DESCRIPTION)
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy it again.") from error
     if not isinstance(found, dict):

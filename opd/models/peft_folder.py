@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from opd.errors import CheckpointError, ModelError
+from opd.foreign import shown, whole
 from opd.models.hf_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_object
 
 PREFIX = "base_model.model."
@@ -27,6 +28,7 @@ _OTHER_KINDS = (
     "target_parameters", "layer_replication", "trainable_token_indices",
 )  # fmt: skip
 """Settings with which the merged weights are not `W + scaling * B A`."""
+_MAX_RANK = 1 << 20
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base as it is."""
 
@@ -51,16 +53,19 @@ def read_peft(place: Path) -> PeftAdapter:
     config = read_object(path)
     odd = [key for key in _OTHER_KINDS if config.get(key)]
     if config.get("init_lora_weights") not in _PLAIN_STARTS:
-        odd.append(f"init_lora_weights {config['init_lora_weights']}")
+        odd.append(f"init_lora_weights {shown(config['init_lora_weights'])}")
     if config.get("peft_type") != "LORA" or odd or config.get("bias", "none") != "none":
-        kind = odd[0] if odd else f"{config.get('peft_type')} with bias {config.get('bias', 'none')}"
+        other = f"{config.get('peft_type')} with bias {config.get('bias', 'none')}"
+        kind = odd[0] if odd else shown(other)
         raise CheckpointError(
             f"{path} describes {kind}, and only plain LoRA without biases can be read; give the merged model."
         )
     try:
         tensors = safetensors.torch.load_file(place / ADAPTER_WEIGHTS)
-        rank = int(config["r"])
+        rank = whole(config["r"], 1, _MAX_RANK, "r")
         scaling = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        if not math.isfinite(scaling):
+            raise ValueError("lora_alpha is not finite")
         pairs = adapter_pairs((name.removeprefix(PREFIX), tensor) for name, tensor in tensors.items())
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{place} is not a whole adapter ({error}); copy it again.") from error
@@ -101,5 +106,8 @@ def adapter_pairs(adapters: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Ten
         layer = name.removesuffix(LORA_A).removesuffix(LORA_B)
         if layer + LORA_A not in found or layer + LORA_B not in found:
             raise ModelError(f"the adapter of {layer} has only one of lora_A and lora_B; write it again.")
-        pairs[f"{layer}.weight"] = (found[layer + LORA_A], found[layer + LORA_B])
+        a, b = found[layer + LORA_A], found[layer + LORA_B]
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+            raise ModelError(f"the adapter of {shown(layer)} has lora_A and lora_B that do not fit together.")
+        pairs[f"{layer}.weight"] = (a, b)
     return pairs

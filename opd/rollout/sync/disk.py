@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opd.errors import RolloutError
+from opd.foreign import is_file_name, shown
 from opd.models.digest import WeightsDigest
-from opd.models.hf_folder import INDEX
+from opd.models.hf_folder import INDEX, read_object
 from opd.rollout.sync.parcel import Parcel, Tell, Weights
 
 if TYPE_CHECKING:
@@ -67,18 +68,20 @@ class WeightFolder:
 
     def receive(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
         """See `WeightReceiver`."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         folder = Path(parcel.where["folder"])
         try:
-            placed = json.loads((folder / INDEX).read_bytes())["weight_map"]
+            placed = read_object(folder / INDEX).get("weight_map")
+            if not isinstance(placed, dict) or not all(map(is_file_name, placed.values())):
+                raise RolloutError(f"{folder / INDEX} names no files beside it; send the weights again.")
             for file in dict.fromkeys(placed.values()):
                 with safe_open(folder / file, framework="pt") as opened:
                     for name in (name for name, where in placed.items() if where == file):
                         yield name, opened.get_tensor(name)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise RolloutError(
-                f"version {parcel.version} cannot be read from {folder} ({error.strerror}); trainer and"
+                f"version {parcel.version} cannot be read from {folder} ({_cause(error)}); trainer and"
                 " engines must see one file system under the same path."
             ) from None
 
@@ -92,6 +95,10 @@ class WeightFolder:
         for found in (*self.root.glob("version-*"), *self.root.glob(".version-*")):
             shutil.rmtree(found, ignore_errors=True)
         self._swept = True
+
+
+def _cause(error: Exception) -> str:
+    return shown(getattr(error, "strerror", None) or error, 300)
 
 
 def _write_shards(folder: Path, weights: Weights, limit: int) -> None:
