@@ -33,7 +33,8 @@ class Progress:
         self._console = console or Console(stderr=True)
         self._interval = seconds_between_lines
         self._lock = threading.Lock()
-        self._began: dict[str, float] = {}
+        self._began: dict[str, tuple[float, int]] = {}
+        """When each stage was first heard of, and how much of it was done by then."""
         self._last_line: dict[str, float] = {}
         self._bars = _bars(self._console) if self._console.is_terminal else None
         self._tasks: dict[str, rich_progress.TaskID] = {}
@@ -72,7 +73,7 @@ class Progress:
         """`done` of `total` units of `stage` are done; `headline` holds its numbers: `reward 0.83`."""
         with self._lock:
             now = time.monotonic()
-            began = self._began.setdefault(stage, now)
+            began, before = self._began.setdefault(stage, (now, done))
             self._reached[stage] = f"{done}/{total}"
             if self._bars is not None:
                 if stage not in self._tasks:
@@ -82,7 +83,7 @@ class Progress:
                 )
             elif stage not in self._last_line or now - self._last_line[stage] >= self._interval:
                 self._last_line[stage] = now
-                left = _remaining(now - began, done, total)
+                left = _remaining(now - began, done - before, total - done)
                 self._line(f"{stage:<24} {done:>5}/{total:<5} {left} {headline}")
 
     def finish(self, stage: str, headline: str = "") -> None:
@@ -122,11 +123,11 @@ def _bars(console: Console) -> rich_progress.Progress:
     )
 
 
-def _remaining(elapsed: float, done: int, total: int) -> str:
-    """Time left at the speed so far, as `eta 1:05`."""
-    if done <= 0 or elapsed <= 0 or done >= total:
+def _remaining(elapsed: float, done: int, left: int) -> str:
+    """Time for what is `left` at the speed of what was `done` in `elapsed` seconds, as `eta 1:05`."""
+    if done <= 0 or elapsed <= 0 or left <= 0:
         return " " * 11
-    return f"eta {clock(elapsed * (total - done) / done):>7}"
+    return f"eta {clock(elapsed * left / done):>7}"
 
 
 def clock(seconds: float) -> str:

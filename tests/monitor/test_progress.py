@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from types import SimpleNamespace
 
 from rich.console import Console
 
@@ -39,6 +40,18 @@ def test_a_log_with_no_interval_gets_every_update_with_the_time_left() -> None:
     assert len(lines) == 3
     assert "eta" in lines[1]
     assert "eta" not in lines[2]
+
+
+def test_a_resumed_stage_is_timed_by_the_steps_it_took_itself(monkeypatch) -> None:
+    stream, console = _log()
+    seconds = iter((0.0, 10.0, 20.0))
+    clock = SimpleNamespace(monotonic=lambda: next(seconds))
+    monkeypatch.setattr("opd.monitor.progress.time", clock)
+    with Progress(console, seconds_between_lines=0, silence=3600) as progress:
+        for step in (200, 201, 202):
+            progress.update("base", step, 206)
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert [line[2:] for line in lines] == [[], ["eta", "0:50"], ["eta", "0:40"]]
 
 
 def test_notes_are_printed_as_they_are_on_one_line() -> None:
