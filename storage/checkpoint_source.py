@@ -12,6 +12,7 @@ from typing import Any
 
 from opd.errors import StorageError
 from opd.foreign import is_file_name, read_document, whole
+from opd.storage.files import read_plain
 from opd.storage.layout import DTYPE_BYTES, TensorEntry
 
 _MAX_HEADER = 100 * 2**20
@@ -55,7 +56,7 @@ def read_headers(folder: Path) -> dict[str, TensorSource]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; `StorageError` naming the file if it is missing or is none."""
     try:
-        value = read_document(path.read_bytes(), _MAX_HEADER)
+        value = read_document(read_plain(path, follow=True), _MAX_HEADER)
     except (OSError, ValueError) as error:
         raise StorageError(f"{path} cannot be read as JSON ({error}); copy the folder again.") from error
     if not isinstance(value, dict):

@@ -209,7 +209,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`. Raises `CheckpointError` if there is none."""
     try:
         found = read_document(read_plain(path, follow=True), MAX_DESCRIPTION)
-    except (ValueError, OSError, RecursionError) as error:
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy it again.") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is not a JSON object; copy the file again from its source.")

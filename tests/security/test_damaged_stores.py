@@ -18,7 +18,7 @@ import xxhash
 from opd.errors import OpdError, StorageError
 from opd.models import hf_folder
 from opd.monitor.metrics import read_metrics
-from opd.storage import sealed
+from opd.storage import checkpoint_source, sealed
 from opd.storage.blobs import KEY_BYTES, encode_header
 from opd.storage.hidden_cache import CacheRecord, HiddenStateCache
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
@@ -416,9 +416,10 @@ def test_sums_that_a_cache_cannot_have(tmp_path):
     [
         lambda path: sealed.read_object(path, "mend it."),
         hf_folder.read_object,
+        checkpoint_source.read_json,
         lambda path: read_metrics(path, chained=True),
     ],
-    ids=["record", "description", "metrics"],
+    ids=["record", "description", "source", "metrics"],
 )
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, read):
     """Whoever opens one for reading waits until somebody writes."""
