@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -153,3 +155,147 @@ def load_cluster(path: Path) -> Cluster:
         return Cluster.model_validate(document)
     except ValidationError as error:
         raise ConfigError(explain(error, Cluster, document, {(): str(path), **places})) from None
+
+
+_ACTIVATIONS = 34
+"""Bytes a decoder layer keeps of a token and hidden unit in half precision (as above, section 4)."""
+_STATES = 14
+"""Bytes of a trained parameter beside its weight in half precision: gradient, master weight, two moments."""
+
+
+def forward(shape: Shape, tokens: float, squares: float) -> float:
+    """Operations of a forward pass over sequences of `tokens` tokens in all, whose lengths' squares add up to
+    `squares`.
+    """
+    return 2 * shape.used * tokens + 2 * shape.layers * shape.hidden_size * squares
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Seconds of an engine's decode step: `fixed(running) + per_token * tokens of keys and values`."""
+
+    overhead: float
+    whole: float
+    """Seconds to read all weights once."""
+    share: float
+    """Share of the weights that one token uses."""
+    compute: float
+    """Seconds of the products of one token."""
+    per_token: float
+
+    def fixed(self, running: int) -> float:
+        """Without keys and values. Experts are read if any of the running requests uses them."""
+        touched = 1 - (1 - self.share) ** running
+        return self.overhead + max(self.whole * touched, self.compute * running)
+
+
+def decode_of(cluster: Cluster) -> Decode:
+    """The decode step of one engine."""
+    gpu, shape, ranks = cluster.gpu, cluster.student, cluster.ranks.per_engine
+    bandwidth = gpu.memory_gb_per_s * 1e9 * ranks
+    return Decode(
+        overhead=gpu.step_overhead_ms / 1e3,
+        whole=shape.parameters * shape.bytes_per_parameter / bandwidth,
+        share=shape.used / shape.parameters,
+        compute=2 * shape.used / (gpu.tflops * 1e12 * gpu.decode_efficiency * ranks),
+        per_token=shape.cache_bytes_per_token / bandwidth,
+    )
+
+
+def prefill_seconds(cluster: Cluster, tokens: float) -> float:
+    """Of one engine, for tokens whose keys and values it does not have."""
+    gpu = cluster.gpu
+    speed = gpu.tflops * 1e12 * gpu.prefill_efficiency * cluster.ranks.per_engine
+    return 2 * cluster.student.used * tokens / speed
+
+
+def train_seconds(cluster: Cluster, tokens: float, squares: float) -> float:
+    """Forward and backward passes, both heads, reduction of gradients and update, over all trainer ranks."""
+    gpu, student, ranks = cluster.gpu, cluster.student, cluster.ranks.train
+    passes = 4 if cluster.work.checkpointing else 3
+    heads = 2 * tokens * (3 * student.hidden_size + cluster.teacher.hidden_size) * student.vocabulary
+    operations = passes * forward(student, tokens, squares) + heads
+    compute = operations / (ranks * gpu.tflops * 1e12 * gpu.train_efficiency)
+    # Weights are gathered for each pass and gradients scattered; all of it hides behind the compute at best.
+    moved = (3 * student.parameters * student.bytes_per_parameter) * (ranks - 1) / ranks
+    return max(compute, moved / (gpu.link_gb_per_s * 1e9)) + gpu.update_overhead_ms / 1e3
+
+
+def sync_seconds(cluster: Cluster) -> float:
+    """New weights from the trainer to every engine: each of its GPUs receives its part."""
+    shape, ranks = cluster.student, cluster.ranks
+    if ranks.colocated and ranks.rollout == 1:
+        return 0.0
+    received = shape.parameters * shape.bytes_per_parameter / ranks.per_engine
+    return received / (cluster.gpu.link_gb_per_s * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """One layer of one teacher, on every rank alike."""
+
+    nbytes: float
+    """Of the whole layer, which every rank holds while it computes with it."""
+    load: float
+    """Seconds to read the rank's share and to gather the rest."""
+    compute: float
+
+
+def layer_cost(cluster: Cluster, tokens: float, squares: float) -> LayerCost:
+    """A layer of the teacher that reads `tokens` tokens in all."""
+    gpu, shape, ranks = cluster.gpu, cluster.teacher, scoring_ranks(cluster)
+    nbytes = shape.parameters * shape.bytes_per_parameter / shape.layers
+    speed = min(cluster.store.gb_per_s_per_rank, cluster.store.gb_per_s / ranks) * 1e9
+    gathered = nbytes * (ranks - 1) / ranks / (gpu.link_gb_per_s * 1e9)
+    operations = forward(shape, tokens, squares) / shape.layers
+    compute = operations / (ranks * gpu.tflops * 1e12 * gpu.prefill_efficiency)
+    return LayerCost(nbytes, nbytes / ranks / speed + gathered, compute + gpu.layer_overhead_ms / 1e3)
+
+
+def scoring_ranks(cluster: Cluster) -> int:
+    """GPUs that run teachers."""
+    return cluster.ranks.teachers or cluster.ranks.train
+
+
+def running_limit(cluster: Cluster) -> int:
+    """Requests an engine can hold with the longest response each. Raises `ConfigError` if not even one."""
+    gpu, shape, ranks = cluster.gpu, cluster.student, cluster.ranks.per_engine
+    free = gpu.memory_gb * 1e9 * ranks - shape.parameters * shape.bytes_per_parameter
+    each = (cluster.lengths.prompt + cluster.lengths.longest) * shape.cache_bytes_per_token
+    fitting = math.inf if each == 0 else free / each
+    if free < 0 or fitting < 1:
+        raise ConfigError(
+            f"an engine of {ranks} GPUs cannot hold the student and one request; raise ranks.per_engine"
+        )
+    return min(cluster.work.running_per_engine, int(min(fitting, 1e9)))
+
+
+def memory_per_rank(cluster: Cluster) -> dict[str, dict[str, float]]:
+    """Bytes of a GPU by role and part."""
+    student, teacher, work, ranks = cluster.student, cluster.teacher, cluster.work, cluster.ranks
+    width = student.bytes_per_parameter
+    layer = student.parameters * width / student.layers
+    units = work.max_tokens * student.hidden_size
+    kept = 2 * units * student.layers + _ACTIVATIONS * units
+    train = {
+        "weights and optimizer": student.parameters * (width + _STATES) / ranks.train,
+        "layers gathered": 2 * layer,
+        "activations": kept if work.checkpointing else _ACTIVATIONS * units * student.layers,
+        "logits of a chunk": 3 * work.kl_chunk * student.vocabulary * 4.0,
+        "heads of teachers": 2 * teacher.hidden_size * teacher.vocabulary * 2.0,
+    }
+    window = teacher.parameters * teacher.bytes_per_parameter / teacher.layers + cluster.prefetch_gb * 1e9
+    scoring = {
+        "teacher layers": window,
+        "hidden states": (2 + _ACTIVATIONS) * work.max_tokens * teacher.hidden_size * 1.0,
+    }
+    limit, each = running_limit(cluster), student.cache_bytes_per_token / ranks.per_engine
+    rollout = {
+        "weights": student.parameters * width / ranks.per_engine,
+        "keys and values": limit * (cluster.lengths.prompt + cluster.lengths.longest) * each,
+    }
+    if ranks.colocated:
+        return {"every rank": train | scoring | rollout}
+    if not ranks.teachers:
+        return {"trainer": train | scoring, "rollout": rollout}
+    return {"trainer": train, "teachers": scoring, "rollout": rollout}

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opd.pipelines.simulate.cluster import Cluster, load_cluster
-from opd.pipelines.simulate.costs import layer_cost, memory_per_rank, scoring_ranks
+from opd.pipelines.simulate.cluster import Cluster, layer_cost, load_cluster, memory_per_rank, scoring_ranks
 from opd.pipelines.simulate.run import Simulated, simulate
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import numpy as np
 
-from opd.pipelines.simulate.cluster import Cluster
-from opd.pipelines.simulate.costs import (
+from opd.pipelines.simulate.cluster import (
+    Cluster,
+    Decode,
     LayerCost,
     decode_of,
     layer_cost,
@@ -18,9 +23,206 @@ from opd.pipelines.simulate.costs import (
     sync_seconds,
     train_seconds,
 )
-from opd.pipelines.simulate.engines import Engine, Request
-from opd.pipelines.simulate.events import Clock, Usage
-from opd.pipelines.simulate.teacher_pass import TeacherPasses
+
+
+class Clock:
+    """Calls what is due, in order of time; events of one moment in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Seconds."""
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = count()
+
+    def at(self, time: float, call: Callable[[], None]) -> None:
+        """Call `call` at `time`, which must not have passed."""
+        if time < self.now:
+            raise ValueError(f"an event at {time} was asked for at {self.now}")
+        heapq.heappush(self._events, (time, next(self._serial), call))
+
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        while self._events:
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+
+
+@dataclass(slots=True)
+class Usage:
+    """Seconds of one kind of worker: what is neither busy nor stalled was idle."""
+
+    busy: float = 0.0
+    stalled: float = 0.0
+    """There was work, and it waited for bytes."""
+
+    def idle(self, total: float) -> float:
+        """The rest of `total` seconds."""
+        return total - self.busy - self.stalled
+
+
+@dataclass(slots=True)
+class Request:
+    """One response to write."""
+
+    batch: int
+    prompt: float
+    length: float
+    """Tokens."""
+    began_under: int = -1
+    """Policy version of its first token."""
+
+
+class Engine:
+    """Advances all running requests together, token by token, in closed form between two ends."""
+
+    def __init__(
+        self, clock: Clock, decode: Decode, prefill: Callable[[float], float], slots: int, factor: float = 1.0
+    ) -> None:
+        """`factor`: how much slower than planned this engine is."""
+        self._clock, self._decode, self._prefill = clock, decode, prefill
+        self._slots, self._factor = slots, factor
+        self._running: list[tuple[float, int, Request]] = []  # (position at which it ends, serial, request)
+        self._position = 0.0
+        self._cached = 0.0
+        """Tokens of keys and values of all running requests."""
+        self._since = 0.0
+        self._debt = 0.0
+        """Seconds of prefill that come before the next token."""
+        self._epoch = 0
+        self._serial = 0
+        self._paused = True
+        self.usage = Usage()
+
+    @property
+    def free(self) -> int:
+        """Slots without a request."""
+        return self._slots - len(self._running)
+
+    def pause(self) -> None:
+        """Stop between two tokens."""
+        self._settle()
+        self._paused = True
+        self._epoch += 1
+
+    def resume(self, *, rebuild: bool) -> None:
+        """Go on; with `rebuild`, keys and values are computed anew, since the weights are others."""
+        self._since, self._paused = self._clock.now, False
+        if rebuild and self._running:
+            self._debt += self._prefill(self._cached)
+
+    def work(
+        self, queue: deque[Request], version: int, done: Callable[[Request], None], again: Callable[[], None]
+    ) -> None:
+        """Take requests into free slots and plan the next end, which calls `done`, then `again`."""
+        if self._paused:
+            return
+        self._settle()
+        while queue and self.free:
+            request = queue.popleft()
+            request.began_under = version
+            self._debt += self._prefill(request.prompt)
+            self._cached += request.prompt
+            heapq.heappush(self._running, (self._position + request.length, self._serial, request))
+            self._serial += 1
+        self._epoch += 1
+        if self._running:
+            epoch = self._epoch
+            tokens = self._running[0][0] - self._position
+            end = self._clock.now + self._debt + self._factor * self._seconds(tokens)
+            self._clock.at(end, lambda: self._ended(epoch, done, again))
+
+    def _ended(self, epoch: int, done: Callable[[Request], None], again: Callable[[], None]) -> None:
+        if epoch != self._epoch:
+            return  # it was planned anew in the meantime
+        self._settle(self._running[0][0])
+        while self._running and self._running[0][0] <= self._position:
+            _, _, request = heapq.heappop(self._running)
+            self._cached -= request.prompt + request.length
+            done(request)
+        if not self._running:
+            self._cached = 0.0
+        again()
+
+    def _seconds(self, tokens: float) -> float:
+        """Of `tokens` decode steps of what runs now; keys and values grow by one token each a step."""
+        decode, running = self._decode, len(self._running)
+        linear = decode.fixed(running) + decode.per_token * self._cached
+        return tokens * linear + decode.per_token * running * tokens * tokens / 2
+
+    def _settle(self, position: float | None = None) -> None:
+        """Bring position and usage to the present, or to `position`, which is reached now."""
+        elapsed, self._since = self._clock.now - self._since, self._clock.now
+        if self._paused or not self._running:
+            return
+        self.usage.busy += elapsed
+        paid = min(elapsed, self._debt)
+        self._debt -= paid
+        reached = self._position + self._tokens(elapsed - paid) if position is None else position
+        if position is not None:
+            self._debt = 0.0
+        tokens = min(reached, self._running[0][0]) - self._position
+        self._cached += tokens * len(self._running)
+        self._position += tokens
+
+    def _tokens(self, seconds: float) -> float:
+        """The inverse of `_seconds`."""
+        decode, running = self._decode, len(self._running)
+        linear = decode.fixed(running) + decode.per_token * self._cached
+        square = decode.per_token * running / 2
+        given = seconds / self._factor
+        if square == 0 or linear == 0:
+            return given / linear if linear else math.sqrt(given / square) if square else math.inf
+        return 2 * given / (linear + math.sqrt(linear * linear + 4 * square * given))
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One scoring pass over all teachers."""
+
+    end: float
+    """Seconds, on the clock its begin is on."""
+    busy: float
+    stalled: float
+
+
+class TeacherPasses:
+    """Passes one after another on the same ranks. The loader reads on into the window while nothing computes,
+    as `LayerStream` does: the first layers of a pass may have come during what was before it.
+    """
+
+    def __init__(self, prefetch_bytes: float, *, ahead: bool = True) -> None:
+        """`ahead`: the first layers are read before the pass begins. Without, every pass starts empty."""
+        self._prefetch = prefetch_bytes
+        self._ahead = ahead
+        self._loader_free = 0.0
+        self._held: deque[tuple[float, float]] = deque()
+        """(bytes, when they are given back) of layers in the window."""
+
+    def run(self, begin: float, layers: Sequence[LayerCost]) -> Pass:
+        """Every layer of `layers` in order, from `begin` on."""
+        if not self._ahead:
+            self._loader_free = max(self._loader_free, begin)
+        now, busy, stalled = begin, 0.0, 0.0
+        for layer in layers:
+            loaded = self._load(layer)
+            waiting = max(0.0, loaded - now)
+            now += waiting + layer.compute
+            stalled += waiting
+            busy += layer.compute
+            self._held.append((layer.nbytes, now))
+        return Pass(now, busy, stalled)
+
+    def _load(self, layer: LayerCost) -> float:
+        """When `layer` is there: after the layers before it, and once there is room for it."""
+        start = self._loader_free
+        held = sum(nbytes for nbytes, _ in self._held)
+        # The layer in use and `prefetch` more: with nothing in the window there is always room.
+        while self._held and held > self._prefetch:
+            nbytes, back = self._held.popleft()
+            held -= nbytes
+            start = max(start, back)
+        self._loader_free = start + layer.load
+        return self._loader_free
 
 
 @dataclass(slots=True)

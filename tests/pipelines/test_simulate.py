@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from opd.errors import ConfigError
 from opd.pipelines.cli import main
 from opd.pipelines.simulate import Cluster, Simulated, load_cluster, simulate
-from opd.pipelines.simulate.costs import LayerCost, decode_of, layer_cost, sync_seconds, train_seconds
-from opd.pipelines.simulate.teacher_pass import TeacherPasses
+from opd.pipelines.simulate.cluster import LayerCost, decode_of, layer_cost, sync_seconds, train_seconds
+from opd.pipelines.simulate.run import TeacherPasses
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "ten_teachers.yaml"
 MODEL = {
