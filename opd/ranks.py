@@ -96,13 +96,13 @@ class Ranks:
         return PrefixStore(f"notes/{self.group.group_name}", self._store)
 
     def gather(self, mine: bytes, what: str) -> list[bytes]:
-        """What every rank gives, in the order of ranks. `what` names the meeting, for errors.
+        """What every rank gives, in the order of ranks. `what` names the collective operation, for errors.
 
         Raises `RanksError` naming the ranks that did not come.
         """
         if self.group is None or self.alone:
             return [mine]
-        with self.meeting(what):
+        with self.collective(what):
             length = torch.tensor([len(mine)])
             lengths = [torch.zeros_like(length) for _ in range(self.size)]
             dist.all_gather(lengths, length, group=self.group)
@@ -180,7 +180,7 @@ class Ranks:
             self.tell(event)
 
     @contextlib.contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
+    def collective(self, what: str) -> Iterator[None]:
         """Around communication of any kind: its errors become a `RanksError` that names who did not come."""
         if self.alone:
             yield
@@ -193,7 +193,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def naming_the_lost(self, what: str) -> Iterator[None]:
-        """`meeting` for a piece of work that holds many, some of them out of sight."""
+        """`collective` for a piece of work that holds many, some of them out of sight."""
         try:
             yield
         except OpdError:
@@ -216,8 +216,8 @@ class Ranks:
         )
 
     def _late(self) -> list[int]:
-        """The ranks that have met less often than this one; if none has, those that miss nobody themselves:
-        who hangs in the middle of a meeting. As far as the store still knows.
+        """The ranks that have entered fewer collective operations than this one; if none has, those that
+        miss nobody themselves, one of which hangs in the middle of one. As far as the store still knows.
         """
         store = self._store
         if store is None:
@@ -264,7 +264,7 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
                 timeout=wait,
             )
         except (RuntimeError, ValueError, OSError) as error:
-            raise RanksError(_no_meeting(os.environ, error)) from error
+            raise RanksError(_no_rendezvous(os.environ, error)) from error
         try:
             yield Ranks(dist.group.WORLD, PrefixStore("opd", store))
         finally:
@@ -299,7 +299,7 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _no_meeting(environment: Mapping[str, str], error: Exception) -> str:
+def _no_rendezvous(environment: Mapping[str, str], error: Exception) -> str:
     where = f"{environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')}"
     reason = " ".join(str(error).split())[:200].removesuffix(".")
     if "EADDRINUSE" in reason or "already in use" in reason or "Address in use" in reason:

@@ -52,7 +52,7 @@ class Meeting:
         """
         if self._board is None:
             return
-        with self._ranks.meeting("the responses of a batch"):
+        with self._ranks.collective("the responses of a batch"):
             begins = self._decided(self._board) == _BEGIN
         self._batch += 1
         if not begins:

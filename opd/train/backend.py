@@ -121,7 +121,7 @@ class Backend(ABC):
 
     @torch.no_grad()
     def _logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        with self.data.meeting("the recomputed log-probabilities"):
+        with self.data.collective("the recomputed log-probabilities"):
             missing = self._missing_passes(samples, by_teacher=False)
             results = of_packed(
                 samples,
@@ -168,7 +168,7 @@ class Backend(ABC):
         """
         sums = MetricSums()
         try:
-            with self.data.meeting("the forward and backward passes"):
+            with self.data.collective("the forward and backward passes"):
                 for part in parts:
                     self._passes(part, sums)
                 self.reduce()

@@ -1,8 +1,12 @@
-"""Actors of a run: how they are made, called, watched and started anew."""
+"""Actors of a run: how they are made, called, watched and started anew; tensors through Ray's object store.
+
+A tensor is written once and read in place by every process of the node.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import sys
@@ -12,10 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from opd.config import RayLaunch, Recipe
 from opd.errors import LaunchError
-from opd.pipelines.on_ray.cluster import import_ray, one_line
-from opd.pipelines.on_ray.layout import Layout, options_of, role_of
+from opd.kernels.head import Head
+from opd.models.digest import raw_bytes
+from opd.pipelines.on_ray.cluster import Layout, import_ray, one_line, options_of, role_of
 from opd.pipelines.run_folder import RunFolder
 from opd.redact import guard_streams
 from opd.rollout.preemption import Preemption
@@ -225,3 +234,54 @@ def start_actors(
     except ActorLostError as error:
         raise LaunchError(f"{error} while it was started; see logs/ in the run folder.") from None
     return made
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor as bytes, which travel apart from the message and are not copied on the node."""
+
+    data: np.ndarray
+    """[bytes] uint8."""
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Packed:
+        """Shares memory with a contiguous tensor on the CPU."""
+        name = str(tensor.dtype).removeprefix("torch.")
+        return cls(raw_bytes(tensor).numpy(), name, tuple(tensor.shape))
+
+    def tensor(self) -> Tensor:
+        """The tensor, on the CPU, without a copy: read-only if the store holds the bytes, so that writing to
+        it ends the process. It keeps the store's object alive.
+        """
+        dtype = getattr(torch, self.dtype)
+        if not self.data.nbytes:
+            return torch.zeros(self.shape, dtype=dtype)
+        memory = (ctypes.c_uint8 * self.data.nbytes).from_address(self.data.ctypes.data)
+        memory.owner = self.data  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedHead:
+    """An `opd.kernels.head.Head` on its way."""
+
+    weight: Packed
+    bias: Packed | None
+    scale: float
+    softcap: float | None
+    vocab_size: int | None
+    allow_bf16_logits: bool
+
+    @classmethod
+    def of(cls, head: Head) -> PackedHead:
+        bias = None if head.bias is None else Packed.of(head.bias)
+        weight = Packed.of(head.weight)
+        return cls(weight, bias, head.scale, head.softcap, head.vocab_size, head.allow_bf16_logits)
+
+    def head(self, device: torch.device) -> Head:
+        """The head on `device`; on the CPU its weight stays where the store has it."""
+        weight = self.weight.tensor().to(device)
+        bias = None if self.bias is None else self.bias.tensor().to(device)
+        return Head(weight, bias, self.scale, self.softcap, self.vocab_size, self.allow_bf16_logits)

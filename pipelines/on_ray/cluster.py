@@ -8,15 +8,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from opd.config import RayLaunch
+from opd.config import ActorResources, RayLaunch
 from opd.errors import LaunchError, MissingExtraError, PreemptedError
-from opd.pipelines.on_ray.address import probe, require_free, resolved
-from opd.pipelines.on_ray.layout import Layout, words
 from opd.pipelines.on_ray.processes import Processes, descendants, end_left_over, own_folder
 from opd.rollout.preemption import Preemption
 
@@ -267,3 +266,133 @@ def one_line(error: BaseException) -> str:
     """What an error says, on one line and not for ever."""
     text = " ".join(str(error).split()).rstrip(".")
     return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+PROBE_SECONDS = 10.0
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+"""What a gRPC client says first: HTTP/2's preface and an empty SETTINGS frame (RFC 9113, section 3.4)."""
+
+
+def resolved(launch: RayLaunch) -> str:
+    if launch.address != "auto":
+        return str(launch.address)
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        raise LaunchError(
+            "launch.address is auto, but RAY_ADDRESS is not set: submit the run as a Ray job, or give the"
+            " cluster's HOST:PORT."
+        )
+    return address
+
+
+def probe(address: str, seconds: float = PROBE_SECONDS) -> None:
+    """`LaunchError` unless something at `address` (HOST:PORT) answers as a Ray head would: Ray itself would
+    go on trying for minutes.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise LaunchError(f"launch.address is {address!r}, but must be HOST:PORT, or auto.")
+    try:
+        with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+            connection.settimeout(seconds)
+            connection.sendall(PREFACE)
+            answer = connection.recv(9)
+    except TimeoutError:
+        raise LaunchError(
+            f"{address} does not answer within {seconds:g} s; check launch.address and that a Ray head"
+            " listens there."
+        ) from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise LaunchError(
+            f"the Ray cluster at {address} cannot be reached ({reason}); start it, or correct launch.address."
+        ) from None
+    if len(answer) < 9 or answer[3] != 4:
+        raise LaunchError(f"what listens at {address} is no Ray head; correct launch.address.")
+
+
+def require_free(port: int) -> None:
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            raise LaunchError(
+                f"launch.port {port} is in use; choose another, or none to take a free one."
+            ) from None
+
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The bundles to reserve, and each actor's place in them."""
+
+    bundles: list[dict[str, float]]
+    strategy: str
+    """How Ray spreads the bundles over nodes."""
+    places: dict[str, int]
+    """Actor name -> index of its bundle."""
+
+    @classmethod
+    def of(cls, launch: RayLaunch, ranks: int = 1) -> Layout:
+        """One bundle for each trainer with its share of the others, or one for each actor, on other nodes
+        where there are some.
+        """
+        names = actor_names(launch, ranks)
+        roles = {name: resources_of(getattr(launch, role_of(name))) for name in names}
+        if launch.layout == "colocated":
+            places = {name: number_of(name) % ranks for name in names}
+            together: list[Counter[str]] = [Counter() for _ in range(ranks)]
+            for name, needs in roles.items():
+                together[places[name]].update(needs)
+            return cls([dict(sums) for sums in together], "PACK" if ranks > 1 else "STRICT_PACK", places)
+        return cls(list(roles.values()), "SPREAD", {name: place for place, name in enumerate(roles)})
+
+    @property
+    def total(self) -> dict[str, float]:
+        """Resources of all bundles together."""
+        sums: Counter[str] = Counter()
+        for bundle in self.bundles:
+            sums.update(bundle)
+        return dict(sums)
+
+
+def actor_names(launch: RayLaunch, ranks: int = 1) -> list[str]:
+    """`trainer`, or `trainer-0` ... of several ranks, `engine-0` ..., `teacher-0` ..."""
+    trainers = ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
+    engines = [f"engine-{index}" for index in range(launch.engines)]
+    return [*trainers, *engines, *(f"teacher-{index}" for index in range(launch.teachers))]
+
+
+def role_of(name: str) -> str:
+    """`engine` for `engine-3`."""
+    return name.partition("-")[0]
+
+
+def number_of(name: str) -> int:
+    """3 for `engine-3`; 0 for the only trainer."""
+    return int(name.partition("-")[2] or 0)
+
+
+def resources_of(wanted: ActorResources) -> dict[str, float]:
+    """A bundle in Ray's own words; what is 0 is left out."""
+    needs = {"CPU": wanted.cpus, "GPU": wanted.gpus, "memory": wanted.memory_mb * MIB, **wanted.custom}
+    found = {name: float(value) for name, value in needs.items() if value}
+    return found or {"CPU": 0.001}  # Ray refuses an empty bundle
+
+
+def options_of(wanted: ActorResources) -> dict[str, Any]:
+    """The same as options of an actor."""
+    options: dict[str, Any] = {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus}
+    if wanted.memory_mb:
+        options["memory"] = wanted.memory_mb * MIB
+    return options | ({"resources": dict(wanted.custom)} if wanted.custom else {})
+
+
+def words(resources: Mapping[str, float]) -> str:
+    """`CPU 5, GPU 1`, without Ray's bookkeeping."""
+    shown = {n: v for n, v in sorted(resources.items()) if ":" not in n and n != "object_store_memory"}
+    sizes = {n: f"{v / MIB:.0f} MiB" if n == "memory" else f"{v:g}" for n, v in shown.items()}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "nothing"

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
 from opd.pipelines.helpers import Writers
-from opd.pipelines.on_ray.actors import ActorLostError, Remote
+from opd.pipelines.on_ray.actors import ActorLostError, Packed, Remote
 from opd.pipelines.on_ray.cluster import import_ray, one_line
-from opd.pipelines.on_ray.tensors import Packed
 from opd.rollout.health import RetryPolicy
 from opd.rollout.sync.parcel import buckets
 from opd.types import DecodeStep, RolloutRequest

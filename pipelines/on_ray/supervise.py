@@ -15,9 +15,8 @@ from opd.errors import ConfigError, LaunchError, OpdError
 from opd.monitor.progress import Progress
 from opd.pipelines.launch import check_ranks
 from opd.pipelines.on_ray.actors import PING_SECONDS, ActorLostError, ActorSpec, Remote, start_actors
-from opd.pipelines.on_ray.cluster import Cluster, open_cluster, reserve
-from opd.pipelines.on_ray.layout import Layout, role_of
-from opd.pipelines.on_ray.trainer import Seat
+from opd.pipelines.on_ray.cluster import Cluster, Layout, open_cluster, reserve, role_of
+from opd.pipelines.on_ray.trainer import Rendezvous
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import Stage, summary
 from opd.rollout.preemption import Preemption
@@ -37,15 +36,15 @@ def run_on_ray(recipe: Recipe, folder: RunFolder, stages: Sequence[Stage], progr
     acknowledged is in the run folder then.
     """
     listening = Preemption(recipe.runtime.grace_seconds).listen(leave=False)
-    with listening as asked, open_crew(recipe, folder, asked) as crew:
+    with listening as asked, open_worker_group(recipe, folder, asked) as group:
         for stage in stages:
             progress.begin(stage.name)
-            result = crew.run(stage, progress, asked)
+            result = group.run(stage, progress, asked)
             progress.finish(stage.name, summary(result))
 
 
 @contextmanager
-def open_crew(recipe: Recipe, folder: RunFolder, asked: Preemption) -> Iterator[Crew]:
+def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> Iterator[WorkerGroup]:
     """The actors of a run while the block runs. Raises `PreemptedError` if it is to stop while they start."""
     launch = recipe.launch
     assert isinstance(launch, RayLaunch)
@@ -63,16 +62,16 @@ def open_crew(recipe: Recipe, folder: RunFolder, asked: Preemption) -> Iterator[
     }
     with open_cluster(launch, layout, asked) as cluster:
         placement = reserve(cluster, launch, layout, asked)
-        crew = Crew(cluster, launch, start_actors(launch, layout, placement, specs, asked))
+        group = WorkerGroup(cluster, launch, start_actors(launch, layout, placement, specs, asked))
         cluster.look()
         try:
-            yield crew
+            yield group
         finally:
-            crew.dismiss(placement)
+            group.dismiss(placement)
 
 
 @dataclass(slots=True)
-class Crew:
+class WorkerGroup:
     """The actors of a run."""
 
     cluster: Cluster
@@ -113,13 +112,13 @@ class Crew:
     def _begin(self, stage: str, trainers: Sequence[Remote]) -> list[Any]:
         """Ask every rank for `stage`, each with its share of the engines."""
         engines, teachers, size = self.role("engine"), self.role("teacher"), len(trainers)
-        seats: list[Seat | None] = [None]
+        places: list[Rendezvous | None] = [None]
         if size > 1:
-            address, port = trainers[0].call("meeting_place", seconds=PING_SECONDS)
-            seats = [Seat(rank, size, address, port) for rank in range(size)]
+            address, port = trainers[0].call("free_port", seconds=PING_SECONDS)
+            places = [Rendezvous(rank, size, address, port) for rank in range(size)]
         return [
-            trainer.send("run", stage, engines[rank::size], teachers, seat)
-            for rank, (trainer, seat) in enumerate(zip(trainers, seats, strict=True))
+            trainer.send("run", stage, engines[rank::size], teachers, place)
+            for rank, (trainer, place) in enumerate(zip(trainers, places, strict=True))
         ]
 
     def dismiss(self, placement: Any) -> None:

@@ -26,8 +26,8 @@ PATIENCE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A trainer's place among several ranks."""
+class Rendezvous:
+    """A trainer's rank among several, and where rank 0 waits for them."""
 
     rank: int
     size: int
@@ -35,7 +35,7 @@ class Seat:
     """Where rank 0 is."""
     port: int
 
-    def take(self) -> None:
+    def publish(self) -> None:
         """Set what torchrun would set. Ray shows each actor its own devices alone."""
         os.environ |= {
             "RANK": str(self.rank),
@@ -65,7 +65,7 @@ class RayHelpers:
     def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
         """See the protocol."""
         from opd.models.causal_lm import torch_device
-        from opd.pipelines.on_ray.ray_teacher import ray_teachers
+        from opd.pipelines.on_ray.teacher import ray_teachers
 
         if not self.teachers_:
             return None
@@ -88,7 +88,7 @@ class TrainerActor:
         """The process."""
         return os.getpid()
 
-    def meeting_place(self) -> tuple[str, int]:
+    def free_port(self) -> tuple[str, int]:
         """Address of its node, and a port that is free there."""
         address = import_ray().util.get_node_ip_address()
         with socket.socket() as tried:
@@ -96,17 +96,17 @@ class TrainerActor:
             return address, tried.getsockname()[1]
 
     def run(
-        self, stage: str, engines: Sequence[Remote], teachers: Sequence[Remote], seat: Seat | None
+        self, stage: str, engines: Sequence[Remote], teachers: Sequence[Remote], rendezvous: Rendezvous | None
     ) -> tuple:
-        """Run `stage` from its newest checkpoint, alone or in a `seat` among several ranks; returns
-        ("done", result), ("error", class, arguments) for an `OpdError`, or ("crash", words).
+        """Run `stage` from its newest checkpoint, alone or, with a `rendezvous`, as one of several ranks;
+        returns ("done", result), ("error", class, arguments) for an `OpdError`, or ("crash", words).
         """
         from opd.pipelines.machine import out_of_memory
 
         helpers = RayHelpers(self._recipe, stage, engines, teachers, self._note)
         try:
-            with self._alone() if seat is None or seat.rank == 0 else nullcontext():
-                return "done", self._execute(stage, helpers, seat)
+            with self._alone() if rendezvous is None or rendezvous.rank == 0 else nullcontext():
+                return "done", self._execute(stage, helpers, rendezvous)
         except OpdError as error:
             traceback.print_exc()
             return "error", type(error).__name__, error.args
@@ -117,7 +117,7 @@ class TrainerActor:
                 return "crash", f"{type(error).__name__}: {error}"
             return "error", "TrainingError", (no_memory(self._spec.name, reason),)
 
-    def _execute(self, stage: str, helpers: RayHelpers, seat: Seat | None) -> dict[str, Any]:
+    def _execute(self, stage: str, helpers: RayHelpers, rendezvous: Rendezvous | None) -> dict[str, Any]:
         from opd.pipelines.run import execute
         from opd.pipelines.run_folder import RunFolder
         from opd.pipelines.stages import plan
@@ -126,8 +126,8 @@ class TrainerActor:
         recipe, train = self._recipe, self._recipe.train
         with ExitStack() as stack:
             ranks = Ranks()
-            if seat is not None:
-                seat.take()
+            if rendezvous is not None:
+                rendezvous.publish()
                 ranks = stack.enter_context(joined(recipe.model.device, train.timeout_seconds))
                 stack.enter_context(ranks.naming_the_lost(f"the work on stage {stage}"))
             return execute(

@@ -12,8 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import sockets
 
 from opd.config.launch import RayLaunch
-from opd.pipelines.on_ray.cluster import open_cluster
-from opd.pipelines.on_ray.layout import Layout
+from opd.pipelines.on_ray.cluster import Layout, open_cluster
 from opd.rollout.preemption import Preemption
 
 
