@@ -2,17 +2,96 @@
 
 One block computes one tile of tokens times one tile of the vocabulary, for student and teacher, and never
 writes logits. There is no loop over the vocabulary inside a block, so no running statistic can be lost to a
-compiler's pipelining; tiles are combined afterwards. `opd.kernels.tilelang_score` calls these.
+compiler's pipelining; tiles are combined afterwards.
+
+`fused_kl` needs `5 * 4 * T * V / 128` bytes beyond its inputs on a GPU, a thirteenth of one model's logits in
+bf16. `logits_gradient` recomputes the product and writes the gradient at the student's logits once, in the
+inputs' dtype, for the two library matmuls that make `dH` and `dW` of it. Training is faster with
+`opd.kernels.chunked`, which computes every product once; these are for the least memory.
 """
 
 # No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
 # pyright: reportInvalidTypeForm=false
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from opd.kernels.checks import check_divergence, check_pair
+from opd.kernels.head import Head
 from opd.kernels.rows import MAX_LOG_RATIO
-from opd.kernels.tilelang_logits import Logits, Problem, tile_logits
-from opd.kernels.tilelang_math import functions
-from opd.kernels.tilelang_target import Target, language
+from opd.kernels.tilelang_rows import MASKED
+from opd.kernels.tilelang_target import CPU, CUDA, Target, build, functions, language, target_of
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """The part of the product that one block computes, and how it is staged."""
+
+    tokens: int
+    columns: int
+    depth: int
+    stages: int
+    threads: int
+
+
+# On the GPU two float32 accumulators 128 x 128 over 256 threads take 128 registers a thread, and three stages
+# of two bf16 operands 96 KiB of shared memory, which the two products use one after the other.
+SHAPES = {CPU.name: TileShape(8, 32, 32, 1, 1), CUDA.name: TileShape(128, 128, 64, 3, 256)}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a fused kernel is compiled for; tokens and vocabulary stay open."""
+
+    dtype: str
+    """Of hidden states and weights: `float32` or `float16` on a CPU, `bfloat16` or `float16` on a GPU."""
+    student_width: int
+    teacher_width: int
+    student_capped: bool
+    teacher_capped: bool
+
+
+class Logits(NamedTuple):
+    """A kernel's macros and buffers' shapes for one tile of tempered logits of both models."""
+
+    shape: TileShape
+    buffer: Any
+    each: Any
+    compute: Any
+    """`(hidden, weight, bias, (factor, cap), capped, width, token, column, vocabulary, z)`."""
+
+
+def tile_logits(target: Target, problem: Problem) -> Logits:
+    """`z = factor (h W^T + b)`, or `cap tanh` of it, for one tile; `MASKED` beyond the vocabulary."""
+    T = language()
+
+    shape, each, buffer = SHAPES[target.name], target.lane_loop(T), target.lane_buffer(T)
+    stage = T.alloc_local if target.is_cpu else T.alloc_shared
+    pipelined = T.serial if target.is_cpu else lambda count: T.Pipelined(count, num_stages=shape.stages)
+    options = {} if target.is_cpu else {"policy": T.GemmWarpPolicy.FullRow}
+
+    @T.macro
+    def compute(hidden, weight, bias, scalars, capped, width, token, column, vocabulary, z):
+        # Buffers of their own for each call: two pipelined loops must not share one. The numbers come as a
+        # tuple because a macro renames the kernel's arguments that it is given one by one.
+        a = stage((shape.tokens, shape.depth), problem.dtype)
+        b = stage((shape.columns, shape.depth), problem.dtype)
+        T.clear(z)
+        for k in pipelined(T.ceildiv(width, shape.depth)):
+            T.copy(hidden[token : token + shape.tokens, k * shape.depth : (k + 1) * shape.depth], a)
+            T.copy(weight[column : column + shape.columns, k * shape.depth : (k + 1) * shape.depth], b)
+            T.gemm(a, b, z, transpose_B=True, **options)
+        for i, j in each(shape.tokens, shape.columns):
+            if column + j < vocabulary:
+                z[i, j] = (z[i, j] + bias[column + j]) * scalars[0]
+                if capped:
+                    z[i, j] = T.tanh(z[i, j]) * scalars[1]
+            else:
+                z[i, j] = MASKED
+
+    return Logits(shape, buffer, each, compute)
 
 
 class Totals(NamedTuple):
@@ -28,7 +107,7 @@ class Totals(NamedTuple):
 
 
 def tile_statistics(target: Target, problem: Problem) -> Any:
-    """Statistics of each vocabulary tile, for `opd.kernels.tilelang_score` to combine.
+    """Statistics of each vocabulary tile, for `opd.kernels.tilelang_fused` to combine.
 
     Arguments: student hidden `[T, Ds]`, weight `[V, Ds]`, bias `[V]`; teacher hidden `[T, Dt]`, weight
     `[V, Dt]`, bias `[V]`; partial `[5, tiles, T]` (written: both maxima, both sums of exponentials,
@@ -228,3 +307,152 @@ def _jsd(logits: Logits, gradient: bool) -> Any:
 
 
 _TERMS = {"reverse": _reverse, "forward": _forward, "jsd": _jsd}
+
+
+CPU_DTYPES = (torch.float32, torch.float16)
+# In float32 a GPU's matrix units would round the operands to 10 bits.
+CUDA_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Scores(NamedTuple):
+    """Divergences, and what their gradient is made from."""
+
+    values: Tensor
+    """[T] float32."""
+    totals: Tensor
+    """[5, T] float32: both maxima, both sums of exponentials, the mean; student first."""
+
+
+class _Side(NamedTuple):
+    arrays: tuple[Tensor, Tensor, Tensor]
+    scalars: tuple[float, float]
+    capped: bool
+
+
+def fused_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    *,
+    kind: str = "reverse",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+) -> Scores:
+    """Per-token divergence `[T]` as `opd.kernels.ops.score_kl`, with the statistics its gradient needs.
+
+    Raises `TypeError` for dtypes the machine's fused kernels do not take, `ValueError` for what does not fit
+    together, `RuntimeError` where TileLang or a compiler is missing.
+    """
+    check_pair(student_hidden, student_head, teacher_hidden, teacher_head)
+    check_divergence(kind, beta)
+    target = target_of(student_hidden)
+    student, teacher = (
+        _side(student_hidden, student_head, temperature),
+        _side(teacher_hidden, teacher_head, temperature),
+    )
+    tokens, columns = len(student_hidden), SHAPES[target.name].columns
+    tiles = -(-student_head.vocabulary // columns)
+    partial = student_hidden.new_empty((5, tiles, tokens), dtype=torch.float32)
+    # KL(t || p) has the statistics of KL(p || t) with the roles exchanged.
+    first, second = (teacher, student) if kind == "forward" else (student, teacher)
+    if tokens:
+        kernel = build(tile_statistics, target, _problem(first, second))
+        kernel(*first.arrays, *second.arrays, partial, *first.scalars, *second.scalars)
+    totals, values = _combine(partial)
+    if kind == "forward":
+        totals = totals[[1, 0, 3, 2, 4]]
+    if kind == "jsd" and tokens:
+        terms = torch.empty_like(partial[:2])
+        kernel = build(tile_results, target, _problem(student, teacher), kind, False)
+        unused = totals[0]
+        kernel(
+            *student.arrays, *teacher.arrays, totals, unused, terms, beta, *student.scalars, *teacher.scalars
+        )
+        from_student, from_teacher = terms.double().sum(dim=1) / totals[2:4]
+        totals[4] = from_student
+        values = beta * from_teacher + (1 - beta) * from_student
+    return Scores(values.float().clamp_min_(0), totals)
+
+
+def logits_gradient(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    totals: Tensor,
+    coef: Tensor,
+    *,
+    kind: str = "reverse",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+) -> Tensor:
+    """`coef * d divergence / d z` `[T, V]` at the tempered logits `z`, in the dtype of the hidden states.
+
+    `totals` are those of `fused_kl` on the same inputs, `coef` `[T]` the loss gradient at each divergence. A
+    softcap's slope is not in it.
+    """
+    target = target_of(student_hidden)
+    student, teacher = (
+        _side(student_hidden, student_head, temperature),
+        _side(teacher_hidden, teacher_head, temperature),
+    )
+    shape = (len(student_hidden), student_head.vocabulary)
+    gradient = torch.empty(shape, dtype=student_hidden.dtype, device=student_hidden.device)
+    if len(student_hidden):
+        kernel = build(tile_results, target, _problem(student, teacher), kind, True)
+        arrays = (*student.arrays, *teacher.arrays, totals.contiguous(), coef.float().contiguous(), gradient)
+        kernel(*arrays, beta, *student.scalars, *teacher.scalars)
+    return gradient
+
+
+def _combine(partial: Tensor) -> tuple[Tensor, Tensor]:
+    """Totals `[5, T]` and `KL(first || second)` `[T]` from the tiles' statistics `[5, tiles, T]`.
+
+    In float64, since the numbers are few.
+    """
+    max_p, max_q, sum_p, sum_q, mean = partial.double()
+    if partial.shape[2] == 0:
+        return partial.new_empty((5, 0)), partial.new_empty(0)
+    total_max_p, total_max_q = max_p.amax(dim=0), max_q.amax(dim=0)
+    x, y = max_p - total_max_p, max_q - total_max_q
+    total_p, total_q = (sum_p * x.exp()).sum(dim=0), (sum_q * y.exp()).sum(dim=0)
+    total_mean = ((mean + sum_p * (x - y)) * x.exp()).sum(dim=0) / total_p
+    totals = torch.stack((total_max_p, total_max_q, total_p, total_q, total_mean)).float()
+    return totals, total_mean - (total_p / total_q).log()
+
+
+def check_width(width: int, target: Target) -> None:
+    """A GPU copies 16 bytes at a time, and its pipeline needs more than one step along the width."""
+    depth = SHAPES[target.name].depth
+    if not target.is_cpu and (width <= depth or width % 8):
+        raise ValueError(
+            f"fused kernels on a GPU take hidden states wider than {depth}, in steps of 8, not of width "
+            f"{width}; use OPD_KERNELS=chunked"
+        )
+
+
+def _side(hidden: Tensor, head: Head, temperature: float) -> _Side:
+    """One model's arrays `[T, D]`, `[V, D]`, `[V]`, and the numbers of its logits."""
+    allowed = CPU_DTYPES if hidden.device.type == "cpu" else CUDA_DTYPES
+    weight = head.weight.detach()[: head.vocabulary]
+    if hidden.dtype not in allowed or weight.dtype != hidden.dtype:
+        names = " or ".join(map(str, allowed))
+        raise TypeError(
+            f"hidden states are {hidden.dtype} and the head is {weight.dtype}; give fused kernels {names}"
+        )
+    check_width(head.hidden_size, target_of(hidden))
+    if head.bias is None:
+        bias = torch.zeros(head.vocabulary, device=hidden.device)
+    else:
+        bias = head.bias.detach()[: head.vocabulary].float()
+    factor = head.scale / (head.softcap or temperature)
+    cap = (head.softcap or 0.0) / temperature
+    return _Side(
+        (hidden.detach().contiguous(), weight.contiguous(), bias), (factor, cap), head.softcap is not None
+    )
+
+
+def _problem(first: _Side, second: _Side) -> Problem:
+    dtype = str(first.arrays[0].dtype).removeprefix("torch.")
+    return Problem(dtype, first.arrays[0].shape[1], second.arrays[0].shape[1], first.capped, second.capped)

@@ -20,8 +20,8 @@ from opd.kernels.chunked import (
     topk_log_probs,
 )
 from opd.kernels.head import Head
+from opd.kernels.tilelang_fused import fused_kl
 from opd.kernels.tilelang_rows import divergence_
-from opd.kernels.tilelang_score import fused_kl
 
 __all__ = [
     "geometric_floor",

@@ -35,9 +35,7 @@ from opd.pipelines.stored.samples import StoredSamples
 from opd.pipelines.student import Student, tokenizer_of
 from opd.pipelines.teachers import open_schedule, wait_shares
 from opd.rollout.collect import EncodedPrompt, Generates
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
-from opd.teachers.signals import sampled_logprobs
+from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
 from opd.train.conversion import convert_batch
 from opd.train.schedule import learning_rate
 from opd.train.terms import MismatchProbe

@@ -37,7 +37,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _digests(source: str) -> dict[str, str]:
     from opd.errors import DataError
     from opd.storage.sealed import file_digest
-    from opd.teachers.download import is_published
+    from opd.teachers.units import is_published
 
     try:
         if is_published(source):

@@ -12,7 +12,7 @@ from opd.pipelines.loop import Extent, Step, StepResult, run_loop, within
 from opd.pipelines.student import Student, load_model, make_writer, sampling_params
 from opd.pipelines.teachers import whole_teacher
 from opd.rollout.shared import write_shared
-from opd.teachers.routing import Route, Router
+from opd.teachers.schedule import Route, Router
 from opd.train.schedule import learning_rate
 from opd.train.terms import CrossEntropyTerm
 from opd.types import RolloutBatch, Sample

@@ -122,7 +122,7 @@ def _step_size(recipe: Recipe) -> int:
 
 def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
     """The trainable trajectories of a store."""
-    from opd.teachers.routing import Router
+    from opd.teachers.schedule import Router
 
     with TrajectoryStore.open(folder) as store:
         table = store.table
@@ -142,7 +142,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
     from opd.data.prompts import Domain
     from opd.pipelines.doctor.checks import check_domains
     from opd.pipelines.doctor.models import Models, check_models
-    from opd.teachers.routing import Router
+    from opd.teachers.schedule import Router
 
     domains: dict[str, Domain] = {}
     models = Models()

@@ -18,15 +18,14 @@ from opd.pipelines.precision import model_dtype
 from opd.pipelines.publish import publish_checkpoint
 from opd.protocols import Teacher
 from opd.storage.hidden_cache import HiddenStateCache
-from opd.teachers.cached_scores import CachedScores
-from opd.teachers.download import download, is_published
 from opd.teachers.lora_teacher import published_teachers
 from opd.teachers.megatron_teacher import megatron_teachers
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
+from opd.teachers.score_cache import CachedScores
 from opd.teachers.sglang_teacher import Asked, SGLangTeacher
 from opd.teachers.streamed_teacher import Placement
 from opd.teachers.torch_teacher import TorchTeacher
+from opd.teachers.units import download, is_published
 
 MIB = 1 << 20
 

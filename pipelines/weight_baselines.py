@@ -16,7 +16,7 @@ from opd.pipelines.evaluate import prompt_accuracy
 from opd.pipelines.student import load_model, make_writer, sampling_params, tokenizer_of
 from opd.pipelines.teachers import whole_teacher
 from opd.protocols import RolloutEngine
-from opd.teachers.routing import Router
+from opd.teachers.schedule import Router
 
 Weights = dict[str, Tensor]
 

@@ -10,24 +10,142 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Generator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from opd.errors import TeacherError
-from opd.teachers.background import work_on
-from opd.teachers.byte_meter import ByteMeter
-from opd.teachers.byte_ring import ByteRing, aligned
 from opd.teachers.gather import UnitGather
 
 if TYPE_CHECKING:
     from opd.storage.published import PublishedModel
+
+
+T = TypeVar("T")
+
+
+def work_on(device: torch.device) -> None:
+    """Let this thread use `device`: every thread begins with the first one, whatever that of its maker is."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def in_background(name: str, call: Callable[[], T], device: torch.device) -> Future[T]:
+    """Start `call` now, on `device`. Unlike an executor's, its thread never keeps the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            work_on(device)
+            future.set_result(call())
+        except BaseException as error:  # handed to whoever asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+class ByteMeter:
+    """Adds and takes away bytes from any thread, and remembers the most there were."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a finaliser may run inside `hold`
+        self._now = 0
+        self._peak = 0
+
+    @property
+    def now(self) -> int:
+        """Bytes held now."""
+        return self._now
+
+    def hold(self, nbytes: int) -> None:
+        """`nbytes` more exist."""
+        with self._lock:
+            self._now += nbytes
+            self._peak = max(self._peak, self._now)
+
+    def let_go(self, nbytes: int) -> None:
+        """`nbytes` less exist."""
+        with self._lock:
+            self._now -= nbytes
+
+    @contextmanager
+    def held(self, nbytes: int) -> Iterator[None]:
+        """`nbytes` more exist inside the block."""
+        self.hold(nbytes)
+        try:
+            yield
+        finally:
+            self.let_go(nbytes)
+
+    def take_peak(self) -> int:
+        """The most bytes held at once since this was last asked."""
+        with self._lock:
+            peak, self._peak = self._peak, self._now
+            return peak
+
+
+ALIGNMENT = 256
+"""Bytes; what CUDA allocations have, and a multiple of what every dtype and SIMD load asks for."""
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to `ALIGNMENT`, at least one."""
+    return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+
+
+class ByteRing:
+    """Keeps the books of a buffer of `capacity` bytes; owns no memory.
+
+    Every piece is contiguous, so what is left at the end of the buffer may stay unused for a round. Space is
+    used again in the order in which it was taken: a piece given back early counts only when all older ones
+    are back too. A piece of at most `capacity` bytes always fits into an empty ring.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = aligned(capacity)
+        self._live: OrderedDict[int, int] = OrderedDict()  # start -> stop, oldest first
+        self._back: set[int] = set()
+
+    def __len__(self) -> int:
+        """Pieces whose space cannot be used yet."""
+        return len(self._live)
+
+    def take(self, nbytes: int) -> int | None:
+        """Where `nbytes` may be written; `None` while there is no room for them."""
+        size = aligned(nbytes)
+        start = self._place(size)
+        if start is not None:
+            self._live[start] = start + size
+        return start
+
+    def give_back(self, start: int) -> None:
+        """The piece that begins at `start` is no longer needed. `KeyError` if there is none."""
+        if start not in self._live or start in self._back:
+            raise KeyError(start)
+        self._back.add(start)
+        while self._live and (oldest := next(iter(self._live))) in self._back:
+            del self._live[oldest]
+            self._back.discard(oldest)
+
+    def _place(self, size: int) -> int | None:
+        if not self._live:
+            return 0 if size <= self.capacity else None
+        oldest = next(iter(self._live))
+        newest, end = next(reversed(self._live.items()))
+        if newest < oldest:  # wrapped: free space lies between the newest and the oldest
+            return end if oldest - end >= size else None
+        if self.capacity - end >= size:
+            return end
+        return 0 if oldest >= size else None
 
 
 _PATIENCE = 60.0

@@ -21,10 +21,10 @@ from opd.models.causal_lm import torch_device
 from opd.storage.published import PublishedModel
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.published_adapter import PublishedAdapter, is_adapter
-from opd.teachers.row_pieces import response_rows
+from opd.teachers.score_cache import response_rows
 from opd.teachers.skeleton import PackedWork
 from opd.teachers.streamed_teacher import Placement, StreamedTeacher
-from opd.teachers.unit_tensors import converted_bytes, unit_tensors
+from opd.teachers.units import converted_bytes, unit_tensors
 from opd.types import HiddenStates, Sample
 
 if TYPE_CHECKING:

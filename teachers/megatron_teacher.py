@@ -1,26 +1,333 @@
-"""A teacher on Megatron-Core in this process: tensor parallel, packed, several of them on one module."""
+"""A teacher on Megatron-Core in this process: tensor parallel, packed, several of them on one module.
+
+A rank's slice comes from a Hugging Face folder or a published model (`open_source`), is swapped into the
+module when its teacher's turn comes (`WeightTags`), and the head is made whole from the ranks' rows or left
+cut.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
 
+from opd.errors import ModelError, TeacherError
 from opd.kernels.head import Head
-from opd.kernels.vocab_shard import HeadShard
-from opd.megatron.form import MegatronForm
-from opd.megatron.head import head_shard
-from opd.megatron.module import MegatronModule
-from opd.megatron.runtime import model_parallel
+from opd.kernels.vocab_parallel import HeadShard
+from opd.megatron.convert import assemble, check_tensors, head_shard, read_from, tokens_of
+from opd.megatron.form import HEAD, Cut, MegatronForm, Piece, pieces
+from opd.megatron.module import MegatronModule, model_parallel
 from opd.models.causal_lm import torch_device, torch_dtype
-from opd.teachers.megatron_head import whole_head
-from opd.teachers.megatron_sources import WeightSource, open_source
-from opd.teachers.megatron_tags import WeightTags
+from opd.models.hf_config import read_config
+from opd.models.hf_folder import check_folder, weight_files
+from opd.storage.checkpoint_source import read_headers
+from opd.storage.published import PublishedModel
+from opd.storage.sealed import file_digest
+from opd.teachers.gather import UnitGather
 from opd.teachers.streamed_teacher import Placement
+from opd.teachers.units import unit_tensors
 from opd.train.packing import pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
+
+
+class WeightSource(Protocol):
+    """A model's weights, read piece by piece."""
+
+    @property
+    def form(self) -> MegatronForm: ...
+
+    @property
+    def digest(self) -> str:
+        """Identity of the weights."""
+        ...
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights this rank has read so far."""
+        ...
+
+    def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, Tensor]]:
+        """Each of `pieces` by name, in their order, in the source's dtype and memory of its own.
+
+        With a group all its ranks read the same pieces together.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class FolderSource:
+    """A Hugging Face folder. A rank reads the bytes of its own slices and no others."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises `CheckpointError` for a missing or damaged folder, `ModelError` for an unknown form."""
+        self.folder = Path(folder)
+        check_folder(self.folder)
+        self.form = MegatronForm.from_config(read_config(self.folder))
+        self._tensors = read_headers(self.folder)
+        shapes = {name: entry.shape for name, entry in self._tensors.items()}
+        check_tensors(self.form, shapes, str(self.folder))
+        self.bytes_read = 0
+        self._digest: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """sha256 over configuration and weight files, which are read for it, once."""
+        if self._digest is None:
+            digest = hashlib.sha256()
+            for name in ["config.json", *weight_files(self.folder)]:
+                digest.update(f"{name} {file_digest(self.folder / name)}\n".encode())
+            self._digest = digest.hexdigest()
+        return self._digest
+
+    def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, Tensor]]:
+        """The slices are copied out of the mapped files, which are open while this runs."""
+        with ExitStack() as stack:
+            handles: dict[Path, Any] = {}
+
+            def slices(cut: Cut) -> Tensor:
+                path = self._tensors[cut.source].path
+                if path not in handles:
+                    handles[path] = stack.enter_context(safe_open(path, framework="pt"))
+                tensor = handles[path].get_slice(cut.source)
+                stop = tensor.get_shape()[cut.axis] if cut.stop is None else cut.stop
+                part = tensor[cut.start : stop] if cut.axis == 0 else tensor[:, cut.start : stop]
+                self.bytes_read += part.nbytes
+                return part
+
+            for piece in pieces:
+                yield piece.name, assemble(piece, self.form, slices)
+
+    def close(self) -> None:
+        """Nothing is kept open between reads."""
+
+
+class PublishedSource:
+    """A model written by `opd publish`. Each rank of the group reads 1/N of every unit from the store.
+
+    Blocks are verified as they arrive and do not end where Megatron-Core cuts: a projection back is cut by
+    columns, which lie all over its bytes. So the ranks read disjoint parts, gather the unit, keep their
+    slices and drop the rest: every byte leaves the store once, and beyond the slices one unit is in memory.
+    """
+
+    def __init__(self, url: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Raises `StorageError` if nothing is published there, `ModelError` for an unknown form."""
+        self.published = PublishedModel.open(url)
+        try:
+            self.form = _published_form(self.published)
+            units = self.published.manifest.units.values()
+            shapes = {name: entry.shape for unit in units for name, entry in unit.tensors.items()}
+            check_tensors(self.form, shapes, f"published model {self.published.manifest.digest[:12]}")
+        except BaseException:
+            self.published.close()
+            raise
+        shared = group is not None and group.size() > 1
+        self._gather = UnitGather(device, group if shared else None)
+        self._device = device
+
+    @property
+    def digest(self) -> str:
+        """Digest of the published weights."""
+        return self.published.manifest.digest
+
+    @property
+    def bytes_read(self) -> int:
+        """Manifest and repeated reads included."""
+        return self.published.bytes_read
+
+    def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, Tensor]]:
+        """Raises `StorageError` from the reader, and `TeacherError` if another rank could not read."""
+        for unit, members in groupby(pieces, key=_unit):
+            weights = self._tensors(unit)
+            for piece in members:
+                yield piece.name, assemble(piece, self.form, read_from(weights))
+
+    def close(self) -> None:
+        """Let the store go."""
+        self.published.close()
+
+    def _tensors(self, unit: str) -> dict[str, Tensor]:
+        entry = self.published.manifest.unit(unit)
+        into = torch.empty(self._gather.room(self.published, unit), dtype=torch.uint8, device=self._device)
+        tensors = unit_tensors(entry, self._gather.read(self.published, unit, into))
+        if unit == "head" and self.form.tied:
+            # The published copy of a tied head has a name of its own.
+            weight = next(tensor for name, tensor in tensors.items() if name.endswith(".weight"))
+            tensors["model.embed_tokens.weight"] = weight
+        return tensors
+
+
+def open_source(source: str, group: dist.ProcessGroup, device: torch.device) -> WeightSource:
+    """The weights at a URL of a published model, or in a Hugging Face folder."""
+    from opd.teachers.units import is_published
+
+    return PublishedSource(source, group, device) if is_published(source) else FolderSource(source)
+
+
+def _unit(piece: Piece) -> str:
+    """The published unit all cuts of `piece` lie in."""
+    if piece.name == HEAD:
+        return "head"
+    parts = piece.name.split(".")
+    if parts[0] == "embedding":
+        return "embedding"
+    return f"layer.{parts[2]}" if parts[1] == "layers" else "norm"
+
+
+def _published_form(published: PublishedModel) -> MegatronForm:
+    entry = published.manifest.head
+    with TemporaryDirectory(prefix="opd-") as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(dict(published.manifest.config)), "utf-8")
+        form = MegatronForm.from_config(read_config(Path(folder)))
+    if entry.bias or entry.scale != 1.0 or entry.softcap is not None:
+        raise TeacherError(
+            f"published model {published.manifest.digest[:12]} has a head with bias, scale or softcap, which"
+            " a Megatron-Core teacher cannot have; leave distill.backend at torch for it."
+        )
+    return form
+
+
+def whole_head(rows: Tensor, form: MegatronForm, vocabulary: int | None, group: dist.ProcessGroup) -> Head:
+    """The head over the first `vocabulary` tokens from every rank's `rows` [padded V / ranks, D].
+
+    A collective call with more than one rank. Raises `ModelError` for a vocabulary the head does not have.
+    """
+    tokens = tokens_of(form, vocabulary)
+    if group.size() > 1:
+        parts = [torch.empty_like(rows) for _ in range(group.size())]
+        dist.all_gather(parts, rows.contiguous(), group=group)
+        rows = torch.cat(parts)[: form.vocabulary]
+    return Head(rows, vocab_size=tokens)
+
+
+def cut_like(head: Head, shard: HeadShard) -> HeadShard:
+    """This rank's rows of a whole `head`, at the tokens where `shard` is cut: for the student of a KL.
+
+    Views, so gradients reach its parameters. Raises `ModelError` if the vocabularies differ.
+    """
+    if head.vocabulary != shard.vocabulary:
+        raise ModelError(
+            f"the heads have {head.vocabulary} and {shard.vocabulary} tokens; student and teacher must have"
+            " one vocabulary."
+        )
+    rank = dist.get_rank(shard.group)
+    stop = list(accumulate(shard.sizes))[rank]
+    rows = slice(stop - shard.sizes[rank], stop)
+    bias = None if head.bias is None else head.bias[rows]
+    part = replace(head, weight=head.weight[rows], bias=bias, vocab_size=None)
+    return HeadShard(part, shard.sizes, shard.group)
+
+
+@dataclass(slots=True)
+class _Tag:
+    source: WeightSource
+    kept: dict[str, Tensor] | None = None
+    """This rank's slices in host memory, the head among them; `None` until they were needed."""
+
+
+class WeightTags:
+    """Whose weights `module` has now, and where the others' are.
+
+    Args:
+        module: One decoder; all tags are of its form.
+        keep: Keep every tag's slices in host memory after they were read. On a CPU the module then uses them
+            in place, so that a swap copies nothing; otherwise they are copied to its device. Without `keep`
+            a swap reads the tag's source again, and one teacher's weights are in memory.
+    """
+
+    def __init__(self, module: MegatronModule, *, keep: bool) -> None:
+        self.module = module
+        self.keep = keep
+        self.active: str | None = None
+        self.loads = 0
+        """How often weights were swapped in."""
+        self._tags: dict[str, _Tag] = {}
+        self._pieces = pieces(module.form, module.group.rank(), module.group.size())
+
+    def add(self, tag: str, source: WeightSource) -> None:
+        """Make `tag` known. Raises `TeacherError` if it is, or if its form is not the module's."""
+        if tag in self._tags:
+            raise TeacherError(f"there are two teachers named {tag}; give each its own name.")
+        if source.form != self.module.form:
+            raise TeacherError(
+                f"teacher {tag} has another form than the module it was to share; give it one of its own."
+            )
+        self._tags[tag] = _Tag(source)
+
+    def activate(self, tag: str) -> MegatronModule:
+        """The module with the weights of `tag`; nothing moves if it has them already. On all ranks alike.
+
+        Raises what its source raises; the module then has no teacher's weights.
+        """
+        if self.active == tag:
+            return self.module
+        self.active = None
+        parameters = dict(self.module.parameters())
+        if self.keep:
+            tensors = ((name, tensor) for name, tensor in self._kept(tag).items() if name != HEAD)
+        else:
+            tensors = self._tags[tag].source.read(self._pieces[:-1])
+        for name, tensor in tensors:
+            self._put(parameters[name], tensor, f"{name} of teacher {tag}")
+        self.active = tag
+        self.loads += 1
+        return self.module
+
+    def head(self, tag: str) -> Tensor:
+        """This rank's rows of the head of `tag`, [padded V / ranks, D], on the module's device.
+
+        Read from its source, or from what is kept; the module's own weights stay as they are.
+        """
+        if self.keep:
+            rows = self._kept(tag)[HEAD]
+        else:
+            _, rows = next(iter(self._tags[tag].source.read(self._pieces[-1:])))
+        return rows.to(device=self.module.device, dtype=self.module.dtype)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of slices in host memory."""
+        tensors = [t for tag in self._tags.values() for t in (tag.kept or {}).values()]
+        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+    def _put(self, parameter: nn.Parameter, tensor: Tensor, what: str) -> None:
+        if parameter.shape != tensor.shape:
+            raise TeacherError(
+                f"{what} has shape {list(tensor.shape)}, but its configuration asks for"
+                f" {list(parameter.shape)}; copy or publish the model again."
+            )
+        if self.keep and tensor.device == parameter.device:
+            parameter.data = tensor
+        else:
+            parameter.data.copy_(tensor, non_blocking=True)
+
+    def _kept(self, tag: str) -> dict[str, Tensor]:
+        entry = self._tags[tag]
+        if entry.kept is None:
+            wanted = self._pieces if not self.module.form.tied else self._pieces[:-1]
+            entry.kept = {name: self._host(tensor) for name, tensor in entry.source.read(wanted)}
+            if self.module.form.tied:
+                entry.kept[HEAD] = entry.kept[_EMBEDDING]
+        return entry.kept
+
+    def _host(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(device="cpu", dtype=self.module.dtype)
+        return tensor.pin_memory() if self.module.device.type == "cuda" else tensor
+
+
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class MegatronTeacher:

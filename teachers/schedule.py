@@ -3,36 +3,218 @@
 DeepSeek-V4 (report, section 5.2.2) orders the samples of a mini-batch by teacher index, keeps only last
 hidden states between scoring and training, and rebuilds logits from them with one resident head at a time.
 The order never changes the step: a gradient is a sum over samples.
+
+`Router` says which teacher a sample belongs to, `ResidentHeads` keeps the heads of one route in memory and at
+most one that is read ahead, `ScheduleMeter` counts, and `teacher_logprobs` reads off what needs no student.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opd.config import Recipe
 from opd.errors import TeacherError
+from opd.kernels.head import Head
+from opd.kernels.ops import linear_logprobs
 from opd.protocols import Teacher
 from opd.teachers.gather import naming_lost_ranks
-from opd.teachers.given_logprobs import GivenLogprobs
-from opd.teachers.resident_heads import Prefetching, ResidentHeads
-from opd.teachers.routing import Route, Router
-from opd.teachers.row_pieces import Piecewise, cuts
-from opd.teachers.schedule_meter import ScheduleCounters, ScheduleMeter
-from opd.teachers.score_cache import ScoreCache
-from opd.train.distill_terms import TeacherView, View
-from opd.types import (
-    HiddenStates,
-    MicroBatch,
-    RolloutBatch,
-    Sample,
-    TokenLogprobs,
-    TopKLogprobs,
-)
+from opd.teachers.score_cache import GivenLogprobs, Piecewise, ScoreCache, cuts
+from opd.train.distill_terms import ScoredView, TeacherView, View
+from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogprobs, TopKLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One teacher with weight 1, or several with weights that sum to 1."""
+
+    name: str
+    """What `Sample.teacher` holds: the teacher's name, or the names joined by `+`."""
+    teachers: tuple[str, ...]
+    weights: tuple[float, ...]
+
+
+class Router:
+    """Domain -> route.
+
+    With the mixture `one_hot` a domain of several teachers sends each *group* to one of them, drawn with the
+    teachers' weights by a hash of the group's uid: the draw is the same on every rank and after a resume.
+    """
+
+    def __init__(self, weights: Mapping[str, Mapping[str, float]], mixture: str) -> None:
+        self._weights = weights
+        self._one_hot = mixture == "one_hot"
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> Router:
+        """The routes of every domain of `recipe`."""
+        return cls({d: recipe.teacher_weights(d) for d in recipe.domains}, recipe.distill.mixture)
+
+    def route(self, domain: str, group_uid: str) -> Route:
+        """The route of one group."""
+        weights = self._weights[domain]
+        if self._one_hot or len(weights) == 1:
+            name = _draw(weights, group_uid)
+            return Route(name, (name,), (1.0,))
+        return Route("+".join(weights), tuple(weights), tuple(weights.values()))
+
+    @property
+    def teachers(self) -> list[str]:
+        """Every teacher some domain uses, in the recipe's order."""
+        return list(dict.fromkeys(name for weights in self._weights.values() for name in weights))
+
+
+def _draw(weights: Mapping[str, float], key: str) -> str:
+    point = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64
+    total = 0.0
+    for name, weight in weights.items():
+        total += weight
+        if point < total:
+            return name
+    return name
+
+
+@runtime_checkable
+class Prefetching(Protocol):
+    """What a teacher offers beyond `Teacher` when it can read ahead in the background."""
+
+    collective: bool
+    """Whether every rank of a group must call `score` equally often, and in one order of teachers."""
+    bytes_read: int
+    stall_seconds: float
+
+    def prefetch(self) -> None:
+        """Begin to read what the next `score` needs. A second call changes nothing."""
+        ...
+
+    def prefetch_head(self) -> None:
+        """Begin to read what the next `load_head` needs. A second call changes nothing."""
+        ...
+
+    def discard_head(self) -> None:
+        """Forget what `prefetch_head` has read."""
+        ...
+
+    def take_weight_bytes_peak(self) -> int:
+        """The most bytes of weights, of all teachers that share its memory, since this was last asked."""
+        ...
+
+
+class ResidentHeads:
+    """Loads each head when its route comes, drops it when the route has passed."""
+
+    def __init__(self, teachers: Mapping[str, Teacher]) -> None:
+        self._teachers = teachers
+        self._heads: dict[str, Head] = {}
+        self._ahead: str | None = None
+        self.loads = 0
+        self.resident_peak = 0
+        self.prefetched_peak = 0
+
+    def bring(self, names: Sequence[str], following: Sequence[str]) -> dict[str, Head]:
+        """The heads of `names`; one of `following`, the next route's, is read ahead meanwhile."""
+        # Heads of other routes go first, so that the peak never counts two routes.
+        self._heads = {name: head for name, head in self._heads.items() if name in names}
+        if self._ahead is not None and self._ahead not in (*names, *following):
+            self._discard()
+        for name in names:
+            if name not in self._heads:
+                self._heads[name] = self._teachers[name].load_head()
+                self.loads += 1
+                if name == self._ahead:
+                    self._ahead = None
+        self.resident_peak = max(self.resident_peak, len(self._heads))
+        self.read_ahead(following)
+        return {name: self._heads[name] for name in names}
+
+    def read_ahead(self, names: Sequence[str]) -> None:
+        """Begin to read the first head of `names` that is not in memory, if its teacher can."""
+        missing = next((name for name in names if name not in self._heads), None)
+        if missing is None or self._ahead is not None:
+            return
+        teacher = self._teachers[missing]
+        if isinstance(teacher, Prefetching):
+            teacher.prefetch_head()
+            self._ahead = missing
+            self.prefetched_peak = max(self.prefetched_peak, 1)
+
+    def release(self) -> None:
+        """Drop all of them."""
+        self._heads.clear()
+        self._discard()
+
+    def _discard(self) -> None:
+        if self._ahead is not None:
+            teacher = self._teachers[self._ahead]
+            assert isinstance(teacher, Prefetching)
+            teacher.discard_head()
+            self._ahead = None
+
+
+@dataclass(slots=True)
+class ScheduleCounters:
+    """What the schedule did since the counters were last taken: one mini-batch in the merge."""
+
+    head_loads: int = 0
+    resident_heads_peak: int = 0
+    prefetched_heads_peak: int = 0
+    """Heads that were read ahead beside the resident ones."""
+    teacher_tokens: int = 0
+    """Response tokens whose hidden states a teacher computed."""
+    cached_tokens: int = 0
+    """Response tokens whose hidden states came from the cache."""
+    bytes_read: int = 0
+    """Bytes this process read from the stores of its teachers."""
+    stall_seconds: float = 0.0
+    """How long scoring and training waited for layers and heads."""
+    weight_bytes_peak: int = 0
+    """The most bytes of streamed teachers' weights that were in memory at once."""
+
+
+class ScheduleMeter:
+    """Counters of one schedule, with those its teachers and heads keep themselves.
+
+    Args:
+        teachers: By name.
+        heads: The resident ones.
+    """
+
+    def __init__(self, teachers: Mapping[str, Teacher], heads: ResidentHeads) -> None:
+        self._teachers, self._heads = teachers, heads
+        self._waited: dict[str, float] = {}
+        self._taken: dict[str, tuple[int, float]] = {}
+        self.counters = ScheduleCounters()
+
+    def waited(self, teacher: str, seconds: float) -> None:
+        """The schedule waited so long for a teacher's scores."""
+        self._waited[teacher] = self._waited.get(teacher, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """Everything since it was last taken, as metrics."""
+        taken, self.counters = self.counters, ScheduleCounters()
+        heads = self._heads
+        taken.head_loads, heads.loads = heads.loads, 0
+        taken.resident_heads_peak, heads.resident_peak = heads.resident_peak, 0
+        taken.prefetched_heads_peak, heads.prefetched_peak = heads.prefetched_peak, 0
+        for name, teacher in self._teachers.items():
+            if isinstance(teacher, Prefetching):
+                now = (teacher.bytes_read, teacher.stall_seconds)
+                before = self._taken.get(name, (0, 0.0))
+                taken.bytes_read += now[0] - before[0]
+                taken.stall_seconds += now[1] - before[1]
+                taken.weight_bytes_peak = max(taken.weight_bytes_peak, teacher.take_weight_bytes_peak())
+                self._taken[name] = now
+        waited, self._waited = self._waited, {}
+        seconds = {f"teacher/{name}/wait_seconds": value for name, value in waited.items()}
+        return {name: float(value) for name, value in asdict(taken).items()} | seconds
 
 
 @runtime_checkable
@@ -276,3 +458,47 @@ class TeacherSchedule:
 
 def _collective(teacher: Teacher) -> bool:
     return isinstance(teacher, Prefetching) and teacher.collective
+
+
+CHUNK = 4096
+"""Rows whose logits exist at the same time."""
+
+
+@torch.no_grad()
+def sampled_logprobs(
+    schedule: TeacherSchedule, samples: Sequence[Sample], mixture: str, temperature: float
+) -> list[np.ndarray]:
+    """`[R]` float32 log-probability of each response under its teacher, in the order of `samples`.
+
+    Several teachers are pooled: weighted mean of log-probabilities (`geometric`, up to its normaliser), or
+    log of the weighted mean of probabilities (`arithmetic`).
+    """
+    found = {s.uid: np.zeros(0, dtype=np.float32) for s in samples}
+    for group, views in _by_route(schedule, samples):
+        ids = torch.from_numpy(np.concatenate([s.response_ids for s in group]).astype(np.int64))
+        per_view = torch.stack([_logprobs(view, ids, temperature) for view in views])
+        weights = per_view.new_tensor([v.weight for v in views])[:, None]
+        if mixture == "arithmetic":
+            pooled = torch.logsumexp(per_view + weights.log(), dim=0)
+        else:
+            pooled = (weights * per_view).sum(0)
+        ends = np.cumsum([len(s.response_ids) for s in group])[:-1]
+        parts = np.split(pooled.float().cpu().numpy(), ends)
+        found.update({s.uid: part for s, part in zip(group, parts, strict=True)})
+    return [found[s.uid] for s in samples]
+
+
+def _logprobs(view: View, ids: Tensor, temperature: float) -> Tensor:
+    """[N] of the response tokens `ids`."""
+    if isinstance(view, ScoredView):
+        return view.sampled
+    ids = ids.to(view.hidden.device)
+    return linear_logprobs(view.hidden, view.head, ids, temperature=temperature, chunk=CHUNK)
+
+
+def _by_route(
+    schedule: TeacherSchedule, samples: Sequence[Sample]
+) -> Iterator[tuple[list[Sample], list[View]]]:
+    for route in schedule.routes(samples):
+        group = [s for s in samples if s.teacher == route and len(s.response_ids)]
+        yield group, schedule.views(group)

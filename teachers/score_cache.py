@@ -1,19 +1,121 @@
-"""What a schedule asks of a cache of hidden states."""
+"""What teachers gave for a mini-batch, until it is used: hidden states or log-probabilities.
+
+Hidden states of packed samples are handed out sample by sample, those of long ones in pieces, and kept in the
+node's cache: computed once, then mapped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from opd.errors import TeacherError
 from opd.protocols import Teacher
-from opd.teachers.row_pieces import RowPieces
-from opd.types import Sample
+from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, Lease, cache_key
+from opd.storage.rows_writer import RowsWriter
+from opd.storage.tensors import rows_array, rows_tensor
+from opd.train.distill_terms import ScoredView
+from opd.types import Sample, TokenLogprobs, TopKLogprobs
+
+RowPieces = Iterator[tuple[Sample, Tensor]]
+"""Rows [r, D] of the samples in order, those of a long one in pieces; each is valid until the next."""
+
+
+@runtime_checkable
+class Piecewise(Protocol):
+    """What a teacher offers beyond `Teacher` when it can hand out rows without gathering all of them."""
+
+    sequence_chunk: int | None
+    """Packed tokens a piece of a long sequence has; `None` if nothing is cut."""
+
+    def score_pieces(self, samples: Sequence[Sample]) -> RowPieces:
+        """The rows of `score`, piece by piece."""
+        ...
+
+
+def cuts(teacher: object, samples: Sequence[Sample]) -> bool:
+    """Whether `teacher` reads one of `samples` in pieces."""
+    chunk = teacher.sequence_chunk if isinstance(teacher, Piecewise) else None
+    return chunk is not None and any(len(s.prompt_ids) + len(s.response_ids) > chunk for s in samples)
+
+
+def row_pieces(samples: Sequence[Sample], hidden: Tensor, chunk: int | None) -> RowPieces:
+    """Of `hidden` [T, D], of `samples` packed end to end, the rows that predict response tokens."""
+    for sample, first, last in response_rows(samples):
+        for begin in range(first, last, chunk or max(1, last - first)):
+            yield sample, hidden[begin : last if chunk is None else min(begin + chunk, last)]
+
+
+def response_rows(samples: Sequence[Sample]) -> Iterator[tuple[Sample, int, int]]:
+    """Each of `samples`, packed end to end, with the range of rows that predict its response tokens."""
+    start = 0
+    for sample in samples:
+        first = start + len(sample.prompt_ids) - 1
+        last = first + len(sample.response_ids)
+        yield sample, first, last
+        start = last + 1
+
+
+class GivenLogprobs:
+    """By teacher and sample; too few numbers to need the cache of hidden states."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[str, str], tuple[Tensor, ...]] = {}
+
+    def keep(self, name: str, samples: Sequence[Sample], targets: TokenLogprobs | TopKLogprobs) -> None:
+        """Keep what teacher `name` gave for `samples`. Raises `TeacherError` for a wrong number of values or
+        one that is not finite.
+        """
+        counts = [len(s.response_ids) for s in samples]
+        streams = _streams(name, targets)
+        for stream in streams:
+            if len(stream) != sum(counts) or not torch.isfinite(stream).all():
+                raise TeacherError(
+                    f"teacher {name} returned {len(stream)} log-probabilities for {sum(counts)} response"
+                    " tokens, or some that are not finite; check its back end."
+                )
+        parts = zip(*(stream.split(counts) for stream in streams), strict=True)
+        self._streams |= {(name, sample.uid): own for sample, own in zip(samples, parts, strict=True)}
+
+    def has(self, name: str, sample: Sample) -> bool:
+        """Whether teacher `name` gave log-probabilities of `sample`."""
+        return (name, sample.uid) in self._streams
+
+    def view(
+        self, name: str, weight: float, samples: Sequence[Sample], device: torch.device | None
+    ) -> ScoredView:
+        """Those of `samples`, end to end. Raises `TeacherError` for a sample that was not scored."""
+        missing = next((s.uid for s in samples if not self.has(name, s)), None)
+        if missing is not None:
+            raise TeacherError(
+                f"sample {missing} was not scored by teacher {name}; call score() on it first."
+            )
+        streams = zip(*(self._streams[name, sample.uid] for sample in samples), strict=True)
+        whole = [torch.cat(parts) for parts in streams]
+        return ScoredView(name, weight, *(w if device is None else w.to(device) for w in whole))
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._streams.clear()
+
+
+def _streams(name: str, targets: TokenLogprobs | TopKLogprobs) -> tuple[Tensor, ...]:
+    """(sampled [N],) or (sampled [N], ids [N, K], log-probabilities [N, K])."""
+    if isinstance(targets, TokenLogprobs):
+        return (targets.logprobs,)
+    if targets.sampled is None:
+        raise TeacherError(
+            f"teacher {name} gave no log-probabilities of the sampled tokens; check its back end."
+        )
+    return targets.sampled, targets.ids, targets.logprobs
 
 
 class ScoreCache(Protocol):
-    """Hidden states that outlive a mini-batch; `opd.teachers.cached_scores` has one."""
+    """Hidden states that outlive a mini-batch; `opd.teachers.score_cache` has one."""
 
     def find(self, teacher: Teacher, sample: Sample) -> Tensor | None:
         """The rows [R, D] of `sample` under `teacher`, valid until `release`; `None` if unknown."""
@@ -34,3 +136,119 @@ class ScoreCache(Protocol):
     def release(self) -> None:
         """What was found and stored is no longer used."""
         ...
+
+
+class CachedScores:
+    """The `ScoreCache` of a schedule, on a `HiddenStateCache` that other processes may use too.
+
+    What is stored is handed back as a map of the cache's file: a mini-batch's hidden states cost page cache,
+    which the system can take back, and no memory of their own. The cache keeps them until `release`.
+
+    Args:
+        cache: Where rows are kept, within its quota.
+        variant: What changes a teacher's rows besides its digest and the tokens: the dtype it computes in.
+    """
+
+    def __init__(self, cache: HiddenStateCache, *, variant: str = "") -> None:
+        self.cache = cache
+        self.variant = variant
+        self._leases: list[tuple[str, Lease]] = []
+
+    def find(self, teacher: Teacher, sample: Sample) -> Tensor | None:
+        """[R, D] on the CPU, valid until `release`; `None` if the cache has no rows, or no whole ones."""
+        lease = self.cache.get(self._key(teacher, sample))
+        if lease is None:
+            return None
+        if len(lease.rows) != len(sample.response_ids):
+            lease.release()
+            return None
+        self._leases.append((sample.uid, lease))
+        return rows_tensor(lease)
+
+    def store(self, teacher: Teacher, samples: Sequence[Sample], rows: Sequence[Tensor]) -> list[Tensor]:
+        """Keep `rows`, [R, D] of each sample, and return what to use in their place until `release`.
+
+        Rows the cache has no room for are returned as they are. Raises `StorageError` if its disk fails.
+        """
+        kept = self.cache.put_many(
+            [
+                (self._key(teacher, sample), rows_array(own), self._record(teacher, sample))
+                for sample, own in zip(samples, rows, strict=True)
+            ]
+        )
+        mapped = []
+        for sample, own, there in zip(samples, rows, kept, strict=True):
+            found = self.find(teacher, sample) if there else None
+            mapped.append(own if found is None else found)
+        return mapped
+
+    def store_pieces(self, teacher: Teacher, pieces: RowPieces) -> dict[str, Tensor]:
+        """Keep the rows of samples as they come, piece by piece; what to use until `release`, by uid.
+
+        No more than a piece is in memory, except for rows the cache has no room for. Raises `StorageError` if
+        its disk fails, and `TeacherError` where a sample does not get a row for each token.
+        """
+        kept: dict[str, Tensor] = {}
+        for sample, parts in groupby(pieces, key=lambda piece: piece[0]):
+            kept[sample.uid] = self._store_one(teacher, sample, (rows for _, rows in parts))
+        return kept
+
+    def _store_one(self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor]) -> Tensor:
+        first = next(parts)
+        key, count = self._key(teacher, sample), len(sample.response_ids)
+        writer = self.cache.open_rows(key, rows_array(first[:1]), count, self._record(teacher, sample))
+        if writer is None:
+            return torch.cat([first, *parts])
+        done = 0
+        try:
+            for rows in chain([first], parts):
+                done += len(rows)
+                if done > count or not torch.isfinite(rows).all():
+                    raise unusable(teacher.name, sample, done)
+                if not writer.append(rows_array(rows)):
+                    return self._in_memory(writer, rows, parts)
+            if done < count:
+                raise unusable(teacher.name, sample, done)
+            self.cache.written(writer.finish())
+        finally:
+            writer.close()
+        found = self.find(teacher, sample)
+        if found is None:
+            raise TeacherError(
+                f"the hidden states of sample {sample.uid} under teacher {teacher.name} were evicted as soon"
+                " as they were written; raise storage.cache_mb, or let fewer runs share the cache."
+            )
+        return found
+
+    def _in_memory(self, writer: RowsWriter, rows: Tensor, parts: Iterator[Tensor]) -> Tensor:
+        """The disk is full: what was written is taken back, the rest stays in memory too."""
+        self.cache.written(0)
+        before = torch.from_numpy(writer.give_up()).view(rows.dtype).view(-1, rows.shape[1])
+        return torch.cat([before, rows, *parts])
+
+    def release(self) -> None:
+        """End the leases: what `find` and `store` returned may be evicted from now on."""
+        leases, self._leases = self._leases, []
+        for _, lease in leases:
+            lease.release()
+
+    def drop(self, samples: Sequence[Sample]) -> None:
+        """End the leases on the rows of `samples` alone."""
+        gone = {sample.uid for sample in samples}
+        for lease in [lease for uid, lease in self._leases if uid in gone]:
+            lease.release()
+        self._leases = [held for held in self._leases if held[0] not in gone]
+
+    def _key(self, teacher: Teacher, sample: Sample) -> bytes:
+        return cache_key(teacher.digest, sample.token_ids, len(sample.prompt_ids) - 1, self.variant)
+
+    def _record(self, teacher: Teacher, sample: Sample) -> CacheRecord:
+        return CacheRecord(uid=sample.uid, teacher=teacher.name, version=teacher.digest[:16])
+
+
+def unusable(name: str, sample: Sample, rows: int) -> TeacherError:
+    """The error for a teacher that gave `rows` rows so far, too few or many, or some not finite."""
+    return TeacherError(
+        f"teacher {name} returned {rows} hidden states for the {len(sample.response_ids)} response tokens of"
+        f" sample {sample.uid}, or numbers that are not finite; check its weights, dtype and back end."
+    )

@@ -13,8 +13,7 @@ import torch
 from opd.errors import TeacherError
 from opd.foreign import decoding
 from opd.kernels.ops import linear_logprobs
-from opd.served.faults import RefusedError, UnavailableError
-from opd.served.http_client import Server
+from opd.served.http_client import RefusedError, Server, UnavailableError
 from opd.served.http_pool import HTTPPool
 from opd.served.sglang_answers import (
     Question,
@@ -27,7 +26,7 @@ from opd.served.sglang_answers import (
     versions_of,
 )
 from opd.storage.published import PublishedModel
-from opd.teachers.streamed_head import read_head
+from opd.teachers.units import read_head
 
 EXACT, HALF = 1e-3, 0.25
 """Nats by which log-probabilities of the same model may differ: served in float32, and in anything less."""

@@ -17,10 +17,8 @@ from opd.errors import ConfigError, TeacherError
 from opd.kernels.head import Head
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.monitor.heartbeat import doing
-from opd.served.faults import Patience
-from opd.served.http_client import PoolOptions, Server
-from opd.served.http_pool import HTTPPool
-from opd.served.loop_thread import LoopThread
+from opd.served.http_client import Patience, PoolOptions, Server
+from opd.served.http_pool import HTTPPool, LoopThread
 from opd.served.sglang_answers import (
     Question,
     check_finished,
@@ -33,8 +31,8 @@ from opd.served.sglang_answers import (
 )
 from opd.storage.published import PublishedModel
 from opd.teachers.sglang_identity import Expected, HeadShape, admit, check_versions, rebuild_with
-from opd.teachers.streamed_head import read_head
 from opd.teachers.streamed_teacher import Placement
+from opd.teachers.units import read_head
 from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
 
 

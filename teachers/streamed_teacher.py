@@ -18,12 +18,10 @@ from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.storage.published import PublishedModel
-from opd.teachers.background import in_background
-from opd.teachers.layer_stream import LayerStream, UnitPass
-from opd.teachers.row_pieces import RowPieces, row_pieces
+from opd.teachers.layer_stream import LayerStream, UnitPass, in_background
+from opd.teachers.score_cache import RowPieces, row_pieces
 from opd.teachers.skeleton import PackedWork, Skeleton
-from opd.teachers.streamed_head import UNIT, head_bytes, read_head
-from opd.teachers.unit_tensors import converted_bytes, unit_tensors
+from opd.teachers.units import UNIT, converted_bytes, head_bytes, read_head, unit_tensors
 from opd.train.packing import pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
 

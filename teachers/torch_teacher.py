@@ -11,7 +11,7 @@ import torch
 from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
 from opd.models.long_sequence import LayerMemory
-from opd.teachers.row_pieces import RowPieces, row_pieces
+from opd.teachers.score_cache import RowPieces, row_pieces
 from opd.train.packing import pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
 

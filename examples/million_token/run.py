@@ -29,9 +29,8 @@ from opd.pipelines.stored.samples import stored_settings
 from opd.pipelines.stored.step import StoredStep
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.trajectories import TrajectoryStore
-from opd.teachers.cached_scores import CachedScores
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
+from opd.teachers.score_cache import CachedScores
 from opd.teachers.streamed_teacher import Placement, streamed_teachers
 from opd.train.backend import Training
 from opd.train.distill_terms import build_distill_term

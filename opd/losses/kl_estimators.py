@@ -8,17 +8,50 @@ on-policy, the expected gradients with respect to the logits of `p` are:
 | k1 = r | unbiased | exactly 0 (`E[grad log p] = 0`): returned detached, for advantages and metrics |
 | k2 = r^2 / 2 | biased | `p * (r - KL)`: the gradient of the reverse KL(p || q) |
 | k3 = e^-r - 1 + r | unbiased, >= 0 | `p - q`: the gradient of the *forward* KL(q || p) |
+
+Also what every per-token loss needs: equal shapes, values that carry another expression's gradient, and the
+importance weights of a score function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from opd.errors import ConfigError
-from opd.losses.shapes import check_same_shape
-from opd.losses.surrogate import MAX_LOG_RATIO
+
+
+def check_same_shape(**tensors: Tensor | None) -> None:
+    """Raise `ValueError` naming tensors whose shapes differ: broadcasting would silently sum wrong things."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+    if len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"tensors of one loss have different shapes ({listed}); give one entry per token to each"
+        )
+
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this before `exp`: e^20 is far beyond any useful ratio, and finite."""
+
+
+def with_gradient(value: Tensor, surrogate: Tensor) -> Tensor:
+    """The value of `value`, the gradient of `surrogate`."""
+    return value.detach() + (surrogate - surrogate.detach())
+
+
+def importance_weights(
+    logprobs: Tensor, behaviour_logprobs: Tensor, *, maximum: float | None = None
+) -> Tensor:
+    """[N] `p / mu`, detached: corrects for tokens sampled from `mu` rather than from the policy `p`.
+
+    Without `maximum` the correction is exact in expectation; with it (a truncated weight: Espeholt et al.
+    2018, 1802.01561) biased and of bounded variance. Clip these rather than the log-ratios of a reward.
+    """
+    weights = (logprobs - behaviour_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return weights if maximum is None else torch.clamp(weights, max=maximum)
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -54,3 +87,19 @@ def reference_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) ->
             " placement advantage"
         )
     return LOSSES[estimator](logprobs, ref_logprobs)
+
+
+def sampled_k2(
+    student_logprobs: Tensor, teacher_logprobs: Tensor, *, importance: Tensor | None = None
+) -> Tensor:
+    """[N] `(log p - log t)^2 / 2`: on-policy, its expected gradient is exactly that of KL(p || t).
+
+    The value is not an unbiased estimate of the KL; log the mean of `k1` instead. `importance`
+    [N] (`p / mu`, see `importance_weights`) keeps the gradient exact for tokens sampled from `mu`.
+    The same gradient as `opd.algorithms.opd_term` with discount 0 and coefficient 1, without clipping.
+    """
+    check_same_shape(
+        student_logprobs=student_logprobs, teacher_logprobs=teacher_logprobs, importance=importance
+    )
+    loss = k2(student_logprobs, teacher_logprobs)
+    return loss if importance is None else importance.detach() * loss

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from opd.config.rl import PolicyLossConfig
-from opd.losses.shapes import check_same_shape
-from opd.losses.surrogate import MAX_LOG_RATIO
+from opd.losses.kl_estimators import MAX_LOG_RATIO, check_same_shape
 
 
 @dataclass(frozen=True, slots=True)

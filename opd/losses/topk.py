@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from opd.errors import ConfigError
-from opd.losses.shapes import check_same_shape
-from opd.losses.surrogate import with_gradient
+from opd.losses.kl_estimators import check_same_shape, with_gradient
 
 
 @dataclass(frozen=True, slots=True)

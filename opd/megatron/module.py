@@ -1,19 +1,243 @@
-"""One Megatron-Core `GPTModel` without weights of its own: token ids to last hidden states, packed."""
+"""One Megatron-Core `GPTModel` without weights of its own: token ids to last hidden states, packed.
+
+Tried with Megatron-Core 0.16.1, on a CPU with gloo. Nothing here reads or writes a Megatron checkpoint. Its
+own attention without Transformer Engine ignores `cu_seqlens`; here the core attention is the packed attention
+every other model of `opd` runs on: no token sees another sequence.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from opd.errors import MissingExtraError, TeacherError
 from opd.megatron.form import MegatronForm
-from opd.megatron.layers import layer_spec, packed_params
-from opd.megatron.runtime import inside_megatron, megatron_core
+from opd.models.attention import AttentionCall, PackedAttention
+from opd.ranks import process_group
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+
+def megatron_core() -> ModuleType:
+    """`megatron.core`, imported. Raises `MissingExtraError` if it is not installed."""
+    try:
+        # It warns of Apex and Transformer Engine, of which nothing here is used.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import megatron.core
+            import megatron.core.models.gpt.gpt_model
+            import megatron.core.models.gpt.moe_module_specs
+            from megatron.core.transformer.moe import moe_utils
+    except ImportError as error:
+        raise MissingExtraError("a model on Megatron-Core", "megatron") from error
+    # The router of 0.16.1 asks whether this is None, but without Transformer Engine it is not defined.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    return megatron.core
+
+
+@contextmanager
+def inside_megatron(device: torch.device) -> Iterator[None]:
+    """While Megatron-Core runs: its current CUDA device is `device`, and its warnings are not shown.
+
+    Its modules ask `torch.cuda.current_device()` where to put a tensor, which fails without CUDA. For a CPU
+    the answer is "cpu" while the block runs. What it warns of are its own defaults and calls.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\..*")
+        with torch.cuda.device(device) if device.type == "cuda" else _cpu_as_current_device():
+            yield
+
+
+@contextmanager
+def _cpu_as_current_device() -> Iterator[None]:
+    original = torch.cuda.current_device
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = original
+
+
+@contextmanager
+def model_parallel(tensor_parallel: int) -> Iterator[dist.ProcessGroup]:
+    """The tensor-parallel group of this rank: Megatron-Core's own if it has been initialised, else a new one.
+
+    Ranks are taken in order: `tensor_parallel` neighbours share a model. With a size of 1 and no process
+    group in this process, one of this process alone is made, without a port. What was made here is destroyed
+    when the block ends. Raises `TeacherError` if the sizes do not fit.
+    """
+    core = megatron_core()
+    state = core.parallel_state
+    _check_world(tensor_parallel)
+    with process_group(), ExitStack() as stack:
+        if not state.model_parallel_is_initialized():
+            state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+            stack.callback(state.destroy_model_parallel)
+        group = state.get_tensor_model_parallel_group()
+        others = [state.get_pipeline_model_parallel_world_size(), state.get_context_parallel_world_size()]
+        if dist.get_world_size(group) != tensor_parallel or max(others) > 1:
+            raise TeacherError(
+                f"Megatron-Core runs with tensor parallel size {dist.get_world_size(group)}, pipeline size"
+                f" {others[0]} and context size {others[1]} in this process, but a teacher was asked to run"
+                f" with tensor parallel size {tensor_parallel} and no pipeline; give both the same."
+            )
+        yield group
+
+
+def _check_world(tensor_parallel: int) -> None:
+    """Raise `TeacherError` where processes cannot be grouped like that."""
+    if not dist.is_initialized():
+        if tensor_parallel != 1:
+            raise TeacherError(
+                f"tensor parallel size {tensor_parallel} needs {tensor_parallel} processes with a process"
+                " group, and this one has none; make it first, or set distill.megatron.tensor_parallel to 1."
+            )
+        return
+    if dist.get_world_size() % tensor_parallel:
+        raise TeacherError(
+            f"{dist.get_world_size()} processes cannot be divided into groups of {tensor_parallel}; choose a"
+            " tensor parallel size that divides their number."
+        )
+
+
+def packed_params(cu_seqlens: Tensor) -> PackedSeqParams:
+    """What one forward pass tells every layer about its packing: `thd` with `cu_seqlens` [B + 1] int32.
+
+    Its attribute `attend`, which only `PackedCoreAttention` looks at, is shared by all layers, so that the
+    index of the packing is computed once.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    bounds = torch.cat([cu_seqlens[:1], cu_seqlens[1:][lengths > 0]])
+    longest = int(lengths.max())
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    params.attend = PackedAttention(bounds)  # type: ignore[attr-defined]
+    return params
+
+
+class PackedCoreAttention(nn.Module):
+    """Causal attention inside each packed sequence, on this rank's heads: `[T, H, d]` to `[T, H * d]`."""
+
+    def __init__(self, config: Any, layer_number: int, *_: Any, **options: Any) -> None:
+        super().__init__()
+        self.layer_index = layer_number - 1
+        scale = options.get("softmax_scale")
+        self.scaling = config.kv_channels**-0.5 if scale is None else float(scale)
+        self.sliding_window: int | None = None
+        """Set by the module's builder: windows are the layers' own, unlike Megatron-Core's one setting."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """Query `[T, H, d]`, key and value `[T, Hkv, d]`; `H` and `Hkv` are this rank's."""
+        if attention_mask is not None or not hasattr(packed_seq_params, "attend"):
+            raise ValueError("this attention needs `packed_params` and no mask")
+        call = AttentionCall(
+            layer_index=self.layer_index,
+            query=query.transpose(0, 1).unsqueeze(0),
+            key=key.transpose(0, 1).unsqueeze(0),
+            value=value.transpose(0, 1).unsqueeze(0),
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+        )
+        return packed_seq_params.attend(call)[0].flatten(1)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (Zhang & Sennrich 2019), in float32 inside, rounded as transformers rounds it."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # Megatron-Core sums the gradients of parameters that say so over the ranks of a sequence.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[..., D]` to `[..., D]`."""
+        wide = hidden.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(hidden.dtype)
+
+
+def layer_spec(config: Any, *, qk_norm: bool) -> Any:
+    """The specification of all layers of a decoder, dense and mixture-of-experts alike, for `GPTModel`.
+
+    `config` is a Megatron-Core `TransformerConfig`; `qk_norm` puts a norm on every head's query and key.
+    """
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    kinds = {moe: _one_layer(config, qk_norm, bool(moe)) for moe in set(pattern)}
+    norm: Any = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in pattern], layer_norm=norm)
+
+
+def _one_layer(config: Any, qk_norm: bool, moe: bool) -> Any:
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    head_norm = RMSNorm if qk_norm else IdentityOp
+    add: Any = get_bias_dropout_add
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedCoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    if moe:
+        mlp = get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=config.num_moe_experts)
+    else:
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        mlp = ModuleSpec(module=MLP, submodules=linears)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=add,
+        ),
+    )
 
 
 class MegatronModule:

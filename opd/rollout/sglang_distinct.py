@@ -7,10 +7,8 @@ import json
 from typing import Any
 
 from opd.errors import RolloutError
-from opd.served.faults import RefusedError, UnavailableError
-from opd.served.http_client import PoolOptions, Server
-from opd.served.http_pool import HTTPPool
-from opd.served.loop_thread import LoopThread
+from opd.served.http_client import PoolOptions, RefusedError, Server, UnavailableError
+from opd.served.http_pool import HTTPPool, LoopThread
 
 IDENTITY = ("host", "port", "startup_time")
 """What a server says of itself that no other says: `startup_time` holds the seconds that each part of its

@@ -15,8 +15,7 @@ from opd.errors import OpdError, RolloutError
 from opd.rollout.requests import Limits, queue_requests
 from opd.rollout.sglang_streams import Piece, Stream, decode_steps
 from opd.rollout.sglang_workers import Workers
-from opd.served.faults import RefusedError, UnavailableError
-from opd.served.http_client import PoolOptions, Server
+from opd.served.http_client import PoolOptions, RefusedError, Server, UnavailableError
 from opd.served.http_pool import Trouble
 from opd.served.sglang_answers import most_bytes
 from opd.types import DecodeStep, RolloutRequest, Status

@@ -16,8 +16,7 @@ from opd.rendezvous import host_store
 from opd.rollout.sync.disk import WeightFolder
 from opd.rollout.sync.group import TIMEOUT, Seat, weight_group
 from opd.rollout.sync.parcel import Weights, buckets
-from opd.served.faults import RefusedError, UnavailableError
-from opd.served.http_client import Server
+from opd.served.http_client import RefusedError, Server, UnavailableError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from opd.foreign import decoding, shown
-from opd.served.faults import UnavailableError
+from opd.served.http_client import UnavailableError
 from opd.types import DecodeStep, Status
 
 

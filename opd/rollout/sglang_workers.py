@@ -14,10 +14,8 @@ from opd.foreign import decoding
 from opd.models.digest import weights_digest
 from opd.rollout.sglang_push import Push
 from opd.rollout.sglang_sync import Proof, check_config, check_form
-from opd.served.faults import RefusedError, UnavailableError, pause
-from opd.served.http_client import PoolOptions, Server
-from opd.served.http_pool import HTTPPool
-from opd.served.loop_thread import LoopThread
+from opd.served.http_client import PoolOptions, RefusedError, Server, UnavailableError, pause
+from opd.served.http_pool import HTTPPool, LoopThread
 from opd.served.sglang_answers import ranks_of
 
 if TYPE_CHECKING:

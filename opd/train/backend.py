@@ -13,7 +13,7 @@ from torch import Tensor
 from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import TrainingError
 from opd.kernels.head import Head
-from opd.kernels.vocab_shard import HeadShard
+from opd.kernels.vocab_parallel import HeadShard
 from opd.models.digest import weights_digest
 from opd.ranks import Ranks
 from opd.train.head_ops import linear_logprobs

@@ -16,8 +16,7 @@ from opd.errors import ConfigError, TeacherError, TrainingError
 from opd.imports import DIVERGENCE, calling, import_function
 from opd.kernels.head import Head
 from opd.kernels.ops import geometric_floor, linear_topk
-from opd.losses.sampled import sampled_k2
-from opd.losses.surrogate import with_gradient
+from opd.losses.kl_estimators import sampled_k2, with_gradient
 from opd.losses.topk import SampledTokens, outside_support, topk_reverse_kl
 from opd.train.head_ops import linear_kl, linear_logprobs, linear_mixture_kl
 from opd.train.student_rows import MetricSums, StudentRows

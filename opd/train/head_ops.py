@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opd.kernels import ops, vocab_parallel
 from opd.kernels.head import Head
-from opd.kernels.vocab_shard import HeadShard
+from opd.kernels.vocab_parallel import HeadShard
 
 
 def linear_logprobs(hidden: Tensor, head: Head | HeadShard, ids: Tensor, **options: Any) -> Tensor:

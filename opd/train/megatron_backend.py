@@ -20,13 +20,10 @@ from torch import Tensor, nn
 from opd.config.train import OptimConfig, TrainConfig
 from opd.errors import ConfigError, ModelError
 from opd.kernels.head import Head
-from opd.kernels.vocab_shard import HeadShard
-from opd.megatron.convert import from_megatron, to_megatron
-from opd.megatron.form import MegatronForm
-from opd.megatron.head import head_shard
-from opd.megatron.layout import HEAD, pieces
-from opd.megatron.module import MegatronModule
-from opd.megatron.runtime import inside_megatron, megatron_core, model_parallel
+from opd.kernels.vocab_parallel import HeadShard
+from opd.megatron.convert import from_megatron, head_shard, to_megatron
+from opd.megatron.form import HEAD, MegatronForm, pieces
+from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, model_parallel
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
 from opd.train.backend import Backend, Training

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opd.config.train import OptimConfig
-from opd.megatron.runtime import inside_megatron
+from opd.megatron.module import inside_megatron
 from opd.train.optimizer import MOMENTS, adamw
 
 WEIGHT = "param"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opd.kernels.head import Head
-from opd.kernels.vocab_shard import HeadShard
+from opd.kernels.vocab_parallel import HeadShard
 from opd.train.head_ops import linear_logprobs_entropy
 
 

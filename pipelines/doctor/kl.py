@@ -64,10 +64,10 @@ def check_base(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) ->
 
 
 def _open(recipe: Recipe, name: str, source: str, vocabulary: int) -> Teacher:
-    from opd.teachers.download import is_published
     from opd.teachers.lora_teacher import published_teachers
     from opd.teachers.streamed_teacher import Placement
     from opd.teachers.torch_teacher import TorchTeacher
+    from opd.teachers.units import is_published
 
     dtype, device = model_dtype(recipe), recipe.model.device
     if is_published(source):

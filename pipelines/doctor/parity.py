@@ -105,9 +105,9 @@ def scores_of(problem: Problem, teacher: Teacher) -> Scores:
 
 def by_torch(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
     """Hugging Face models in this process; published ones are streamed."""
-    from opd.teachers.download import is_published
     from opd.teachers.lora_teacher import published_teachers
     from opd.teachers.torch_teacher import TorchTeacher
+    from opd.teachers.units import is_published
 
     place, found = problem.placement, {}
     for name, source in sources.items():
@@ -153,7 +153,7 @@ def by_servers(servers: Mapping[str, TeacherServerConfig]) -> Mode:
 def _published(source: str) -> Iterator[str]:
     """`source` published, for as long as the block runs if it was not."""
     from opd.pipelines.publish import publish_checkpoint
-    from opd.teachers.download import is_published
+    from opd.teachers.units import is_published
 
     if is_published(source):
         yield source

@@ -35,10 +35,9 @@ def check_served(recipe: Recipe) -> list[Finding]:
 
 def _check_workers(recipe: Recipe, config: SGLangEngineConfig) -> list[Finding]:
     """Each worker: is it there, and does it serve a model of the student's form?"""
-    from opd.served.http_pool import HTTPPool
-    from opd.served.loop_thread import LoopThread
-    from opd.teachers.download import small_files
+    from opd.served.http_pool import HTTPPool, LoopThread
     from opd.teachers.sglang_teacher import pool_options
+    from opd.teachers.units import small_files
 
     form: dict[str, Any] = dict(recipe.model.config or {})
     if recipe.model.path is not None:
@@ -59,7 +58,7 @@ def _check_workers(recipe: Recipe, config: SGLangEngineConfig) -> list[Finding]:
 
 async def _visit_worker(pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
     from opd.rollout.sglang_sync import check_config
-    from opd.served.faults import RefusedError, UnavailableError
+    from opd.served.http_client import RefusedError, UnavailableError
 
     try:
         info = await pool.ask(server, "GET", "/model_info") or {}
@@ -71,8 +70,7 @@ async def _visit_worker(pool: HTTPPool, server: Server, form: dict[str, Any]) ->
 
 def _check_teacher(recipe: Recipe, name: str, config: TeacherServerConfig, title: str) -> list[Finding]:
     from opd.pipelines.teachers import check_signal
-    from opd.served.http_pool import HTTPPool
-    from opd.served.loop_thread import LoopThread
+    from opd.served.http_pool import HTTPPool, LoopThread
     from opd.teachers.sglang_teacher import check_temperature, pool_options
 
     check_signal(recipe, name)
@@ -91,7 +89,7 @@ def _check_teacher(recipe: Recipe, name: str, config: TeacherServerConfig, title
 
 
 async def _visit(pool: HTTPPool, server: Server, expected: Expected, title: str) -> Finding:
-    from opd.served.faults import RefusedError, UnavailableError
+    from opd.served.http_client import RefusedError, UnavailableError
     from opd.teachers.sglang_identity import admit, checksum
 
     try:
@@ -109,8 +107,8 @@ async def _visit(pool: HTTPPool, server: Server, expected: Expected, title: str)
 def _expected(source: str, config: TeacherServerConfig) -> Expected:
     """What the servers must be, from the published model or the Hugging Face folder at `source`."""
     from opd.storage.published import PublishedModel
-    from opd.teachers.download import is_published, small_files
     from opd.teachers.sglang_identity import Expected, HeadShape, rebuild_with
+    from opd.teachers.units import is_published, small_files
 
     if is_published(source):
         published = PublishedModel.open(source)

@@ -23,8 +23,7 @@ from opd.config.rl import CustomAdvantage
 from opd.pipelines.merge_loss import policy_loss
 from opd.pipelines.stored.step import StoredStep
 from opd.storage.trajectories import Field, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
-from opd.teachers.schedule import TeacherSchedule
-from opd.teachers.signals import sampled_logprobs
+from opd.teachers.schedule import TeacherSchedule, sampled_logprobs
 from opd.train.backend import Backend
 from opd.train.plan import TrainingPlan
 from opd.types import Sample, SampleGroup, TokenTerms

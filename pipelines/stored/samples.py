@@ -28,8 +28,7 @@ from opd.pipelines.student import Student
 from opd.ranks import path_of_rank
 from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, Generates, collect, stream
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
 from opd.train.plan_cost import CostModel, DeviceBudget
 from opd.train.torch_backend import TorchBackend
 from opd.types import DecodeStep, RolloutRequest, Sample, SampleGroup, no_ids

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from opd.kernels import cpu, tilelang_target
+from opd.kernels import tilelang_target
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl
-from opd.kernels.projection import TILE_ROWS
+from opd.kernels.projection import TILE_ROWS, onednn_is_faster, onednn_linear, takes_onednn
 
 TILE = 256
 
@@ -148,12 +148,12 @@ def matmuls(inputs: Inputs) -> float:
 
 def logits_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     """`hidden weight^T` by the library that `opd.kernels` takes."""
-    if not cpu.takes_linear(hidden):
+    if not takes_onednn(hidden):
         torch.mm(hidden, weight.t(), out=out)
         return
     for start in range(0, len(weight), TILE_ROWS):
         columns = slice(start, start + TILE_ROWS)
-        out[:, columns] = cpu.linear(hidden, weight[columns])
+        out[:, columns] = onednn_linear(hidden, weight[columns])
 
 
 @torch.no_grad()
@@ -163,7 +163,7 @@ def matmuls_chosen(inputs: Inputs) -> float:
     logits = inputs.kept["logits"]
     logits_product(inputs.teacher, inputs.teacher_weight, logits)
     logits_product(inputs.student, inputs.student_weight, logits)
-    inputs.kept["hidden"].copy_(cpu.linear(logits, inputs.student_weight.t()))
+    inputs.kept["hidden"].copy_(onednn_linear(logits, inputs.student_weight.t()))
     torch.mm(logits.t(), inputs.student, out=inputs.kept["weight"])
     return float("nan")
 
@@ -194,7 +194,7 @@ def cases(
     found: dict[str, Callable[[Inputs], float]] = {"matmuls alone": matmuls, "full logits": full_logits}
     if dtype == "bfloat16" and device == "cpu":
         found["matmuls, float32 logits"] = matmuls_unrounded
-    if dtype == "float32" and device == "cpu" and cpu.onednn_is_faster():
+    if dtype == "float32" and device == "cpu" and onednn_is_faster():
         found["matmuls, faster library"] = matmuls_chosen
     found["full logits, compiled"] = partial(full_logits, function=torch.compile(naive_loss))
     if importlib.util.find_spec("liger_kernel"):

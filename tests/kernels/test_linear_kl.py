@@ -83,7 +83,7 @@ def test_extreme_logits_stay_finite_and_exact(kind: str, beta: float, seed: int,
     )
 
 
-# The fused kernels are compiled for a width: tests/kernels/test_tilelang_score.py has a sweep of their own.
+# The fused kernels are compiled for a width: tests/kernels/test_tilelang_fused.py has a sweep of their own.
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(problem=problems(), name=st.sampled_from(["chunked", "reference"]))
 def test_scores_alone(problem: Problem, name: str) -> None:

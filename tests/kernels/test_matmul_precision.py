@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.kernels import chunked, cpu, ops, projection, reference, triton_ops
+from opd.kernels import chunked, ops, projection, reference, triton_ops
 from opd.kernels.head import Head
 from opd.kernels.rows import divergence_
 
@@ -201,11 +201,13 @@ def test_either_library_of_matmuls_gives_the_same(
     hidden, weight, other = normal(70, 40), normal(2500, 40) / 6, normal(70, 40)
     leaves = [hidden, weight, *([normal(2500)] if bias else [])]
     found = []
-    calls, linear = [], cpu.linear
+    calls, linear = [], projection.onednn_linear
     for faster in (False, True):
-        monkeypatch.setattr(cpu, "onednn_is_faster", lambda answer=faster: answer)
+        monkeypatch.setattr(projection, "onednn_is_faster", lambda answer=faster: answer)
         used: list[int] = []
-        monkeypatch.setattr(cpu, "linear", lambda *given, used=used: used.append(1) or linear(*given))
+        monkeypatch.setattr(
+            projection, "onednn_linear", lambda *given, used=used: used.append(1) or linear(*given)
+        )
         own = [leaf.clone().requires_grad_() for leaf in leaves]
         head = Head(own[1], bias=own[2] if bias else None, softcap=softcap, scale=0.7, vocab_size=2400)
         values = ops.linear_kl(own[0], head, other, Head(weight, vocab_size=2400), temperature=1.3, chunk=64)

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from opd.kernels import tilelang_fused, tilelang_logits, tilelang_rows, tilelang_score, tilelang_target
+from opd.kernels import tilelang_fused, tilelang_rows, tilelang_target
 from opd.kernels.head import Head
 from opd.kernels.rows import divergence_
 
 CUDA = tilelang_target.CUDA
-BF16 = tilelang_logits.Problem("bfloat16", 2048, 4096, False, True)
+BF16 = tilelang_fused.Problem("bfloat16", 2048, 4096, False, True)
 MAX_SHARED_BYTES = 227 * 1024
 REGISTERS_PER_PROCESSOR = 65536
 
@@ -163,7 +163,7 @@ def test_a_fused_kernel_has_no_loop_over_the_vocabulary_and_uses_the_matrix_unit
     source, shared_bytes = lowered("tile_statistics")
     assert vocabulary_loops(source) == []
     assert source.count("tl::wgmma_ss<tl::DataType::kBFloat16") >= 2
-    shape = tilelang_logits.SHAPES[CUDA.name]
+    shape = tilelang_fused.SHAPES[CUDA.name]
     # `stages` pairs of bf16 operands; the two models' products use them one after the other.
     assert shared_bytes >= shape.stages * (shape.tokens + shape.columns) * shape.depth * 2
 
@@ -208,9 +208,9 @@ def test_fused_kernels_on_a_gpu(kind: str) -> None:
     z_s, z_t = student.logits(hidden.double()), teacher.logits(teacher_hidden.double())
     coef = torch.rand(200, generator=generator)
     values = divergence_(z_s, z_t, kind, 0.3, coef.double().cuda())
-    scores = tilelang_score.fused_kl(hidden, student, teacher_hidden, teacher, kind=kind, beta=0.3)
+    scores = tilelang_fused.fused_kl(hidden, student, teacher_hidden, teacher, kind=kind, beta=0.3)
     torch.testing.assert_close(scores.values.double(), values, rtol=1e-4, atol=1e-5)
-    gradient = tilelang_score.logits_gradient(
+    gradient = tilelang_fused.logits_gradient(
         hidden, student, teacher_hidden, teacher, scores.totals, coef.cuda(), kind=kind, beta=0.3
     )
     torch.testing.assert_close(gradient.double(), z_s, rtol=1e-2, atol=1e-6)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from opd.algorithms.opd_term import opd_advantages
 from opd.algorithms.reference_kl import reference_kl_advantages
 from opd.config.rl import PolicyLossConfig
-from opd.losses.kl_estimators import k1, k2, k3, reference_penalty
+from opd.losses.kl_estimators import k1, k2, k3, reference_penalty, sampled_k2
 from opd.losses.policy import clipped_policy_loss
-from opd.losses.sampled import sampled_k2
 from opd.losses.topk import SampledTokens, outside_support, topk_reverse_kl
 
 seeds = st.integers(0, 2**32 - 1)

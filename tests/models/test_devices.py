@@ -8,8 +8,7 @@ import torch
 from opd.models import attention
 from opd.models.attention import AttentionCall, causal_attention, kernels_share_heads
 from opd.models.causal_lm import torch_device
-from opd.teachers.background import in_background
-from opd.teachers.layer_stream import LayerStream
+from opd.teachers.layer_stream import LayerStream, in_background
 
 
 @pytest.fixture

@@ -34,9 +34,8 @@ from opd.rewards.functions import wrap_reward
 from opd.rewards.runner import RewardRunner
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.trajectories import TrajectoryBatch, TrajectoryUnion
-from opd.teachers.cached_scores import CachedScores
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
+from opd.teachers.score_cache import CachedScores
 from opd.teachers.torch_teacher import TorchTeacher
 from opd.train.distill_terms import build_distill_term
 from opd.train.plan_cost import CostModel, DeviceBudget

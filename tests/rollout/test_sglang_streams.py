@@ -5,7 +5,7 @@ import json
 import pytest
 
 from opd.rollout.sglang_streams import Stream
-from opd.served.faults import UnavailableError
+from opd.served.http_client import UnavailableError
 from opd.types import Status
 
 

@@ -18,9 +18,8 @@ from opd.storage.layout import block_size
 from opd.storage.manifest import MAX_MANIFEST_BYTES, MAX_TENSORS, identity, parse_manifest, seal, to_document
 from opd.storage.object_store import ObjectStore
 from opd.storage.published import PublishedModel
-from opd.teachers.download import download, small_files
 from opd.teachers.gather import UnitGather
-from opd.teachers.streamed_head import read_head
+from opd.teachers.units import download, read_head, small_files
 
 UNIT, TENSOR = "layer.0", "model.layers.0.self_attn.q_proj.weight"
 

@@ -14,8 +14,15 @@ import pytest
 
 from opd.errors import TeacherError
 from opd.rollout.sglang_streams import Stream
-from opd.served.faults import Patience, RefusedError, UnavailableError
-from opd.served.http_client import CONTROL_BYTES, HTTPClient, PoolOptions, Server
+from opd.served.http_client import (
+    CONTROL_BYTES,
+    HTTPClient,
+    Patience,
+    PoolOptions,
+    RefusedError,
+    Server,
+    UnavailableError,
+)
 from opd.served.http_pool import HTTPPool
 from opd.served.sglang_answers import (
     Question,

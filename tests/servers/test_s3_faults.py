@@ -20,8 +20,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.publish import publish_checkpoint
 from opd.storage.published import PublishedModel
 from opd.storage.store_faults import StoreOptions
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.streamed_teacher import Placement, StreamedTeacher, streamed_teachers
 
 NAMES = ["a", "b"]

@@ -19,8 +19,7 @@ from opd.rollout.sglang_engine import ServedModel, SGLangEngine
 from opd.rollout.sglang_push import FolderPush, TensorPush
 from opd.rollout.sglang_sync import Proof
 from opd.rollout.sync.disk import WeightFolder
-from opd.served.faults import Patience
-from opd.served.http_client import PoolOptions
+from opd.served.http_client import Patience, PoolOptions
 from opd.storage.wal import TokenWAL
 from opd.train.packing import pack_tokens
 from opd.types import RolloutRequest, SamplingParams, Status

@@ -23,10 +23,8 @@ from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.score_ahead import ScoreAhead
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
 from opd.teachers.sglang_teacher import Asked, SGLangTeacher
-from opd.teachers.signals import sampled_logprobs
 from opd.teachers.streamed_teacher import Placement
 from opd.teachers.torch_teacher import TorchTeacher
 from opd.types import SamplingParams

@@ -25,7 +25,7 @@ def test_no_module_breaks_the_arrows():
     [
         ("opd/train/a.py", "import opd.pipelines.cli"),
         ("opd/train/a.py", "from opd import pipelines"),
-        ("opd/models/a.py", "def f():\n    from opd.teachers.routing import Router"),
+        ("opd/models/a.py", "def f():\n    from opd.teachers.schedule import Router"),
         ("teachers/a.py", "from opd.pipelines import cli"),
         ("storage/a.py", "import torch"),
         ("storage/a.py", "from opd.config import Recipe"),

@@ -21,8 +21,7 @@ from rank_processes import do_tasks
 from safetensors.torch import save_file
 
 from opd.kernels import vocab_parallel
-from opd.teachers.megatron_head import cut_like
-from opd.teachers.megatron_teacher import MegatronTeacher, megatron_teachers
+from opd.teachers.megatron_teacher import MegatronTeacher, cut_like, megatron_teachers
 from opd.teachers.streamed_teacher import Placement
 
 VOCABULARY = 13

@@ -25,8 +25,7 @@ from opd.config import DistillConfig
 from opd.storage.published import PublishedModel
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.lora_teacher import published_teachers
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.skeleton import Skeleton
 from opd.teachers.streamed_teacher import Placement
 from opd.train.distill_terms import build_distill_term

@@ -16,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny
 import torch
 
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.streamed_teacher import Placement, streamed_teachers
 
 WINDOW = 2 * 2**20

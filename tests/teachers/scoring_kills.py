@@ -23,9 +23,8 @@ import tiny
 import torch
 
 from opd.storage.hidden_cache import HiddenStateCache
-from opd.teachers.cached_scores import CachedScores
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
+from opd.teachers.score_cache import CachedScores
 from opd.teachers.streamed_teacher import Placement, StreamedTeacher, streamed_teachers
 from opd.types import Sample
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.teachers.byte_ring import ALIGNMENT, ByteRing, aligned
+from opd.teachers.layer_stream import ALIGNMENT, ByteRing, aligned
 
 
 @given(

@@ -14,10 +14,8 @@ import torch
 from opd.errors import TeacherError
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.rows_writer import RowsWriter
-from opd.teachers.cached_scores import CachedScores
-from opd.teachers.routing import Router
-from opd.teachers.row_pieces import row_pieces
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
+from opd.teachers.score_cache import CachedScores, row_pieces
 from opd.teachers.streamed_teacher import Placement, streamed_teachers
 from opd.teachers.torch_teacher import TorchTeacher
 

@@ -20,13 +20,12 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.lora import AdaptedLM
 from opd.pipelines.publish import publish_checkpoint
-from opd.teachers.download import download, is_published, small_files
 from opd.teachers.lora_teacher import LoRATeacher, published_teachers
 from opd.teachers.published_adapter import PublishedAdapter, is_adapter, publish_adapter
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.streamed_teacher import Placement, StreamedTeacher
 from opd.teachers.torch_teacher import TorchTeacher
+from opd.teachers.units import download, is_published, small_files
 
 pytest.importorskip("peft")
 

@@ -15,8 +15,7 @@ import megatron_models as models
 
 from opd.megatron.form import MegatronForm
 from opd.teachers.megatron_teacher import megatron_teachers
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.streamed_teacher import Placement
 from opd.teachers.torch_teacher import TorchTeacher
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from opd.errors import ModelError
 from opd.megatron.convert import check_tensors, from_megatron, to_megatron
-from opd.megatron.form import MegatronForm
-from opd.megatron.layout import HEAD, pieces
+from opd.megatron.form import HEAD, MegatronForm, pieces
 
 
 @st.composite

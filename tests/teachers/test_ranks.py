@@ -14,8 +14,7 @@ from tiny_published import publish
 
 from opd.errors import TeacherError
 from opd.storage.published import PublishedModel
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.torch_teacher import TorchTeacher
 
 NAMES = ["a", "b", "c"]

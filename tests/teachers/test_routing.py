@@ -1,6 +1,6 @@
 import pytest
 
-from opd.teachers.routing import Router
+from opd.teachers.schedule import Router
 
 
 def test_one_teacher_needs_no_draw():

@@ -6,9 +6,7 @@ import torch
 from opd.config import DistillConfig
 from opd.errors import CheckpointError, TeacherError
 from opd.models.checkpoint import save_checkpoint
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
-from opd.teachers.signals import sampled_logprobs
+from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
 from opd.teachers.torch_teacher import TorchTeacher
 from opd.train.distill_terms import build_distill_term
 from opd.train.torch_backend import TorchBackend

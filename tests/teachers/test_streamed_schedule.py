@@ -13,9 +13,8 @@ import torch
 from tiny_published import publish
 
 from opd.storage.hidden_cache import HiddenStateCache
-from opd.teachers.cached_scores import CachedScores
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
+from opd.teachers.score_cache import CachedScores
 from opd.teachers.streamed_teacher import Placement, streamed_teachers
 from opd.teachers.torch_teacher import TorchTeacher
 

@@ -6,8 +6,7 @@ import torch
 from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.distill import FullVocabularyKL, SampledTokenK2, TopKKL
 from opd.errors import CheckpointError, TrainingError
-from opd.teachers.routing import Router
-from opd.teachers.schedule import TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.torch_teacher import TorchTeacher
 from opd.train.distill_terms import build_distill_term
 from opd.train.terms import CrossEntropyTerm, PolicyTerm

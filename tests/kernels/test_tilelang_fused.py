@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.kernels import ops, tilelang_score, tilelang_target
+from opd.kernels import ops, tilelang_fused, tilelang_target
 from opd.kernels.head import Head
 from opd.kernels.reference import _divergence as enumerate_divergence
 
@@ -47,9 +47,9 @@ def exact(hidden, student, teacher_hidden, teacher, kind, beta, temperature, coe
 def check(arguments, options, atol=1e-5, rtol=1e-5):
     coef = torch.linspace(-1, 2, len(arguments[0]))
     values, gradient = exact(*arguments, *options.values(), coef)
-    scores = tilelang_score.fused_kl(*arguments, **options)
+    scores = tilelang_fused.fused_kl(*arguments, **options)
     torch.testing.assert_close(scores.values.double(), values, rtol=rtol, atol=atol)
-    got = tilelang_score.logits_gradient(*arguments, scores.totals, coef, **options)
+    got = tilelang_fused.logits_gradient(*arguments, scores.totals, coef, **options)
     assert got.dtype == arguments[0].dtype
     torch.testing.assert_close(got.double(), gradient, rtol=rtol * 100, atol=atol)
 
@@ -98,31 +98,31 @@ def test_extreme_logits_and_tiles_without_any_mass():
     arguments = models(4, 6, 100, size=1e4)
     options = {"kind": "reverse", "beta": 0.5, "temperature": 1.0}
     values, _ = exact(*arguments, *options.values(), torch.ones(6))
-    scores = tilelang_score.fused_kl(*arguments, **options)
+    scores = tilelang_fused.fused_kl(*arguments, **options)
     assert values.max() > 1e4
     torch.testing.assert_close(scores.values.double(), values, rtol=1e-5, atol=1e-5)
 
 
 def test_the_same_model_twice_diverges_by_nothing():
     hidden, head, _, _ = models(5, 7, 80)
-    scores = tilelang_score.fused_kl(hidden, head, hidden, head)
+    scores = tilelang_fused.fused_kl(hidden, head, hidden, head)
     assert torch.all(scores.values <= 1e-6)
     assert scores.totals.shape == (5, 7)
 
 
 def test_no_tokens_and_what_it_cannot_take():
     hidden, student, teacher_hidden, teacher = models(6, 3, 20)
-    empty = tilelang_score.fused_kl(hidden[:0], student, teacher_hidden[:0], teacher)
+    empty = tilelang_fused.fused_kl(hidden[:0], student, teacher_hidden[:0], teacher)
     assert empty.values.shape == (0,)
     assert empty.totals.shape == (5, 0)
     with pytest.raises(TypeError, match="fused kernels"):
-        tilelang_score.fused_kl(hidden.double(), student, teacher_hidden, teacher)
+        tilelang_fused.fused_kl(hidden.double(), student, teacher_hidden, teacher)
     with pytest.raises(ValueError, match="vocabulary"):
-        tilelang_score.fused_kl(hidden, student, teacher_hidden, Head(teacher.weight))
+        tilelang_fused.fused_kl(hidden, student, teacher_hidden, Head(teacher.weight))
 
 
 def test_widths_that_a_gpu_cannot_stage_are_refused():
-    refuse = tilelang_score.check_width
+    refuse = tilelang_fused.check_width
     refuse(72, tilelang_target.CUDA)
     refuse(1, tilelang_target.CPU)
     for width in (64, 100):
