@@ -28,6 +28,15 @@ _STAGES = {
     "distill": "merge the specialists into one student by on-policy distillation",
     "evaluate": "measure every model of a run on held-out prompts",
 }
+"""The commands that take `--resume`."""
+_OTHERS = {
+    "doctor": "check a recipe, its models, data and machine before a run",
+    "publish": "write a model into an object store, so that ranks can stream it",
+    "report": "write report.html of a run",
+    "compare": "several runs, or seeds of one recipe, in a table and a page",
+    "wal": "look into a write-ahead log of tokens",
+    "plan": "print who would train on what, and in which order",
+}
 
 _WAL_ACTIONS = {
     "inspect": "what a log holds: files, requests, tokens, how the requests ended",
@@ -39,7 +48,10 @@ _WAL_ACTIONS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, which `ended` describes."""
-    return ended(lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
+    words = list(sys.argv[1:] if argv is None else argv)
+    # The first word that names a command; those of a command's options come after it.
+    command = next((word for word in words if word in _STAGES or word in _OTHERS), None)
+    return ended(lambda: _dispatch(words), resumes=command in _STAGES and "--dry-run" not in words)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/NAME)")
         if name == "specialist":
             command.add_argument("--domain", action="append", metavar="D", help="may be given several times")
-    doctor = _command(commands, "doctor", "check a recipe, its models, data and machine before a run")
+    doctor = _command(commands, "doctor", _OTHERS["doctor"])
     doctor.add_argument(
         "--parity", action="store_true", help="compare what the back ends say of the same samples instead"
     )
@@ -70,29 +82,23 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--json", action="store_true", help="one JSON object a line: level, check, finding, numbers"
     )
-    publish = commands.add_parser(
-        "publish", help="write a model into an object store, so that ranks can stream it", allow_abbrev=False
-    )
+    publish = commands.add_parser("publish", help=_OTHERS["publish"], allow_abbrev=False)
     publish.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a Hugging Face folder")
     publish.add_argument("url", metavar="URL", help="a folder, or s3://BUCKET/PREFIX")
     publish.add_argument("--shards", type=int, default=1, metavar="N", help="ranks that will read it")
-    report = commands.add_parser("report", help="write report.html of a run", allow_abbrev=False)
+    report = commands.add_parser("report", help=_OTHERS["report"], allow_abbrev=False)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    compare = commands.add_parser(
-        "compare", help="several runs, or seeds of one recipe, in a table and a page", allow_abbrev=False
-    )
+    compare = commands.add_parser("compare", help=_OTHERS["compare"], allow_abbrev=False)
     compare.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     compare.add_argument("--out", type=Path, metavar="FILE", default=Path("compare.html"), help="the page")
     _wal_parser(commands)
-    add_options(_command(commands, "plan", "print who would train on what, and in which order", "*"))
+    add_options(_command(commands, "plan", _OTHERS["plan"], "*"))
     return parser
 
 
 def _wal_parser(commands: argparse._SubParsersAction) -> None:
     lines = [f"{name}: {summary}." for name, summary in _WAL_ACTIONS.items()]
-    wal = commands.add_parser(
-        "wal", help="look into a write-ahead log of tokens", description=" ".join(lines), allow_abbrev=False
-    )
+    wal = commands.add_parser("wal", help=_OTHERS["wal"], description=" ".join(lines), allow_abbrev=False)
     wal.add_argument("action", choices=list(_WAL_ACTIONS), metavar="ACTION")
     wal.add_argument("folder", type=Path, metavar="FOLDER")
     wal.add_argument("--out", type=Path, metavar="FILE", help="where export writes (default: the screen)")

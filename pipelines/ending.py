@@ -23,9 +23,11 @@ _UNWIND = 5
 again every second."""
 
 
-def ended(command: Callable[[], int]) -> int:
+def ended(command: Callable[[], int], *, resumes: bool) -> int:
     """Run `command`; returns the exit status: its own, 2 for a user's error or what the machine refuses, 1
     for a bug (with its traceback), 130 for Ctrl-C, 141 where nobody reads what is printed, 143 for SIGTERM.
+
+    `resumes`: whether what was stopped goes on with `--resume`.
     """
     guard_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -36,25 +38,25 @@ def ended(command: Callable[[], int]) -> int:
             return command()
         except BaseException as error:
             if not stopped:
-                return _status(error)
+                return _status(error, resumes)
             # Whatever it is: a library may have caught the exit in the middle of an import.
-            _say("asked to stop, and did; a run that has begun continues with --resume")
+            _say("asked to stop, and did" + ("; a run that has begun continues with --resume" * resumes))
             return PREEMPTED
 
 
-def _status(error: BaseException) -> int:
+def _status(error: BaseException, resumes: bool) -> int:
     """The exit status after `error`, which is said."""
     if isinstance(error, PreemptedError):
         _say(str(error))
         return PREEMPTED
     if isinstance(error, KeyboardInterrupt):
-        _say("interrupted; continue with --resume")
+        _say("interrupted" + ("; continue with --resume" * resumes))
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is flushed at exit goes nowhere
         return BROKEN_PIPE
     if isinstance(error, Exception):
-        return _failed(error)
+        return _failed(error, resumes)
     raise error
 
 
@@ -85,8 +87,8 @@ def _said_by_another(error: OpdError) -> bool:
     return isinstance(error, RanksError) or not is_joined()
 
 
-def _failed(error: Exception) -> int:
-    understood = from_system(error) or _no_memory(error)
+def _failed(error: Exception, resumes: bool) -> int:
+    understood = from_system(error) or _no_memory(error, resumes)
     if understood is not None:
         complain(understood)
         return ERROR
@@ -98,7 +100,7 @@ def _failed(error: Exception) -> int:
     return 1
 
 
-def _no_memory(error: Exception) -> OpdError | None:
+def _no_memory(error: Exception, resumes: bool) -> OpdError | None:
     if "torch" not in sys.modules:
         return None
     from opd.pipelines.machine import out_of_memory
@@ -106,10 +108,9 @@ def _no_memory(error: Exception) -> OpdError | None:
     reason = out_of_memory(error)
     if reason is None:
         return None
-    return OpdError(
-        f"there is no more memory ({reason}); lower batch.max_tokens or rollout.max_running, then continue"
-        " with --resume."
-    )
+    lower = "lower batch.max_tokens or rollout.max_running, then continue with --resume"
+    free = "end what else takes it, or use a machine with more"
+    return OpdError(f"there is no more memory ({reason}); {lower if resumes else free}.")
 
 
 def _say(text: str) -> None:

@@ -101,7 +101,7 @@ def test_ctrl_c_ends_with_130(recipe):
     command = [sys.executable, "-c", code, recipe]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 130
-    assert result.stderr == "opd: interrupted; continue with --resume\n"
+    assert result.stderr == "opd: interrupted\n"
 
 
 def test_overrides_are_told_from_the_commands_own_words():

@@ -3,14 +3,19 @@
 import errno
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import tiny
+import torch
 
 from opd.errors import ConfigError, OpdError, PreemptedError, from_system
 from opd.models.checkpoint import save_checkpoint
+from opd.pipelines import cli
+from opd.pipelines.cli import main
 from opd.pipelines.ending import ended, one_line
 from opd.storage.files import atomic_file, atomic_folder
 
@@ -50,7 +55,7 @@ def test_what_the_machine_refuses_is_one_sentence(error, word, capsys):
     def command():
         raise error
 
-    assert ended(command) == 2
+    assert ended(command, resumes=True) == 2
     said = capsys.readouterr().err
     assert said.startswith("opd: error: ")
     assert said.count("\n") == 1
@@ -65,7 +70,7 @@ def test_a_bug_keeps_its_traceback_and_says_what_to_do(error, capsys):
     def command():
         raise error
 
-    assert ended(command) == 1
+    assert ended(command, resumes=True) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback")
     assert lines[-1].startswith("opd: this is a bug")
@@ -76,11 +81,50 @@ def test_other_ends(capsys):
     def asked():
         raise PreemptedError("asked")
 
-    assert ended(lambda: 7) == 7
-    assert ended(asked) == 143
+    assert ended(lambda: 7, resumes=True) == 7
+    assert ended(asked, resumes=True) == 143
     with pytest.raises(SystemExit):
-        ended(lambda: sys.exit(0))
+        ended(lambda: sys.exit(0), resumes=True)
     assert one_line("a\n\tb \x1b[31m\x00 é") == r"a b \x1b[31m\x00 é"
+
+
+def terminated():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def without_memory():
+    raise torch.OutOfMemoryError("no more of it")
+
+
+@pytest.mark.parametrize("end", [terminated, interrupted, without_memory])
+def test_what_cannot_be_resumed_is_not_told_to(end, capsys):
+    statuses = [ended(end, resumes=resumes) for resumes in (False, True)]
+    assert statuses[0] == statuses[1]
+    without, told = capsys.readouterr().err.splitlines()
+    assert "--resume" in told
+    assert "--resume" not in without
+
+
+@pytest.mark.parametrize(
+    ("words", "resumes"),
+    [
+        *[([name, "x"], True) for name in ("run", "specialist", "distill", "evaluate")],
+        *[([name, "run"], False) for name in ("doctor", "publish", "report", "compare", "wal", "plan")],
+        (["--seed", "1", "run", "x"], True),
+        (["run", "x", "--dry-run"], False),
+        ([], False),
+    ],
+)
+def test_every_command_knows_whether_it_can_be_resumed(words, resumes, monkeypatch):
+    monkeypatch.setattr(cli, "ended", lambda command, resumes: resumes)
+    assert main(words) is resumes
+    named = set(cli.build_parser()._subparsers._group_actions[0].choices)
+    assert named == {*cli._STAGES, *cli._OTHERS}
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])

@@ -58,7 +58,7 @@ def test_under_torchrun_a_machine_says_an_error_once(monkeypatch, capsys, rank, 
     def command() -> int:
         raise error
 
-    assert ended(command) == 2
+    assert ended(command, resumes=True) == 2
     assert capsys.readouterr().err == (f"opd: error: {error}\n" if says else "")
 
 
