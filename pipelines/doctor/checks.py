@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from opd.config import Recipe
-from opd.errors import ConfigError, OpdError, from_system
+from opd.errors import ConfigError, from_system
 from opd.imports import BATCH, DIVERGENCE, GENERATE, GROUP, POLICY_LOSS, import_function
 from opd.monitor.heartbeat import never_silent
 from opd.pipelines.run_folder import RunFolder
@@ -38,12 +38,15 @@ class Finding:
 
 
 def attempt(title: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    """What `check` finds; an `OpdError` it raises is a finding of level `error`."""
+    """What `check` finds; an `OpdError`, or what the machine refuses, is a finding of level `error`."""
     try:
         with never_silent(f"checking {title}"):
             return check()
-    except OpdError as error:
-        return [Finding("error", title, str(error))]
+    except Exception as error:
+        understood = from_system(error)
+        if understood is None:
+            raise
+        return [Finding("error", title, str(understood))]
 
 
 def number_of(count: int, thing: str) -> str:

@@ -43,17 +43,23 @@ def examine(
     and once something is wrong none that needs a library of models.
 
     `run_dir` and `resume` are what `opd run` would be told. Nothing is left behind. A check that
-    cannot be made because an earlier one failed is left out.
+    cannot be made because an earlier one failed is left out; a run folder that cannot be used stands in the
+    way of none.
     """
-    findings = check_sampling(recipe)
-    findings += attempt(
-        "run folder", lambda: check_run_dir(run_dir or default_path(recipe), recipe, resume=resume)
-    )
-    path = run_dir or Path(recipe.run_dir or "runs")
-    findings += check_sizes(recipe)
-    findings += check_paths(recipe)
+    path = run_dir or default_path(recipe)
+    findings = attempt("run folder", lambda: check_run_dir(path, recipe, resume=resume))
+    if _errors(findings) and not thorough:
+        return findings
+    return findings + _examine(recipe, path, thorough)
+
+
+def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
+    """All checks but that of the run folder."""
+    findings = check_sampling(recipe) + check_paths(recipe)
+    sizes = check_sizes(recipe)
+    findings += sizes
     domains: dict[str, Domain] = {}
-    if not _errors(findings):  # whose sizes may be impossible
+    if not _errors(sizes):  # what they ask for may be impossible to make
         findings += check_domains(recipe, domains)
         failed = {finding.title for finding in findings if finding.level == "error"}
         sound = {name: domain for name, domain in domains.items() if f"domain {name}" not in failed}
@@ -74,7 +80,7 @@ def examine(
     if models.student is None:
         return findings
     findings += attempt("precision", lambda: check_precision(recipe, models))
-    findings += check_resources(recipe, models, path)
+    findings += attempt("resources", lambda: check_resources(recipe, models, run_dir))
     if thorough and not _errors(findings):
         findings += attempt("rewards of the base", lambda: check_base(recipe, domains, models.tokenizer))
         findings += attempt("KL to the teachers", lambda: check_kl(recipe, domains, models.tokenizer))

@@ -446,7 +446,21 @@ def test_what_the_doctor_prints_can_be_read_by_programs(student, tmp_path, capsy
     assert last == "0 errors, 0 warnings"
     started(tmp_path / "run", make_recipe(student))
     assert main(["doctor", str(recipe), "--out", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().out.splitlines()[-1] == "1 error, 0 warnings"
+    *again, last = capsys.readouterr().out.splitlines()
+    assert last == "1 error, 0 warnings"
+    assert "error    run folder: " in again[0]
+    made = [[line.split(":")[0].split(maxsplit=1)[1] for line in lines] for lines in (plain, again)]
+    assert made[0] == made[1], "a folder that is taken stands in the way of no other check"
+
+
+@pytest.mark.parametrize("place", ["{0}/a_file", "{0}/a_file/run", "{0}/" + "x" * 300])
+def test_no_run_folder_keeps_the_doctor_from_the_other_checks(student, tmp_path, place):
+    (tmp_path / "a_file").touch()
+    found = examine(make_recipe(student, student), run_dir=Path(place.format(tmp_path)))
+    assert find(found, "error").keys() <= {"run folder", "resources"}
+    made = {finding.title for finding in found}
+    assert {"student", "prompts sort", "memory"} <= made or "resources" in made
+    assert ("resources" in made) != ("KL to expert on sort" in made)
 
 
 def test_the_disk_estimate_counts_what_remains(tmp_path, monkeypatch):
