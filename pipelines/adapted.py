@@ -9,11 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe
-from opd.models.adapters import has_adapter, read_adapter, save_adapted
+from opd.models.adapters import AdaptedLM, MergingLM, has_adapter, read_adapter, save_adapted
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import adapter_base, made_once
-from opd.models.lora import AdaptedLM, MergingLM
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.context import StageContext
 from opd.pipelines.given import model_digests

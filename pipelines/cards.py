@@ -15,7 +15,7 @@ from opd.data.load import load_domain
 from opd.data.prompts import Prompt
 from opd.errors import OpdError
 from opd.models.adapters import FOLDER, has_adapter
-from opd.models.card import model_card
+from opd.models.checkpoint import model_card
 from opd.models.hf_folder import CARD
 from opd.pipelines.run_folder import RunFolder
 from opd.storage.files import write_atomic

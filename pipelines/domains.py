@@ -9,12 +9,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe
-from opd.data.cursor import PromptCursor
-from opd.data.fitting import Room, fit, truncated
-from opd.data.load import encode_prompt, load_domain
-from opd.data.prompts import Domain, Prompt
+from opd.data.load import Room, encode_prompt, fit, load_domain, truncated
+from opd.data.prompts import Domain, Prompt, PromptCursor
 from opd.errors import ConfigError, DataError, ModelError
-from opd.models.hf_config import read_config, scratch_config
+from opd.models.hf_folder import read_config, scratch_config
 from opd.models.tokenizers import character_tokenizer, set_chat_template
 from opd.pipelines.student import model_stops, tokenizer_of
 from opd.rewards.functions import load_reward

@@ -137,9 +137,8 @@ def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
 
 def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
     """The student's shape, and the first step of the merge. Reads prompts, configurations and tokenizer."""
-    from opd.data.cursor import PromptCursor
     from opd.data.load import encode_prompt
-    from opd.data.prompts import Domain
+    from opd.data.prompts import Domain, PromptCursor
     from opd.pipelines.doctor.checks import check_domains
     from opd.pipelines.doctor.models import Models, check_models
     from opd.teachers.schedule import Router

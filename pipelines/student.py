@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
 from opd.models.causal_lm import CausalLM
-from opd.models.stops import Stop, stops_of
-from opd.models.tokenizers import load_tokenizer, set_chat_template
-from opd.monitor.heartbeat import doing
+from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of
+from opd.monitor.progress import doing
 from opd.pipelines.adapted import adapted, receiving, save_trained
 from opd.pipelines.context import StageContext
 from opd.pipelines.helpers import Writers

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from opd.config import Recipe, TopKKL
 from opd.errors import ConfigError
-from opd.monitor.heartbeat import doing
+from opd.monitor.progress import doing
 from opd.pipelines.adapted import published_with_base, whole_model
 from opd.pipelines.context import StageContext
 from opd.pipelines.precision import model_dtype

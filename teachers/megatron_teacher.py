@@ -29,8 +29,7 @@ from opd.megatron.convert import assemble, check_tensors, head_shard, read_from,
 from opd.megatron.form import HEAD, Cut, MegatronForm, Piece, pieces
 from opd.megatron.module import MegatronModule, model_parallel
 from opd.models.causal_lm import torch_device, torch_dtype
-from opd.models.hf_config import read_config
-from opd.models.hf_folder import check_folder, weight_files
+from opd.models.hf_folder import check_folder, read_config, weight_files
 from opd.storage.checkpoint_source import read_headers
 from opd.storage.published import PublishedModel
 from opd.storage.sealed import file_digest

@@ -27,7 +27,7 @@ from opd.errors import CheckpointError, StorageError
 from opd.foreign import read_document, shown
 from opd.models.adapters import read_adapter, weight_digests
 from opd.models.hf_folder import check_folder
-from opd.models.peft_folder import adapter_pairs, merged
+from opd.models.hf_weights import adapter_pairs, merged
 from opd.redact import redact
 from opd.storage.object_store import ObjectStore
 from opd.storage.published import PublishedModel

@@ -16,7 +16,7 @@ from opd.config.served import ServerConfig, TeacherServerConfig
 from opd.errors import ConfigError, TeacherError
 from opd.kernels.head import Head
 from opd.models.causal_lm import torch_device, torch_dtype
-from opd.monitor.heartbeat import doing
+from opd.monitor.progress import doing
 from opd.served.http_client import Patience, PoolOptions, Server
 from opd.served.http_pool import HTTPPool, LoopThread
 from opd.served.sglang_answers import (

@@ -21,10 +21,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from opd.errors import TeacherError
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
-from opd.models.chunked_layers import ChunkedLayers
 from opd.models.hf_folder import names_code
 from opd.models.hf_weights import quiet
-from opd.models.long_sequence import FINAL_NORMS
+from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
 
 _IGNORED = ("rotary_emb.inv_freq",)  # older checkpoints hold it; it follows from the configuration
 

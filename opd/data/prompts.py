@@ -1,4 +1,7 @@
-"""A prompt, and a domain: prompts with a way to tell right answers from wrong ones."""
+"""A prompt, and a domain: prompts with a way to tell right answers from wrong ones.
+
+An endless, shuffled, resumable sequence over a domain's training prompts.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from opd.data.hashing import content_key
+from opd.data.hashing import content_key, permutation
+from opd.errors import DataError
 
 Checker = Callable[[str, Any], float]
 """`checker(completion, label) -> reward`; the completion comes without its end-of-sequence token."""
@@ -67,3 +71,32 @@ class Domain:
     """Characters of its prompts and answers, for a character tokenizer; empty for text domains."""
     tags: list[str] = field(default_factory=list)
     """Character sequences that are one token each."""
+
+
+class PromptCursor:
+    """Every epoch is a fresh permutation. Prompt number `i` is a function of (seed, name, i) and the prompts
+    alone, so a resumed run needs to remember nothing but how many it has taken.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, name: str) -> None:
+        """Raises `DataError` if there are no prompts."""
+        if not prompts:
+            raise DataError(f"domain {name} has no training prompts; check its source and its filters.")
+        self._prompts = prompts
+        self._seed = seed
+        self._name = name
+        self._epoch = -1
+        self._order = np.zeros(0, dtype=np.int64)
+
+    def take(self, start: int, n: int) -> list[Prompt]:
+        """Prompts number `start ... start + n - 1`."""
+        if start < 0 or n < 0:
+            raise ValueError(f"start {start} and n {n} must not be negative")
+        return [self._at(number) for number in range(start, start + n)]
+
+    def _at(self, number: int) -> Prompt:
+        epoch, place = divmod(number, len(self._prompts))
+        if epoch != self._epoch:
+            self._order = permutation(len(self._prompts), self._seed, self._name, epoch)
+            self._epoch = epoch
+        return self._prompts[int(self._order[place])]

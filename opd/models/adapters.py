@@ -3,21 +3,34 @@
 FOLDER/                          the merged model, as any other
 FOLDER/adapter/                  adapter_config.json and adapter_model.safetensors: peft loads it
 FOLDER/adapter/base.json         where its base lies, and the sha256 of each of the base's weight files
+
+LoRA: a frozen base with trained adapters (peft), and the plain model the two are together.
+
+The trainer's model applies its adapters; the rollout engine's merges them into its own copy of the base. What
+passes between them, and what a checkpoint keeps, are the adapters and the digest of the base they belong to.
+
+Adapter tensors carry peft's names: `model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and `lora_B`
+`[out, r]`.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from opd.errors import CheckpointError
+from opd.config.lora import LoRAConfig
+from opd.errors import CheckpointError, MissingExtraError, ModelError
 from opd.foreign import is_file_name
+from opd.models.causal_lm import CausalLM, weights_digest
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import (
     ADAPTER_CONFIG,
@@ -29,9 +42,173 @@ from opd.models.hf_folder import (
     read_object,
     weight_files,
 )
-from opd.models.lora import AdaptedLM, peft_config
-from opd.models.peft_folder import PREFIX, read_peft
+from opd.models.hf_weights import LORA_A, LORA_B, PREFIX, adapter_pairs, merged, read_peft
 from opd.storage.sealed import file_digest
+
+BASE = "base.sha256"
+"""Name under which the digest of the base, `[32]` uint8, stands before the adapters."""
+_PART = re.compile(r"\.(lora_[AB])\.default\.weight$")
+
+
+class AdaptedLM(CausalLM):
+    """A base whose weights are frozen, with adapters that are trained. Its `weights` are the adapters."""
+
+    def __init__(self, base: CausalLM, config: LoRAConfig, base_path: str | Path, seed: int = 0) -> None:
+        """Take over `base`, read from the folder `base_path`; `A` is drawn from `seed`, `B` is zero.
+
+        Raises `ModelError` if `config` names no linear layer of the decoder, and `MissingExtraError` without
+        the extra `lora`.
+        """
+        self.lora, self.base_path = config, Path(base_path)
+        self._scaling = config.alpha / config.rank
+        self._base_dtype, self._base_device = str(base.dtype).removeprefix("torch."), base.device
+        self._base_digest = digest_tensor(base)
+        _inject(base, config, seed)
+        super().__init__(base.module)
+        self.vocabulary = base.vocabulary
+
+    def keep_adapters_in(self, dtype: torch.dtype) -> None:
+        """Cast the adapters, which are trained, and leave the base as it is."""
+        for name, parameter in self.module.named_parameters():
+            if _PART.search(name):
+                parameter.data = parameter.data.to(dtype)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """`A` and `B` of every adapted layer, detached, in the module's order."""
+        for name, parameter in self.module.named_parameters():
+            if _PART.search(name):
+                yield _PART.sub(r".\1.weight", name), parameter.detach()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The digest of the base and the adapters: all that training changes, and what it belongs to."""
+        yield BASE, self._base_digest
+        yield from self.adapters()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy adapters, named as by `weights`, in place. `ModelError` if they belong to another base or are
+        of another form.
+        """
+        super().load_weights(_of_base(weights, self._base_digest))
+
+    @torch.no_grad()
+    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What the plain model's `weights` would be with the adapters merged, one tensor at a time."""
+        pairs = adapter_pairs(self.adapters())
+        for name, tensor in super().weights():
+            if _PART.search(name):
+                continue
+            name = name.replace(".base_layer.", ".")
+            yield name, merged(tensor, *pairs[name], self._scaling) if name in pairs else tensor
+
+    def merge(self) -> CausalLM:
+        """A plain model with the adapters merged: the base read once more, and added to."""
+        plain = CausalLM.from_pretrained(self.base_path, dtype=self._base_dtype, device=self._base_device)
+        plain.load_weights(self.merged_weights())
+        plain.vocabulary = self.vocabulary
+        return plain
+
+
+class MergingLM(CausalLM):
+    """A plain model, made of a base and the adapters it is given. Its `weights` are those adapters."""
+
+    def __init__(self, base: CausalLM, config: LoRAConfig) -> None:
+        """Take over `base`; the layers that `config` names are kept twice, as they were and merged."""
+        self._base_digest = digest_tensor(base)
+        self._scaling = config.alpha / config.rank
+        own = dict(base.weights())
+        layers = target_layers(base.module, config.targets)
+        self._merged = {layer: own[f"{layer}.weight"] for layer in layers}
+        self._base = {layer: tensor.clone() for layer, tensor in self._merged.items()}
+        self._adapters: dict[str, Tensor] = {}
+        for layer, weight in self._base.items():
+            self._adapters[layer + LORA_A] = weight.new_zeros(config.rank, weight.shape[1])
+            self._adapters[layer + LORA_B] = weight.new_zeros(weight.shape[0], config.rank)
+        super().__init__(base.module)
+        self.vocabulary = base.vocabulary
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The digest of the base and the adapters that are merged into it."""
+        yield BASE, self._base_digest
+        yield from self._adapters.items()
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Merge these adapters in place of those merged before. `ModelError` as for `AdaptedLM`."""
+        try:
+            super().load_weights(_of_base(weights, self._base_digest))
+        finally:  # even a refused tensor leaves those before it copied
+            for layer, base in self._base.items():
+                a, b = self._adapters[layer + LORA_A], self._adapters[layer + LORA_B]
+                self._merged[layer].copy_(merged(base, a, b, self._scaling))
+
+
+def target_layers(module: Any, targets: Iterable[str]) -> list[str]:
+    """Full names of the decoder's linear layers whose last name is among `targets`, adapted or not.
+
+    Raises `ModelError` for a target that no decoder layer has.
+    """
+    wanted, found = set(targets), []
+    inside = {id(part) for layer in module.get_decoder().layers for part in layer.modules()}
+    for name, part in module.named_modules():
+        name = name.removesuffix(".base_layer")  # what an adapted layer has become
+        if name.rpartition(".")[2] in wanted and isinstance(part, nn.Linear) and id(part) in inside:
+            found.append(name)
+    absent = wanted - {name.rpartition(".")[2] for name in found}
+    if absent:
+        raise ModelError(
+            f"model.lora.targets names {min(absent)!r}, but no decoder layer of {type(module).__name__} has a"
+            " linear layer of that name; look at the names of its weights."
+        )
+    return found
+
+
+def digest_tensor(base: CausalLM) -> Tensor:
+    """[32] uint8: the digest of a plain model, as it travels with adapters."""
+    return torch.frombuffer(bytearray.fromhex(weights_digest(base.weights())), dtype=torch.uint8)
+
+
+def _of_base(weights: Iterable[tuple[str, Tensor]], digest: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """`weights` as they are; `ModelError` if they belong to another base."""
+    for name, tensor in weights:
+        if name == BASE and not torch.equal(tensor.cpu(), digest):
+            raise ModelError(
+                f"the adapters belong to a base of digest {bytes(tensor.tolist()).hex()[:12]}, but this one"
+                f" has {bytes(digest.tolist()).hex()[:12]}; give every process the same base."
+            )
+        yield name, tensor
+
+
+def peft_config(
+    module: Any, config: LoRAConfig, *, base: str | None = None, inference_mode: bool = False
+) -> Any:
+    """`config` as peft's `LoraConfig`, with every target by its full name.
+
+    Raises `MissingExtraError` without the extra `lora`.
+    """
+    try:
+        from peft import LoraConfig, TaskType
+    except ImportError as error:
+        raise MissingExtraError("model.lora", "lora") from error
+    return LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=config.rank,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=target_layers(module, config.targets),
+        base_model_name_or_path=base,
+        inference_mode=inference_mode,
+    )
+
+
+def _inject(base: CausalLM, config: LoRAConfig, seed: int) -> None:
+    described = peft_config(base.module, config)
+    from peft import inject_adapter_in_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(described, base.module)
+
 
 FOLDER = "adapter"
 CONFIG, WEIGHTS, BASE = ADAPTER_CONFIG, ADAPTER_WEIGHTS, "base.json"

@@ -1,10 +1,13 @@
 """A Hugging Face causal language model with packed attention, a live head, and weights one can stream.
 
 Shapes: `T` packed tokens, `B` sequences, `D` hidden size, `V` vocabulary.
+
+The identity of named weights: sha256 over their names, shapes, dtypes and bytes, in their order.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +20,42 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from opd.errors import ModelError
 from opd.kernels.head import Head
 from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention
-from opd.models.digest import weights_digest
-from opd.models.heads import check_head, head_of
-from opd.models.hf_config import scratch_config
-from opd.models.hf_folder import check_folder
+from opd.models.heads import check_attention, check_head, head_of
+from opd.models.hf_folder import check_folder, scratch_config
 from opd.models.hf_weights import load_module
 from opd.models.long_sequence import WHOLE, LayerMemory, hidden_in_pieces, recomputed
-from opd.models.probes import check_attention
+
+
+class WeightsDigest:
+    """The digest of weights that pass by."""
+
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256()
+
+    def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """`weights`, as they are."""
+        for name, tensor in weights:
+            self._sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            self._sha.update(raw_bytes(tensor).numpy().data)
+            yield name, tensor
+
+    def hex(self) -> str:
+        """Of what has passed so far."""
+        return self._sha.hexdigest()
+
+
+def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 (hex) over the names, shapes, dtypes and bytes of `weights`, in their order."""
+    digest = WeightsDigest()
+    for _ in digest.watch(weights):
+        pass
+    return digest.hex()
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """[nbytes] uint8 on the CPU: the bytes of `tensor`, shared where it lies there in order."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -1,13 +1,32 @@
 """A decoder's forward and backward in less memory: layers computed again, long sequences in pieces.
 
 Shapes: `T` packed tokens, `D` hidden size.
+
+Decoder layers called on one piece of the tokens after another, in the place of their own forward.
+
+Everything in a decoder layer but its attention treats tokens one by one, so the family's own layer is called
+on pieces; how the queries of a piece see keys of other pieces is a subclass's. Between layers only the hidden
+states [T, D] stay: the backward of a layer computes each piece again and differentiates it at once.
+(Recomputation: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".)
+
+Long sequences through decoder layers piece by piece, forward and backward, in bounded memory.
+
+A layer's forward runs with an `attend` that keeps the keys and values of the pieces before. Its backward
+computes the keys and values again, then goes through the pieces from the last to the first, each one computed
+again and differentiated at once, with the gradient of the keys and values it saw added up for the pieces
+before it.
+
+Memory of `T` tokens: `T x D` for each layer's input, `T x 4 Hkv d` for one layer's keys, values and their
+gradients, and one piece's activations. [T, T] and [T, intermediate size] never exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +34,308 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opd.errors import ModelError
-from opd.models.attention import PackedAttention
-from opd.models.chunked_layers import ChunkedLayers
-from opd.models.layer_pieces import Layer, LayerPieces
+from opd.models.attention import Attend, AttentionCall, PackedAttention, Scores, attend, attend_backward
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
+
+Layer = Callable[..., Tensor]
+"""`layer(hidden [1, t, D], **arguments) -> [1, t, D]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """A layer, or the norm after the last one, as a decoder calls it on all tokens."""
+
+    layer: Layer
+    arguments: dict[str, Any]
+    attends: bool = True
+
+
+class LayerPieces(ABC):
+    """Runs decoder layers over `tokens` tokens in pieces: the tokens `piece.start ... piece.stop - 1`."""
+
+    def __init__(self, tokens: int, spans: Sequence[slice]) -> None:
+        self.tokens = tokens
+        self.spans = list(spans)
+
+    @abstractmethod
+    def attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
+        """Each piece with its `attend`, in an order in which they can be run. `hidden` [1, T, D] is what the
+        layer is given; pieces that were run may be overwritten."""
+
+    @abstractmethod
+    def attending_backward(self, hidden: Tensor, upstream: Tensor, call: LayerCall) -> Tensor:
+        """`backward` of a layer that attends."""
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Stands where a decoder wants an `attend`; raises `ModelError` if a layer was not replaced."""
+        raise ModelError(
+            f"layer {call.layer_index} is not one of its decoder's `layers`; this architecture cannot run"
+            " long sequences in pieces: leave sequence_chunk out."
+        )
+
+    @contextmanager
+    def installed(self, layers: Sequence[nn.Module], norm: nn.Module | None) -> Iterator[None]:
+        """While the block runs, `layers` and the final `norm` work piece by piece."""
+        with ExitStack() as undo:
+            for module in [*layers, *([] if norm is None else [norm])]:
+                module.forward = self._stand_in(module.forward, attends=module is not norm)
+                undo.callback(delattr, module, "forward")
+            yield
+
+    def _stand_in(self, layer: Layer, attends: bool) -> Layer:
+        def forward(hidden_states: Tensor, **arguments: Any) -> Tensor:
+            if not torch.is_grad_enabled():
+                return self.prefill(hidden_states, arguments, layer, attends=attends)
+            # Without it a layer behind frozen embeddings would have no input that asks for a gradient.
+            anchor = torch.empty(0, requires_grad=True)
+            return _Recomputed.apply(hidden_states, anchor, self, LayerCall(layer, arguments, attends))
+
+        return forward
+
+    @torch.no_grad()
+    def prefill(
+        self, hidden: Tensor, arguments: dict[str, Any], layer: Layer, *, attends: bool = True
+    ) -> Tensor:
+        """`layer` on `hidden` [1, T, D], which is overwritten with the result and returned."""
+        call = LayerCall(layer, arguments, attends)
+        apart: Iterator[tuple[slice, Attend | None]] = ((span, None) for span in self.spans)
+        for span, attention in self.attentions(hidden, call) if attends else apart:
+            hidden[:, span] = layer(hidden[:, span], **self.cut(arguments, span, attention))
+        return hidden
+
+    def backward(self, hidden: Tensor, upstream: Tensor, call: LayerCall) -> Tensor:
+        """The gradient in `hidden` [1, T, D]; those in the layer's parameters are added to their `.grad`."""
+        if call.attends:
+            return self.attending_backward(hidden, upstream, call)
+        gradient = torch.empty_like(hidden)
+        for span in self.spans:
+            gradient[:, span] = self.differentiate(hidden, upstream, call, span)
+        return gradient
+
+    def differentiate(
+        self, hidden: Tensor, upstream: Tensor, call: LayerCall, span: slice, attention: Attend | None = None
+    ) -> Tensor:
+        """The gradient in one piece of `hidden`, which is computed again for it."""
+        given = hidden[:, span].detach().requires_grad_()
+        with torch.enable_grad():
+            output = call.layer(given, **self.cut(call.arguments, span, attention))
+        torch.autograd.backward(output, upstream[:, span])
+        assert given.grad is not None
+        return given.grad
+
+    def keys(self, piece: Tensor, call: LayerCall, span: slice) -> tuple[Tensor, ...]:
+        """Keys `[Hkv, t, d]` and values of a piece of the hidden states; nothing after them is computed.
+        Empty if the layer has no attention.
+        """
+        known = _Keys()
+        with suppress(_KeysKnownError):
+            call.layer(piece, **self.cut(call.arguments, span, known))
+        return known.found
+
+    def cut(self, arguments: dict[str, Any], span: slice, attention: Attend | None) -> dict[str, Any]:
+        """The arguments of a layer for one piece: what has a row per token is cut to its rows."""
+        own = {name: self._cut(value, span) for name, value in arguments.items()}
+        return own if attention is None else own | {"attend": attention}
+
+    def _cut(self, value: Any, span: slice) -> Any:
+        if isinstance(value, Tensor):
+            per_token = value.ndim > 1 and value.shape[1] == self.tokens
+            return value[:, span] if per_token else value
+        if isinstance(value, tuple | list):
+            return type(value)(self._cut(part, span) for part in value)
+        return value
+
+
+class _KeysKnownError(Exception):
+    """Ends a layer early: its keys and values were all that was wanted."""
+
+
+class _Keys:
+    """An `attend` that keeps keys and values, and ends the layer."""
+
+    found: tuple[Tensor, ...] = ()
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        self.found = (call.key[0], call.value[0])
+        raise _KeysKnownError
+
+
+class _Recomputed(torch.autograd.Function):
+    """A layer of which only the input is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, pieces: LayerPieces, call: LayerCall) -> Tensor:
+        del anchor
+        ctx.save_for_backward(hidden)
+        ctx.pieces, ctx.call = pieces, call
+        return pieces.prefill(hidden.clone(), call.arguments, call.layer, attends=call.attends)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
+        return ctx.pieces.backward(hidden, upstream, ctx.call), None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The packed tokens `start ... stop - 1`: several whole sequences, or a part of one."""
+
+    start: int
+    stop: int
+    bounds: tuple[int, ...]
+    """Of its sequences, counted from `start`; where it is part of one, `(0, stop - start)`."""
+    sequence: tuple[int, int] | None = None
+    """The packed tokens of the sequence it is a part of; `None` for whole sequences."""
+
+    @property
+    def span(self) -> slice:
+        """Its packed tokens."""
+        return slice(self.start, self.stop)
+
+
+def pieces_of(cu_seqlens: Sequence[int], chunk: int) -> list[Piece]:
+    """Cut packed sequences into pieces of at most `chunk` tokens; only those longer than that are cut."""
+    pieces: list[Piece] = []
+    begin, bounds = 0, [0]
+
+    def whole() -> None:
+        if bounds[-1] > 0:
+            pieces.append(Piece(begin, begin + bounds[-1], tuple(bounds)))
+
+    for start, stop in pairwise(cu_seqlens):
+        if stop - begin > chunk:
+            whole()
+            begin, bounds = start, [0]
+        if stop - start > chunk:
+            for first in range(start, stop, chunk):
+                last = min(first + chunk, stop)
+                pieces.append(Piece(first, last, (0, last - first), (start, stop)))
+            begin = stop
+        else:
+            bounds.append(stop - begin)
+    whole()
+    return pieces
+
+
+class _Cache:
+    """Keys and values of one layer and one long sequence, and their gradients in a backward."""
+
+    def __init__(self, sequence: tuple[int, int]) -> None:
+        self.start, self.stop = sequence
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.gradients: tuple[Tensor, ...] | None = None
+
+    def put(self, piece: Piece, key: Tensor, value: Tensor) -> slice:
+        """Keep the keys and values of `piece`; returns their place."""
+        place = slice(piece.start - self.start, piece.stop - self.start)
+        if self.keys is None or self.values is None:
+            length = self.stop - self.start
+            self.keys, self.values = (x.new_empty(x.shape[0], length, x.shape[2]) for x in (key, value))
+        self.keys[:, place], self.values[:, place] = key, value
+        return place
+
+    def until(self, place: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values from the start of the sequence to the end of `place`."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[:, : place.stop], self.values[:, : place.stop]
+
+    def gradients_until(self, place: slice) -> tuple[Tensor, ...]:
+        if self.gradients is None:
+            assert self.keys is not None
+            assert self.values is not None
+            dtype = torch.promote_types(self.keys.dtype, torch.float32)
+            self.gradients = tuple(torch.zeros_like(x, dtype=dtype) for x in (self.keys, self.values))
+        return tuple(gradient[:, : place.stop] for gradient in self.gradients)
+
+
+class _PieceAttention(torch.autograd.Function):
+    """The queries of a piece on its own keys and those before it.
+
+    Its backward adds the gradient of the keys before it to the cache, and returns for its own keys what this
+    piece and all after it gave: those came first.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cache: _Cache, piece: Piece, scores: Scores
+    ) -> Tensor:
+        place = cache.put(piece, key, value)
+        output, logsumexp = attend(query, *cache.until(place), scores)
+        ctx.save_for_backward(query, output, logsumexp)
+        ctx.cache, ctx.place, ctx.scores = cache, place, scores
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        query, output, logsumexp = ctx.saved_tensors
+        key, value = ctx.cache.until(ctx.place)
+        sums = ctx.cache.gradients_until(ctx.place)
+        of_query = attend_backward(query, key, value, (output, logsumexp, upstream), sums, ctx.scores)
+        own = (x[:, ctx.place].to(like.dtype) for x, like in zip(sums, (key, value), strict=True))
+        return of_query, *own, None, None, None
+
+
+@dataclass(slots=True)
+class _PieceAttend:
+    """The `attend` of one piece of a long sequence."""
+
+    cache: _Cache
+    piece: Piece
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        scores = Scores(call.scaling, call.softcap, call.sliding_window)
+        inputs = (call.query[0], call.key[0], call.value[0])
+        return _PieceAttention.apply(*inputs, self.cache, self.piece, scores).transpose(0, 1)[None]
+
+
+class ChunkedLayers(LayerPieces):
+    """Runs decoder layers over packed sequences in pieces of at most `chunk` tokens."""
+
+    def __init__(self, cu_seqlens: Sequence[int], chunk: int) -> None:
+        self.pieces = pieces_of(cu_seqlens, chunk)
+        super().__init__(cu_seqlens[-1], [piece.span for piece in self.pieces])
+
+    def attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
+        """Those of one sequence share a cache, which goes with the last."""
+        del hidden, call
+        cache: _Cache | None = None
+        for piece in self.pieces:
+            if piece.sequence is None:
+                cache = None
+                yield piece.span, PackedAttention(list(piece.bounds))
+                continue
+            if cache is None or (cache.start, cache.stop) != piece.sequence:
+                cache = _Cache(piece.sequence)
+            yield piece.span, _PieceAttend(cache, piece)
+
+    def attending_backward(self, hidden: Tensor, upstream: Tensor, call: LayerCall) -> Tensor:
+        gradient = torch.empty_like(hidden)
+        caches: dict[tuple[int, int], _Cache] = {}
+        for piece in reversed(self.pieces):
+            attention: Attend = PackedAttention(list(piece.bounds))
+            if piece.sequence is not None:
+                if piece.sequence not in caches:
+                    caches = {piece.sequence: self._filled(hidden, call, piece.sequence)}
+                attention = _PieceAttend(caches[piece.sequence], piece)
+            gradient[:, piece.span] = self.differentiate(hidden, upstream, call, piece.span, attention)
+        return gradient
+
+    @torch.no_grad()
+    def _filled(self, hidden: Tensor, call: LayerCall, sequence: tuple[int, int]) -> _Cache:
+        """The keys and values of all pieces of `sequence` but the last, which computes its own."""
+        cache = _Cache(sequence)
+        for piece in [piece for piece in self.pieces if piece.sequence == sequence][:-1]:
+            found = self.keys(hidden[:, piece.span], call, piece.span)
+            if found:
+                cache.put(piece, *found)
+        return cache
+
 
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f")
 """What families call the norm after the last layer."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from opd.errors import RolloutError
-from opd.models.digest import raw_bytes
+from opd.models.causal_lm import raw_bytes
 from opd.rendezvous import host_store
 from opd.rollout.sync.disk import WeightFolder
 from opd.rollout.sync.group import TIMEOUT, Seat, weight_group

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opd.errors import RolloutError
-from opd.models.causal_lm import DTYPES
-from opd.models.digest import raw_bytes
+from opd.models.causal_lm import DTYPES, raw_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

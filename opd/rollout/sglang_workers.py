@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
 from opd.foreign import decoding
-from opd.models.digest import weights_digest
+from opd.models.causal_lm import weights_digest
 from opd.rollout.sglang_push import Push
 from opd.rollout.sglang_sync import Proof, check_config, check_form
 from opd.served.http_client import PoolOptions, RefusedError, Server, UnavailableError, pause

@@ -14,7 +14,7 @@ from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import TrainingError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
-from opd.models.digest import weights_digest
+from opd.models.causal_lm import weights_digest
 from opd.ranks import Ranks
 from opd.train.head_ops import linear_logprobs
 from opd.train.packing import micro_batches, of_packed, split_by_tokens

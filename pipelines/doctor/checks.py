@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from opd.config import Recipe
 from opd.errors import ConfigError, from_system
 from opd.imports import BATCH, DIVERGENCE, GENERATE, GROUP, POLICY_LOSS, import_function
-from opd.monitor.heartbeat import never_silent
+from opd.monitor.progress import never_silent
 from opd.pipelines.run_folder import RunFolder
 from opd.redact import redact
 

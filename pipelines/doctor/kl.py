@@ -93,8 +93,7 @@ def _check(
 
 def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenizer: Any) -> list[Sample]:
     """The student's responses to a few held-out prompts, sampled as the recipe does."""
-    from opd.data.fitting import truncated
-    from opd.data.load import encode_prompt
+    from opd.data.load import encode_prompt, truncated
     from opd.pipelines.domains import prompt_room
     from opd.pipelines.student import sampling_params
     from opd.rollout.torch_engine import TorchEngine

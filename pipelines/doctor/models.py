@@ -13,7 +13,7 @@ from opd.config import Recipe
 from opd.config.lora import LoRAConfig
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ModelError, OpdError
-from opd.monitor.heartbeat import never_silent
+from opd.monitor.progress import never_silent
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers, number_of
 
 if TYPE_CHECKING:
@@ -163,8 +163,7 @@ def _for_all(sentence: str, names: list[str]) -> str:
 
 
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
-    from opd.models.hf_config import read_config, scratch_config
-    from opd.models.hf_folder import check_folder
+    from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
     from opd.pipelines.domains import student_tokenizer
 
@@ -200,7 +199,7 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
 
 
 def _check_teacher_files(recipe: Recipe, name: str, source: str, path: Path, models: Models) -> list[Finding]:
-    from opd.models.hf_config import read_config
+    from opd.models.hf_folder import read_config
 
     title = f"teacher {name}"
     config = read_config(path)
@@ -237,7 +236,7 @@ def _check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> 
 
 def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models: Models) -> list[Finding]:
     """Whether the teacher ends its responses, and writes prompts, as the student does."""
-    from opd.models.stops import stops_of
+    from opd.models.tokenizers import stops_of
 
     findings, model = [], recipe.model
     ends = [stop for stop in stops_of(tokenizer, path) if stop.token_id not in models.stops]
@@ -272,7 +271,7 @@ def _rendered(tokenizer: Any, template: Mapping[str, Any]) -> str | None:
 
 def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
     """Where responses end, and whether that is where the chat template ends a turn."""
-    from opd.models.stops import end_of_turn
+    from opd.models.tokenizers import end_of_turn
     from opd.pipelines.student import model_stops
 
     tokenizer, title = models.tokenizer, "stop ids"
@@ -335,8 +334,8 @@ def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from opd.models.hf_config import layer_windows
-    from opd.models.lora import target_layers
+    from opd.models.adapters import target_layers
+    from opd.models.hf_folder import layer_windows
 
     text = config.get_text_config()
     try:
@@ -408,8 +407,7 @@ def _check_temperature(title: str, path: str | None, temperature: float) -> list
 
 def _check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """All prompts: do they need a chat template, do they fit? Of some, how long are they?"""
-    from opd.data.fitting import fit
-    from opd.data.load import encode_prompt
+    from opd.data.load import encode_prompt, fit
     from opd.pipelines.domains import prompt_room
 
     title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts

@@ -23,7 +23,7 @@ from torch import Tensor
 from opd.config import RayLaunch, Recipe
 from opd.errors import LaunchError
 from opd.kernels.head import Head
-from opd.models.digest import raw_bytes
+from opd.models.causal_lm import raw_bytes
 from opd.pipelines.on_ray.cluster import Layout, import_ray, one_line, options_of, role_of
 from opd.pipelines.run_folder import RunFolder
 from opd.redact import guard_streams

@@ -13,7 +13,7 @@ import numpy as np
 from opd.config import Recipe, SampledTokenK1
 from opd.errors import ConfigError
 from opd.models.causal_lm import CausalLM
-from opd.models.hf_config import layer_windows
+from opd.models.hf_folder import layer_windows
 from opd.pipelines.context import StageContext
 from opd.pipelines.loop import Step
 from opd.pipelines.merge_loss import needs_policy_stream

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.data.cursor import PromptCursor
-from opd.data.prompts import Prompt
+from opd.data.prompts import Prompt, PromptCursor
 from opd.errors import DataError
 
 PROMPTS = [Prompt.of(f"prompt {i}", i, "d") for i in range(13)]

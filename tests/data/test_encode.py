@@ -45,7 +45,7 @@ def test_what_cannot_be_encoded_names_domain_and_prompt() -> None:
 
 def test_data_and_rewards_need_no_torch() -> None:
     code = (
-        "import sys; import opd.data.load, opd.data.cursor, opd.rewards.runner, opd.rewards.functions; "
+        "import sys; import opd.data.load, opd.data.prompts, opd.rewards.runner, opd.rewards.functions; "
         "assert not {'torch', 'transformers', 'pyarrow', 'reasoning_gym'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.config import DomainConfig, Recipe
-from opd.data.fitting import Room, fit, truncated
-from opd.data.load import encode_prompt, load_domain
+from opd.data.load import Room, encode_prompt, fit, load_domain, truncated
 from opd.data.prompts import Domain, Prompt
 from opd.errors import ConfigError, DataError
 from opd.models.tokenizers import character_tokenizer

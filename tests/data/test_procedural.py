@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from opd.config import DomainConfig
 from opd.data.load import load_domain
-from opd.data.procedural import TASKS
-from opd.data.procedural.task import ALPHABET, DigitTask, register
+from opd.data.procedural import ALPHABET, TASKS, DigitTask, register
 from opd.data.prompts import Domain, Prompt
 from opd.errors import DataError
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from opd.errors import ModelError
-from opd.models.attention import AttentionCall, PackedAttention, opd_attention
-from opd.models.packing import SHORT, buckets_of
+from opd.models.attention import SHORT, AttentionCall, PackedAttention, buckets_of, opd_attention
 
 
 def reference(call: AttentionCall, lengths: list[int]) -> Tensor:

@@ -7,8 +7,7 @@ import tiny
 import torch
 
 from opd.errors import ModelError
-from opd.models.causal_lm import CausalLM, torch_device
-from opd.models.digest import weights_digest
+from opd.models.causal_lm import CausalLM, torch_device, weights_digest
 
 
 def build(**config) -> CausalLM:

@@ -13,10 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from opd.errors import CheckpointError, ModelError
-from opd.models.card import model_card
 from opd.models.causal_lm import CausalLM
-from opd.models.checkpoint import save_checkpoint
-from opd.models.hf_config import read_config
+from opd.models.checkpoint import model_card, save_checkpoint
+from opd.models.hf_folder import read_config
 from opd.models.hf_weights import quiet
 from opd.models.tokenizers import fingerprint, load_tokenizer
 

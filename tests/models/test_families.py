@@ -11,9 +11,8 @@ import torch
 from opd.errors import ModelError
 from opd.models.attention import AttentionCall, PackedAttention
 from opd.models.causal_lm import CausalLM
-from opd.models.heads import check_head
-from opd.models.hf_config import layer_windows
-from opd.models.probes import check_attention
+from opd.models.heads import check_attention, check_head
+from opd.models.hf_folder import layer_windows
 
 LENGTHS = [3, 11, 1, 7, 40]
 

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from opd.errors import ModelError
-from opd.models import block_attention as blocks
+from opd.models import attention as blocks
 from opd.models.causal_lm import CausalLM
-from opd.models.chunked_layers import pieces_of
-from opd.models.long_sequence import LayerMemory, check_pieces
+from opd.models.long_sequence import LayerMemory, check_pieces, pieces_of
 
 LENGTHS = [3, 29, 4, 2, 17, 1]
 

@@ -13,10 +13,18 @@ from torch import Tensor
 
 from opd.config.lora import LoRAConfig
 from opd.errors import CheckpointError, ModelError
-from opd.models.adapters import BASE, CONFIG, FOLDER, has_adapter, read_adapter, save_adapted
+from opd.models.adapters import (
+    BASE,
+    CONFIG,
+    FOLDER,
+    AdaptedLM,
+    MergingLM,
+    has_adapter,
+    read_adapter,
+    save_adapted,
+)
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.models.lora import AdaptedLM, MergingLM
 from opd.rollout.torch_engine import TorchEngine
 from opd.train.terms import CrossEntropyTerm
 from opd.train.torch_backend import TorchBackend

@@ -10,7 +10,7 @@ from opd.config import Recipe
 from opd.errors import CheckpointError, ConfigError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.models.stops import end_of_turn, stops_of
+from opd.models.tokenizers import end_of_turn, stops_of
 from opd.pipelines.student import sampling_params
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.types import Status

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from opd.monitor.heartbeat import busy_with, doing, never_silent
-from opd.monitor.progress import Progress
+from opd.monitor.progress import Progress, busy_with, doing, never_silent
 
 
 def _log(width: int = 60) -> tuple[io.StringIO, Console]:
@@ -44,11 +43,10 @@ def test_a_log_with_no_interval_gets_every_update_with_the_time_left() -> None:
 
 def test_a_resumed_stage_is_timed_by_the_steps_it_took_itself(monkeypatch) -> None:
     stream, console = _log()
-    seconds = iter((0.0, 10.0, 20.0))
-    clock = SimpleNamespace(monotonic=lambda: next(seconds))
-    monkeypatch.setattr("opd.monitor.progress.time", clock)
+    now = [0.0]
+    monkeypatch.setattr("opd.monitor.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
     with Progress(console, seconds_between_lines=0, silence=3600) as progress:
-        for step in (200, 201, 202):
+        for step, now[0] in ((200, 0.0), (201, 10.0), (202, 20.0)):
             progress.update("base", step, 206)
     lines = [line.split() for line in stream.getvalue().splitlines()]
     assert [line[2:] for line in lines] == [[], ["eta", "0:50"], ["eta", "0:40"]]

@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stage_ranks
 from recipes import tiny_recipe
 
-from opd.models.adapters import read_adapter
-from opd.models.lora import BASE
+from opd.models.adapters import BASE, read_adapter
 from opd.monitor.metrics import read_metrics
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder

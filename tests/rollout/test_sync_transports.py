@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sync_process import greedy
 
 from opd.errors import RolloutError
-from opd.models.digest import WeightsDigest, weights_digest
+from opd.models.causal_lm import WeightsDigest, weights_digest
 from opd.rendezvous import host_store
 from opd.rollout.sync.disk import WeightFolder
 from opd.rollout.sync.group import Seat, weight_group

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from opd.errors import CheckpointError, OpdError, RolloutError
 from opd.models.hf_folder import adapter_base
-from opd.models.peft_folder import read_peft
+from opd.models.hf_weights import read_peft
 from opd.rollout.sync.disk import WeightFolder
 from opd.rollout.sync.parcel import Parcel
 from opd.storage.checkpoints import CheckpointStore

@@ -15,7 +15,7 @@ from opd.config import Recipe
 from opd.errors import ModelError, TeacherError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.models.hf_config import read_config
+from opd.models.hf_folder import read_config
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.publish import publish_checkpoint

@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig, TrainConfig
 from opd.config.lora import LoRAConfig
 from opd.kernels.head import Head
+from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, torch_dtype
-from opd.models.lora import AdaptedLM
 from opd.ranks import Ranks
 from opd.train.backend import Training
 from opd.train.backends import open_backend

@@ -17,8 +17,8 @@ import backend_ranks
 from backend_ranks import FILES, assert_same, on_two_ranks, read_state
 
 from opd.config import TrainConfig
+from opd.models.adapters import BASE, AdaptedLM, MergingLM
 from opd.models.causal_lm import CausalLM
-from opd.models.lora import BASE, AdaptedLM, MergingLM
 from opd.ranks import Ranks
 from opd.train.backend import Training
 from opd.train.backends import open_backend

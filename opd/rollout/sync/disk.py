@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from opd.errors import RolloutError
 from opd.foreign import is_file_name, shown
-from opd.models.digest import WeightsDigest
+from opd.models.causal_lm import WeightsDigest
 from opd.models.hf_folder import INDEX, read_object
 from opd.rollout.sync.parcel import Parcel, Tell, Weights
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from opd.errors import RolloutError
-from opd.models.digest import WeightsDigest
+from opd.models.causal_lm import WeightsDigest
 from opd.rollout.sync.parcel import Parcel, Tell, Weights
 
 if TYPE_CHECKING:

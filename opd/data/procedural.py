@@ -1,0 +1,299 @@
+"""Exact tasks on strings of digits, for a character model. Add one here, or register your own.
+
+Each task is one right rule and one consistent wrong rule close to it; its prompts are distinct strings of
+digits, split by their hash.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from opd.config.data import DomainConfig
+from opd.data.hashing import fraction, raw_stream
+from opd.data.prompts import Domain, Prompt
+from opd.errors import DataError
+from opd.imports import import_attribute
+
+ALPHABET = "0123456789="
+
+TASKS: dict[str, type[DigitTask]] = {}
+"""Name -> task; the name is what follows `procedural:` in a recipe."""
+
+
+class DigitTask(ABC):
+    """Maps a string of digits to another. All tasks share the same strings and are told apart by a tag:
+    the prompt is `<sort>31415926=` and the answer `11234569`.
+    """
+
+    name: str
+
+    @property
+    def tag(self) -> str:
+        """What a prompt begins with; one token."""
+        return f"<{self.name}>"
+
+    @abstractmethod
+    def right(self, digits: str) -> str:
+        """The right answer."""
+
+    @abstractmethod
+    def wrong_rule(self, digits: str) -> str:
+        """The answer of an algorithm near the right one: a habit that reinforcement learning has to break."""
+
+    def corrupt(self, answer: str, rng: np.random.Generator) -> str:
+        """`answer` with one to three of its digits replaced by other digits: never `answer` itself."""
+        count = min(int(rng.integers(1, 4)), len(answer))
+        digits = list(answer)
+        for place in rng.choice(len(answer), size=count, replace=False):
+            digits[place] = str((int(digits[place]) + int(rng.integers(1, 10))) % 10)
+        return "".join(digits)
+
+    def prompt(self, digits: str) -> str:
+        """The text the model sees."""
+        return f"{self.tag}{digits}="
+
+    def digits(self, prompt: str) -> str:
+        """The digits of a prompt's text."""
+        return prompt.removeprefix(self.tag).removesuffix("=")
+
+    def demonstration(self, prompt: str, rng: np.random.Generator, right: float, wrong_rule: float) -> str:
+        """An answer to the text of a prompt: right with probability `right`, by the wrong rule with
+        `wrong_rule`, else corrupted.
+        """
+        digits = self.digits(prompt)
+        draw = rng.random()
+        if draw < right:
+            return self.right(digits)
+        if draw < right + wrong_rule:
+            return self.wrong_rule(digits)
+        return self.corrupt(self.right(digits), rng)
+
+
+def register(name: str) -> Callable[[type[DigitTask]], type[DigitTask]]:
+    """Class decorator: makes a task available as `procedural:NAME`; `ValueError` if the name is taken."""
+
+    def add(task: type[DigitTask]) -> type[DigitTask]:
+        if name in TASKS:
+            raise ValueError(f"a procedural task {name!r} is registered already; choose another name")
+        task.name = name
+        TASKS[name] = task
+        return task
+
+    return add
+
+
+def _each(digits: str, offset: int, sign: int = 1) -> str:
+    """Every digit `d` as `(offset + sign * d) mod 10`."""
+    return "".join(str((offset + sign * int(digit)) % 10) for digit in digits)
+
+
+@register("sort")
+class Sort(DigitTask):
+    """Ascending; the wrong rule sorts descending."""
+
+    def right(self, digits: str) -> str:
+        return "".join(sorted(digits))
+
+    def wrong_rule(self, digits: str) -> str:
+        return "".join(sorted(digits, reverse=True))
+
+
+@register("reverse")
+class Reverse(DigitTask):
+    """Back to front; the wrong rule leaves the string as it is."""
+
+    def right(self, digits: str) -> str:
+        return digits[::-1]
+
+    def wrong_rule(self, digits: str) -> str:
+        return digits
+
+
+@register("add3")
+class Add3(DigitTask):
+    """Three more, modulo 10, on every digit; the wrong rule adds two."""
+
+    def right(self, digits: str) -> str:
+        return _each(digits, 3)
+
+    def wrong_rule(self, digits: str) -> str:
+        return _each(digits, 2)
+
+
+@register("rotate")
+class Rotate(DigitTask):
+    """Left by two places; the wrong rule moves by one."""
+
+    def right(self, digits: str) -> str:
+        return digits[2:] + digits[:2]
+
+    def wrong_rule(self, digits: str) -> str:
+        return digits[1:] + digits[:1]
+
+
+@register("complement")
+class Complement(DigitTask):
+    """Nine minus each digit; the wrong rule takes them from ten, modulo 10."""
+
+    def right(self, digits: str) -> str:
+        return _each(digits, 9, sign=-1)
+
+    def wrong_rule(self, digits: str) -> str:
+        return _each(digits, 10, sign=-1)
+
+
+@register("swap_halves")
+class SwapHalves(DigitTask):
+    """Second half first; the wrong rule swaps neighbours."""
+
+    def right(self, digits: str) -> str:
+        half = len(digits) // 2
+        return digits[half:] + digits[:half]
+
+    def wrong_rule(self, digits: str) -> str:
+        return "".join(digits[i : i + 2][::-1] for i in range(0, len(digits), 2))
+
+
+@register("parity")
+class Parity(DigitTask):
+    """1 for every odd digit, 0 for every even one; the wrong rule marks digits from five up."""
+
+    def right(self, digits: str) -> str:
+        return "".join(str(int(digit) % 2) for digit in digits)
+
+    def wrong_rule(self, digits: str) -> str:
+        return "".join(str(int(digit) // 5) for digit in digits)
+
+
+@register("running_sum")
+class RunningSum(DigitTask):
+    """Sum of the digits so far, modulo 10; the wrong rule sums each digit and its left neighbour only."""
+
+    def right(self, digits: str) -> str:
+        return "".join(str(total % 10) for total in accumulate(map(int, digits)))
+
+    def wrong_rule(self, digits: str) -> str:
+        before = "0" + digits[:-1]
+        return "".join(str((int(a) + int(b)) % 10) for a, b in zip(before, digits, strict=True))
+
+
+@register("unique")
+class Unique(DigitTask):
+    """Each digit the first time it appears, so answers differ in length; the wrong rule drops only a digit
+    that repeats the one just before it."""
+
+    def right(self, digits: str) -> str:
+        return "".join(dict.fromkeys(digits))
+
+    def wrong_rule(self, digits: str) -> str:
+        return "".join(d for i, d in enumerate(digits) if i == 0 or digits[i - 1] != d)
+
+
+_MAX_DIGITS = 18  # a string of digits is drawn as one 64-bit number
+
+
+def exact_match(completion: str, label: Any) -> float:
+    """1 if the completion is the label, character for character, else 0."""
+    return 1.0 if completion == label else 0.0
+
+
+def load_procedural(
+    task_name: str, name: str, config: DomainConfig, *, seed: int, held_out_prompts: int
+) -> Domain:
+    """`config.prompts` training and `held_out_prompts` held-out prompts of a task, which is a registered name
+    or the dotted path `package.module:Class` of a `DigitTask`.
+
+    A string of digits is held out by its own hash, in every task and with every seed: no run ever trains on
+    another run's evaluation prompts, and no specialist on another domain's. Raises `DataError` for an unknown
+    task or parameter, or if the strings are too short for that many prompts.
+    """
+    task = _find(task_name, name)
+    length = _digits(name, config)
+    strings = _Strings(length, config.held_out, seed)
+    train, held_out = strings.draw(name, config.prompts, held_out_prompts)
+
+    def prompts(chosen: list[str]) -> list[Prompt]:
+        return [Prompt.of(task.prompt(digits), task.right(digits), name) for digits in chosen]
+
+    return Domain(
+        name, prompts(train), prompts(held_out), exact_match, task.demonstration, ALPHABET, [task.tag]
+    )
+
+
+def _find(task_name: str, domain: str) -> DigitTask:
+    if ":" in task_name:
+        return _own_task(task_name, domain)
+    if task_name not in TASKS:
+        near = difflib.get_close_matches(task_name, TASKS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(TASKS))}."
+        raise DataError(f"domains.{domain}.source: there is no procedural task {task_name!r}; {hint}")
+    return TASKS[task_name]()
+
+
+def _own_task(path: str, domain: str) -> DigitTask:
+    """A task outside this package, by the dotted path of its class."""
+    where = f"domains.{domain}.source"
+    task = import_attribute(path, where, DataError)
+    if not (isinstance(task, type) and issubclass(task, DigitTask)) or not hasattr(task, "name"):
+        raise DataError(f"{where}: {path} is no DigitTask with a name; decorate the class with `register`.")
+    return task()
+
+
+def _digits(domain: str, config: DomainConfig) -> int:
+    unknown = sorted(config.params.keys() - {"digits"})
+    if unknown:
+        raise DataError(
+            f"domains.{domain}.params: unknown parameter {unknown[0]!r}; procedural tasks take `digits` only."
+        )
+    digits = config.params.get("digits", 8)
+    if not isinstance(digits, int) or isinstance(digits, bool) or not 2 <= digits <= _MAX_DIGITS:
+        raise DataError(
+            f"domains.{domain}.params.digits is {digits!r}; give a whole number from 2 to {_MAX_DIGITS}."
+        )
+    return digits
+
+
+class _Strings:
+    """Distinct strings of digits in a seeded order, dealt to two piles by their hash."""
+
+    def __init__(self, length: int, held_out_share: float, seed: int) -> None:
+        self._length = length
+        self._share = held_out_share
+        self._seed = seed
+
+    def draw(self, domain: str, train: int, held_out: int) -> tuple[list[str], list[str]]:
+        """`train` and `held_out` strings; `DataError` if there are not as many."""
+        piles: tuple[list[str], list[str]] = ([], [])
+        wanted = (train, held_out)
+        for digits in self._distinct():
+            pile = int(fraction(digits) < self._share)
+            if len(piles[pile]) < wanted[pile]:
+                piles[pile].append(digits)
+            if len(piles[0]) >= train and len(piles[1]) >= held_out:
+                return piles
+        raise DataError(
+            f"domains.{domain}: with {self._length} digits there are {len(piles[0])} of {train} training and "
+            f"{len(piles[1])} of {held_out} held-out prompts; raise params.digits, or lower prompts or "
+            "evaluation.prompts_per_domain."
+        )
+
+    def _distinct(self) -> Iterator[str]:
+        total = 10**self._length
+        if total <= 1_000_000:
+            order = raw_stream("digits", self._length, self._seed).random_raw(total).argsort(kind="stable")
+            yield from (f"{number:0{self._length}d}" for number in order.tolist())
+            return
+        stream = raw_stream("digits", self._length, self._seed)
+        seen: set[int] = set()
+        # Sparse: collisions are rare, and half of all strings is more than any run asks for.
+        while len(seen) < total // 2:
+            for number in (stream.random_raw(4096) % total).tolist():
+                if number not in seen:
+                    seen.add(number)
+                    yield f"{number:0{self._length}d}"
