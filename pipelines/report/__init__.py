@@ -1,8 +1,7 @@
 """The report: one self-contained HTML file that says what a run achieved, and what it does not show.
 
-`load` reads the run folder, `verdict` and `caveats` put numbers into sentences, `tables` and `figures` choose
-what is shown, `examples` shows answers side by side, `charts` draws, `page` puts it together. `closing` is
-what a command says at its end, `comparison` sets several runs beside each other. To add a chart, add a
+`load` reads the run folder, `verdict` puts numbers into sentences, `tables` (answers side by side too) and
+`figures` choose what is shown, `charts` draws, `page` puts it together. `closing` is what a command says at its end, `comparison` sets several runs beside each other. To add a chart, add a
 `Panel` to a function of `figures`.
 """
 

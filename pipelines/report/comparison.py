@@ -10,11 +10,10 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from opd.errors import ConfigError, RunFolderError
-from opd.pipelines.report.charts import Axis, Series, line_chart
+from opd.pipelines.report.charts import MARKERS, Axis, Series, line_chart, series_role
 from opd.pipelines.report.closing import aligned
 from opd.pipelines.report.load import Run, load_run
 from opd.pipelines.report.page import document
-from opd.pipelines.report.theme import MARKERS, series_role
 from opd.pipelines.report.verdict import compare, retained
 from opd.pipelines.report.words import model_label, point_bounds, points
 from opd.pipelines.run_folder import differences

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from opd.pipelines.report.charts import Axis, Bar, Dot, Series, bar_chart, dot_chart, line_chart
+from opd.pipelines.report.charts import (
+    MARKERS,
+    Axis,
+    Bar,
+    Dot,
+    Series,
+    bar_chart,
+    dot_chart,
+    line_chart,
+    series_role,
+)
 from opd.pipelines.report.load import ModelResult, Run, StageResult
-from opd.pipelines.report.theme import MARKERS, series_role
 from opd.pipelines.report.verdict import compare
 from opd.pipelines.report.words import (
     duration,

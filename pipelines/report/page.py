@@ -8,12 +8,11 @@ from pathlib import Path
 
 import yaml
 
-from opd.pipelines.report import examples, figures, tables
-from opd.pipelines.report.caveats import caveats
+from opd.pipelines.report import figures, tables
+from opd.pipelines.report.charts import MARKERS, variables
 from opd.pipelines.report.figures import Cue, Cues, Panel
 from opd.pipelines.report.load import Run
-from opd.pipelines.report.theme import MARKERS, variables
-from opd.pipelines.report.verdict import write_verdict
+from opd.pipelines.report.verdict import caveats, write_verdict
 from opd.pipelines.report.words import percent
 
 SHAPES = {
@@ -110,7 +109,7 @@ def _accuracy(run: Run, cues: Cues) -> str:
 
 
 def _answers(run: Run) -> str:
-    body = examples.answers(run)
+    body = tables.answers(run)
     note = (
         "Up to three answers of each kind, as the evaluation sampled them; long ones are cut. Read some "
         "before believing a number."

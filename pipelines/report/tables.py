@@ -1,11 +1,15 @@
-"""The tables of the report, as HTML. Every text that comes from a run is escaped here."""
+"""The tables of the report, its counters in words, and answers side by side, as HTML.
+
+Every text that comes from a run is escaped here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from html import escape
+from typing import Any
 
-from opd.pipelines.report import counters
 from opd.pipelines.report.figures import Cues, own_domain
 from opd.pipelines.report.load import Accuracy, ModelResult, Run
 from opd.pipelines.report.verdict import compare
@@ -15,11 +19,84 @@ from opd.pipelines.report.words import (
     bounds,
     duration,
     model_label,
+    percent,
     point_bounds,
     points,
     stage_label,
 )
 from opd.pipelines.statistics import Interval, mean_accuracy
+
+COUNTS = {
+    "head_loads": "Heads loaded",
+    "resident_heads_peak": "Heads in memory at once, at most",
+    "prefetched_heads_peak": "Heads read ahead beside them, at most",
+    "teacher_tokens": "Tokens scored by teachers",
+    "cached_tokens": "Tokens whose hidden states were in the cache",
+    "rollout/requests": "Responses asked for",
+    "rollout/completed": "Responses completed",
+    "rollout/truncated": "Responses cut at the length limit",
+    "rollout/failed": "Responses failed",
+    "rollout/aborted": "Responses aborted",
+    "rollout/replayed_requests": "Responses taken whole from the log",
+    "rollout/resumed_requests": "Responses continued from the log",
+    "rollout/interrupted_requests": "Responses interrupted",
+    "rollout/hedged_requests": "Responses asked for twice",
+    "rollout/deadlines": "Responses that missed their deadline",
+    "rollout/engine_failures": "Engines that failed",
+    "rollout/engine_timeouts": "Engines that did not answer in time",
+    "rollout/suspensions": "Times the engine made room",
+    "rollout/tokens": "Tokens written",
+    "rollout/observation_tokens": "Tokens of an environment",
+    "rollout/prefilled_tokens": "Tokens of prompts and prefixes computed",
+    "rollout/kv_restored_sequences": "Responses whose keys and values were restored",
+    "rollout/kv_restored_tokens": "Tokens whose keys and values were restored",
+    "rollout/replayed_tokens": "Tokens taken from the log",
+}
+BYTES = {
+    "bytes_read": "Read from the stores",
+    "weight_bytes_peak": "Weights in memory at once, at most",
+    "rollout/kv_saved_bytes": "Keys and values kept",
+}
+SECONDS = {"stall_seconds": "Waited for layers and heads", "rollout/log_seconds": "Waited for the log"}
+
+
+WAITED = re.compile(r"teacher/(?P<teacher>.+)/wait_seconds")
+
+
+def counter_rows(run: Run) -> Iterator[tuple[str, str]]:
+    """(label, value) of every counter that is not 0, in a fixed order; those without a label come last."""
+    known = [*COUNTS, *BYTES, *SECONDS]
+    for name in [*known, *(name for name in run.counters if name not in known)]:
+        value = run.counters.get(name, 0)
+        if not value:
+            continue
+        if name in COUNTS:
+            yield COUNTS[name], amount(value)
+        elif name in BYTES:
+            yield BYTES[name], f"{amount(value)}B"
+        elif name in SECONDS:
+            yield SECONDS[name], duration(value) + _share(run, name, value)
+        elif found := WAITED.fullmatch(name):
+            yield f"Waited for teacher {found['teacher']}", duration(value) + _share_of_steps(run, value)
+        else:
+            yield name.replace("_", " ").replace("/", ": "), f"{value:,.6g}".replace(",", NARROW)
+
+
+def _share(run: Run, name: str, value: float) -> str:
+    """The part of the phase that a wait belongs to."""
+    phase = "rollout" if name.startswith("rollout/") else "score"
+    merge = run.stage("merge")
+    whole = merge.phases.get(phase, 0.0) if merge else 0.0
+    return f" ({percent(value / whole)} of {phase})" if whole > 0 else ""
+
+
+def _share_of_steps(run: Run, value: float) -> str:
+    """The part of the merge's steps, without what is measured in between."""
+    merge = run.stage("merge")
+    phases = merge.phases.items() if merge else ()
+    whole = sum(seconds for phase, seconds in phases if phase != "evaluate")
+    return f" ({percent(value / whole)} of the steps)" if whole > 0 else ""
+
 
 EMPTY = '<td class="none">\u2013</td>'
 
@@ -162,7 +239,7 @@ def stages_table(run: Run) -> str:
 
 def counters_table(run: Run) -> str:
     """Counters of the merge: teachers, stores, rollouts and their log."""
-    rows = [_row(label, f"<td>{escape(value)}</td>") for label, value in counters.rows(run)]
+    rows = [_row(label, f"<td>{escape(value)}</td>") for label, value in counter_rows(run)]
     return _table(_head("Counter", "Value"), rows, "narrow") if rows else ""
 
 
@@ -239,3 +316,47 @@ def _table(head: str, rows: Sequence[str], kind: str = "") -> str:
 
 def _class(kind: str) -> str:
     return f' class="{escape(kind)}"' if kind else ""
+
+
+KINDS = {
+    "wins": ("Wins", "wrong in the base, right in the merged student"),
+    "losses": ("Losses", "right in the specialist, wrong in the merged student"),
+    "regressions": ("Regressions", "right in the base, wrong in the merged student"),
+}
+SIDES = {"base": "Base", "teacher": "Specialist", "merged": "Merged student"}
+
+
+def answers(run: Run) -> str:
+    """A block a domain; empty if the evaluation kept no answers."""
+    return "".join(
+        _domain_answers(name, found) for name, found in run.answers.items() if found.get("compared")
+    )
+
+
+def _domain_answers(name: str, found: dict[str, Any]) -> str:
+    counts = ", ".join(f"{found[kind]['count']} {KINDS[kind][0].lower()}" for kind in KINDS)
+    note = f"First sampled answers to {found['compared']} held-out prompts: {counts}."
+    rows = "".join(
+        f"<h4>{label}: {escape(what)}</h4>{''.join(_example(row) for row in found[kind]['shown'])}"
+        for kind, (label, what) in KINDS.items()
+        if found[kind]["shown"]
+    )
+    return f'<div class="answers"><h3>{escape(name)}</h3><p class="note">{escape(note)}</p>{rows}</div>\n'
+
+
+def _example(row: dict[str, Any]) -> str:
+    cells = [_cell("Prompt", row["prompt"]), _cell("Label", row["label"])]
+    cells += [_answer(label, row[side]) for side, label in SIDES.items() if row.get(side)]
+    return f'<dl class="answer">{"".join(cells)}</dl>\n'
+
+
+def _answer(label: str, told: dict[str, Any]) -> str:
+    sign, word = ("\u2713", "right") if told["right"] else ("\u2717", "wrong")
+    ended = ", cut at the length limit" if told["cut"] else ""
+    mark = f' <span class="{word}">{sign} {word}{ended}</span>'
+    return _cell(label, told["text"], mark)
+
+
+def _cell(label: str, text: str, mark: str = "") -> str:
+    shown = escape(str(text)) or '<i class="none">(empty)</i>'
+    return f"<div><dt>{escape(label)}{mark}</dt><dd>{shown}</dd></div>"

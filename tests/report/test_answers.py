@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.pipelines.answers import CHARACTERS, KINDS, PROMPTS, SHOWN, keep, length_quantiles, side_by_side
-from opd.pipelines.report.examples import answers
 from opd.pipelines.report.load import Run
+from opd.pipelines.report.tables import answers
 from opd.types import Sample, Status
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
