@@ -1,8 +1,9 @@
 """The report: one self-contained HTML file that says what a run achieved, and what it does not show.
 
 `load` reads the run folder, `verdict` puts numbers into sentences, `tables` (answers side by side too) and
-`figures` choose what is shown, `charts` draws, `page` puts it together. `closing` is what a command says at its
-end, `comparison` sets several runs beside each other. To add a chart, add a `Panel` to a function of `figures`.
+`figures` choose what is shown, `charts` draws, `page` puts it together. `closing` is what a command says at
+its end, `comparison` sets several runs beside each other. To add a chart, add a `Panel` to a function of
+`figures`.
 """
 
 from __future__ import annotations
