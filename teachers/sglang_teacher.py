@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from opd.errors import ConfigError, TeacherError
 from opd.kernels.head import Head
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.monitor.progress import doing
-from opd.served.http_client import Patience, PoolOptions, Server
+from opd.served.http_client import SERVERS, Patience, PoolOptions, Server
 from opd.served.http_pool import HTTPPool, LoopThread
 from opd.served.sglang_answers import (
     Question,
@@ -52,7 +52,7 @@ def pool_options(config: ServerConfig) -> PoolOptions:
         timeout=config.timeout,
         connect_timeout=config.connect_timeout,
         unreachable=config.patience,
-        attempts=config.attempts,
+        retry=replace(SERVERS, attempts=config.attempts),
         hedge_after=config.hedge_after,
     )
     return PoolOptions(config.urls, config.api_key_env, config.max_in_flight_tokens, patience)

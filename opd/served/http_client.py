@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from opd.errors import ConfigError, MissingExtraError
 from opd.foreign import shown
 from opd.redact import hide
+from opd.retry import Retry
 
 if TYPE_CHECKING:
     import aiohttp
@@ -31,6 +32,9 @@ class RefusedError(Exception):
     """The server understood and declined: asking again changes nothing."""
 
 
+SERVERS = Retry(attempts=5, pause=0.25, longest=8.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long a request is tried."""
@@ -41,8 +45,9 @@ class Patience:
     unreachable: float = 180.0
     """Seconds without any answer after which a request is given up: a server that is restarted needs a
     minute or more."""
-    attempts: int = 5
-    """Bad answers (status 5xx, not JSON, incomplete) to one request before it is given up."""
+    retry: Retry = SERVERS
+    """Bad answers (status 5xx, not JSON, incomplete) to one request before it is given up, and how long a
+    server that failed is left alone."""
     hedge_after: float | None = None
     """Seconds without an answer after which a copy goes to another server; the first answer counts."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from opd.errors import OpdError
-from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError, pause
+from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError
 
 T = TypeVar("T")
 CANCEL_ROUNDS, CANCEL_SECONDS = 10, 0.5
@@ -151,8 +151,8 @@ class HTTPPool(HTTPClient):
         call.since = call.since or now
         # Servers that always fail are tried by one request after another: their failures count together.
         since = min(call.since, self._trouble_since or now)
-        all_bad = all(server.bad_answers >= limits.attempts for server in self.servers)
-        if all_bad or call.bad_answers >= limits.attempts or now - since > limits.unreachable:
+        all_bad = all(server.bad_answers >= limits.retry.attempts for server in self.servers)
+        if all_bad or call.bad_answers >= limits.retry.attempts or now - since > limits.unreachable:
             names = ", ".join(server.url for server in self.servers)
             raise self._error(
                 f"{self.owner}: no usable answer from {names} in the {now - since:.0f} seconds after the"
@@ -246,7 +246,7 @@ class HTTPPool(HTTPClient):
             self._trouble_since = self._trouble_since or time.monotonic()
             server.failures += 1
             server.bad_answers += trouble.answered
-            server.resting_until = time.monotonic() + pause(server.failures, self._rng)
+            server.resting_until = time.monotonic() + self.options.patience.retry.seconds(server.failures)
 
 
 async def _wait(tasks: list[asyncio.Future], seconds: float | None) -> tuple[set, set]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from opd.config import Recipe
 from opd.errors import StorageError
 from opd.pipelines.doctor.checks import Finding, attempt, existing_parent, given_teachers, unwritable
+from opd.retry import Retry
 
 if TYPE_CHECKING:
     from opd.data.prompts import Domain, Prompt
@@ -134,7 +135,7 @@ def _check_publishing(recipe: Recipe) -> list[Finding]:
     from opd.storage.store_faults import StoreOptions
 
     name = f".opd-probe-{secrets.token_hex(4)}"
-    with ObjectStore.open(url, options=StoreOptions(attempts=2)) as store:
+    with ObjectStore.open(url, options=StoreOptions(retry=Retry(attempts=2, pause=0.1))) as store:
         store.put(name, b"")
         store.delete(name)
     return [Finding("ok", title, f"{url}, which can be written")]

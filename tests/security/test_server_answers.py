@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from opd.errors import TeacherError
+from opd.retry import Retry
 from opd.rollout.sglang_streams import Stream
 from opd.served.http_client import (
     CONTROL_BYTES,
@@ -92,7 +93,7 @@ def against(handler: Handler, use: Callable[[str], Awaitable[Any]]) -> Any:
 
 
 def options(url: str) -> PoolOptions:
-    return PoolOptions([url], patience=Patience(timeout=1.0, attempts=1))
+    return PoolOptions([url], patience=Patience(timeout=1.0, retry=Retry(attempts=1)))
 
 
 async def asked(url: str, method: str, path: str, body: Any = None, **limits: int) -> Any:

@@ -18,6 +18,7 @@ import ranks
 from opd.errors import StorageError
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.publish import publish_checkpoint
+from opd.retry import Retry
 from opd.storage.published import PublishedModel
 from opd.storage.store_faults import StoreOptions
 from opd.teachers.schedule import Router, TeacherSchedule
@@ -25,7 +26,7 @@ from opd.teachers.streamed_teacher import Placement, StreamedTeacher, streamed_t
 
 NAMES = ["a", "b"]
 OPTIONS = StoreOptions(
-    attempts=3, backoff_seconds=0.02, stall_seconds=0.3, connect_seconds=1.0, rereads=2, threads=2
+    retry=Retry(attempts=3, pause=0.02), stall_seconds=0.3, connect_seconds=1.0, rereads=2, threads=2
 )
 STOPPED = r"check that the store is reachable"
 
@@ -127,7 +128,7 @@ def test_a_slow_store_is_waited_for(teachers, expected, proxy):
 
 def test_a_store_that_was_away_is_waited_for(teachers, expected, proxy):
     for teacher in teachers.values():
-        teacher.published.store.options = StoreOptions(backoff_seconds=0.1, backoff_cap_seconds=0.5)
+        teacher.published.store.options = StoreOptions(retry=Retry(pause=0.1, longest=0.5))
     proxy.away_for(0.8)
     found = gradient(teachers)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

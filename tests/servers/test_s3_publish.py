@@ -13,13 +13,14 @@ from checkpoints import copy_of, write_checkpoint
 from seaweedfs import aws_environment
 
 from opd.errors import StorageError
+from opd.retry import Retry
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
 from opd.storage.store_faults import StoreOptions
 
 FORM = ModelForm(layers=2)
-QUICK = StoreOptions(attempts=5, backoff_seconds=0.02, stall_seconds=0.5, connect_seconds=1.0, rereads=2)
+QUICK = StoreOptions(retry=Retry(attempts=5, pause=0.02), stall_seconds=0.5, connect_seconds=1.0, rereads=2)
 SCRIPT = """
 import sys
 from opd.storage.object_store import ObjectStore

@@ -7,12 +7,17 @@ import pytest
 from seaweedfs import aws_environment
 
 from opd.errors import StorageError
+from opd.retry import Retry
 from opd.storage.object_store import ObjectStore
 from opd.storage.s3_store import PART_BYTES
 from opd.storage.store_faults import StoreOptions
 
 QUICK = StoreOptions(
-    attempts=4, backoff_seconds=0.01, stall_seconds=0.5, connect_seconds=1.0, chunk_bytes=100_000, threads=3
+    retry=Retry(attempts=4, pause=0.01),
+    stall_seconds=0.5,
+    connect_seconds=1.0,
+    chunk_bytes=100_000,
+    threads=3,
 )
 DATA = os.urandom(400_000)
 
@@ -147,7 +152,7 @@ def test_a_lasting_fault_ends_with_object_range_and_cause(store, proxy, fault, c
 
 
 def test_a_trickle_counts_as_a_stall(shared, proxy):
-    slow = StoreOptions(attempts=2, backoff_seconds=0.01, stall_seconds=0.6, least_bytes_per_second=10**6)
+    slow = StoreOptions(retry=Retry(attempts=2, pause=0.01), stall_seconds=0.6, least_bytes_per_second=10**6)
     with ObjectStore.open(shared, options=slow) as store:
         proxy.bytes_per_second = 400_000
         with pytest.raises(StorageError, match=r"only \d+ bytes came in .* s, 2 times"):
@@ -155,7 +160,7 @@ def test_a_trickle_counts_as_a_stall(shared, proxy):
 
 
 def test_a_store_that_is_away_is_waited_for(shared, proxy):
-    patient = StoreOptions(attempts=10, backoff_seconds=0.05, backoff_cap_seconds=0.5)
+    patient = StoreOptions(retry=Retry(attempts=10, pause=0.05, longest=0.5))
     with ObjectStore.open(shared, options=patient) as store:
         proxy.away_for(0.6)
         assert store.get_range("a", 0, 400_000) == DATA
@@ -213,7 +218,7 @@ def test_credentials_that_changed_are_found(store, proxy, monkeypatch):
 
 
 def test_a_connection_the_server_closed_meanwhile_is_no_fault(shared, proxy):
-    with ObjectStore.open(shared, options=StoreOptions(attempts=1)) as store:
+    with ObjectStore.open(shared, options=StoreOptions(retry=Retry(attempts=1))) as store:
         assert store.get_range("a", 0, 10) == DATA[:10]
         proxy.stop()
         proxy.start()

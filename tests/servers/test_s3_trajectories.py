@@ -15,12 +15,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
 from trajectory_data import FIELDS, assert_right, disk_bytes, record, values
 
 from opd.errors import StorageError
+from opd.retry import Retry
 from opd.storage.object_store import ObjectStore
 from opd.storage.store_faults import StoreOptions
 from opd.storage.trajectories import Field, TrajectoryRecord, TrajectoryStore, TrajectoryWriter, upload
 
 MIB = 1 << 20
-QUICK = StoreOptions(attempts=5, backoff_seconds=0.02, stall_seconds=0.5, connect_seconds=1.0, rereads=2)
+QUICK = StoreOptions(retry=Retry(attempts=5, pause=0.02), stall_seconds=0.5, connect_seconds=1.0, rereads=2)
 BIG = (Field("hidden", "float32", 256),)
 
 

@@ -13,6 +13,7 @@ from sglang_server import free_ports
 from opd.errors import RolloutError
 from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import CausalLM
+from opd.retry import Retry
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.sglang_engine import ServedModel, SGLangEngine
@@ -25,7 +26,7 @@ from opd.train.packing import pack_tokens
 from opd.types import RolloutRequest, SamplingParams, Status
 
 ALL_ROWS = ServedModel(PADDED, 250)
-QUICK = Patience(timeout=20.0, unreachable=5.0, attempts=3)
+QUICK = Patience(timeout=20.0, unreachable=5.0, retry=Retry(attempts=3))
 IDS = ([3, 4, 5, 6, 7, 8, 9, 3], [5, 5, 6, 7, 4, 3, 3, 8, 9, 4])
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in IDS]
 

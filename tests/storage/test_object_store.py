@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.errors import StorageError
+from opd.retry import Retry
 from opd.storage.object_store import LEAST_BYTES, ObjectStore
 from opd.storage.ranges import MAX_GAP, Range, join, rest
 from opd.storage.store_faults import MIB, StoreOptions, TransientError, with_retries
 
-FAST = StoreOptions(attempts=3, backoff_seconds=0.001, chunk_bytes=1000)
+FAST = StoreOptions(retry=Retry(attempts=3, pause=0.001), chunk_bytes=1000)
 
 
 @pytest.fixture(params=["path", "file", "memory"])
@@ -106,7 +107,7 @@ def test_an_unknown_protocol_is_refused():
 def test_retries_are_bounded_and_pauses_grow(monkeypatch):
     pauses = []
     monkeypatch.setattr("time.sleep", pauses.append)
-    options = StoreOptions(attempts=8, backoff_seconds=1.0, backoff_cap_seconds=20.0)
+    options = StoreOptions(retry=Retry(attempts=8, pause=1.0, longest=20.0))
     calls = []
 
     def fails() -> None:
@@ -130,11 +131,8 @@ def test_retries_are_bounded_and_pauses_grow(monkeypatch):
 
 
 def test_the_default_pauses_outlast_ten_seconds_away():
-    options = StoreOptions()
-    pauses = [
-        min(options.backoff_seconds * 2**i, options.backoff_cap_seconds) for i in range(options.attempts - 1)
-    ]
-    assert sum(pauses) / 2 > 10
+    retry = StoreOptions().retry
+    assert sum(min(retry.pause * 2**i, retry.longest) for i in range(retry.attempts - 1)) / 2 > 10
 
 
 @given(

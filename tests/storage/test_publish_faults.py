@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from opd.errors import StorageError
+from opd.retry import Retry
 from opd.storage.manifest import FORMAT_VERSION, parse_manifest, seal
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import ModelForm, publish
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from checkpoints import copy_of, write_checkpoint
 
 FORM = ModelForm(layers=2)
-FAST = StoreOptions(attempts=2, backoff_seconds=0.001, rereads=2)
+FAST = StoreOptions(retry=Retry(attempts=2, pause=0.001), rereads=2)
 
 
 @pytest.fixture
