@@ -13,7 +13,7 @@ from typing import Any
 from opd.errors import StorageError
 from opd.foreign import is_file_name, read_document, whole
 from opd.storage.files import read_plain
-from opd.storage.layout import DTYPE_BYTES, TensorEntry
+from opd.storage.manifest import DTYPE_BYTES, TensorEntry
 
 _MAX_HEADER = 100 * 2**20
 

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from opd.errors import StorageError
 from opd.foreign import object_path
-from opd.storage.object_store import Chunks, ObjectStore, chunks_of
-from opd.storage.ranges import Request
+from opd.storage.object_store import Chunks, ObjectStore, Request, chunks_of
 from opd.storage.store_faults import StoreOptions, TransientError, with_retries
 
 T = TypeVar("T")

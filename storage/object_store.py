@@ -1,18 +1,100 @@
-"""A store of objects below one URL: ranged reads into a buffer, whole or absent writes."""
+"""A store of objects below one URL: ranged reads into a buffer, whole or absent writes; a folder as one."""
 
 from __future__ import annotations
 
+import os
+import stat
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from opd.errors import StorageError
-from opd.foreign import require_memory
-from opd.storage.ranges import Range, Request, join
-from opd.storage.store_faults import MIB, StoreOptions
+from opd.foreign import object_path, require_memory
+from opd.storage.files import atomic_file
+from opd.storage.store_faults import MIB, StoreOptions, TransientError, with_retries
+
+MAX_GAP = 64 * 1024
+"""Bytes between two ranges of one object that are rather read and dropped than skipped by a new request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """`len(into)` bytes of the object `path`, from byte `start` on."""
+
+    path: str
+    start: int
+    into: memoryview
+    """Writable, contiguous, of bytes."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.into)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Neighbouring ranges of one object, in order, that one request reads."""
+
+    ranges: Sequence[Range]
+
+    @property
+    def path(self) -> str:
+        return self.ranges[0].path
+
+    @property
+    def start(self) -> int:
+        return self.ranges[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.ranges[-1].stop
+
+    def views(self) -> list[memoryview]:
+        """Where the bytes `start ... stop - 1` go, gaps into memory nobody looks at."""
+        found, at = [], self.start
+        for wanted in self.ranges:
+            if wanted.start > at:
+                found.append(memoryview(bytearray(wanted.start - at)))
+            found.append(wanted.into)
+            at = wanted.stop
+        return found
+
+
+def join(ranges: Sequence[Range], size: int) -> list[Request]:
+    """`ranges`, in their order, as requests of about `size` bytes where they are neighbours.
+
+    A run of neighbours is cut where ranges end, as near as can be to every multiple of `size`: its requests
+    are equally large, and as many as `size` asks for.
+    """
+    groups: list[list[Range]] = []
+    edge = 0  # where the last request should end
+    for wanted in ranges:
+        middle = (wanted.start + wanted.stop) // 2
+        before = groups[-1][-1] if groups else None
+        near = before and before.path == wanted.path and 0 <= wanted.start - before.stop <= MAX_GAP
+        if near and middle <= edge:
+            groups[-1].append(wanted)
+            continue
+        groups.append([wanted])
+        edge = edge if near else wanted.start
+        while edge < middle:
+            edge += size
+    return [Request(group) for group in groups]
+
+
+def rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """`views` without their first `done` bytes."""
+    left = []
+    for view in views:
+        if done < len(view):
+            left.append(view[done:])
+        done = max(0, done - len(view))
+    return left
+
 
 LEAST_BYTES = 2 * MIB
 """Of one request, where more are wanted: below, requests cost more than their bytes."""
@@ -46,8 +128,6 @@ class ObjectStore(ABC):
         text, chosen = str(url), options or StoreOptions()
         protocol, separator, rest = text.partition("://")
         if not separator or protocol == "file":
-            from opd.storage.local_store import LocalStore
-
             return LocalStore(Path(rest if separator else text), chosen)
         if protocol in ("s3", "s3a"):
             from opd.storage.s3_store import S3Store
@@ -190,3 +270,103 @@ class ObjectStore(ABC):
 def chunks_of(data: bytes | Chunks) -> Iterator[bytes | memoryview]:
     """The pieces of `data`, once."""
     return iter((data,)) if isinstance(data, bytes) else data()
+
+
+_MAX_VIEWS = 1024
+"""The system's IOV_MAX."""
+
+
+class LocalStore(ObjectStore):
+    """Objects as files below `folder`; reads go by `preadv` straight into the caller's buffer."""
+
+    def __init__(self, folder: Path, options: StoreOptions) -> None:
+        self.folder = folder.expanduser().absolute()
+        super().__init__(str(self.folder), options)
+
+    def size(self, path: str) -> int:
+        target = self._at(path)
+        try:
+            found = target.stat()
+        except OSError as error:
+            raise self._refusal(path, error) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise StorageError(f"{self.name(path)} is no file; publish the model again.")
+        return found.st_size
+
+    def exists(self, path: str) -> bool:
+        return self._at(path).is_file()
+
+    def list(self, prefix: str = "") -> list[str]:
+        root = self._at(prefix) if prefix else self.folder
+        found = [entry for entry in root.rglob("*") if entry.is_file() and not _temporary(entry.name)]
+        return sorted(entry.relative_to(self.folder).as_posix() for entry in found)
+
+    def delete(self, path: str) -> None:
+        target = self._inside(path)
+        try:
+            target.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._refusal(path, error) from error
+
+    def put(self, path: str, data: bytes | Chunks) -> None:
+        try:
+            with atomic_file(self._inside(path)) as file:
+                for chunk in chunks_of(data):
+                    file.write(chunk)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(
+                f"{self.name(path)} cannot be written ({error.strerror or error}); free disk space or check"
+                " permissions, then run the same command again."
+            ) from error
+
+    def _read(self, request: Request) -> None:
+        what = f"{self.name(request.path)} bytes {request.start}-{request.stop} cannot be read"
+        with_retries(self.options, what, lambda: self._pread(request))
+
+    def _pread(self, request: Request) -> None:
+        target = self._at(request.path)
+        try:
+            descriptor = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._refusal(request.path, error) from error
+        try:
+            at, views = request.start, request.views()
+            while at < request.stop:
+                received = os.preadv(descriptor, views[:_MAX_VIEWS], at)
+                if not received:
+                    raise StorageError(
+                        f"{self.name(request.path)} ends at byte {at} where bytes"
+                        f" {request.start}-{request.stop} were asked for; publish the model again."
+                    )
+                at, views = at + received, rest(views, received)
+                self._count(received)
+        except StorageError:
+            raise
+        except OSError as error:  # a network file system's stale handle, a failing disk
+            raise TransientError(error.strerror or str(error)) from error
+        finally:
+            os.close(descriptor)
+
+    def _at(self, path: str) -> Path:
+        return self.folder / object_path(path)
+
+    def _inside(self, path: str) -> Path:
+        """Where `path` is written. Raises `StorageError` if a link would take it out of the store."""
+        target = self._at(path)
+        if not target.parent.resolve().is_relative_to(self.folder.resolve()):
+            raise StorageError(
+                f"{self.name(path)} would be written outside of {self.url}, where a link leads; remove the"
+                " link."
+            )
+        return target
+
+    def _refusal(self, path: str, error: OSError) -> StorageError:
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            return self._missing(path)
+        return StorageError(f"{self.name(path)} cannot be read ({error.strerror}); check its permissions.")
+
+
+def _temporary(name: str) -> bool:
+    return name.startswith(".") and name.endswith(".tmp")

@@ -19,20 +19,12 @@ import xxhash
 
 from opd.errors import StorageError
 from opd.storage.checkpoint_source import TensorSource, UnitSource, read_headers, read_json
-from opd.storage.layout import (
-    HEAD_BIAS,
-    HEAD_WEIGHT,
-    Unit,
-    block_checksum,
-    block_size,
-    place,
-    unit_of,
-    unit_order,
-)
 from opd.storage.manifest import (
     FILES,
     FORMAT,
     FORMAT_VERSION,
+    HEAD_BIAS,
+    HEAD_WEIGHT,
     LATEST,
     MANIFEST,
     MAX_FILE_BYTES,
@@ -43,11 +35,17 @@ from opd.storage.manifest import (
     FileEntry,
     HeadEntry,
     Manifest,
+    Unit,
+    block_checksum,
+    block_size,
     from_document,
     identity,
     parse_manifest,
+    place,
     seal,
     to_document,
+    unit_of,
+    unit_order,
 )
 from opd.storage.object_store import ObjectStore
 

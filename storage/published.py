@@ -12,7 +12,6 @@ import xxhash
 
 from opd.errors import StorageError
 from opd.foreign import require_memory
-from opd.storage.layout import Unit, block_checksum
 from opd.storage.manifest import (
     FILES,
     LATEST,
@@ -20,12 +19,13 @@ from opd.storage.manifest import (
     MAX_LATEST_BYTES,
     MAX_MANIFEST_BYTES,
     Manifest,
+    Unit,
+    block_checksum,
     is_version,
     parse_latest,
     parse_manifest,
 )
-from opd.storage.object_store import ObjectStore
-from opd.storage.ranges import Range
+from opd.storage.object_store import ObjectStore, Range
 from opd.storage.store_faults import StoreOptions
 
 _PROBED = 16

@@ -2,12 +2,9 @@
 
 from opd.storage.trajectories.batch import TrajectoryBatch
 from opd.storage.trajectories.fields import SAMPLE_FIELDS, Field
-from opd.storage.trajectories.samples import put_samples, record_of
-from opd.storage.trajectories.store import TrajectoryStore
+from opd.storage.trajectories.store import TrajectoryStore, TrajectoryUnion, UnionBatch
 from opd.storage.trajectories.table import TrajectoryRecord, TrajectoryTable
-from opd.storage.trajectories.union import TrajectoryUnion, UnionBatch
-from opd.storage.trajectories.upload import upload
-from opd.storage.trajectories.writer import TrajectoryWriter
+from opd.storage.trajectories.writer import TrajectoryWriter, put_samples, record_of
 
 __all__ = [
     "SAMPLE_FIELDS",
@@ -21,5 +18,4 @@ __all__ = [
     "UnionBatch",
     "put_samples",
     "record_of",
-    "upload",
 ]

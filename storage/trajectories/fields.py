@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 HEADER = "store.json"
-MAX_HEADER_BYTES = 64 * 2**20
-"""An uploaded store's names every file of every segment."""
+MAX_HEADER_BYTES = 2**20
 MAX_FIELDS = 32
 _MAX_NAME, _MAX_WIDTH = 100, 1 << 24
 _MAX_BLOCK = 1 << 40
@@ -99,7 +98,7 @@ class StoreHeader:
     """What is fixed when a store is made."""
 
     identity: str
-    """Random; tells the local copies of different remote stores apart."""
+    """Random; of this store and no other."""
     fields: tuple[Field, ...]
     block_bytes: int
     """Most bytes under one checksum; a block holds whole rows."""
@@ -124,14 +123,14 @@ class StoreHeader:
         prompt = table.prompt_tokens[row] if field.rows == "sequence" else 0
         return prompt + table.response_tokens[row]
 
-    def encode(self, **more: object) -> bytes:
+    def encode(self) -> bytes:
         document = {"format": FORMAT, "identity": self.identity, "block_bytes": self.block_bytes}
-        document |= {"fields": [asdict(field) for field in self.fields], **more}
+        document |= {"fields": [asdict(field) for field in self.fields]}
         return json.dumps(document | {"checksum": _checksum(document)}, indent=1).encode()
 
 
-def decode_header(data: bytes, where: str) -> tuple[StoreHeader, dict]:
-    """The header, and the whole document. Raises `StorageError` for a newer format or other content."""
+def decode_header(data: bytes, where: str) -> StoreHeader:
+    """The header. Raises `StorageError` for a newer format or other content."""
 
     def refusal(cause: str) -> StorageError:
         return StorageError(
@@ -156,7 +155,7 @@ def decode_header(data: bytes, where: str) -> tuple[StoreHeader, dict]:
         block = whole(document["block_bytes"], 1, _MAX_BLOCK, "block_bytes")
         if any(type(field.width) is not int for field in fields):
             raise ValueError("a width that is no whole number")
-        return StoreHeader(document["identity"], check_fields(fields), block), document
+        return StoreHeader(document["identity"], check_fields(fields), block)
 
 
 def _checksum(document: dict) -> str:
@@ -169,7 +168,7 @@ def find_header(path: Path, fields: Sequence[Field]) -> StoreHeader | None:
     """
     if not path.exists():
         return None
-    header, _ = decode_header(path.read_bytes(), str(path))
+    header = decode_header(path.read_bytes(), str(path))
     if header.fields != tuple(fields):
         raise StorageError(
             f"{path} was made with other fields ({', '.join(field.name for field in header.fields)}) than are"

@@ -19,8 +19,7 @@ import numpy as np
 import xxhash
 
 from opd.foreign import shown, whole
-from opd.storage.trajectories.strings import Category, Strings
-from opd.storage.trajectories.table import TrajectoryTable
+from opd.storage.trajectories.table import Category, Strings, TrajectoryTable
 
 _MAGIC = b"OPDTRAJ1"
 _HEADER = struct.Struct("<8sIIQQ16s")

@@ -26,10 +26,113 @@ from opd.storage.trajectories.fields import (
 )
 from opd.storage.trajectories.frames import ChangeKind
 from opd.storage.trajectories.metadata import MetadataWriter
-from opd.storage.trajectories.open_trajectory import OpenTrajectory, sync
-from opd.storage.trajectories.reclaim import Reclaimer
-from opd.storage.trajectories.segments import SegmentWriter, segment_numbers
+from opd.storage.trajectories.segments import FieldStream, Reclaimer, SegmentWriter, segment_numbers
 from opd.storage.trajectories.table import LOCATION, TrajectoryRecord, TrajectoryTable
+from opd.types import Sample
+
+Piece = tuple[Field, memoryview]
+
+
+class OpenTrajectory:
+    """What `append` adds to and `seal` completes. `locations` (`[F]`) is what it had when it was reopened."""
+
+    def __init__(
+        self, header: StoreHeader, segment: SegmentWriter, record: TrajectoryRecord, locations: np.ndarray
+    ) -> None:
+        """`record` says its uid, its prompt's length, and how long its response may become."""
+        self.reopened = bool(locations["segment"].any())
+        self.segment = segment
+        self._header = header
+        self._record = record
+        self._locations = locations
+        self._streams: dict[str, FieldStream] = {}
+        segment.users += 1
+
+    def check(self, name: str, values: np.ndarray) -> Piece:
+        """A piece of field `name`, ready to be written. Raises `StorageError`, `ValueError` if wrong."""
+        index = self._header.index(name)
+        kind = self._header.fields[index]
+        data = kind.bytes_of(values)
+        if self._locations["segment"][index]:
+            raise StorageError(
+                f"trajectory {self._record.uid} has field {name} already; what is sealed stays as it is"
+            )
+        have = self._streams[name].rows if name in self._streams else 0
+        rows, most = have + len(data) // kind.row_bytes, self._expected(kind, self._record.response_tokens)
+        if rows > most:
+            raise StorageError(
+                f"trajectory {self._record.uid}: {rows} rows of {name}, but it was begun with room for"
+                f" {most}; begin it with the longest response it may get"
+            )
+        return kind, data
+
+    def append(self, piece: Piece) -> None:
+        """Raises `OSError` as the system does."""
+        kind, data = piece
+        if not len(data):
+            return
+        if kind.name not in self._streams:
+            most = self._expected(kind, self._record.response_tokens)
+            rows = self._header.block_rows(kind)
+            self._streams[kind.name] = FieldStream(self.segment, kind, most, rows)
+        self._streams[kind.name].append(data)
+
+    def check_complete(self, record: TrajectoryRecord) -> None:
+        """Raises `StorageError` unless every field has as many rows as the lengths of `record` say."""
+        if record.prompt_tokens != self._record.prompt_tokens:
+            raise StorageError(
+                f"trajectory {record.uid} was begun with {self._record.prompt_tokens} prompt tokens and is"
+                f" sealed with {record.prompt_tokens}; they must agree"
+            )
+        if self.reopened and record.response_tokens != self._record.response_tokens:
+            raise StorageError(
+                f"trajectory {record.uid} was sealed with {self._record.response_tokens} response tokens and"
+                f" now with {record.response_tokens}; they must agree"
+            )
+        for name, stream in self._streams.items():
+            expected = self._expected(stream.field, record.response_tokens)
+            if stream.rows != expected:
+                raise StorageError(
+                    f"trajectory {record.uid} has {stream.rows} rows of {name}, but its lengths ask for"
+                    f" {expected}; append the rest, or give the right lengths"
+                )
+
+    def finish(self) -> np.ndarray:
+        """Write what is left; returns `[F]` `LOCATION`. Raises `OSError`."""
+        for name, stream in self._streams.items():
+            stream.finish()
+            check = self.segment.write_checks(stream.digests)
+            self._locations[self._header.index(name)] = (self.segment.number, check, stream.start)
+        return self._locations
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields it got."""
+        return list(self._streams)
+
+    def release(self) -> None:
+        """It writes to its segment no longer."""
+        self.segment.users -= 1
+
+    def abandon(self) -> None:
+        """Give up what was written, and its disk. Raises `OSError`."""
+        for stream in self._streams.values():
+            stream.abandon()
+
+    def _expected(self, kind: Field, response_tokens: int) -> int:
+        return response_tokens + (self._record.prompt_tokens if kind.rows == "sequence" else 0)
+
+
+def sync(folder: Path, trajectories: Sequence[OpenTrajectory]) -> None:
+    """Return when everything of finished `trajectories` is on the disk. Raises `OSError`."""
+    names: dict[SegmentWriter, set[str]] = {}
+    for trajectory in trajectories:
+        names.setdefault(trajectory.segment, {"checks"}).update(trajectory.fields)
+    for segment, fields in names.items():
+        segment.sync(fields)
+    if any([segment.take_new() for segment in names]):
+        fsync_folder(folder / "segments")
+
 
 _MOST_RESERVED = 1 << 40
 """Bytes, holes included, after which a segment takes no further trajectory: file systems limit a file."""
@@ -298,3 +401,46 @@ class TrajectoryWriter:
         with self._mutex:
             self._latch.check()
             yield
+
+
+def record_of(sample: Sample) -> TrajectoryRecord:
+    """What the metadata says of a finished sample."""
+    versions = sample.policy_versions
+    extra = {
+        "label": sample.label,
+        "reward_parts": sample.reward_parts,
+        "failure": sample.failure,
+        "metadata": sample.metadata,
+    }
+    return TrajectoryRecord(
+        uid=sample.uid,
+        prompt_tokens=len(sample.prompt_ids),
+        response_tokens=len(sample.response_ids),
+        group_uid=sample.group_uid,
+        domain=sample.domain,
+        teacher=sample.teacher or "",
+        reward=float("nan") if sample.reward is None else float(sample.reward),
+        status=sample.status,
+        trainable_tokens=sample.trainable_tokens,
+        first_version=int(versions.min()) if len(versions) else 0,
+        last_version=int(versions.max()) if len(versions) else 0,
+        extra={name: value for name, value in extra.items() if value},
+    )
+
+
+def put_samples(
+    writer: TrajectoryWriter, samples: Sequence[Sample], records: Sequence[TrajectoryRecord] | None = None
+) -> None:
+    """Write finished samples, in a store of `SAMPLE_FIELDS`, and seal them together.
+
+    `records`: what the metadata is to say of each; by default what `record_of` does.
+    """
+    items = []
+    for sample, record in zip(samples, records or map(record_of, samples), strict=True):
+        values: dict[str, np.ndarray] = {"token_ids": sample.token_ids.astype(np.int32, copy=False)}
+        for name, dtype in (("rollout_logprobs", "f4"), ("policy_versions", "i4"), ("loss_mask", "?")):
+            array = getattr(sample, name)
+            if len(array):
+                values[name] = np.asarray(array, dtype)
+        items.append((record, values))
+    writer.put_many(items)

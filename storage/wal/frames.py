@@ -1,11 +1,11 @@
-"""The bytes of a log: one header a file, then frames. All little-endian, all lengths multiples of 8.
+"""The bytes of a log: one header a file, then frames; which files make up a log; the calls of the system.
 
 File header, 64 bytes: magic (8), format (4), kind (4: 0 segment, 1 snapshot), identity of the log (16),
 sequence (8), first LSN (8), time of writing (8, for people), reserved (4), CRC-32 of the 60 bytes before (4).
 
 Frame header, 40 bytes: magic (4), kind (2), reserved (2), payload bytes (4), token records (4), LSN (8),
 durable LSN (8), CRC-32 of the payload (4), CRC-32 of the 36 bytes before (4). Both CRCs start from the CRC of
-the log's identity, so that a frame of another log never fits.
+the log's identity, so that a frame of another log never fits. All little-endian, all lengths multiples of 8.
 
 The log sequence number (LSN) counts frames and grows by one. A frame's durable LSN says which frames were
 known to be on the disk when it was written: if a later frame proves that a broken one was, the bytes were
@@ -14,12 +14,20 @@ damaged; if not, they are what a crash may leave of a write, and the log ends be
 
 from __future__ import annotations
 
+import mmap
+import os
+import re
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
+
+from opd.errors import RunFolderError, StorageError
+from opd.storage.files import FileLock, fsync_folder, open_plain, read_plain
 
 FORMAT = 1
 FILE_MAGIC = b"OPDWAL\r\n"
@@ -157,3 +165,175 @@ def look_beyond(data: memoryview, offset: int, lsn: int, salt: int) -> Beyond:
                 step = frame.end - frame.start
         at = rest.find(_MAGIC_BYTES, at + step)
     return Beyond(frames, proves)
+
+
+class LogIO:
+    """The real one: files of the operating system. Every method raises `OSError` as the system does."""
+
+    def lock(self, path: Path) -> FileLock:
+        """Become the only writer, or raise `StorageError` naming the process that is."""
+        lock = FileLock(path)
+        try:
+            lock.acquire()
+        except RunFolderError as error:
+            raise StorageError(f"{error}; a log has one writer at a time") from None
+        return lock
+
+    def names(self, folder: Path) -> list[str]:
+        """The names of the files in `folder`, in no order."""
+        return os.listdir(folder)
+
+    def make_folder(self, folder: Path) -> None:
+        """Make `folder` and its parents, if they are not there, and flush their names."""
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            fsync_folder(path.parent)
+
+    def read(self, path: Path) -> memoryview:
+        """A copy of the bytes of a file as they are now. Its writer may change its size meanwhile."""
+        return memoryview(read_plain(path))
+
+    def map(self, path: Path) -> memoryview:
+        """The bytes of a file whose size does not change any more; pages come and go as they are needed. Of a
+        file that its writer cuts, the bytes that are gone would end the process with SIGBUS.
+        """
+        descriptor = open_plain(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size == 0:
+                return memoryview(b"")
+            return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ))
+        finally:
+            os.close(descriptor)
+
+    def create(self, path: Path) -> int:
+        """Open a new, empty file for appending; what a dead writer left under that name is emptied."""
+        return open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def append(self, file: int, buffers: list) -> None:
+        """Write all of `buffers`, at most 1,024 objects of bytes, one after another behind what was appended
+        before.
+        """
+        missing = sum([len(part) for part in buffers]) - os.writev(file, buffers)
+        if missing:
+            rest = memoryview(b"".join(buffers))[-missing:]
+            while rest:
+                rest = rest[os.write(file, rest) :]
+
+    def reserve(self, file: int, start: int, count: int) -> None:
+        """Put zeros behind what was appended, from byte `start` on. Appending goes over them, and then a sync
+        has neither a new size nor new blocks of the file to write.
+        """
+        while count:
+            written = os.pwrite(file, bytes(count), start)
+            start, count = start + written, count - written
+
+    def cut(self, file: int, size: int) -> None:
+        """Give back what was reserved and not used: the file ends after `size` bytes."""
+        os.ftruncate(file, size)
+
+    def sync(self, file: int) -> None:
+        """Return when everything appended is on the disk."""
+        os.fdatasync(file)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        os.unlink(path)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Return when every rename and removal in `folder` is on the disk."""
+        fsync_folder(folder)
+
+    def clock(self) -> float:
+        """Seconds since 1970, for people to read; nothing depends on it."""
+        return time.time()
+
+
+LOCK = "LOCK"
+TEMPORARY = ".tmp"
+_NAME = re.compile(r"(\d{12})\.(wal|snapshot)")
+
+
+class LogFile(NamedTuple):
+    """One file of a log whose header has been checked."""
+
+    path: Path
+    data: memoryview
+    header: FileHeader
+
+
+@dataclass(slots=True)
+class Layout:
+    """The files of a log in the order in which they are read."""
+
+    files: list[LogFile]
+    obsolete: list[str]
+    """Unfinished files, and those that the newest snapshot replaces."""
+    last_sequence: int
+    """The highest number of any file; 0 in an empty folder."""
+    damage: str | None = None
+    """One sentence on the first file that does not belong; it and those after it are not in `files`."""
+
+
+def file_name(sequence: int, *, snapshot: bool = False) -> str:
+    """`000000000007.wal`, or `.snapshot` for one that replaces every segment up to that one."""
+    return f"{sequence:012d}.{'snapshot' if snapshot else 'wal'}"
+
+
+def salt_of(log_id: bytes) -> int:
+    """Where every CRC of a log's frames starts from."""
+    return crc32(log_id)
+
+
+def read_layout(folder: Path, io: LogIO) -> Layout:
+    """Find and open the files of the log in `folder`. Raises `StorageError` if one is of a newer format."""
+    names = sorted(io.names(folder))
+    matches = [match for match in map(_NAME.fullmatch, names) if match]
+    snapshots = [int(match[1]) for match in matches if match[2] == "snapshot"]
+    base = max(snapshots, default=0)
+    segments = [int(match[1]) for match in matches if match[2] == "wal" and int(match[1]) > base]
+    kept = [file_name(base, snapshot=True)] if snapshots else []
+    kept += [file_name(sequence) for sequence in segments]
+    last_segment = file_name(segments[-1]) if segments else None  # a writer may be at work in it
+    unfinished = [
+        name for name in names if name.endswith(TEMPORARY) and _NAME.fullmatch(name.removesuffix(TEMPORARY))
+    ]
+    obsolete = [match[0] for match in matches if match[0] not in kept] + unfinished
+    layout = Layout([], obsolete, max((int(match[1]) for match in matches), default=0))
+    sequence = base
+    for name in kept:
+        path = folder / name
+        data = io.read(path) if name == last_segment else io.map(path)
+        header = FileHeader.decode(data)
+        fault = _fault(path, header, sequence, layout)
+        if fault or header is None:
+            layout.damage = f"{path} at byte 0: {fault}"
+            break
+        sequence = header.sequence
+        layout.files.append(LogFile(path, data, header))
+    return layout
+
+
+def _fault(path: Path, header: FileHeader | None, sequence: int, layout: Layout) -> str | None:
+    """Why a file does not continue the log whose last file has the number `sequence`."""
+    if header is None:
+        return "the file's header is damaged"
+    if header.format > FORMAT:
+        raise StorageError(
+            f"{path} was written in format {header.format} by a newer version, and this one reads up to"
+            f" format {FORMAT}; upgrade opd to use it"
+        )
+    own_name = file_name(header.sequence, snapshot=header.is_snapshot)
+    if path.name != own_name:
+        return f"the file's header says that it is {own_name}"
+    if layout.files and layout.files[0].header.log_id != header.log_id:
+        return "the file belongs to another log"
+    if not header.is_snapshot and header.sequence != sequence + 1:
+        return f"{file_name(sequence + 1)}, which comes before it, is missing"
+    return None

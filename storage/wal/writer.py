@@ -13,15 +13,12 @@ from typing import Any, Literal
 import numpy as np
 
 from opd.errors import StorageError
-from opd.storage.wal.encode import StepEncoder, StepFrame
 from opd.storage.wal.files import LogFiles
-from opd.storage.wal.frames import MAX_PAYLOAD, FrameKind
-from opd.storage.wal.guard import WriteGuard
-from opd.storage.wal.io import LogIO
-from opd.storage.wal.layout import LOCK
+from opd.storage.wal.frames import LOCK, MAX_PAYLOAD, FrameKind, LogIO
+from opd.storage.wal.guard import Syncer, WriteGuard
 from opd.storage.wal.records import MAX_NUMBER, Closing, Opening, encode_close, encode_open, encode_retire
 from opd.storage.wal.recovery import LogReport, recover
-from opd.storage.wal.syncer import Syncer
+from opd.storage.wal.table import StepEncoder, StepFrame
 from opd.types import DecodeStep, LoggedRequest, RolloutRequest, Status
 
 SyncPolicy = Literal["always", "interval", "os"]

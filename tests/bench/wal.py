@@ -29,8 +29,8 @@ import lmdb
 import numpy as np
 
 from opd.storage.wal import TokenWAL, read_log
+from opd.storage.wal.files import RESERVE
 from opd.storage.wal.records import TOKEN
-from opd.storage.wal.segment import RESERVE
 from opd.types import DecodeStep, RolloutRequest, SamplingParams
 
 Commit = Callable[[DecodeStep], None]

@@ -14,8 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from opd.errors import StorageError
-from opd.storage.layout import block_size
-from opd.storage.manifest import MAX_MANIFEST_BYTES, MAX_TENSORS, identity, parse_manifest, seal, to_document
+from opd.storage.manifest import (
+    MAX_MANIFEST_BYTES,
+    MAX_TENSORS,
+    block_size,
+    identity,
+    parse_manifest,
+    seal,
+    to_document,
+)
 from opd.storage.object_store import ObjectStore
 from opd.storage.published import PublishedModel
 from opd.teachers.gather import UnitGather

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from opd.errors import StorageError
-from opd.storage.layout import MAX_BLOCK_BYTES, Unit, block_size, unit_of
+from opd.storage.manifest import MAX_BLOCK_BYTES, Unit, block_size, unit_of
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
@@ -286,7 +286,7 @@ def test_extents_are_the_part(data):
     nbytes, shards = data.draw(st.integers(0, 10_000)), data.draw(st.integers(1, 9))
     world = data.draw(st.integers(1, 9))
     rank = data.draw(st.integers(0, world - 1))
-    from opd.storage.layout import extents
+    from opd.storage.manifest import extents
 
     unit = Unit("layer.0", nbytes, {}, block_size(nbytes, shards), "", b"")
     found = list(extents(unit, rank, world, shards, [0] * shards))

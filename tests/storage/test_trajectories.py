@@ -226,7 +226,7 @@ def test_samples_go_in_and_come_back(tmp_path: Path) -> None:
     ]
     with TrajectoryWriter(tmp_path) as writer:
         put_samples(writer, samples)
-    with TrajectoryStore.open(f"file://{tmp_path}") as store, store.lease(range(4)) as batch:
+    with TrajectoryStore.open(tmp_path) as store, store.lease(range(4)) as batch:
         assert store.table.trainable_tokens.tolist() == [s.trainable_tokens for s in samples]
         for row, sample in enumerate(samples):
             found = batch.sample(row)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from wal_helpers import UIDS, request, started, step, tokens
 
 from opd.storage.wal import LogIO, TokenWAL, read_log
-from opd.storage.wal.segment import RESERVE
+from opd.storage.wal.files import RESERVE
 from opd.types import Status
 
 
