@@ -11,9 +11,8 @@ import html
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 from urllib.parse import quote, unquote
 
 HIDDEN = "***"
@@ -110,32 +109,6 @@ def _learn(text: str) -> None:
         hide(unquote(user.partition(":")[2]))
     for found in _PARAMETER.finditer(text):
         hide(found[0][len(found[1]) :])
-
-
-class GuardedStream:
-    """A text stream that writes no secret; everything else of it is the stream's own."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._stream.write(redact(text))
-        return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def guard_streams() -> None:
-    """Let what this process prints, tracebacks included, hold no secret."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, GuardedStream):
-            setattr(sys, name, GuardedStream(stream))
 
 
 for _name, _value in os.environ.items():

@@ -155,7 +155,10 @@ def _refuse_misspelt(name: str) -> None:
 
 def _dispatch(argv: list[str]) -> int:
     own, overrides = split_overrides(argv)
-    options = build_parser().parse_args(own)
+    try:
+        options = build_parser().parse_args(own)
+    except SystemExit:  # of --help and --version; what is wrong is a `ConfigError`
+        return 0
     if options.command == "report":
         return _report(options.run_dir, overrides)
     if options.command == "compare":

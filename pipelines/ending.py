@@ -10,10 +10,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from opd.errors import OpdError, PreemptedError, RanksError, from_system
 from opd.foreign import printable
-from opd.redact import guard_streams
+from opd.imports import is_of_opd, told
+from opd.streams import guard_streams
 
 ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
 _LONGEST = 1200
@@ -30,18 +32,25 @@ def ended(command: Callable[[], int], *, resumes: bool) -> int:
     `resumes`: whether what was stopped goes on with `--resume`.
     """
     guard_streams()
+    with _no_false_success(resumes):
+        return _ended(command, resumes)
+
+
+def _ended(command: Callable[[], int], resumes: bool) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # not a terminal's or a file's
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     with _stopping() as stopped:
         try:
-            return command()
+            status = command()
+            if not stopped:
+                return status
         except BaseException as error:
             if not stopped:
                 return _status(error, resumes)
-            # Whatever it is: a library may have caught the exit in the middle of an import.
-            _say("asked to stop, and did" + ("; a run that has begun continues with --resume" * resumes))
-            return PREEMPTED
+        # Whatever came of it: a library may have caught the exit in the middle of an import.
+        _say("asked to stop, and did" + _goes_on(resumes))
+        return PREEMPTED
 
 
 def _status(error: BaseException, resumes: bool) -> int:
@@ -55,9 +64,40 @@ def _status(error: BaseException, resumes: bool) -> int:
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is flushed at exit goes nowhere
         return BROKEN_PIPE
-    if isinstance(error, Exception):
-        return _failed(error, resumes)
-    raise error
+    if isinstance(error, SystemExit):  # of whatever it called: the command itself returns
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        _say(f"error: {_left(f'sys.exit({told(error.code, repr)})', where.filename, where.lineno, resumes)}")
+        return ERROR
+    return _failed(error, resumes)
+
+
+def _goes_on(resumes: bool) -> str:
+    return "; a run that has begun continues with --resume" if resumes else ""
+
+
+def _left(by: str, file: str, line: int | None, resumes: bool) -> str:
+    at = f"{os.path.basename(file)}:{line}"
+    return f"the command was ended by {by} in {at}; take it out there{_goes_on(resumes)}"
+
+
+@contextlib.contextmanager
+def _no_false_success(resumes: bool) -> Iterator[None]:
+    """Who else ends this process by `os._exit` is named, and status 0, which would be success, is not 0."""
+    leave, process = os._exit, os.getpid()
+
+    def left(status: int) -> NoReturn:
+        caller = sys._getframe(1)
+        file = caller.f_code.co_filename
+        if os.getpid() == process and not is_of_opd(file):  # forked processes end so
+            _say(f"error: {_left(f'os._exit({status})', file, caller.f_lineno, resumes)}")
+            status = status or ERROR
+        leave(status)
+
+    os._exit = left
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def one_line(text: str) -> str:
@@ -87,7 +127,7 @@ def _said_by_another(error: OpdError) -> bool:
     return isinstance(error, RanksError) or not is_joined()
 
 
-def _failed(error: Exception, resumes: bool) -> int:
+def _failed(error: BaseException, resumes: bool) -> int:
     understood = from_system(error) or _no_memory(error, resumes)
     if understood is not None:
         complain(understood)
@@ -100,7 +140,7 @@ def _failed(error: Exception, resumes: bool) -> int:
     return 1
 
 
-def _no_memory(error: Exception, resumes: bool) -> OpdError | None:
+def _no_memory(error: BaseException, resumes: bool) -> OpdError | None:
     if "torch" not in sys.modules:
         return None
     from opd.pipelines.machine import out_of_memory
@@ -114,7 +154,8 @@ def _no_memory(error: Exception, resumes: bool) -> OpdError | None:
 
 
 def _say(text: str) -> None:
-    print(f"opd: {one_line(text)}", file=sys.stderr)
+    with contextlib.suppress(ValueError):  # somebody has closed it
+        print(f"opd: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

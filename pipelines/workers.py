@@ -19,8 +19,8 @@ from opd.errors import OpdError, from_system
 from opd.monitor.progress import Progress
 from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import Stage, plan
-from opd.redact import GuardedStream
 from opd.rollout.preemption import Preemption
+from opd.streams import GuardedStream
 
 LOOK = 0.2
 """Seconds between two looks at what this process was asked to do."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from opd.config.rl import (
 from opd.errors import ConfigError, RewardError, TrainingError
 from opd.imports import GROUP, calling, check_signature, import_attribute
 from opd.protocols import AdvantageEstimator
+from opd.rewards.values import LARGEST
 from opd.types import SampleGroup
 
 
@@ -113,14 +115,16 @@ class OwnAdvantage:
 
     def __call__(self, group: SampleGroup) -> list[np.ndarray]:
         """`[R]` float32 per sample. Raises `TrainingError` for anything but finite numbers, one a token."""
+        wanted = len(group.samples)
         with calling(self._what, TrainingError):
             returned = self._estimate(group)
         with calling(f"{self._what}: group {group.uid}: checking what it returned", TrainingError):
-            found = [np.asarray(values, np.float32) for values in returned]
-        if len(found) != len(group.samples):
+            found = [np.asarray(values, np.float64) for values in islice(returned, wanted + 1)]
+        if len(found) != wanted:
+            count = len(found) if len(found) < wanted else "more"
             raise TrainingError(
-                f"{self._what} returned {len(found)} entries for the {len(group.samples)} samples of group"
-                f" {group.uid}; return one array a sample."
+                f"{self._what} returned {count} entries for the {wanted} samples of group {group.uid}; return"
+                " one array a sample."
             )
         for sample, values in zip(group.samples, found, strict=True):
             if values.shape != np.shape(sample.response_ids) or not np.isfinite(values).all():
@@ -128,4 +132,9 @@ class OwnAdvantage:
                     f"{self._what} returned {list(values.shape)} for sample {sample.uid}; return one finite"
                     f" number for each of its {len(sample.response_ids)} response tokens."
                 )
-        return found
+            if (np.abs(values) > LARGEST).any():
+                raise TrainingError(
+                    f"{self._what} returned {np.abs(values).max():g} for sample {sample.uid} (domain"
+                    f" {group.domain}); scale advantages to {LARGEST:g} at most."
+                )
+        return [values.astype(np.float32) for values in found]

@@ -9,7 +9,7 @@ import numpy as np
 
 from opd.algorithms.advantages import finite_rewards
 from opd.errors import ConfigError, TrainingError
-from opd.imports import GROUP, calling, import_function
+from opd.imports import GROUP, calling, import_function, told
 from opd.types import SampleGroup
 
 
@@ -44,11 +44,12 @@ def keep_groups(groups: Sequence[SampleGroup], keep: str | None, *, zero_varianc
     found: Any = import_function(keep, "specialist.group_filter", ConfigError, GROUP)
     with calling(f"specialist.group_filter {keep}", TrainingError):
         answers = [found(group) for group in kept]
-    for answer in answers:
-        if not isinstance(answer, bool | np.bool_):
-            raise ConfigError(
-                f"specialist.group_filter {keep} returned {answer!r}; return True to keep a group, or False."
-            )
+        for answer in answers:
+            if not isinstance(answer, bool | np.bool_):
+                raise ConfigError(
+                    f"specialist.group_filter {keep} returned {told(answer, repr)}; return True to keep a"
+                    " group, or False."
+                )
     return [group for group, answer in zip(kept, answers, strict=True) if answer]
 
 

@@ -1,16 +1,22 @@
-"""Calls one reward function on one domain's samples, in a thread, under a time limit."""
+"""Calls one reward function on one domain's samples and reads its answers, in a thread, with a time limit."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from opd.errors import RewardError
-from opd.imports import raised
+from opd.imports import calling, raised
 from opd.rewards.functions import RewardFunction, RewardSample
+from opd.rewards.values import reward_value
+from opd.streams import streams_kept
+
+Scored = tuple[float, dict[str, float]]
+"""A reward and its parts."""
 
 _CANCEL_SECONDS = 0.5
 """How long a cancelled asynchronous function may take to clean up."""
@@ -29,7 +35,7 @@ class Job:
         self._timeout = timeout
         self._thread = threading.Thread(target=self._run, name=f"reward {function.name}", daemon=True)
         self._deadline = 0.0
-        self._returned: list[Any] = []
+        self._scored: list[Scored] | None = None
         self._failure: BaseException | None = None
         self._expired = False
         self._running = [sample.uid for sample in samples]
@@ -41,8 +47,8 @@ class Job:
         self._deadline = time.monotonic() + self._timeout + grace
         self._thread.start()
 
-    def result(self) -> list[Any]:
-        """What the function returned for each sample, unchecked. Raises `RewardError`."""
+    def result(self) -> list[Scored]:
+        """Each sample's reward. Raises `RewardError`."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive() or self._expired:
             raise RewardError(
@@ -51,7 +57,9 @@ class Job:
             )
         if self._failure is not None:
             raise self._failure
-        return self._returned
+        if self._scored is None:
+            raise RewardError(f"{self._what()} raised what cannot be shown; mend it.")
+        return self._scored
 
     def _what(self) -> str:
         uids = list(self._running)
@@ -64,10 +72,11 @@ class Job:
 
     def _run(self) -> None:
         try:
-            if self.function.is_async:
-                self._returned = asyncio.run(asyncio.wait_for(self._call_async(), self._timeout))
-            else:
-                self._returned = self._call()
+            with streams_kept():
+                if self.function.is_async:
+                    self._scored = asyncio.run(asyncio.wait_for(self._call_async(), self._timeout))
+                else:
+                    self._scored = self._call()
         except RewardError as error:
             self._failure = error
         except TimeoutError:  # of wait_for: the function's own errors arrive as RewardError
@@ -75,23 +84,20 @@ class Job:
         except BaseException as error:  # handed to the thread that asked
             self._failure = self._raised(error)
 
-    def _call(self) -> list[Any]:
+    def _call(self) -> list[Scored]:
         if self.function.style == "batch":
-            arguments = self.function.batch_arguments(self.samples)
-            return self._whole(self._guarded(lambda: self.function.call(**arguments)))
-        returned = []
+            with calling(self._what(), RewardError):
+                returned = self.function.call(**self.function.batch_arguments(self.samples))
+            return self._whole(returned)
+        scored = []
         for sample in self.samples:
             self._running = [sample.uid]
-            returned.append(self._guarded(lambda sample=sample: self.function.call(sample)))
-        return returned
+            with calling(self._what(), RewardError):
+                value = self.function.call(sample)
+            scored.append(reward_value(self.function, sample, value))
+        return scored
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except Exception as error:
-            raise self._raised(error) from error
-
-    async def _call_async(self) -> list[Any]:
+    async def _call_async(self) -> list[Scored]:
         if self.function.style == "batch":
             return self._whole(await self._batch())
         try:
@@ -108,7 +114,7 @@ class Job:
         except Exception as error:
             raise self._raised(error) from error
 
-    async def _one(self, sample: RewardSample) -> Any:
+    async def _one(self, sample: RewardSample) -> Scored:
         try:
             value = await self.function.call(sample)
         except Exception as error:
@@ -116,17 +122,22 @@ class Job:
             raise self._raised(error) from error
         if sample.uid in self._running:
             self._running.remove(sample.uid)
-        return value
+        return reward_value(self.function, sample, value)
 
-    def _whole(self, returned: Any) -> list[Any]:
+    def _whole(self, returned: Any) -> list[Scored]:
         """A batch function's result, if it is a sequence of the right length."""
-        if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__len__"):
-            raise RewardError(
-                f"{self._what()} returned a {type(returned).__name__}; return a list of one number each."
-            )
-        if len(returned) != len(self.samples):
-            raise RewardError(
-                f"{self._what()} returned {len(returned)} rewards for {len(self.samples)} completions; "
-                "return one for each."
-            )
-        return list(returned)
+        what, wanted = self._what(), len(self.samples)
+        with calling(f"{what} returned a {type(returned).__name__}, and reading it", RewardError):
+            if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__len__"):
+                raise RewardError(
+                    f"{what} returned a {type(returned).__name__}; return a list of one number each."
+                )
+            found = list(
+                islice(returned, wanted + 1)
+            )  # it may say another length than it has, or have no end
+            if len(found) != wanted:
+                count = len(found) if len(found) < wanted else max(len(returned), len(found))
+                raise RewardError(
+                    f"{what} returned {count} rewards for {wanted} completions; return one for each."
+                )
+        return [reward_value(self.function, *pair) for pair in zip(self.samples, found, strict=True)]

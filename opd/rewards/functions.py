@@ -144,7 +144,7 @@ def wrap_reward(call: Any, name: str) -> RewardFunction:
         raise RewardError(f"reward {name} is a {type(call).__name__}, not a function; name a function.")
     try:
         parameters = list(inspect.signature(call).parameters.values())
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # an object of the user's own may say anything of itself
         raise RewardError(f"reward {name} has no readable signature; wrap it in a plain function.") from error
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
         getattr(call, "__call__", None)  # noqa: B004 - asked whether it is async, not whether it exists

@@ -10,7 +10,6 @@ from opd.data.prompts import Checker
 from opd.errors import RewardError
 from opd.rewards.execution import Job
 from opd.rewards.functions import RewardFunction, RewardSample, Turn, checker_reward
-from opd.rewards.values import reward_value
 from opd.types import Sample, Status
 
 if TYPE_CHECKING:
@@ -62,9 +61,7 @@ class RewardRunner:
         for scored, job in jobs:
             if not job.function.is_async:
                 job.start()
-            returned = job.result()
-            values = zip(job.samples, returned, strict=True)
-            outcomes += zip(scored, [reward_value(job.function, s, v) for s, v in values], strict=True)
+            outcomes += zip(scored, job.result(), strict=True)
         for sample, (reward, parts) in outcomes:
             sample.reward = reward
             sample.reward_parts = parts

@@ -23,6 +23,13 @@ gives again. A response of several turns is one `Sample`: what the student wrote
 engine's log-probabilities, what an environment answered has `loss_mask` False and zeros.
 """
 
+_ARRAYS = {
+    "response_ids": ("iu", "token ids"),
+    "rollout_logprobs": ("f", "log-probabilities"),
+    "policy_versions": ("iu", "versions"),
+    "loss_mask": ("b", "booleans"),
+}
+"""Of a sample: the kinds of numbers that each holds."""
 _ENDED = (Status.COMPLETED, Status.TRUNCATED)
 
 
@@ -45,7 +52,8 @@ def load_generate(path: str | None) -> Generate:
     ) -> list[SampleGroup]:
         with calling(f"rollout.generate {path}", RolloutError):
             groups = found(engine, prompts, group_size, sampling, seed)
-        _check(path, groups, prompts, group_size)
+        with calling(f"rollout.generate {path}: checking what it returned", RolloutError):
+            _check(path, groups, prompts, group_size)
         return groups
 
     return generate
@@ -84,13 +92,19 @@ def _shown(value: Any) -> str:
 
 
 def _check_sample(path: str, sample: Sample, group: SampleGroup) -> None:
-    for name in ("response_ids", "rollout_logprobs", "policy_versions", "loss_mask"):
+    for name, (kinds, meant) in _ARRAYS.items():
         value = getattr(sample, name)
         if not isinstance(value, np.ndarray) or value.ndim != 1:
             raise RolloutError(
                 f"rollout.generate {path}: {name} of sample {sample.uid} is {type(value).__name__}; give a"
                 " NumPy array with one entry a response token."
             )
+        if value.dtype.kind not in kinds or not np.isfinite(value).all():
+            raise RolloutError(
+                f"rollout.generate {path}: {name} of sample {sample.uid} is of {value.dtype}, or not all of"
+                f" it is finite; give {meant}."
+            )
+        setattr(sample, name, np.asarray(value))  # no class of the user's own
     tokens = len(sample.response_ids)
     lengths = {
         "rollout_logprobs": len(sample.rollout_logprobs),
@@ -103,9 +117,8 @@ def _check_sample(path: str, sample: Sample, group: SampleGroup) -> None:
                 f"rollout.generate {path}: sample {sample.uid} has {tokens} response tokens and {length} of"
                 f" {name}; give one each."
             )
-    if sample.group_uid != group.uid or sample.status not in _ENDED or sample.loss_mask.dtype != bool:
+    if sample.group_uid != group.uid or sample.status not in _ENDED:
         raise RolloutError(
             f"rollout.generate {path}: sample {sample.uid} needs group_uid {group.uid} (has"
-            f" {sample.group_uid}), a status completed or truncated (has {sample.status}) and a loss_mask of"
-            f" booleans (has {sample.loss_mask.dtype})."
+            f" {sample.group_uid}) and a status completed or truncated (has {sample.status})."
         )

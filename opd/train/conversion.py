@@ -25,11 +25,12 @@ def convert_batch(batch: RolloutBatch, path: str | None, where: str) -> RolloutB
     found: Any = import_function(path, where, ConfigError, BATCH)
     with calling(f"{where} {path}", TrainingError):
         converted = found(batch)
-    if not isinstance(converted, RolloutBatch):
-        raise TrainingError(
-            f"{where} {path} returned {type(converted).__name__}; return a RolloutBatch of samples and terms."
-        )
     with calling(f"{where} {path}: checking what it returned", TrainingError):
+        if not isinstance(converted, RolloutBatch):
+            raise TrainingError(
+                f"{where} {path} returned {type(converted).__name__}; return a RolloutBatch of samples and"
+                " terms."
+            )
         for sample, terms in zip(converted.samples, converted.terms, strict=True):
             _check(sample, terms)
     return converted

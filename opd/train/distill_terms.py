@@ -225,8 +225,7 @@ class CustomTerm(DistillTerm):
 
     def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
         with calling(f"distill.loss.path {self.path}", TrainingError):
-            values = self._loss(micro, student, view)
-        return per_token_loss(values, student.logprobs, self.path)
+            return per_token_loss(self._loss(micro, student, view), student.logprobs, self.path)
 
 
 def teacher_logprobs(view: View, ids: Tensor, student: StudentRows) -> Tensor:

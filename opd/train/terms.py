@@ -48,8 +48,7 @@ class PolicyTerm:
         if self._custom is not None:
             own = str(self.config.path)
             with calling(f"policy_loss.path {own}", TrainingError):
-                per_token = self._custom(*inputs)
-            per_token = per_token_loss(per_token, student.logprobs, own)
+                per_token = per_token_loss(self._custom(*inputs), student.logprobs, own)
         for name, value in stats.metrics().items():
             if name == "policy/ratio_max":
                 sums.peak(name, value)
@@ -70,6 +69,10 @@ def per_token_loss(values: Any, like: Tensor, path: str) -> Tensor:
         form = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise TrainingError(
             f"the loss {path} returned {form}, but one number a token is needed: {list(like.shape)}."
+        )
+    if not bool(torch.isfinite(values).all()):
+        raise TrainingError(
+            f"the loss {path} returned numbers that are not finite; mend it, also for tokens of no weight."
         )
     if like.requires_grad and not values.requires_grad:
         raise TrainingError(

@@ -158,7 +158,6 @@ def check_rewards(
 def _check_reward(recipe: Recipe, domain: Domain, written: Sequence[str]) -> list[Finding]:
     from opd.rewards.execution import Job
     from opd.rewards.functions import checker_reward, load_reward
-    from opd.rewards.values import reward_value
 
     config, title = recipe.domains[domain.name], f"reward {domain.name}"
     if config.reward is not None:
@@ -173,10 +172,7 @@ def _check_reward(recipe: Recipe, domain: Domain, written: Sequence[str]) -> lis
     samples = [_sample(title, prompt, text) for text in answers.values()]
     job = Job(function, samples, recipe.rollout.reward_timeout)
     job.start()
-    given = [
-        reward_value(function, sample, value)[0] for sample, value in zip(samples, job.result(), strict=True)
-    ]
-    said = ", ".join(f"{value:g} for {name}" for name, value in zip(answers, given, strict=True))
+    said = ", ".join(f"{value:g} for {name}" for name, (value, _) in zip(answers, job.result(), strict=True))
     return [Finding("ok", title, said)]
 
 

@@ -26,8 +26,8 @@ from opd.kernels.head import Head
 from opd.models.causal_lm import raw_bytes
 from opd.pipelines.on_ray.cluster import Layout, import_ray, one_line, options_of, role_of
 from opd.pipelines.run_folder import RunFolder
-from opd.redact import guard_streams
 from opd.rollout.preemption import Preemption
+from opd.streams import guard_streams
 
 PING_SECONDS = 15.0
 """An actor that is at no other work and does not answer for so long is taken for hanging."""

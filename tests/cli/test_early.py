@@ -32,6 +32,10 @@ def needs_a_number(sample):
 def needs_a_column(prompts, completions, difficulty):
     return [0.0 for _ in completions]
 
+def leaves(sample):
+    import os
+    os._exit(0)
+
 def says_nan(sample):
     return float("nan")
 """
@@ -198,6 +202,17 @@ print(status, sorted({"torch", "transformers", "matplotlib"} & set(sys.modules))
 """
 
 
+def test_a_reward_that_ends_the_process_is_no_success(tmp_path):
+    write_recipe(tmp_path / "recipe.yaml")
+    words = [sys.executable, "-m", "opd.pipelines.cli", "run", "recipe.yaml", "--out", "run"]
+    words += ["--domains.sort.reward", "early_rewards:leaves"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    result = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "ended by os._exit(0) in early_rewards.py:" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -206,6 +221,7 @@ print(status, sorted({"torch", "transformers", "matplotlib"} & set(sys.modules))
         ["--domains.sort.source", "gone.jsonl"],
         ["--domains.sort.reward", "gone:x"],
         ["--domains.sort.reward", "early_rewards:needs_a_number"],
+        ["--domains.sort.reward", "early_rewards_that_exit:x"],
         ["--specialist.advantage", "{type: custom, path: gone:x}"],
         ["--storage.published", "memory://x"],
         ["--runtime.threads", "4000"],
@@ -215,6 +231,7 @@ print(status, sorted({"torch", "transformers", "matplotlib"} & set(sys.modules))
 )
 def test_a_cheap_refusal_imports_no_library_of_models(tmp_path, words):
     write_recipe(tmp_path / "recipe.yaml")
+    (tmp_path / "early_rewards_that_exit.py").write_text("raise SystemExit(0)")
     words = ["run", "recipe.yaml", *([] if "--out" in words else ["--out", "run"]), *words]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     result = subprocess.run(

@@ -83,8 +83,6 @@ def test_other_ends(capsys):
 
     assert ended(lambda: 7, resumes=True) == 7
     assert ended(asked, resumes=True) == 143
-    with pytest.raises(SystemExit):
-        ended(lambda: sys.exit(0), resumes=True)
     assert one_line("a\n\tb \x1b[31m\x00 é") == r"a b \x1b[31m\x00 é"
 
 
@@ -163,6 +161,61 @@ def test_the_errors_of_workers_are_picklable_sentences():
     error = from_system(refused(errno.ENOSPC))
     assert type(error)(*error.args).args == error.args
     assert isinstance(error, OpdError)
+
+
+LEAVES = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+from opd.pipelines.ending import ended
+from opd.imports import calling
+from opd.errors import OpdError
+import leaves
+def command():
+    with calling("f", OpdError):
+        getattr(leaves, sys.argv[1])()
+    print("the end")
+    return 0
+sys.exit(ended(command, resumes=True))
+"""
+OWN = """
+import os, sys
+def exits(): sys.exit(0)
+def leaves(): os._exit(0)
+def leaves_with_7(): os._exit(7)
+def forks():
+    import multiprocessing
+    child = multiprocessing.get_context("fork").Process(target=print)
+    child.start(); child.join()
+    assert child.exitcode == 0
+def closes(): sys.stdout.close(); sys.stderr.close()
+def closes_both(): sys.__stdout__.close(); os.close(2); sys.stdout = sys.__stdout__
+def closes_numbers(): os.close(1); os.close(2)
+def detaches(): sys.stdout.detach()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [
+        ("exits", 2, "f raised SystemExit: 0 (leaves.py:3)"),
+        ("leaves", 2, "ended by os._exit(0) in leaves.py:4"),
+        ("leaves_with_7", 7, "ended by os._exit(7) in leaves.py:5"),
+        *[(name, 0, "the end") for name in ("forks", "closes", "closes_both", "closes_numbers", "detaches")],
+    ],
+)
+def test_only_the_command_ends_itself_with_success(tmp_path, name, status, words):
+    (tmp_path / "leaves.py").write_text(OWN)
+    command = [sys.executable, "-c", LEAVES, name]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == status, result
+    said = result.stdout if status == 0 else result.stderr
+    assert words in said
+    assert said.strip().count("\n") == 0
+
+
+def test_an_exit_from_anywhere_is_no_success(capsys):
+    assert ended(lambda: sys.exit(0), resumes=True) == 2
+    assert "ended by sys.exit(0) in test_ending.py" in capsys.readouterr().err
 
 
 STOPPED = """

@@ -78,8 +78,11 @@ POINTS = {
     "distill.to_batch": lambda path: convert_batch(batch(), path, "distill.to_batch"),
     "reward": lambda path: RewardRunner({"t": load_reward(path)}, tiny.tokenizer()).score(scored()),
 }
-EVERYWHERE = ("too_few", "too_many", "not_callable", "missing", "raises", "gives_none", "gives_text")
-TENSORS = ("gives_scalar", "gives_number", "gives_integers", "gives_no_gradient")
+EVERYWHERE = (
+    *("too_few", "too_many", "not_callable", "missing", "raises", "gives_none", "gives_text"),
+    *("exits", "raises_mute", "gives_what_fights", "gives_list_of_fights"),
+)
+TENSORS = ("gives_scalar", "gives_number", "gives_integers", "gives_no_gradient", "gives_infinite")
 ARRAYS = (
     "gives_nan",
     "gives_short_arrays",
@@ -90,12 +93,15 @@ ARRAYS = (
 )
 WRONG = {
     "rollout.generate": (*EVERYWHERE, "gives_empty_list", "gives_list_of_none", "gives_number"),
-    "advantage.path": (*EVERYWHERE, *ARRAYS, "Abstract"),
+    "advantage.path": (*EVERYWHERE, *ARRAYS, "Abstract", "gives_no_end", "gives_huge"),
     "specialist.group_filter": (*EVERYWHERE, "gives_number", "gives_empty_list"),
     "policy_loss.path": (*EVERYWHERE, *TENSORS),
     "distill.loss.path": (*EVERYWHERE, "gives_scalar", "gives_number"),
     "distill.to_batch": (*EVERYWHERE, *ARRAYS),
-    "reward": (*EVERYWHERE, "gives_empty_list"),
+    "reward": (
+        *(*EVERYWHERE, "gives_empty_list", "gives_number_that_raises", "gives_parts", "gives_huge_parts"),
+        *("gives_a_list_that_lies", "gives_endless_list", "gives_huge"),
+    ),
 }
 
 
@@ -110,11 +116,30 @@ def test_wrong_code_is_one_sentence(point, name):
     assert path in said
     assert "\n" not in said
     assert point in said or point in ("policy_loss.path", "distill.loss.path")
+    assert "accepted forms" not in said or name in ("too_few", "too_many")
     if name in ("too_few", "too_many", "not_callable", "missing"):
         assert isinstance(caught.value, ConfigError | RewardError)
     elif name == "raises":
         assert isinstance(caught.value, TrainingError | RolloutError | RewardError)
-        assert "raised KeyError: 'no such key' (wrong_code.py:10)" in said
+        assert "raised KeyError: 'no such key' (wrong_code.py:13)" in said
+
+
+@pytest.mark.parametrize("error", ["SystemExit(0)", "Mute", "KeyError('a')"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_module_that_raises_or_exits_is_one_sentence(tmp_path, monkeypatch, point, error):
+    (tmp_path / "raises_at_import.py").write_text(f"from wrong_code import Mute\nraise {error}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises((ConfigError, RewardError), match="raises_at_import:f' cannot be loaded"):
+        POINTS[point]("raises_at_import:f")
+
+
+def test_a_reward_beyond_all_bounds_names_domain_and_value():
+    with pytest.raises(RewardError, match=r"domain t, .* returned 1e\+308; scale rewards to 1e\+09"):
+        POINTS["reward"]("wrong_code:gives_huge")
+    with pytest.raises(RewardError, match=r"parts whose sum is 2e\+09"):
+        POINTS["reward"]("wrong_code:gives_huge_parts")
+    with pytest.raises(TrainingError, match=r"returned 1e\+30 .*domain a.*scale advantages"):
+        POINTS["advantage.path"]("wrong_code:gives_huge")
 
 
 def test_what_is_not_the_users_fault_passes():
