@@ -17,6 +17,7 @@ from opd.data.procedural import load_procedural
 from opd.data.prompts import Domain, Prompt
 from opd.data.reasoning_gym_source import load_reasoning_gym
 from opd.errors import DataError
+from opd.models.chat_templates import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,14 +57,9 @@ def encode_prompt(
         if prompt.messages is None:
             ids = tokenizer(prompt.text or "")["input_ids"]
         else:
-            ids = tokenizer.apply_chat_template(
-                prompt.messages,
-                tokenize=True,
-                add_generation_prompt=True,
-                return_dict=False,
-                **(template or {}),
-            )
-    except Exception as error:  # tokenizers and chat templates raise plain Exceptions of many kinds
+            text = render(tokenizer, prompt.messages, template or {}, answer=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # tokenizers raise plain Exceptions of many kinds
         shown = repr(prompt.text if prompt.text is not None else prompt.messages)
         raise DataError(
             f"domain {prompt.domain}: the tokenizer cannot encode the prompt {shown[:80]} "

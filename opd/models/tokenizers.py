@@ -17,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from opd.errors import CheckpointError, ModelError
+from opd.models.chat_templates import render
 from opd.models.hf_folder import check_small_files, described_in, read_object, refuse_code
 
 PAD, EOS = "<pad>", "<eos>"
@@ -235,10 +236,10 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any])
         return None
     conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = str(tokenizer.apply_chat_template(conversation, tokenize=False, **template))
+        text = render(tokenizer, conversation, template)
         rest = text.rpartition(_ANSWER)[2].lstrip()
         ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
-    except Exception:  # templates raise whatever they like; prompts that cannot be rendered say so themselves
+    except Exception:  # of many kinds; prompts that cannot be rendered say so themselves
         return None
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 

@@ -253,20 +253,18 @@ def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models:
     return findings
 
 
-def _rendered(tokenizer: Any, template: Mapping[str, Any]) -> str | None:
+def _rendered(tokenizer: Any, template: Mapping[str, Any], day: str = "2020-01-01") -> str | None:
     """A conversation as the chat template writes it: templates that write the same are the same."""
+    from opd.models.chat_templates import TemplateError, render
+
     if not tokenizer.chat_template:
         return None
     roles = ("user", "assistant", "user")
     conversation = [{"role": role, "content": f"words of {role}"} for role in roles]
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, **template
-            )
-        )
-    except Exception as error:  # a template raises what it likes; equal ones raise the same
-        return f"{type(error).__name__}: {error}"
+        return render(tokenizer, conversation, template, answer=True, day=day)
+    except TemplateError as error:  # equal ones raise the same
+        return str(error)
 
 
 def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
@@ -297,7 +295,17 @@ def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
             " which responses do not end"
         )
         findings.append(Finding("warning", title, f"{detail}; add {turn} to rollout.stop_ids"))
-    return findings
+    return findings + (_check_day(recipe, tokenizer) if models.chat else [])
+
+
+def _check_day(recipe: Recipe, tokenizer: Any) -> list[Finding]:
+    """Whether the chat template writes the same prompts tomorrow."""
+    kwargs = recipe.model.chat_template_kwargs
+    if _rendered(tokenizer, kwargs) == _rendered(tokenizer, kwargs, "2021-12-31"):
+        return []
+    detail = "it writes the date into prompts: a run that goes on on another day gives other prompts"
+    advice = "give the date in model.chat_template_kwargs (often date_string)"
+    return [Finding("warning", "chat template", f"{detail}; {advice}")]
 
 
 def _check_weight_merges(title: str, recipe: Recipe, config: Any, models: Models) -> list[Finding]:

@@ -172,6 +172,14 @@ def test_chat_templates_that_write_the_same_are_the_same(student, tmp_path, ours
     assert all(a in b for a, b in zip(told, warnings(found, "teacher expert"), strict=True))
 
 
+def test_a_chat_template_that_writes_the_date_is_told(student, tmp_path):
+    dated = "{{ date_string or strftime_now('%d %b %Y') }}" + TEMPLATE
+    mine = with_template(student, tmp_path / "mine", dated)
+    for kwargs, told in (({}, 1), ({"date_string": "0"}, 0)):
+        recipe = chat_recipe(mine, mine, tmp_path, chat_template_kwargs=kwargs)
+        assert len(warnings(examine(recipe, thorough=False), "chat template")) == told
+
+
 def test_a_turn_that_ends_where_no_response_does_is_found_early(student, tmp_path):
     mine = with_template(student, tmp_path / "mine", ENDING)
     found = examine(chat_recipe(mine, mine, tmp_path), thorough=False)
