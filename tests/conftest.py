@@ -1,16 +1,13 @@
-"""Shared by every test: a fixed number of threads, and the tests' own helpers importable as `tiny`."""
+"""Shared by every test: a fixed number of threads, and where child processes find the tests' own helpers."""
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("KMP_BLOCKTIME", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
@@ -35,7 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Files that choose their number of cases when they are imported see the option too."""
+    """Files that choose their number of cases when they are imported see the option too, and processes that
+    tests start import the same helpers (`pythonpath` in `pyproject.toml`).
+    """
+    helpers = [str(path) for path in config.getini("pythonpath")]
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, others), *helpers]))
     if config.getoption("--long"):
         os.environ["OPD_LONG_TESTS"] = "1"
 

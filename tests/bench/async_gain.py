@@ -1,5 +1,6 @@
 """Wall-clock time of one merge with the three schedules, where response lengths are long-tailed.
 
+    export PYTHONPATH=tests/pipelines
     python tests/bench/async_gain.py [--steps 10] [--rounds 3] [--prompts 24] [--apart] [--models FOLDER]
                                      [--json FILE] [--plot FILE]
 
@@ -26,7 +27,6 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("KMP_BLOCKTIME", "0")
-sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import torch

@@ -9,23 +9,20 @@ has to learn.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
-sys.path.insert(0, str(Path(__file__).parent))
-# Actors of a cluster on this machine find the tasks, too.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
-
 from recipes import tiny_recipe
 
 from opd.config import Recipe
 from opd.data.procedural import DigitTask, register
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
+
+# Actors of a cluster on this machine find the tasks, too.
+_here, _others = str(Path(__file__).parent), os.environ.get("PYTHONPATH")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_here, _others]))
 
 SHORTEST, RATIO, LONGEST = 8.0, 1.43, 600
 """Mean tokens of an answer to a prompt that begins with 0, ratio from one digit to the next, limit."""

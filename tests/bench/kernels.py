@@ -1,6 +1,6 @@
 """Time, memory and error of the reverse KL with its gradients, against what else there is, in one run.
 
-    python -m tests.bench.kernels [--size default] [--dtype float32] [--chunk 1024] [--json PATH]
+    python tests/bench/kernels.py [--size default] [--dtype float32] [--chunk 1024] [--json PATH]
 
 Compared: the four matmuls alone, as `torch.mm` does them (for bfloat16 on a CPU also with float32 logits;
 where `opd.kernels` takes another library, also by that one), full logits (plain and under torch.compile),
@@ -25,9 +25,6 @@ import time
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from kernel_cases import Inputs, cases
 
 SIZES = {

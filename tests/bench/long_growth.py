@@ -26,7 +26,6 @@ import argparse
 import json
 import os
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,9 +34,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from long_kl import problem, seconds_of
 from trajectories import TOKENS, exponent, read, write
 from trajectory_formats import ROW_BYTES, arrays

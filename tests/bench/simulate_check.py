@@ -1,5 +1,6 @@
 """The simulated cluster against real merges on this machine: calibrated on two, asked about others.
 
+    export PYTHONPATH=tests/pipelines
     python tests/bench/simulate_check.py [--steps 8] [--rounds 3] [--hidden 256] [--layers 6] [--json FILE]
 
 Real merges of an untrained student with streamed teachers in this process, at several numbers of teachers,
@@ -17,14 +18,12 @@ import math
 import os
 import platform
 import statistics
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 
 import numpy as np
 import torch

@@ -1,5 +1,6 @@
 """Does reading a teacher hide behind its compute? A real S3 server behind a link of limited speed.
 
+    export PYTHONPATH=tests:tests/servers
     python tests/bench/streamed_teacher.py [--tokens 3000] [--prefetch-mib 16] [--rounds 2] [--json FILE]
 
 Compute is one pass of the loaded model over the tokens; the link is set so that reading alone takes 0.5, 1
@@ -16,7 +17,6 @@ import json
 import multiprocessing
 import os
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,8 +24,6 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 
 import tiny
 import torch

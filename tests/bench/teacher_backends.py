@@ -1,5 +1,6 @@
 """One merge three times, its teachers on torch, on SGLang servers and on Megatron-Core: do they end alike?
 
+    export PYTHONPATH=tests/servers:tests/pipelines
     python tests/bench/teacher_backends.py RUN [--only torch] [--steps 480] [--json FILE]
 
 RUN is a finished run of the quick start: its base and specialists are what is merged. Needs the extras
@@ -20,8 +21,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 
 import sglang_server
 from sglang_server import SGLangServer

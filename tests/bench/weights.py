@@ -1,5 +1,6 @@
 """How fast a rank reads its share of a published model from a real S3 server on this machine.
 
+    export PYTHONPATH=tests/servers
     python tests/bench/weights.py [--mib 600] [--ranks 8] [--rounds 5] [--json FILE]
 
 Side by side in every round, best round reported: plain sockets into a preallocated buffer (the bound), a
@@ -16,7 +17,6 @@ import os
 import platform
 import resource
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,8 +27,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 from safetensors.numpy import save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from seaweedfs import BUCKET, aws_environment, seaweedfs
 
 from opd.storage.checkpoint_source import read_headers

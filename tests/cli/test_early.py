@@ -3,12 +3,8 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
-
 from recipes import tiny_recipe, write_recipe
 
 from opd.config import Recipe

@@ -165,7 +165,6 @@ def test_the_errors_of_workers_are_picklable_sentences():
 
 LEAVES = """
 import os, sys
-sys.path.insert(0, os.getcwd())
 from opd.pipelines.ending import ended
 from opd.imports import calling
 from opd.errors import OpdError

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 from recipes import tiny_recipe, write_recipe
 
 from opd.errors import ConfigError, PreemptedError, RanksError

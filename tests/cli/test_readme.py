@@ -3,13 +3,9 @@
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
-
 from recipes import write_recipe
 
 from opd.pipelines.cli import main

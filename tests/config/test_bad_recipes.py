@@ -5,14 +5,10 @@ import io
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from bad_recipes import FAMILIES, Case, cases
 
 from opd.config.load import load_recipe

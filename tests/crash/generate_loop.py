@@ -1,6 +1,6 @@
 """`kill -9` of a process that generates: a model, an engine, the fault-tolerant rollout and its log.
 
-    python tests/crash/generate_loop.py --kills 1000 [--seed 0] [--folder DIR] [--json FILE]
+    PYTHONPATH=tests python tests/crash/generate_loop.py --kills 1000 [--seed 0] [--folder DIR] [--json FILE]
 
 The process writes batch after batch, says each token once it was given out, and retires a batch when it is
 whole. It is killed at a random moment, or before an operation of the system chosen at random: an append (then
@@ -19,15 +19,11 @@ import os
 import random
 import select
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import tiny

@@ -15,14 +15,11 @@ import json
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from log_model import LogModel, ModelRequest, random_call, state_of
 

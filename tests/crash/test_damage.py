@@ -6,13 +6,9 @@ harmless throughout is tried, with `--long` all of them; OPD_REWRITE_DAMAGE=1 th
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from damage import (
     COLUMNS,
     FOUND,
@@ -44,9 +40,7 @@ def place(tmp_path_factory):
     folder, before = tmp_path_factory.mktemp("damage"), Path.cwd()
     (folder / "damage_rewards.py").write_text(REWARDS)
     os.chdir(folder)
-    sys.path.insert(0, str(folder))
     yield folder
-    sys.path.remove(str(folder))
     os.chdir(before)
 
 

@@ -10,13 +10,9 @@ from __future__ import annotations
 import copy
 import os
 import random
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from log_model import LogModel, random_call, state_of
 from simulated_disk import SimulatedDisk
 

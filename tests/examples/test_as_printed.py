@@ -17,9 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
-
 from recipes import write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]

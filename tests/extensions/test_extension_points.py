@@ -1,18 +1,12 @@
 """Everything a recipe names by dotted path: called with what is promised, and refused with one sentence."""
 
 import json
-import sys
-from pathlib import Path
 
+import my_code
 import numpy as np
 import pytest
 import tiny
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
-
-import my_code
 from recipes import tiny_recipe
 
 from opd.algorithms.filters import keep_groups

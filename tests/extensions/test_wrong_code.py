@@ -2,16 +2,10 @@
 every extension point, that names key, path and what is wrong.
 """
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import tiny
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import wrong_code  # noqa: F401 - named by paths
 
 from opd.algorithms.advantages import build_advantage

@@ -1,13 +1,7 @@
 """Many tiny tensors: more threads only wait for one another. The tests' helpers are importable by name."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from kl_problems import IMPLEMENTATIONS
 
 

@@ -1,14 +1,9 @@
 """One cluster for all tests of this folder."""
 
 import os
-import sys
 import tempfile
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from cluster_process import QUIET, running_cluster
 
 os.environ.update(QUIET)  # Ray reads it when it is imported

@@ -7,13 +7,9 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from ray_runs import write_recipe
 
 from opd.errors import LaunchError

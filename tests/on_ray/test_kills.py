@@ -3,14 +3,10 @@
 import os
 import resource
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from ray_runs import (
     STEPS,
     Run,

@@ -1,12 +1,6 @@
 """An actor killed in the middle of a step costs time alone: the student is the same, bit for bit."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from ray_runs import STEPS, Run, digest, ended, learnt, undisturbed, write_recipe
 
 pytest.importorskip("ray")

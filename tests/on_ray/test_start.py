@@ -8,9 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from ray_runs import Run, ended, write_recipe
 
 from opd.pipelines.on_ray.processes import LOCK, TEMPORARY, YOUNG, descendants, own_folder

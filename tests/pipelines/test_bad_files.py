@@ -4,14 +4,10 @@ import contextlib
 import io
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import tiny
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recipes import write_recipe
 
 from opd.models.causal_lm import CausalLM

@@ -1,14 +1,9 @@
 """Bad input ends a run early, with exit status 2 and one sentence that says what and how to mend it."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import tiny
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recipes import write_recipe
 
 from opd.models.checkpoint import save_checkpoint

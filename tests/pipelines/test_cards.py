@@ -11,9 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recipes import tiny_recipe
 
 from opd.config import Recipe

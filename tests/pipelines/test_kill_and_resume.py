@@ -7,9 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recipes import write_recipe
 
 from opd.models.causal_lm import CausalLM

@@ -1,16 +1,12 @@
 """A run that trains adapters: specialists, their teachers on one base, and the student."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recipes import tiny_recipe
+from safetensors.torch import load_file
 
 from opd.models.adapters import read_adapter
 from opd.pipelines.run import run_stage

@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from rich.console import Console
 
 pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny
 

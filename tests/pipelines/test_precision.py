@@ -1,17 +1,12 @@
 """What models are computed in, learn in and are written in, from the checkpoint a run starts from."""
 
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import tiny
+import torch
 from recipes import tiny_recipe
+from safetensors.torch import load_file
 
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint

@@ -2,13 +2,9 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recipes import tiny_recipe
 
 from opd.config import RolloutConfig

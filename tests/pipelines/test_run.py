@@ -3,13 +3,9 @@
 import html
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recipes import tiny_recipe, write_recipe
 
 from opd.models.causal_lm import CausalLM

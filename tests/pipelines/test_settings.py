@@ -1,12 +1,8 @@
 """Every setting of the specialists and of the merge runs, and its metrics say what it did."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recipes import tiny_recipe
 
 from opd.errors import OpdError

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recipes import tiny_recipe, write_recipe
+from safetensors.torch import load_file
 
 from opd.config import BatchConfig, OptimConfig, TrainConfig
 from opd.errors import ConfigError

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from pathlib import Path
 
 import pytest
+import stage_ranks
 import torch
 from rank_processes import run_ranks
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import stage_ranks
 from recipes import tiny_recipe
+from safetensors.torch import load_file
 
 from opd.models.adapters import BASE, read_adapter
 from opd.monitor.metrics import read_metrics

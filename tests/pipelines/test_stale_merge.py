@@ -1,18 +1,10 @@
 """A merge's gradient on tokens that an older student drew, against enumeration: one state, every token."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+import tiny
 import torch
 from pydantic import ValidationError
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import tiny
 from recipes import tiny_recipe
 
 from opd.algorithms.corrections import correct

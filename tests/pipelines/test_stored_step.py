@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +14,6 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recipes import tiny_recipe
 
 from opd.config import DistillConfig

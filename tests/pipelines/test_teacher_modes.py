@@ -2,16 +2,12 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recipes import tiny_recipe
+from safetensors.torch import load_file
 
 from opd.config import Recipe
 from opd.pipelines.publish import publish_checkpoint

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from faulty_engines import FaultyEngine, hangs_once, raises_at, sound
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from faulty_engines import FaultyEngine, hangs_once, raises_at, sound
 from memory_log import MemoryLog
 
 from opd.errors import RolloutError, StorageError

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from faulty_engines import FaultyEngine, sound
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from faulty_engines import FaultyEngine, sound
 
 from opd.errors import StorageError
 from opd.rollout.fault_tolerant import FaultTolerantRollout

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "length_bias"))
 
 import arms
 import experiment
+import numpy as np
+import pytest
 import two_samples
 
 COUNT, HAZARD = 1024, 0.04

@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import preempted_process
+import pytest
 import tiny
+import torch
 from memory_log import MemoryLog
 
 from opd.errors import RolloutError

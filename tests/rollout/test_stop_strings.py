@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from faulty_engines import FaultyEngine, raises_at, sound
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from faulty_engines import FaultyEngine, raises_at, sound
 from memory_log import MemoryLog
 
 from opd.errors import RolloutError

@@ -15,9 +15,6 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from sync_process import greedy
 
 from opd.errors import RolloutError

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from faulty_engines import FaultyEngine, raises_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from faulty_engines import FaultyEngine, raises_at
 from memory_log import MemoryLog
 
 from opd.errors import StorageError

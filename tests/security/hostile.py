@@ -6,17 +6,15 @@ import contextlib
 import copy
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from checkpoints import write_checkpoint
+
 from opd.storage.manifest import identity, seal
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import ModelForm, publish
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
-from checkpoints import write_checkpoint
 
 FORM = ModelForm(scale=1.0, softcap=None, tied=False, layers=2, fingerprint={"vocab_size": 50})
 

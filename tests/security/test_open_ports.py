@@ -76,7 +76,6 @@ def test_ranks_listen_on_the_address_that_is_asked_for():
 
 
 def test_the_store_of_train_ranks_listens_on_loopback_alone():
-    sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
     from recipes import tiny_recipe
 
     from opd.pipelines.launch import _open_store

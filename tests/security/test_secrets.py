@@ -15,8 +15,6 @@ from urllib.parse import quote
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 from recipes import tiny_recipe, write_recipe
 
 from opd import redact as redact_module

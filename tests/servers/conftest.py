@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from checkpoints import write_checkpoint
 from fault_proxy import FaultProxy, fault_proxy
 from seaweedfs import BUCKET, S3Server, aws_environment, seaweedfs, weed

@@ -10,15 +10,12 @@ parallel: every rank scores and trains its own samples; the gradients are added 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Self
 from zlib import crc32
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch.distributed as dist
 import yaml

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
+import ranks
 import tiny
 import torch
 from fault_proxy import FaultProxy
 from seaweedfs import aws_environment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "teachers"))
-import ranks
 
 from opd.errors import StorageError
 from opd.models.checkpoint import save_checkpoint

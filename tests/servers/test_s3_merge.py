@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import merge_ranks
 import pytest
 import torch
 from rank_processes import run_ranks
+from recipes import tiny_recipe, write_recipe
 from safetensors.torch import load_file
 from seaweedfs import aws_environment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
-from recipes import tiny_recipe, write_recipe
 
 from opd.pipelines.publish import publish_checkpoint
 from opd.pipelines.run import run_stage

@@ -11,7 +11,6 @@ from pathlib import Path
 _PREAMBLE = """
 import os, sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
 folder = Path(sys.argv[1])
 from {helpers} import *
 """
@@ -20,10 +19,10 @@ from {helpers} import *
 @contextmanager
 def child_python(helpers: str, script: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A process that runs `script` with all of the module `helpers` imported; killed at the end if it still
-    lives. The script finds `folder`, and `arguments` from `sys.argv[3]` on.
+    lives. The script finds `folder`, and `arguments` from `sys.argv[2]` on.
     """
     code = _PREAMBLE.format(helpers=helpers) + script
-    command = [sys.executable, "-c", code, str(folder), str(Path(__file__).parent), *arguments]
+    command = [sys.executable, "-c", code, str(folder), *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process

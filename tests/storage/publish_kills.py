@@ -13,7 +13,6 @@ import signal
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from checkpoints import copy_of
 
 from opd.errors import StorageError

@@ -13,12 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hidden_rows import BLOCK, disk_bytes, files, holds, key_of, put, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from hidden_rows import BLOCK, disk_bytes, files, holds, key_of, put, rows_of
 
 from opd.errors import StorageError
 from opd.storage.blob_folder import BlobFolder
@@ -242,7 +239,6 @@ def test_threads_share_one_cache(tmp_path: Path) -> None:
 
 _MANY_LEASES = """
 import gc, os, resource, sys
-sys.path.insert(0, sys.argv[2])
 from hidden_rows import *
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 cache = HiddenStateCache(sys.argv[1], quota_bytes=1 << 30, durable=False)
@@ -261,7 +257,7 @@ cache.close()
 
 
 def test_leases_cost_no_descriptors_and_end_without_a_trace(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", _MANY_LEASES, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-W", "error", "-c", _MANY_LEASES, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["300", "0", "0"]
 

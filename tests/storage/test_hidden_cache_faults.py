@@ -9,12 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hidden_rows import BLOCK, disk_bytes, files, holds, key_of, put
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from hidden_rows import BLOCK, disk_bytes, files, holds, key_of, put
 
 from opd.storage.hidden_cache import HiddenStateCache
 
@@ -142,7 +139,6 @@ def test_removed_files_are_misses(tmp_path: Path) -> None:
 
 _LIMITED = """
 import resource, sys
-sys.path.insert(0, sys.argv[2])
 from hidden_rows import *
 from pathlib import Path
 folder = Path(sys.argv[1])
@@ -160,7 +156,6 @@ print("ok")
 
 _FULL_DISK = """
 import os, sys
-sys.path.insert(0, sys.argv[2])
 from hidden_rows import *
 from pathlib import Path
 folder = Path(sys.argv[1])
@@ -181,7 +176,6 @@ print("ok")
 
 _READ_ONLY = """
 import os, sys
-sys.path.insert(0, sys.argv[2])
 from hidden_rows import *
 from opd.errors import StorageError
 with HiddenStateCache(sys.argv[1], quota_bytes=1 << 30) as cache:
@@ -198,7 +192,7 @@ print("ok")
 
 
 def test_a_file_size_limit_rejects_one_item_and_keeps_the_others(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", _LIMITED, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-W", "error", "-c", _LIMITED, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("ok\n", "")
 
@@ -213,6 +207,6 @@ def test_a_disk_that_takes_no_more(tmp_path: Path, script: str) -> None:
         or subprocess.run([*own_mounts, "true"], capture_output=True).returncode
     ):
         pytest.skip("this system lets a test mount no file system of its own")
-    command = [sys.executable, "-W", "error", "-c", script, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-W", "error", "-c", script, str(tmp_path)]
     result = subprocess.run([*own_mounts, *command], capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("ok\n", "")

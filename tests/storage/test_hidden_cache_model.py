@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+from hidden_rows import BLOCK, disk_bytes, files, holds, key_of, put, rows_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from hidden_rows import BLOCK, disk_bytes, files, holds, key_of, put, rows_of
 
 from opd.storage.hidden_cache import HiddenStateCache, Lease
 

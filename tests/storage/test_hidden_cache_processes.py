@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from child_python import child_python
 from hidden_rows import BLOCK, disk_bytes, files, holds, key_of, put
 
@@ -96,7 +92,7 @@ print("ok", flush=True)
 
 
 _STRESS = """
-quota, seed, seconds = int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
+quota, seed, seconds = int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 cache = HiddenStateCache(folder, quota_bytes=quota, durable=False)
 chooser = np.random.default_rng(seed)
 leases, end = [], time.monotonic() + seconds
@@ -145,7 +141,7 @@ _KILLS_USERS = """
 import signal
 
 def use_for_ever(first, acknowledge):
-    cache = HiddenStateCache(folder, quota_bytes=int(sys.argv[3]), durable=len(sys.argv) > 4)
+    cache = HiddenStateCache(folder, quota_bytes=int(sys.argv[2]), durable=len(sys.argv) > 3)
     os.write(acknowledge, b"ready\\n")
     leases = []
     while True:

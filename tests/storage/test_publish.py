@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import copy_of, expected_bytes, write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -20,9 +21,6 @@ from opd.storage.object_store import ObjectStore
 from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
 from opd.storage.store_faults import StoreOptions
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
-from checkpoints import copy_of, expected_bytes, write_checkpoint
 
 FORM = ModelForm(scale=0.5, softcap=30.0, tied=False, layers=2, fingerprint={"vocab_size": 50})
 

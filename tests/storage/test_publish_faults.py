@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkpoints import copy_of, write_checkpoint
 
 from opd.errors import StorageError
 from opd.retry import Retry
@@ -15,9 +16,6 @@ from opd.storage.object_store import ObjectStore
 from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
 from opd.storage.store_faults import StoreOptions
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
-from checkpoints import copy_of, write_checkpoint
 
 FORM = ModelForm(layers=2)
 FAST = StoreOptions(retry=Retry(attempts=2, pause=0.001), rereads=2)

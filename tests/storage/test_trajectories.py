@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from trajectory_data import (
     FIELDS,
     SMALL,

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from trajectory_data import FIELDS, SMALL, assert_right, disk_bytes, record, values, write
 
 from opd.errors import StorageError
@@ -209,7 +206,6 @@ def test_rows_are_on_the_disk_before_the_table_says_so(
 
 _FULL_DISK = """
 import os, sys
-sys.path.insert(0, sys.argv[2])
 import pytest
 from pathlib import Path
 from trajectory_data import *
@@ -272,7 +268,7 @@ def test_a_full_disk_gives_up_one_trajectory_and_its_space(tmp_path: Path) -> No
         or subprocess.run([*own_mounts, "true"], capture_output=True).returncode
     ):
         pytest.skip("this system lets a test mount no file system of its own")
-    command = [sys.executable, "-W", "error", "-c", _FULL_DISK, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-W", "error", "-c", _FULL_DISK, str(tmp_path)]
     result = subprocess.run([*own_mounts, *command], capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("ok\n", "")
 

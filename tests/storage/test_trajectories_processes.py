@@ -6,16 +6,12 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from child_python import child_python
 from trajectory_data import FIELDS, SMALL, assert_right, disk_bytes, write
 
@@ -35,7 +31,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 _WRITES = """
 import random
-chooser = random.Random(int(sys.argv[3]))
+chooser = random.Random(int(sys.argv[2]))
 with TrajectoryWriter(folder, fields=FIELDS, **SMALL) as writer:
     number = 1 + max([int(uid.removeprefix("run/")) for uid in writer.uids], default=-1)
     print("open", flush=True)
@@ -157,13 +153,13 @@ def test_two_readers_share_every_page(tmp_path: Path) -> None:
 
 _ITERATES = """
 import json, time
-batch_rows = int(sys.argv[3])
+batch_rows = int(sys.argv[2])
 store = TrajectoryStore.open(folder)
 plan = np.random.default_rng(0).permutation(len(store.table)).reshape(-1, batch_rows)
 before, total, begin = resident(), 0, time.perf_counter()
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
 assert store.counters.bytes_mapped == 0
-for batch in store.batches(plan, ["hidden"], ahead=sys.argv[4] == "ahead"):
+for batch in store.batches(plan, ["hidden"], ahead=sys.argv[3] == "ahead"):
     for row in batch.rows:
         total += int(batch.read(row, "hidden")[:, 0].sum())
 print(json.dumps({"growth": resident("HWM") - before, "total": total, "read": store.counters.bytes_checked}))

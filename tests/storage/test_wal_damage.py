@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
-
 from log_model import LogModel, random_call, state_of
 from simulated_disk import SimulatedDisk
 

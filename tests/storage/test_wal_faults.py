@@ -16,9 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from wal_helpers import UIDS, request, started, step, tokens
 
 from opd.errors import OpdError, StorageError
@@ -83,7 +80,6 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path):
 
 LIMITED = """
 import resource, signal, sys
-sys.path.insert(0, sys.argv[2])
 import numpy as np
 from opd.errors import StorageError
 from opd.storage.wal import TokenWAL
@@ -102,7 +98,7 @@ except StorageError as error:
 
 
 def test_a_file_that_may_not_grow_ends_the_log_after_what_was_acknowledged(tmp_path):
-    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     count, _, sentence = done.stdout.partition(" ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -14,9 +13,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
-
 from log_model import ENDS, LogModel, key, random_request, random_step, state_of
 
 from opd.errors import StorageError

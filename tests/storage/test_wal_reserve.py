@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from wal_helpers import UIDS, request, started, step, tokens
 

@@ -67,6 +67,14 @@ def test_an_allowed_import_passes(tmp_path, file, line):
     assert arrows.faults(tmp_path) == []
 
 
+def test_no_test_changes_where_modules_are_looked_for():
+    for path in (ROOT / "tests").rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        changes = {"sys.path.insert", "sys.path.append", "sys.path.extend"}
+        assert changes.isdisjoint(ast.unparse(call.func) for call in calls), path
+        assert "\nsys.path." not in path.read_text(), path  # in what a child process runs
+
+
 def test_nothing_calls_torch_load():
     for path in arrows.sources(ROOT):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import pytest
 import tiny
 
 # This folder's own helpers: tiny_published and ranks.
-sys.path.insert(0, str(Path(__file__).parent))
-
 import tiny_published
 
 

@@ -8,11 +8,7 @@ rank, and `FOLDER/NAME-R.safetensors` holds what it computed.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import megatron_models as models
 import tiny

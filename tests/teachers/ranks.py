@@ -9,10 +9,7 @@ rank, and `FOLDER/NAME-R.safetensors` holds its gradient.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import tiny

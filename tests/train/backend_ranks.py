@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from contextlib import nullcontext
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import tiny

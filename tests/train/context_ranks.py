@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+import context_step
 import torch.distributed as dist
 from rank_processes import joined
 from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import context_step
 
 from opd.ranks import Ranks
 from opd.train.context_backend import ContextBackend

@@ -4,17 +4,13 @@ import contextlib
 import copy
 import functools
 import json
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
+import backend_ranks
 import pytest
 import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-import backend_ranks
 from backend_ranks import FILES, assert_same, on_two_ranks, read_state
+from safetensors.torch import load_file
 
 from opd.config import TrainConfig
 from opd.models.adapters import BASE, AdaptedLM, MergingLM

@@ -1,18 +1,14 @@
 """Every back end trains as one process does: one launch of two ranks, compared with this process."""
 
 import json
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
+import backend_ranks
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-import backend_ranks
 from backend_ranks import assert_same, on_two_ranks, read_state
+from safetensors.torch import load_file
 
 from opd.config import TrainConfig
 from opd.errors import ConfigError

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 
+import context_step
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_processes import run_ranks
 from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import context_step
 
 from opd.models.context_parallel import ContextParallel
 from opd.train.context_backend import own_places
