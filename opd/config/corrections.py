@@ -19,12 +19,16 @@ class TruncatedIS(Config):
 
     type: Literal["tis"] = "tis"
     lower: float = Field(default=0.0, ge=0, le=1)
+    """A smaller ratio counts as this."""
     upper: float = Field(default=2.0, ge=1)
+    """A larger ratio counts as this."""
 
 
 class _Bounds(Config):
     lower: float = Field(default=0.5, ge=0, le=1)
+    """What has a smaller ratio is rejected."""
     upper: float = Field(default=2.0, ge=1)
+    """What has a larger ratio is rejected."""
 
     @model_validator(mode="after")
     def _refuse_empty(self) -> _Bounds:
@@ -48,6 +52,7 @@ class IcePop(_Bounds):
 
     type: Literal["icepop"] = "icepop"
     upper: float = Field(default=5.0, ge=1)
+    """What has a larger ratio is rejected."""
 
 
 class SequenceMaskedTIS(_Bounds):
@@ -56,6 +61,7 @@ class SequenceMaskedTIS(_Bounds):
 
     type: Literal["seq_mask_tis"] = "seq_mask_tis"
     truncate: float = Field(default=2.0, ge=1)
+    """A larger ratio of a token counts as this."""
 
 
 CorrectionConfig = Annotated[TruncatedIS | MaskedIS | IcePop | SequenceMaskedTIS, Field(discriminator="type")]

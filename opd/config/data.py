@@ -51,7 +51,9 @@ class RolloutConfig(Config):
     temperature: float = Field(default=1.0, ge=0.001, le=1000)
     """Sampling temperature; student and teacher are scored at it too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest tokens with at least this probability together; 1 is all of them."""
     top_k: int = Field(default=0, ge=0)
+    """Sample from this many of the most likely tokens; 0 is all of them."""
     stop_ids: list[int] = []
     """Token ids that end a response, beside those of `model_stop_ids`."""
     model_stop_ids: bool = True
@@ -60,6 +62,7 @@ class RolloutConfig(Config):
     stop: list[str] = []
     """Strings that end a response, however they are cut into tokens; they stay in the response."""
     max_new_tokens: int = Field(default=16, gt=0, le=100_000_000)
+    """Response tokens after which a response is cut; it then counts as truncated."""
     max_running: int = Field(default=512, gt=0, le=1_000_000)
     """Requests decoded together; more wait in the queue."""
     max_sequence: int = Field(default=4096, gt=1, le=100_000_000)

@@ -46,6 +46,7 @@ class TopKKL(Config):
 
     type: Literal["topk"] = "topk"
     k: int = Field(default=64, gt=0, le=100_000)
+    """Tokens of the teacher's support at every position."""
     form: Literal["tail", "hybrid", "truncated"] = "tail"
     """`tail`: everything outside the support is one bucket (a lower bound on the KL); `hybrid`: exact on the
     support plus a score-function term for sampled tokens outside it (unbiased on-policy); `truncated`:
@@ -58,6 +59,7 @@ class CustomDivergence(Config):
 
     type: Literal["custom"] = "custom"
     path: str
+    """Dotted path of the function."""
 
 
 DistillLossConfig = Annotated[
@@ -77,9 +79,11 @@ class DistillConfig(Config):
     """Multi-teacher on-policy distillation of the student."""
 
     steps: int = Field(default=120, gt=0, le=10_000_000)
+    """Optimiser steps of the merge."""
     prompts_per_domain: int = Field(default=64, gt=0, le=1_000_000)
     """Prompts of each domain in every step."""
     samples_per_prompt: int = Field(default=1, gt=0, le=10_000)
+    """Responses a prompt; above 1 where `rl_coef` needs groups."""
     loss: DistillLossConfig = FullVocabularyKL()
     mixture: Literal["one_hot", "geometric", "arithmetic"] = "one_hot"
     """For domains with several teachers. `one_hot`: each prompt is routed to one teacher, drawn with the
@@ -109,6 +113,7 @@ class DistillConfig(Config):
     optim: OptimConfig = OptimConfig(lr=1e-3, schedule="cosine", final_lr_fraction=0.0, warmup_steps=5)
     batch: BatchConfig = BatchConfig()
     checkpoint_every: int = Field(default=20, gt=0)
+    """Steps between checkpoints; a killed run repeats at most this many."""
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> DistillConfig:

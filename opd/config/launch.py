@@ -13,6 +13,7 @@ class ActorResources(Config):
     """What one actor of a role asks of its node."""
 
     cpus: float = Field(default=1.0, ge=0)
+    """Processors that Ray sets aside for it."""
     gpus: float = Field(default=0.0, ge=0)
     """A fraction shares a GPU with other actors of its bundle."""
     memory_mb: int = Field(default=0, ge=0)

@@ -71,6 +71,7 @@ class WarmupConfig(Config):
     optim: OptimConfig = OptimConfig(lr=3e-3, schedule="cosine", final_lr_fraction=0.0, warmup_steps=20)
     batch: BatchConfig = BatchConfig()
     checkpoint_every: int = Field(default=100, gt=0)
+    """Steps between checkpoints; a killed run repeats at most this many."""
     min_accuracy: float = Field(default=0.0, ge=0, le=1)
     """Warm up for another round if the base samples fewer right answers than this in any domain."""
     rounds: int = Field(default=4, gt=0, le=1000)
@@ -93,6 +94,7 @@ class BaselinesConfig(Config):
         "mixed_grpo",
         "off_policy",
     ]
+    """Which of them to make; `[]` makes none."""
     scales: list[float] = Field(default=[0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0], min_length=1)
     """Scaling coefficients tried for task arithmetic, TIES and DARE, chosen on *training* prompts."""
     density: float = Field(default=0.5, gt=0, le=1)
@@ -107,12 +109,15 @@ class EvaluationConfig(Config):
     """Held-out accuracy, greedy and sampled at the rollout temperature."""
 
     prompts_per_domain: int = Field(default=500, gt=0, le=1_000_000)
+    """Held-out prompts that every model answers."""
     samples_per_prompt: int = Field(default=1, gt=0, le=10_000)
     """Above 1 the intervals are too narrow: they take samples of one prompt as independent."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Of the intervals in results and report."""
     every: int = Field(default=0, ge=0)
     """Steps between evaluations inside the merge (0: only at the end), on `curve_prompts` prompts."""
     curve_prompts: int = Field(default=100, gt=0, le=1_000_000)
+    """Held-out prompts a domain for the learning curve, where `every` is above 0."""
 
 
 class RuntimeConfig(Config):
@@ -125,6 +130,7 @@ class RuntimeConfig(Config):
     tensorboard: bool = False
     """Write TensorBoard event files beside the JSON lines."""
     keep_checkpoints: int = Field(default=2, gt=0)
+    """Newest checkpoints that a running stage keeps; the older ones are deleted."""
     grace_seconds: float = Field(default=30.0, gt=0)
     """How long a run that is told to stop (SIGTERM) may take to put away what it holds."""
 
@@ -133,7 +139,9 @@ class Recipe(Config):
     """Everything a run needs."""
 
     name: str = Field(min_length=1, max_length=150)
+    """Names the run: its folder below `runs/`, and the report."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    """Every random draw is a function of it: the same seed on the same machine gives the same weights."""
     run_dir: str | None = Field(default=None, min_length=1)
     """Run folder; `None` is `runs/NAME`."""
     model: ModelConfig

@@ -16,6 +16,7 @@ class GRPOAdvantage(Config):
 
     type: Literal["grpo"] = "grpo"
     eps: float = Field(default=1e-4, gt=0)
+    """Added to the standard deviation before the division."""
 
 
 class DrGRPOAdvantage(Config):
@@ -35,6 +36,7 @@ class CustomAdvantage(Config):
 
     type: Literal["custom"] = "custom"
     path: str
+    """Dotted path of a function of a group, or of a class without constructor arguments."""
 
 
 AdvantageConfig = Annotated[
@@ -66,10 +68,12 @@ class ReferenceKLConfig(Config):
     """Penalty for leaving the frozen starting policy. Off when `coef` is 0."""
 
     coef: float = Field(default=0.0, ge=0)
+    """Weight of the penalty."""
     estimator: Literal["k1", "k2", "k3"] = "k2"
     """k1 and placement `advantage`, or k2 and placement `loss`: the reverse KL's gradient. k3 and placement
     `loss`: the forward KL's gradient. Every other pair has a wrong or zero gradient and is refused."""
     placement: Literal["advantage", "loss"] = "loss"
+    """Where it is added: to the advantages, or to the loss as a term of its own."""
 
     @model_validator(mode="after")
     def _refuse_wrong_gradients(self) -> ReferenceKLConfig:
@@ -87,6 +91,7 @@ class SpecialistConfig(Config):
     steps: int = Field(default=120, gt=0, le=10_000_000)
     """Rollout steps."""
     prompts_per_step: int = Field(default=64, gt=0, le=1_000_000)
+    """Prompts of a rollout step; each is answered `group_size` times."""
     group_size: int = Field(default=8, gt=1, le=10_000)
     """Responses per prompt (G)."""
     minibatches: int = Field(default=4, gt=0, le=1_000_000)
@@ -95,6 +100,7 @@ class SpecialistConfig(Config):
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     reference_kl: ReferenceKLConfig = ReferenceKLConfig()
     entropy_coef: float = 0.0
+    """Weight of a bonus for the policy's entropy; 0 adds none."""
     group_filter: str | None = None
     """Dotted path of `keep(group) -> bool`: a group it refuses is not learned from."""
     to_batch: str | None = None

@@ -20,6 +20,7 @@ class ServerConfig(Config):
     timeout: float = Field(default=300.0, gt=0)
     """Seconds one attempt at a request may take."""
     connect_timeout: float = Field(default=5.0, gt=0)
+    """Seconds until a connection counts as failed."""
     patience: float = Field(default=180.0, ge=0)
     """Seconds without an answer from any server after which the run stops; a server that is killed and
     started again within them costs nothing but time."""

@@ -39,5 +39,6 @@ class TokenLogConfig(Config):
     process loses any. `always`: before anyone sees them; `interval`: a power cut may take the newest
     `interval_seconds`; `os`: a power cut may take all since the last checkpoint."""
     interval_seconds: float = Field(default=0.2, gt=0)
+    """Seconds between two flushes with `fsync: interval`."""
     segment_mb: int = Field(default=64, gt=0)
     """Size of the log's files (MiB)."""

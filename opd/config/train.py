@@ -17,12 +17,17 @@ class OptimConfig(Config):
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """Shape of the decay after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the learning rate rises from 0 to `lr`."""
     final_lr_fraction: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the last step, as a fraction of `lr`."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of AdamW's mean of gradients."""
     beta2: float = Field(default=0.99, ge=0, lt=1)
+    """Decay of AdamW's mean of squared gradients."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of that mean before the division."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled decay: the share of a weight, times the learning rate, that every step takes away."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient is scaled down to this global L2 norm."""
 

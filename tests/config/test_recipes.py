@@ -1,6 +1,10 @@
+from collections.abc import Iterator
 from pathlib import Path
 
+from opd.config import Recipe
+from opd.config.base import Config
 from opd.config.load import dump_recipe, load_recipe
+from opd.config.schema import below, models
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -20,3 +24,18 @@ def test_every_variant_parses_on_top_of_its_recipe():
     for path in variants:
         base = path.parents[1] / "recipe.yaml"
         assert load_recipe([base, path]) != load_recipe([base]), path
+
+
+def test_every_field_has_a_sentence_or_a_model_that_says_what_it_is():
+    """`opd run --help` and the documentation show them."""
+
+    def without(model: type[Config], path: str) -> Iterator[str]:
+        for name, field in model.model_fields.items():
+            inside = [*models(field.annotation), *models(below(field.annotation, "NAME"))]
+            if not (field.description or inside or name == "type"):
+                yield path + name
+            for one in inside:
+                yield from without(one, f"{path}{name}.")
+            assert all(one.__doc__ for one in inside), path + name
+
+    assert list(without(Recipe, "")) == []
