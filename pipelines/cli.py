@@ -156,7 +156,7 @@ def _refuse_misspelt(name: str) -> None:
 def _dispatch(argv: list[str]) -> int:
     own, overrides = split_overrides(argv)
     try:
-        options = build_parser().parse_args(own)
+        options = _parsed(own)
     except SystemExit:  # of --help and --version; what is wrong is a `ConfigError`
         return 0
     if options.command == "report":
@@ -176,6 +176,28 @@ def _dispatch(argv: list[str]) -> int:
         print(dump_recipe(recipe), end="")
         return 0
     return _run(recipe, options, argv)
+
+
+def _parsed(own: Sequence[str]) -> argparse.Namespace:
+    """Raises `ConfigError` for an option of another command and for a word too many."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(own)
+    if not rest:
+        return options
+    word = rest[0].partition("=")[0]
+    at = f"opd {options.command}"
+    takers = [name for name, command in _commands(parser).items() if word in command._option_string_actions]
+    if takers:
+        others = " and ".join(f"`opd {name}`" for name in takers)
+        raise ConfigError(f"{at} takes no {word}, which is an option of {others}; leave it out")
+    raise ConfigError(f"{at} does not know what to do with {word!r}; see `{at} --help`")
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the commands by name."""
+    return next(
+        action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
 
 
 def _doctor(recipe: Recipe, options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.errors import ConfigError, DataError
+from opd.pipelines.doctor.checks import number_of
 from opd.pipelines.doctor.estimate import readable
 from opd.pipelines.precision import WIDTH, model_dtype
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryStore
@@ -85,7 +86,8 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     count = options.mini_batch or (_step_size(recipe) if recipe is not None else 64)
     settings = _settings(count, options.ranks, recipe.seed if recipe is not None else 0)
     plan = make_plan(task.work, settings, cost, budget)
-    print(f"plan      {task.source}: {plan.mini_batches:,} mini-batches of {count} on {plan.ranks} ranks")
+    steps, ranks = number_of(plan.mini_batches, "mini-batch"), number_of(plan.ranks, "rank")
+    print(f"plan      {task.source}: {steps} of {count} on {ranks}")
     print("\n".join(describe(task.work, task.teachers, plan, cost, budget)))
     return 0
 
@@ -122,12 +124,14 @@ def _step_size(recipe: Recipe) -> int:
 
 def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
     """The trainable trajectories of a store."""
-    from opd.teachers.schedule import Router
+    known: list[str] = []
+    if recipe is not None:
+        from opd.teachers.schedule import Router  # which needs torch
 
+        known = Router.from_recipe(recipe).teachers
     with TrajectoryStore.open(folder) as store:
         table = store.table
         rows = np.flatnonzero(table.has_status(Status.COMPLETED, Status.TRUNCATED))
-        known = Router.from_recipe(recipe).teachers if recipe is not None else []
         names = [*known, *sorted(set(table.teacher.names) - set(known))]
         places = np.array([names.index(name) for name in table.teacher.names], np.int64)
         teachers = places[table.teacher.codes[rows]] if len(rows) else np.zeros(0, np.int64)
@@ -192,13 +196,14 @@ def describe(
         + ", ".join(f"{t or '(none)'} {n:,}" for t, n in zip(teachers, counts, strict=True) if n),
         f"cost      {operations.sum():.3g} operations, {100 * attention:.1f} % of them attention",
         f"balance   slowest rank over mean: {balance.mean():.3f} on average, {balance.max():.3f} at worst",
-        f"micro     {len(plan):,} micro-batches of at most {tokens.max():,} tokens and"
+        f"micro     {number_of(len(plan), 'micro-batch')} of at most {number_of(tokens.max(), 'token')} and"
         f" {readable(sizes.max())} of data, within {readable(budget.max_bytes)}",
     ]
     if cost.operations_per_second != CostModel.operations_per_second:
         lines.append(
             f"time      {seconds.sum():.3g} s by the model of opd/train/plan_cost.py,"
-            f" {seconds.max():.3g} s the longest mini-batch"
+            f" {seconds.max():.3g} s the longest mini-batch; every micro-batch costs"
+            f" {1e3 * cost.overhead_seconds:g} ms of it however small it is (--overhead-ms)"
         )
     if len(plan.oversize):
         lines.append(_oversize(work, plan.oversize, budget))
@@ -209,7 +214,7 @@ def describe(
         cells = (micro.rank, teachers[micro.teacher] or "(none)", len(micro.rows), f"{tokens[index]:,}")
         lines.append("          " + _row(*cells, readable(sizes[index])))
     if len(first) > _SHOWN:
-        lines.append(f"          and {len(first) - _SHOWN} more micro-batches")
+        lines.append(f"          and {number_of(len(first) - _SHOWN, 'more micro-batch')}")
     return lines
 
 

@@ -18,6 +18,7 @@ _NUMBERS = {
     ),
     "tflops": (float, "1e12 operations that a device computes in a second (default: 1)"),
     "read-mb": (float, "MiB of data that a device is given in a second (default: 1000)"),
+    "overhead-ms": (float, "milliseconds that a micro-batch costs however small it is (default: 10)"),
 }
 PLAN_OPTIONS = {"--store", "--simulate", *(f"--{name}" for name in _NUMBERS)}
 """All of them take a value."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TextIO
 
 from opd.errors import StorageError
+from opd.pipelines.doctor.checks import number_of
+from opd.pipelines.run_folder import DONE
 from opd.storage.wal import LogReport, TokenWAL, read_log
 from opd.types import LoggedRequest
 
@@ -18,6 +20,11 @@ def wal_command(action: str, folder: Path, out: Path | None) -> int:
     """Run `inspect`, `verify`, `export` or `repair`; returns the exit status. Raises `StorageError` if
     there is no log to read.
     """
+    if not folder.exists() and (folder.parent / DONE).is_file():
+        raise StorageError(
+            f"there is no log in {folder} any more: a stage deletes its log when it ends, and this one has"
+            " ended; look into logs while their stage runs, or after it was killed"
+        )
     if action == "inspect":
         return inspect(folder)
     if action == "verify":
@@ -36,8 +43,8 @@ def inspect(folder: Path) -> int:
     versions = [logged.policy_versions for logged in requests.values() if len(logged.policy_versions)]
     report = contents.report
     print(
-        f"log       {folder}: {len(report.files)} files, {report.stored_bytes:,} bytes,"
-        f" {report.frames:,} frames"
+        f"log       {folder}: {number_of(len(report.files), 'file')}, {report.stored_bytes:,} bytes,"
+        f" {number_of(report.frames, 'frame')}"
     )
     ends = Counter(logged.status.value for logged in requests.values())
     print(
@@ -55,8 +62,8 @@ def verify(folder: Path) -> int:
     """Print whether the log in `folder` is whole; 2 if bytes that had been durable are broken."""
     report = read_log(folder).report
     print(
-        f"{folder}: {len(report.files)} files, {report.frames:,} frames, {report.requests:,} requests,"
-        f" {report.tokens:,} tokens; {_state(report)}"
+        f"{folder}: {number_of(len(report.files), 'file')}, {number_of(report.frames, 'frame')},"
+        f" {number_of(report.requests, 'request')}, {number_of(report.tokens, 'token')}; {_state(report)}"
     )
     return 0 if report.damage is None else 2
 
@@ -87,7 +94,8 @@ def repair(folder: Path) -> int:
         return 0
     with TokenWAL(folder, repair=True) as log:
         kept = log.recovery
-    print(f"{folder}: kept {kept.requests:,} requests and {kept.tokens:,} tokens; {report.damage}")
+    left = f"{number_of(kept.requests, 'request')} and {number_of(kept.tokens, 'token')}"
+    print(f"{folder}: kept {left}; {report.damage}")
     return 0
 
 

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from opd.errors import CheckpointError, ModelError
 from opd.foreign import is_file_name, read_document, shown
 from opd.storage.files import read_plain
 from opd.storage.publish import TOKENIZER_FILES
 from opd.storage.sealed import check_files, digests_of, file_digest, read_sealed, write_sealed
+
+if TYPE_CHECKING:  # run folders are opened, and refused, without it
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -66,8 +69,7 @@ def check_small_files(folder: Path) -> None:
     large = {name for name in checksums if name.endswith(".safetensors")}
     check_files(folder, {name: checksums[name] for name in checksums.keys() - large}, _MEND, CheckpointError)
     for name in sorted(large):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing; copy it again from the model's source.")
+        refuse_absent(folder / name)
     if "config.json" in checksums:  # else only its weights were listed
         for name in sorted(LOADED - checksums.keys()):
             if (folder / name).exists():
@@ -151,6 +153,9 @@ def weight_files(folder: Path) -> list[str]:
         return sorted(set(names.values()))
     if (folder / SINGLE).is_file():
         return [SINGLE]
+    for name in (SINGLE, INDEX):
+        if os.path.lexists(folder / name):
+            refuse_absent(folder / name)
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
@@ -159,10 +164,31 @@ def weight_files(folder: Path) -> list[str]:
     raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}; copy the model's weights there.")
 
 
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link that leads nowhere",
+}
+
+
+def refuse_absent(path: Path, again: str = "copy it again from the model's source") -> None:
+    """Raise `CheckpointError` if there is no file at `path`, with what is in its place; `again` mends it."""
+    if path.is_file():
+        return
+    try:
+        mode = path.stat().st_mode if path.exists() else path.lstat().st_mode
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; {again}.") from None
+    kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+    raise CheckpointError(f"{path} is {kind} in the place of a file; remove it, and {again}.")
+
+
 def check_shard(path: Path, expected: str | None) -> None:
     """Raise `CheckpointError` if the shard at `path` is missing, cut short, or not of sha256 `expected`."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; copy it again from the model's source.")
+    refuse_absent(path)
     try:
         with safe_open(path, framework="pt") as shard:
             shard.keys()
@@ -235,10 +261,12 @@ def read_config(folder: Path) -> PreTrainedConfig:
     Raises `CheckpointError` if it is missing or not JSON, `ModelError` if its `model_type` is unknown, if it
     names code of its own, or if its weights are quantised.
     """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
     folder = described_in(folder)
     path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; give a folder written by Hugging Face's save_pretrained.")
+    refuse_absent(path, "give a folder written by Hugging Face's save_pretrained")
     refuse_code(folder)
     check_small_files(folder)
     _refuse_endless(read_object(path), path)
@@ -295,6 +323,9 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
     Raises `ModelError` for an unknown `model_type` or argument (with the nearest known one), a value of the
     wrong type, or a `vocab_size` smaller than the tokenizer's.
     """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig
+
     options = dict(config)
     model_type = options.pop("model_type", None)
     _refuse_endless(options, "model.config")

@@ -50,8 +50,9 @@ def attempt(title: str, check: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def number_of(count: int, thing: str) -> str:
-    """`1 error`, `2 errors`."""
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+    """`1 error`, `2,000 errors`, `0 batches`."""
+    plural = f"{thing}es" if thing.endswith(("ch", "s", "x")) else f"{thing}s"
+    return f"{count:,} {thing if count == 1 else plural}"
 
 
 def check_sampling(recipe: Recipe) -> list[Finding]:

@@ -10,10 +10,8 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from opd.errors import ConfigError, RunFolderError
-from opd.pipelines.report.charts import MARKERS, Axis, Series, line_chart, series_role
 from opd.pipelines.report.closing import aligned
 from opd.pipelines.report.load import Run, load_run
-from opd.pipelines.report.page import document
 from opd.pipelines.report.verdict import compare, retained
 from opd.pipelines.report.words import model_label, point_bounds, points
 from opd.pipelines.run_folder import differences
@@ -62,9 +60,21 @@ class Runs:
             if key.split(".")[0] not in (*FREE, "runtime", "launch")
         ]
 
+    def groups(self) -> list[list[int]]:
+        """The runs that share all settings but the seed, by their places, in order."""
+        found: dict[tuple[str, ...], list[int]] = {}
+        told = [row[1:] for row in self.settings() if row[0] != "seed"]
+        for place in range(len(self.runs)):
+            found.setdefault(tuple(row[place] for row in told), []).append(place)
+        return list(found.values())
+
+    def averaged(self) -> list[list[int]]:
+        """Those of `groups` over which a mean says something."""
+        return [group for group in self.groups() if len(group) > 1]
+
     def accuracy(self) -> Rows:
-        """A row a model: its mean sampled accuracy in every run, and the mean and deviation over runs; the
-        share kept and the KL at the end at the bottom.
+        """A row a model: its mean sampled accuracy in every run, and mean and deviation over the runs of each
+        group; the share kept and the KL at the end at the bottom.
         """
         labels = dict.fromkeys(m.name for run in self.runs for m in run.models if m.kind != "specialist")
         ranks = {"base": 0, "merged": 1}
@@ -75,7 +85,7 @@ class Runs:
         rows.insert(1, self._row("Specialists, own domain", [_specialists(run) for run in self.runs]))
         rows.append(self._row("Share kept, %", [_kept(run) for run in self.runs]))
         rows.append(self._row("KL at the end", [_kl(run) for run in self.runs], digits=4, scale=1))
-        return [row for row in rows if set(row[1:]) != {"-"}]
+        return [row for row in rows if {*row[1:]} != {"-"}]
 
     def domains(self) -> Rows:
         """A row a domain: the merged student's accuracy in every run."""
@@ -88,7 +98,12 @@ class Runs:
 
     def head(self, first: str) -> list[str]:
         """The names of the columns."""
-        return [first, *self.names, "mean (sd)"]
+        whole = len(self.groups()) == 1
+        means = [
+            "mean (sd)" if whole else f"mean (sd) of {', '.join(self.names[place] for place in group)}"
+            for group in self.averaged()
+        ]
+        return [first, *self.names, *means]
 
     def verdict(self) -> str:
         """Whether the runs' merged students differ beyond the evaluation's own noise, in sentences."""
@@ -108,20 +123,30 @@ class Runs:
         kinds = {row[0] for row in self.settings()}
         what = "one recipe under several seeds" if kinds == {"seed"} else "runs of different settings"
         what = what if kinds else "runs of one recipe and seed"
+        if kinds - {"seed"}:
+            what += ", which no mean is taken over" + (
+                " unless they differ in the seed alone" * bool(self.averaged())
+            )
         return f"These are {what}. {' '.join(sentences)}"
 
     def _row(
         self, label: str, values: Sequence[float | None], digits: int = 1, scale: float = 100
     ) -> list[str]:
         cells = ["-" if value is None else f"{scale * value:.{digits}f}" for value in values]
-        known = [scale * value for value in values if value is not None]
-        spread = f" ({stdev(known):.{digits}f})" if len(known) > 1 else ""
-        return [label, *cells, f"{mean(known):.{digits}f}{spread}" if known else "-"]
+        for group in self.averaged():
+            known = [scale * value for place in group if (value := values[place]) is not None]
+            spread = f" ({stdev(known):.{digits}f})" if len(known) > 1 else ""
+            cells.append(f"{mean(known):.{digits}f}{spread}" if known else "-")
+        return [label, *cells]
 
 
 def compare_runs(folders: Sequence[Path], page: Path) -> str:
-    """Write `page`, and return what the terminal is told. Raises what `Runs.read` does."""
+    """Write `page`, and return what the terminal is told. Raises what `Runs.read` does, and `RunFolderError`
+    for a page that cannot be written, before anything is drawn.
+    """
     runs = Runs.read(folders)
+    if page.is_dir() or not page.parent.is_dir():
+        raise RunFolderError(f"{page} cannot be written: give a file in a folder that is there with --out")
     write_atomic(page, redact(_page(runs)).encode("utf-8"))
     tables = [
         [runs.head("mean sampled accuracy, %"), *runs.accuracy()],
@@ -135,7 +160,11 @@ def compare_runs(folders: Sequence[Path], page: Path) -> str:
 
 
 def _page(runs: Runs) -> str:
-    note = "Each cell is one run; the deviation in brackets is between runs. A seed is a run of its own."
+    from opd.pipelines.report.page import document  # matplotlib, once there is something to draw
+
+    note = (
+        "Each cell is one run; the deviation in brackets is between runs of the same settings but the seed."
+    )
     body = f"<header><div><h1>{escape(runs.verdict())}</h1></div></header>\n"
     body += _section("Models", _table(runs.head("Mean sampled accuracy, %"), runs.accuracy()), note)
     body += _section("Domains", _table(runs.head("Merged student, %"), runs.domains()))
@@ -147,6 +176,8 @@ def _page(runs: Runs) -> str:
 
 
 def _curves(runs: Runs) -> str:
+    from opd.pipelines.report.charts import MARKERS, Axis, Series, line_chart, series_role
+
     lines = []
     for index, (name, run) in enumerate(zip(runs.names, runs.runs, strict=True)):
         merge = run.stage("merge")

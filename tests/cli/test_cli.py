@@ -51,6 +51,19 @@ def test_options_before_the_recipe_do_not_swallow_it(recipe, capsys):
         (["run"], "the following arguments are required: RECIPE; see `opd run --help`"),
         (["rum", "{recipe}"], "invalid choice: 'rum'"),
         (["specialist", "{recipe}", "--domain", "chess"], "it trains sort"),
+        (
+            ["distill", "{recipe}", "--domain", "sort"],
+            "distill takes no --domain, which is an option of `opd sp",
+        ),
+        (
+            ["doctor", "{recipe}", "--shards", "2"],
+            "opd doctor takes no --shards, which is an option of `opd publ",
+        ),
+        (
+            ["publish", "a", "b", "--resume"],
+            "opd publish takes no --resume, which is an option of `opd run` and",
+        ),
+        (["report", "a", "b"], "opd report does not know what to do with 'b'; see `opd report --help`"),
         (["report", "none"], "there is no run folder none"),
         (["report", ".", "--seed", "1"], "takes a run folder and no settings"),
     ],

@@ -73,12 +73,22 @@ def test_the_same_plan_every_time_and_another_with_another_seed(store: str, reci
 def test_a_recipes_step_is_planned_teacher_by_teacher(recipe: str, capsys) -> None:
     assert main(["plan", recipe, "--ranks", "2", "--rollout.max_new_tokens", "50"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "plan      one step of demo, responses of 50 tokens: 1 mini-batches of 24 on 2 ranks"
+    assert lines[0] == "plan      one step of demo, responses of 50 tokens: 1 mini-batch of 24 on 2 ranks"
     counts = dict(part.split() for part in lines[2].removeprefix("teachers  ").split(", "))
     assert sum(map(int, counts.values())) == 24
     assert list(counts) == ["sort", "reverse"]
     listed = [line.split()[:2] for line in lines if line.startswith("             ")]
     assert listed == [["0", "sort"], ["0", "reverse"], ["1", "sort"], ["1", "reverse"]]
+
+
+def test_the_fixed_cost_of_a_micro_batch_is_told_and_can_be_set(store: str, capsys) -> None:
+    seconds = []
+    for words in ([], ["--overhead-ms", "2000"], ["--overhead-ms", "0"]):
+        assert main(["plan", "--store", store, "--tflops", "1000", *words]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("time")]
+        assert f"costs {(words or ['', '10'])[1]} ms of it however small it is (--overhead-ms)" in line
+        seconds.append(float(line.split()[1]))
+    assert seconds[2] < seconds[0] < seconds[1]
 
 
 def test_trajectories_without_tokens_are_planned_too(tmp_path: Path, capsys) -> None:

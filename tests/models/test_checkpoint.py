@@ -96,6 +96,29 @@ def test_a_missing_shard_is_named(folder: Path):
         CausalLM.from_pretrained(folder)
 
 
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (os.mkfifo, "a pipe"),
+        (os.mkdir, "a folder"),
+        (lambda path: os.symlink("/nowhere/at/all", path), "a link that leads nowhere"),
+    ],
+)
+@pytest.mark.parametrize("file", ["shard", "model.safetensors", "config.json"])
+def test_what_is_in_the_place_of_a_file_is_said(folder: Path, make, kind: str, file: str):
+    path = shards(folder)[1] if file == "shard" else folder / file
+    if file != "shard":  # a model from elsewhere
+        (folder / "checksums.json").unlink()
+    if file == "model.safetensors":
+        (folder / "model.safetensors.index.json").unlink()
+    path.unlink(missing_ok=True)
+    make(path)
+    with pytest.raises(
+        CheckpointError, match=f"{path.name} is {kind} in the place of a file; remove it, and"
+    ):
+        CausalLM.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("kept", [0, 7, 200, -1])
 @pytest.mark.parametrize("with_checksums", [True, False])
 def test_a_truncated_shard_is_named(folder: Path, kept: int, with_checksums: bool):

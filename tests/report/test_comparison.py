@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,7 +57,49 @@ def test_what_differs_is_named_and_what_says_nothing_is_not(several) -> None:
     other = {"distill": {"steps": 10, "optim": {"lr": 0.2}}, "runtime": {"threads": 2}, "name": "other"}
     runs = Runs.read(several(((0.9, 0.9, 0.9), {}), ((0.6, 0.6, 0.6), other)))
     assert runs.settings() == [["distill.optim.lr", "0.1", "0.2"]]
-    assert "runs of different settings. a is ahead of b: +30.0 points (" in runs.verdict()
+    assert (
+        "runs of different settings, which no mean is taken over. a is ahead of b: +30.0 points ("
+        in runs.verdict()
+    )
+
+
+def test_means_are_taken_over_seeds_and_not_over_settings(several) -> None:
+    told = [(0.9, 0, 0.1), (0.6, 0, 0.2), (0.92, 1, 0.1), (0.7, 0, 0.3), (0.62, 1, 0.2)]
+    runs = Runs.read(
+        several(*(((x, x, x), {"seed": seed, "distill": {"lr": lr}}) for x, seed, lr in told)),
+    )
+    assert runs.head("")[6:] == ["mean (sd) of a, c", "mean (sd) of b, e"]
+    rows = {row[0]: row[1:] for row in runs.accuracy()}
+    assert rows["Merged student"][5:] == ["91.0 (1.4)", "61.0 (1.4)"]
+    assert "no mean is taken over unless they differ in the seed alone" in runs.verdict()
+    one_by_one = Runs(runs.names[:2], runs.runs[:2])
+    assert one_by_one.head("x") == ["x", "a", "b"]
+    assert all(len(row) == 3 for row in [*one_by_one.accuracy(), *one_by_one.domains()])
+    assert "which no mean is taken over. a is" in one_by_one.verdict()
+
+
+REFUSED = """
+import sys
+from opd.pipelines.cli import main
+print(main(sys.argv[1:]), sorted({"torch", "matplotlib", "transformers"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["{a}"], ["{a}", "{a}"], ["{a}", "no"], ["{a}", "{b}", "--out", "no/x.html"]]
+)
+def test_arguments_are_checked_before_anything_is_imported(several, words, tmp_path: Path) -> None:
+    a, b = several(*[((0.9, 0.9, 0.9), {})] * 2)
+    given = [word.format(a=a, b=b) for word in words]
+    result = subprocess.run(
+        [sys.executable, "-c", REFUSED, "compare", *given],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout == "2 []\n", result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -84,5 +128,5 @@ def test_the_command_prints_a_table_and_writes_a_page(several, tmp_path: Path, c
     html = page.read_text()
     assert "<script" not in html
     assert html.count('role="img"') == 1
-    assert "<td>90.0</td><td>60.0</td><td>75.0 (21.2)</td>" in html
+    assert "<td>90.0</td><td>60.0</td></tr>" in html, "no mean over different settings"
     assert compare_runs(folders, page) == said.rstrip("\n")

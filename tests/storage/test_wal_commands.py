@@ -85,3 +85,12 @@ def test_no_log_is_one_sentence(action, tmp_path, capsys):
     assert main(["wal", action, str(tmp_path)]) == 2
     errors = capsys.readouterr().err
     assert errors.count("there is no log in") == errors.count("\n") == 2
+
+
+def test_a_log_that_its_stage_has_deleted_is_told_from_a_wrong_path(tmp_path, capsys):
+    assert main(["wal", "inspect", str(tmp_path / "wal")]) == 2
+    assert "check the path" in capsys.readouterr().err
+    (tmp_path / "done.json").touch()
+    for name in ("wal", "wal-rank-1"):
+        assert main(["wal", "inspect", str(tmp_path / name)]) == 2
+        assert "a stage deletes its log when it ends, and this one has ended" in capsys.readouterr().err
