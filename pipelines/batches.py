@@ -115,7 +115,7 @@ class InParallel(Batches):
 
     def close(self) -> None:
         """Stop writing."""
-        self._student.meeting.call_off()
+        self._student.barrier.abandon()
         if self._opened is not None:
             self._opened.close()
 

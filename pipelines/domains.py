@@ -17,8 +17,7 @@ from opd.models.tokenizers import character_tokenizer, set_chat_template
 from opd.pipelines.student import model_stops, tokenizer_of
 from opd.rewards.functions import load_reward
 from opd.rewards.runner import RewardRunner
-from opd.rollout.collect import EncodedPrompt, collect
-from opd.rollout.user_generate import Generate, load_generate
+from opd.rollout.collect import EncodedPrompt, Generate, collect, load_generate
 
 
 def load_domains(recipe: Recipe) -> dict[str, Domain]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from opd.protocols import RolloutEngine, Teacher
+from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.fault_tolerant import DEFAULT_POLICY
-from opd.rollout.health import RetryPolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ from opd.pipelines.context import StageContext
 from opd.pipelines.helpers import Writers
 from opd.pipelines.student import tokenizer_of
 from opd.protocols import Teacher
-from opd.rollout.health import RetryPolicy
-from opd.rollout.sglang_distinct import check_distinct
+from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.sglang_engine import ServedModel, SGLangEngine
-from opd.rollout.sglang_push import FolderPush, Push, TensorPush
-from opd.rollout.sync.disk import WeightFolder
+from opd.rollout.sglang_workers import FolderPush, Push, TensorPush, check_distinct
+from opd.rollout.weight_sync import WeightFolder
 from opd.teachers.sglang_teacher import pool_options
 
 ONCE = RetryPolicy(attempts=1)

@@ -23,14 +23,12 @@ from opd.pipelines.precision import model_dtype
 from opd.pipelines.stage_rollout import StageRollout, open_rollout
 from opd.protocols import RolloutEngine
 from opd.ranks import Ranks
-from opd.rollout.collect import EncodedPrompt, Generates, collect
+from opd.rollout.collect import EncodedPrompt, Generate, Generates, collect, load_generate
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.shared import Meeting, write_shared
+from opd.rollout.shared import WriterBarrier, write_shared
 from opd.rollout.stop_strings import StopStrings
-from opd.rollout.sync.in_process import InProcess
-from opd.rollout.sync.verb import LocalTarget, sync_weights
 from opd.rollout.torch_engine import TorchEngine
-from opd.rollout.user_generate import Generate, load_generate
+from opd.rollout.weight_sync import sync_weights
 from opd.train.backend import Backend, Training
 from opd.train.backends import Load, open_backend
 from opd.train.terms import LossTerm
@@ -147,7 +145,7 @@ class Student:
     ranks: Ranks
     writing: Ranks
     """The same ranks for the thread that writes, which may not be the one that learns."""
-    meeting: Meeting
+    barrier: WriterBarrier
     """Where their writers wait for each other."""
     generate: Generate = collect
     """Prompts to sample groups: the recipe's own, if it names one."""
@@ -181,7 +179,7 @@ class Student:
             load,
             ranks,
             writing,
-            Meeting(writing),
+            WriterBarrier(writing),
             load_generate(recipe.rollout.generate),
             stop_strings(recipe, tokenizer),
         )
@@ -217,7 +215,7 @@ class Student:
             self.writing,
             prompts,
             lambda mine: self.generate(engine, mine, group_size, self.sampling, self.seed),
-            self.meeting,
+            self.barrier,
         )
 
     def start(self, step: int) -> None:
@@ -232,8 +230,7 @@ class Student:
 
         Raises `RolloutError` if the engine does not hold what was sent.
         """
-        link = InProcess()
-        sync_weights([LocalTarget(self.writer, link)], link, self.backend.weights(), version)
+        sync_weights(self.writer, self.backend.weights(), version)
 
     def export(self, folder: Path, card: dict[str, Any]) -> str:
         """Write the Hugging Face folder, on the first rank, and return the digest of its weights there."""

@@ -82,6 +82,6 @@ class RolloutConfig(Config):
     stage finishes responses of an earlier attempt."""
     generate: str | None = None
     """Dotted path of `generate(engine, prompts, group_size, sampling, seed) -> groups`, for responses of
-    several turns with an environment, tools or search (`opd.rollout.user_generate`)."""
+    several turns with an environment, tools or search (`opd.rollout.collect`)."""
     reward_timeout: float = Field(default=60.0, gt=0)
     """Seconds a reward function may take for one batch."""

@@ -1,16 +1,189 @@
-"""The running requests as arrays by slot: no Python work per request in a decode step.
+"""Requests as arrays: checked and waiting in a queue, then running by slot.
 
-The `size` running requests always occupy slots `0 ... size - 1`. A request that ends leaves a hole, which the
-last running ones fill (`remove`); new requests are appended (`admit`).
+No Python work per request in a decode step. The `size` running requests always occupy slots
+`0 ... size - 1`. A request that ends leaves a hole, which the last running ones fill (`remove`); new requests
+are appended (`admit`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
 import numpy as np
 
-from opd.rollout.noise import NoiseTable
-from opd.rollout.requests import RequestQueue
-from opd.types import Status
+from opd.errors import RolloutError
+from opd.rollout.sampling import NoiseTable, uid_keys
+from opd.types import RolloutRequest, SamplingParams, Status
+
+NO_STOP = -1
+"""Pads the rows of `stops`."""
+_WORD = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine can serve."""
+
+    vocab_size: int
+    max_sequence: int
+    """Prompt plus response tokens."""
+
+
+@dataclass(slots=True)
+class RequestQueue:
+    """Waiting requests, those with the same known tokens next to each other; taken from the front.
+
+    `n` requests, `W` the largest number of stop ids.
+    """
+
+    uids: list[str]
+    tokens: list[np.ndarray]
+    """Prompt and prefix of each request, int32."""
+    length: np.ndarray
+    """[n] int64: number of known tokens."""
+    position: np.ndarray
+    """[n] int64: response position of the next token."""
+    limit: np.ndarray
+    """[n] int64: `max_new_tokens`."""
+    temperature: np.ndarray
+    """[n] float64."""
+    top_p: np.ndarray
+    """[n] float64."""
+    top_k: np.ndarray
+    """[n] int64."""
+    stops: np.ndarray
+    """[n, W] int64, padded with `NO_STOP`."""
+    seeds: np.ndarray
+    """[n] uint64."""
+    keys: np.ndarray
+    """[n] uint64."""
+    ended: dict[str, Status] = field(default_factory=dict)
+    """Resumed requests whose prefix is already a whole response."""
+    taken: int = 0
+    """How many requests have left the queue."""
+
+    def __len__(self) -> int:
+        return len(self.uids) - self.taken
+
+    @property
+    def longest(self) -> int:
+        """Most tokens any request of the call may come to hold."""
+        return int((self.length + self.limit - self.position).max(initial=0))
+
+    def drop(self, places: list[int]) -> None:
+        """Forget requests that wait; `places` count from the front of the whole queue."""
+        gone = set(places)
+        self.uids = [uid for i, uid in enumerate(self.uids) if i not in gone]
+        self.tokens = [ids for i, ids in enumerate(self.tokens) if i not in gone]
+        for name in ("length", "position", "limit", "temperature", "top_p", "top_k", "stops", "seeds"):
+            setattr(self, name, np.delete(getattr(self, name), places, axis=0))
+        self.keys = np.delete(self.keys, places)
+
+
+def queue_requests(requests: Sequence[RolloutRequest], limits: Limits) -> RequestQueue:
+    """Check `requests` and queue them. Raises `RolloutError` for one that cannot be served."""
+    _check_uids(requests)
+    for params in {id(r.sampling): r.sampling for r in requests}.values():
+        _check_sampling(params, limits)
+    _check_tokens(requests, limits)
+    ended = {r.uid: status for r in requests if len(r.prefix_ids) and (status := _ended(r)) is not None}
+    ended |= {r.uid: Status.TRUNCATED for r in requests if r.sampling.max_new_tokens == 0}
+    waiting = [r for r in requests if r.uid not in ended] if ended else list(requests)
+
+    # Requests that share a prompt usually share the array too, but equal bytes are what counts.
+    tokens = [
+        np.concatenate([r.prompt_ids, r.prefix_ids]).astype(np.int32)
+        if len(r.prefix_ids)
+        else np.asarray(r.prompt_ids, dtype=np.int32)
+        for r in waiting
+    ]
+    numbering: dict[bytes, int] = {}
+    fresh = count()
+    group = np.array([numbering.setdefault(t.tobytes(), next(fresh)) for t in tokens], dtype=np.int64)
+    order = np.argsort(group, kind="stable")
+    waiting = [waiting[i] for i in order]
+    params = [r.sampling for r in waiting]
+    uids = [r.uid for r in waiting]
+    return RequestQueue(
+        uids=uids,
+        tokens=[tokens[i] for i in order],
+        length=np.array([len(tokens[i]) for i in order], dtype=np.int64),
+        position=np.array([len(r.prefix_ids) for r in waiting], dtype=np.int64),
+        limit=np.array([p.max_new_tokens for p in params], dtype=np.int64),
+        temperature=np.array([p.temperature for p in params], dtype=np.float64),
+        top_p=np.array([p.top_p for p in params], dtype=np.float64),
+        top_k=np.array([p.top_k for p in params], dtype=np.int64),
+        stops=_stop_table(params),
+        seeds=np.array([r.seed & _WORD for r in waiting], dtype=np.uint64),
+        keys=uid_keys(uids),
+        ended=ended,
+    )
+
+
+def _stop_table(params: list[SamplingParams]) -> np.ndarray:
+    width = max((len(p.stop_ids) for p in params), default=0)
+    padded = {ids: ids + (NO_STOP,) * (width - len(ids)) for ids in {p.stop_ids for p in params}}
+    return np.array([padded[p.stop_ids] for p in params], dtype=np.int64).reshape(len(params), width)
+
+
+def _ended(request: RolloutRequest) -> Status | None:
+    """How a resumed request ended before the interruption, if it did."""
+    if int(request.prefix_ids[-1]) in request.sampling.stop_ids:
+        return Status.COMPLETED
+    return Status.TRUNCATED if len(request.prefix_ids) >= request.sampling.max_new_tokens else None
+
+
+def _check_uids(requests: Sequence[RolloutRequest]) -> None:
+    seen: set[str] = set()
+    for request in requests:
+        if request.uid in seen:
+            raise RolloutError(
+                f"request {request.uid!r} is given twice; the uid keys the sampling noise, so give every"
+                " request its own."
+            )
+        seen.add(request.uid)
+
+
+def _check_sampling(params: SamplingParams, limits: Limits) -> None:
+    wrong = None
+    if not (params.temperature >= 0 and np.isfinite(params.temperature)):
+        wrong = f"temperature {params.temperature} must be finite and at least 0 (0 is greedy)"
+    elif not 0 < params.top_p <= 1:
+        wrong = f"top_p {params.top_p} must lie in (0, 1]"
+    elif params.top_k < 0:
+        wrong = f"top_k {params.top_k} must be at least 0 (0 keeps the whole vocabulary)"
+    elif params.max_new_tokens < 0:
+        wrong = f"max_new_tokens {params.max_new_tokens} must be at least 0"
+    elif any(not 0 <= token < limits.vocab_size for token in params.stop_ids):
+        wrong = f"stop_ids {params.stop_ids} must lie in the vocabulary of {limits.vocab_size} tokens"
+    if wrong:
+        raise RolloutError(f"sampling parameters: {wrong}.")
+
+
+def _check_tokens(requests: Sequence[RolloutRequest], limits: Limits) -> None:
+    for request in requests:
+        prompt = len(request.prompt_ids)
+        if prompt == 0:
+            raise RolloutError(f"request {request.uid!r} has an empty prompt; give it at least one token.")
+        total = prompt + max(request.sampling.max_new_tokens, len(request.prefix_ids))
+        if total > limits.max_sequence:
+            raise RolloutError(
+                f"request {request.uid!r} may take {total} tokens (prompt {prompt}) but the engine serves"
+                f" {limits.max_sequence}; shorten it, or raise max_sequence if the model allows."
+            )
+    pieces = [ids for r in requests for ids in (r.prompt_ids, r.prefix_ids) if len(ids)]
+    everything = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
+    if everything.size and (everything.min() < 0 or everything.max() >= limits.vocab_size):
+        for request in requests:
+            ids = np.concatenate([request.prompt_ids, request.prefix_ids])
+            outside = ids[(ids < 0) | (ids >= limits.vocab_size)]
+            if outside.size:
+                raise RolloutError(
+                    f"request {request.uid!r} holds token id {int(outside[0])}, outside the vocabulary of"
+                    f" {limits.vocab_size} tokens; encode it with the model's own tokenizer."
+                )
 
 
 class RunningBatch:

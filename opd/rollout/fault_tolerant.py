@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from opd.errors import OpdError, RolloutError
 from opd.protocols import RolloutEngine, TokenLog
 from opd.rollout.dispatch import Dispatch
-from opd.rollout.engine_pool import EnginePool
-from opd.rollout.health import EngineHealth, RetryPolicy
+from opd.rollout.engine_pool import EngineHealth, EnginePool, RetryPolicy
 from opd.rollout.ledger import Books, Environment, Ledger
 from opd.rollout.preemption import WRITE_SPEED, KVStore, Preemption, Suspendable
 from opd.rollout.stop_strings import StopStrings

@@ -1,25 +1,273 @@
-"""The workers of a served engine: paused, flushed, given new weights, verified, resumed together."""
+"""The workers of a served engine: paused, flushed, given new weights, verified, resumed together.
+
+New weights reach a worker through a folder that it reads, or broadcast in a process group with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from opd.errors import RolloutError
 from opd.foreign import decoding
-from opd.models.causal_lm import weights_digest
-from opd.rollout.sglang_push import Push
-from opd.rollout.sglang_sync import Proof, check_config, check_form
+from opd.models.causal_lm import raw_bytes, weights_digest
+from opd.rendezvous import gloo_device, host_store
+from opd.rollout.sglang_proof import Proof, check_config, check_form
+from opd.rollout.weight_sync import WeightFolder, Weights, buckets
 from opd.served.http_client import PoolOptions, RefusedError, Server, UnavailableError, pause
 from opd.served.http_pool import HTTPPool, LoopThread
 from opd.served.sglang_answers import ranks_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+TIMEOUT = 120.0
+"""Seconds a member waits for another."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """One member's place in a weight group."""
+
+    name: str
+    """Of the group; the same for all members."""
+    rank: int
+    """0 is the trainer."""
+    world: int
+    backend: str = "gloo"
+    """`gloo`, or `nccl` where every member has CUDA (which has not been run yet)."""
+
+
+def weight_group(store: Store, member: GroupMember, timeout: float = TIMEOUT, host: str = "127.0.0.1") -> Any:
+    """The back end of the group at `member`; returns once every member has come.
+
+    This member listens on its own address `host`, and with gloo on no other.
+
+    The members meet under the keys that `torch.distributed` uses for a group of that name, so that an engine
+    which makes its group with it, as SGLang does, meets this one. Raises `RolloutError` if one stays away.
+    """
+    device = "cuda" if member.backend == "nccl" else "cpu"
+    for prefix in (member.name, f"{member.name}/", f"{device}/"):
+        store = PrefixStore(prefix, store)
+    waits = timedelta(seconds=timeout)
+    try:
+        if member.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = waits
+            return dist.ProcessGroupNCCL(store, member.rank, member.world, options)
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._devices, gloo._timeout = [gloo_device(host)], waits
+        return dist.ProcessGroupGloo(store, member.rank, member.world, gloo)
+    except RuntimeError as error:
+        raise RolloutError(
+            f"not every member of the weight group {member.name} has come within {timeout:g} s"
+            f" ({str(error).splitlines()[0]}); look at the engine's log."
+        ) from None
+
+
+Ask = Callable[[Server, str, str, dict[str, Any]], Awaitable[Any]]
+"""`ask(server, method, path, body)`: one attempt at one request, as `HTTPClient.ask`."""
+BUCKET_BYTES = 256 << 20
+
+
+class Push(Protocol):
+    """How the newest weights reach a worker, whenever it needs them."""
+
+    def prepare(self, weights: Weights, version: int) -> list[tuple[str, Tensor]]:
+        """Make `weights` the newest; returns copies of them on the CPU."""
+        ...
+
+    async def load(self, ask: Ask, server: Server, name: str) -> None:
+        """Have `server` take the newest weights and call them `name`, with its cache dropped.
+
+        Raises `RolloutError` if it does not take them, `UnavailableError` if it is away.
+        """
+        ...
+
+
+class FolderPush:
+    """Through a folder on a file system that this process and every worker see."""
+
+    def __init__(self, folder: WeightFolder) -> None:
+        self._folder = folder
+
+    def prepare(self, weights: Weights, version: int) -> list[tuple[str, Tensor]]:
+        """See `Push`: the older version's folder is gone afterwards."""
+        kept = _copies(weights)
+        self._folder.write(kept, version)
+        return kept
+
+    async def load(self, ask: Ask, server: Server, name: str) -> None:
+        """See `Push`."""
+        body = {"model_path": str(self._folder.newest), "weight_version": name, "flush_cache": True}
+        done = await ask(server, "POST", "/update_weights_from_disk", body | {"keep_pause": True})
+        _check(server, name, done)
+
+
+class TensorPush:
+    """Broadcast, in buckets, in a process group with each worker: one worker's end is not the others'.
+
+    Args:
+        host: This machine's address, as workers reach it.
+        bucket_bytes: Weights go in pieces of about this size, at least one tensor each.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._host, self._size = host, bucket_bytes
+        self._newest: list[tuple[str, Tensor]] = []
+        self._groups: dict[str, tuple[str, Any, torch.device]] = {}
+        """URL -> name of the group, its back end, where it sends from."""
+
+    def prepare(self, weights: Weights, version: int) -> list[tuple[str, Tensor]]:
+        """See `Push`."""
+        self._newest = _copies(weights)
+        return self._newest
+
+    async def load(self, ask: Ask, server: Server, name: str) -> None:
+        """See `Push`. A worker that fails in the middle holds parts of two versions: it is not used again
+        before it has taken one whole.
+        """
+        if server.url not in self._groups:
+            self._groups[server.url] = await self._join(ask, server)
+        try:
+            try:
+                _check(server, name, await ask(server, "POST", "/begin_weight_update", {}))
+            except RefusedError:  # a trainer that died has left its update open
+                await ask(server, "POST", "/end_weight_update", {})
+                _check(server, name, await ask(server, "POST", "/begin_weight_update", {}))
+            pieces = list(_buckets(self._newest, self._size))
+            for place, bucket in enumerate(pieces):
+                last = place == len(pieces) - 1
+                await self._send(ask, server, bucket, name if last else None)
+            _check(server, name, await ask(server, "POST", "/end_weight_update", {}))
+        except (UnavailableError, RefusedError) as error:
+            # It may have been started again, with no memory of the group.
+            del self._groups[server.url]
+            raise UnavailableError(str(error), answered=True) from None
+
+    async def _send(
+        self, ask: Ask, server: Server, bucket: list[tuple[str, Tensor]], version: str | None
+    ) -> None:
+        from torch.distributed import BroadcastOptions
+
+        group, backend, device = self._groups[server.url]
+        content = torch.cat([raw_bytes(tensor) for _, tensor in bucket]).to(device)
+        options = BroadcastOptions()
+        options.rootRank = 0
+        body = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": group,
+            "flush_cache": version is not None,
+            "load_format": "flattened_bucket",
+        }
+        if version is not None:
+            body["weight_version"] = version
+        answer = asyncio.ensure_future(ask(server, "POST", "/update_weights_from_distributed", body))
+        sent = asyncio.ensure_future(asyncio.to_thread(lambda: backend.broadcast([content], options).wait()))
+        # A worker that refuses does not receive: the broadcast would wait for it until its time-out.
+        await asyncio.wait([answer, sent], return_when=asyncio.FIRST_EXCEPTION)
+        if sent.done() and (error := sent.exception()) is not None:
+            answer.cancel()
+            raise UnavailableError(f"{server.url} left the weight group ({error})", answered=False)
+        sent.cancel()
+        _check(server, version or "", await answer)
+
+    async def _join(self, ask: Ask, server: Server) -> tuple[str, Any, torch.device]:
+        """A new group of this process and all ranks of `server`."""
+        settings = await ask(server, "GET", "/server_info", {}) or {}
+        cuda = settings.get("device") == "cuda" and torch.cuda.is_available()
+        ranks = int(settings.get("tp_size") or 1)
+        member = GroupMember(f"opd-{uuid.uuid4().hex[:8]}", 0, 1 + ranks, "nccl" if cuda else "gloo")
+        store, port = host_store(self._host, TIMEOUT)
+        body = {
+            "master_address": self._host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": member.world,
+            "group_name": member.name,
+            "backend": member.backend,
+        }
+        answer = asyncio.ensure_future(ask(server, "POST", "/init_weights_update_group", body))
+        met = asyncio.ensure_future(asyncio.to_thread(weight_group, store, member, TIMEOUT, self._host))
+        await asyncio.wait([answer, met], return_when=asyncio.FIRST_EXCEPTION)
+        if answer.done() and answer.exception() is not None:
+            met.cancel()
+        _check(server, member.name, await answer)
+        return member.name, await met, torch.device("cuda" if cuda else "cpu")
+
+
+def _copies(weights: Weights) -> list[tuple[str, Tensor]]:
+    return [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in weights]
+
+
+def _buckets(weights: list[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """`buckets` of one dtype each: receivers cut a bucket at its dtypes."""
+    for _, alike in groupby(weights, key=lambda item: item[1].dtype):
+        yield from buckets(alike, size)
+
+
+def _check(server: Server, name: str, done: Any) -> None:
+    if not (done or {}).get("success"):
+        raise RolloutError(f"{server.url} did not take the weights {name}: {(done or {}).get('message')}.")
+
+
+IDENTITY = ("host", "port", "startup_time")
+"""What a server says of itself that no other says: `startup_time` holds the seconds that each part of its
+start took, to many places.
+"""
+
+
+def check_distinct(options: PoolOptions) -> None:
+    """Ask every server of `options` who it is, once. One that does not answer, or is too old to tell when it
+    started, counts as another.
+
+    Raises `RolloutError` if two URLs lead to one server: verbs sent to it by two clients at once end it.
+    """
+    if len(options.urls) < 2:
+        return
+    pool = HTTPPool("the rollout engine", options, RolloutError)
+    loop = LoopThread("sglang-distinct")
+    try:
+        told = loop.run(_ask_all(pool))
+    finally:
+        loop.run(pool.close())
+        loop.close()
+    seen: dict[str, str] = {}
+    for server, identity in zip(pool.servers, told, strict=True):
+        if identity in seen:
+            raise RolloutError(
+                f"rollout.engine.urls: {seen[identity]} and {server.url} lead to one server; give every"
+                " worker once."
+            )
+        seen[identity] = server.url
+
+
+async def _ask_all(pool: HTTPPool) -> list[str]:
+    return await asyncio.gather(*(_identity(pool, server) for server in pool.servers))
+
+
+async def _identity(pool: HTTPPool, server: Server) -> str:
+    """The same for two URLs of one server."""
+    try:
+        told: dict[str, Any] = await pool.ask(server, "GET", "/server_info") or {}
+    except (UnavailableError, RefusedError):
+        told = {}
+    return json.dumps([told[name] for name in IDENTITY]) if told.get("startup_time") else server.url
+
 
 ATTEMPTS = 4
 """At a control request, before a worker counts as away."""

@@ -33,7 +33,7 @@ _SOONEST, _LATEST = 0.001, 0.05
 """Seconds between two looks whether all ranks have come."""
 
 
-class Meeting:
+class WriterBarrier:
     """Where ranks that write wait for each other, batch after batch, until one of them stops.
 
     Whoever waits in a collective for a rank that has stopped waits until it times out. So each rank first
@@ -46,7 +46,7 @@ class Meeting:
         self._batch = 0
         self._off = False
 
-    def come(self) -> None:
+    def wait(self) -> None:
         """Return once every rank is here. Raises `RanksError` if one of them, or this one, has stopped, or
         does not come for as long as a collective would wait.
         """
@@ -77,7 +77,7 @@ class Meeting:
             pause = min(2 * pause, _LATEST)
         return board.get(said)
 
-    def call_off(self) -> None:
+    def abandon(self) -> None:
         """This rank writes no more: nobody is to wait for it, and it waits for nobody."""
         self._off = True
         with suppress(RuntimeError):  # where the store is gone, so are the others
@@ -92,10 +92,10 @@ def write_shared(
     ranks: Ranks,
     prompts: Sequence[EncodedPrompt],
     write: Callable[[list[EncodedPrompt]], list[SampleGroup]],
-    meeting: Meeting | None = None,
+    barrier: WriterBarrier | None = None,
 ) -> list[SampleGroup]:
     """What `write` makes of `prompts`, of which it is given this rank's; the same on all ranks, in the order
-    of the prompts. They wait for each other at `meeting`, if one may stop before it has written.
+    of the prompts. They wait for each other at `barrier`, if one may stop before it has written.
 
     Raises `RanksError` if a rank fails to write its own.
     """
@@ -106,11 +106,11 @@ def write_shared(
     try:
         groups = write(mine) if mine else []
     except BaseException:
-        if meeting is not None:
-            meeting.call_off()
+        if barrier is not None:
+            barrier.abandon()
         raise
-    if meeting is not None:
-        meeting.come()
+    if barrier is not None:
+        barrier.wait()
     said = ranks.gather(encode_groups(groups, known), "the responses of a batch")
     everyone = [group for part in said for group in decode_groups(part, known)]
     order = {prompt.uid: place for place, prompt in enumerate(prompts)}

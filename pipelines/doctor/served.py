@@ -57,7 +57,7 @@ def _check_workers(recipe: Recipe, config: SGLangEngineConfig) -> list[Finding]:
 
 
 async def _visit_worker(pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
-    from opd.rollout.sglang_sync import check_config
+    from opd.rollout.sglang_proof import check_config
     from opd.served.http_client import RefusedError, UnavailableError
 
     try:

@@ -14,8 +14,8 @@ from opd.errors import RolloutError
 from opd.pipelines.helpers import Writers
 from opd.pipelines.on_ray.actors import ActorLostError, Packed, Remote
 from opd.pipelines.on_ray.cluster import import_ray, one_line
-from opd.rollout.health import RetryPolicy
-from opd.rollout.sync.parcel import buckets
+from opd.rollout.engine_pool import RetryPolicy
+from opd.rollout.weight_sync import buckets
 from opd.types import DecodeStep, RolloutRequest
 
 if TYPE_CHECKING:

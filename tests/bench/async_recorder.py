@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from opd.pipelines.loop import PhaseTimer
-from opd.rollout.generation import Generation
+from opd.rollout.torch_engine import Generation
 from opd.types import DecodeStep
 
 GAP = 0.004

@@ -16,9 +16,8 @@ from opd.errors import ConfigError, RolloutError, TrainingError
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
-from opd.rollout.collect import EncodedPrompt
+from opd.rollout.collect import EncodedPrompt, load_generate
 from opd.rollout.torch_engine import TorchEngine
-from opd.rollout.user_generate import load_generate
 from opd.train.conversion import convert_batch
 from opd.train.distill_terms import TeacherView, build_distill_term
 from opd.train.terms import PolicyTerm

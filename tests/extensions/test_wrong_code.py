@@ -17,8 +17,7 @@ from opd.errors import ConfigError, OpdError, RewardError, RolloutError, Trainin
 from opd.imports import calling
 from opd.rewards.functions import load_reward
 from opd.rewards.runner import RewardRunner
-from opd.rollout.collect import EncodedPrompt
-from opd.rollout.user_generate import load_generate
+from opd.rollout.collect import EncodedPrompt, load_generate
 from opd.train.conversion import convert_batch
 from opd.train.distill_terms import TeacherView, build_distill_term
 from opd.train.terms import PolicyTerm

@@ -16,7 +16,7 @@ from opd.kernels.head import Head
 from opd.pipelines.on_ray.actors import Packed, PackedHead
 from opd.pipelines.on_ray.cluster import Layout, actor_names, number_of, options_of, resources_of, role_of
 from opd.pipelines.on_ray.processes import descendants, end_left_over
-from opd.rollout.sync.parcel import buckets
+from opd.rollout.weight_sync import buckets
 
 RESOURCES = {
     "trainer": {"cpus": 2, "gpus": 0.5},

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.rollout.cached_attention import AttentionForm, DecodeAttention
+from opd.rollout.forward import AttentionForm, DecodeAttention
 from opd.rollout.kv_cache import KVCache
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from opd.rollout import lean_decoder, runner
+from opd.rollout import forward
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams, Status
 
@@ -25,7 +25,7 @@ def test_logprobs_are_those_of_one_by_one_forwards(
     family: str, build: Fixture, collect: Fixture, requests_of: Fixture, reference: Fixture
 ) -> None:
     model, plain = build(family)
-    assert lean_decoder.supports(model) == (family in LEAN)
+    assert forward.supports(model) == (family in LEAN)
     requests = requests_of(9, samples=2)
     responses = collect(TorchEngine(model, max_running=7).generate(requests))
     assert set(responses) == {request.uid for request in requests}
@@ -130,7 +130,7 @@ def test_long_prefills_are_split(
     model, _ = build()
     requests = requests_of(10, samples=2, seed=5)
     whole = collect(TorchEngine(model).generate(requests))
-    monkeypatch.setattr(runner, "PREFILL_TOKENS", 10)
+    monkeypatch.setattr(forward, "PREFILL_TOKENS", 10)
     split = collect(TorchEngine(model).generate(requests))
     assert {uid: r.token_ids for uid, r in split.items()} == {uid: r.token_ids for uid, r in whole.items()}
 

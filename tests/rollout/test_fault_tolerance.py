@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from memory_log import MemoryLog
 
 from opd.errors import RolloutError, StorageError
+from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.health import RetryPolicy
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import SamplingParams, Status
 

@@ -15,8 +15,8 @@ from faulty_engines import FaultyEngine, hangs_once
 from memory_log import MemoryLog
 
 from opd.errors import RolloutError
+from opd.rollout.engine_pool import EngineHealth, RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.health import EngineHealth, RetryPolicy
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.transcript import Tokens
 from opd.types import RolloutRequest, SamplingParams, Status

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.rollout.noise import BLOCK, NoiseTable, philox, uid_key, uid_keys
+from opd.rollout.sampling import BLOCK, NoiseTable, philox, uid_key, uid_keys
 
 
 def stream(seed: int, uid: str, length: int) -> np.ndarray:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from opd.rollout.sglang_streams import Stream
+from opd.rollout.sglang_engine import Stream
 from opd.served.http_client import UnavailableError
 from opd.types import Status
 

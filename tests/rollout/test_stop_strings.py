@@ -15,8 +15,8 @@ from memory_log import MemoryLog
 
 from opd.errors import RolloutError
 from opd.models.tokenizers import character_tokenizer
+from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.health import RetryPolicy
 from opd.rollout.stop_strings import StopStrings
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.transcript import Tokens

@@ -15,8 +15,8 @@ from memory_log import MemoryLog
 
 from opd.errors import StorageError
 from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.health import RetryPolicy
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.transcript import Tokens
 from opd.types import RolloutRequest, SamplingParams, Status

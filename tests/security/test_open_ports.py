@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import sockets
+from torch.distributed import TCPStore
 
 from opd.rendezvous import EVERY, address_of, host_store, interface_towards
-from opd.rollout.sync.group import Seat, visit_store, weight_group
+from opd.rollout.sglang_workers import GroupMember, weight_group
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
 LOOPBACK = "127.0.0.1"
@@ -95,10 +96,12 @@ def test_a_weight_group_listens_on_loopback_alone():
     store, port = host_store(LOOPBACK, 60.0)
     made = []
     member = threading.Thread(
-        target=lambda: made.append(weight_group(visit_store(LOOPBACK, port), Seat("ports", 1, 2)))
+        target=lambda: made.append(
+            weight_group(TCPStore(LOOPBACK, port, wait_for_workers=False), GroupMember("ports", 1, 2))
+        )
     )
     member.start()
-    made.append(weight_group(store, Seat("ports", 0, 2)))
+    made.append(weight_group(store, GroupMember("ports", 0, 2)))
     member.join()
     assert sockets.listening(os.getpid()) - before <= {LOOPBACK}
     assert len(made) == 2

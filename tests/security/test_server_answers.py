@@ -14,7 +14,7 @@ import pytest
 
 from opd.errors import TeacherError
 from opd.retry import Retry
-from opd.rollout.sglang_streams import Stream
+from opd.rollout.sglang_engine import Stream
 from opd.served.http_client import (
     CONTROL_BYTES,
     HTTPClient,

@@ -17,9 +17,9 @@ from opd.retry import Retry
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.sglang_engine import ServedModel, SGLangEngine
-from opd.rollout.sglang_push import FolderPush, TensorPush
-from opd.rollout.sglang_sync import Proof
-from opd.rollout.sync.disk import WeightFolder
+from opd.rollout.sglang_proof import Proof
+from opd.rollout.sglang_workers import FolderPush, TensorPush
+from opd.rollout.weight_sync import WeightFolder
 from opd.served.http_client import Patience, PoolOptions
 from opd.storage.wal import TokenWAL
 from opd.train.packing import pack_tokens

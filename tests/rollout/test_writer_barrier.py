@@ -13,20 +13,20 @@ import sys
 from datetime import timedelta
 from opd.errors import RanksError
 from opd.ranks import joined
-from opd.rollout.shared import Meeting
+from opd.rollout.shared import WriterBarrier
 
 with joined("cpu", 120.0) as ranks:
-    meeting = Meeting(ranks)
-    meeting.come()
+    barrier = WriterBarrier(ranks)
+    barrier.wait()
     ranks.barrier("the test")
     ranks.board().set_timeout(timedelta(seconds=1))
     if ranks.rank:
         if sys.argv[1] == "stops":
-            meeting.call_off()
+            barrier.abandon()
         input()
     else:
         try:
-            meeting.come()
+            barrier.wait()
         except RanksError as error:
             print(error)
 """

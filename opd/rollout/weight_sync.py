@@ -1,31 +1,66 @@
-"""Weights by a folder: a version is there as a whole under its name, or not at all."""
+"""New weights for an engine: pause, flush, push, verify, resume; and folders of them for others."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opd.errors import RolloutError
-from opd.foreign import is_file_name, shown
 from opd.models.causal_lm import WeightsDigest
-from opd.models.hf_folder import INDEX, read_object
-from opd.rollout.sync.parcel import Parcel, Tell, Weights
+from opd.models.hf_folder import INDEX
+from opd.protocols import RolloutEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Weights = Iterable[tuple[str, "Tensor"]]
+"""Named tensors, walked once."""
 SHARD_BYTES = 1 << 30
+
+
+def sync_weights(engine: RolloutEngine, weights: Weights, version: int) -> str:
+    """Give `engine` the `weights` as `version`; returns their digest.
+
+    The trainer's own tensors are handed over: nothing is copied on the way. Raises `RolloutError` if the
+    engine holds other weights than were sent, and whatever it raises itself. It stays paused then: no token
+    is sampled with weights that nobody knows.
+    """
+    sent = WeightsDigest()
+    engine.pause()
+    engine.flush()
+    held = engine.update_weights(sent.watch(weights), version)
+    if held != sent.hex():
+        raise RolloutError(
+            f"after the push of version {version} the engine holds other weights than the trainer; restart"
+            " with --resume."
+        )
+    engine.resume()
+    return held
+
+
+def buckets(weights: Weights, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive tensors of together at most `nbytes`; a larger one is alone."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if bucket and size + tensor.nbytes > nbytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 class WeightFolder:
     """Hugging Face folders of successive versions below `root`; only the newest is kept.
 
     A version is written under another name and renamed when it is whole, so that nobody ever reads half of
-    it; what a killed writer left behind is removed when the next one begins. Both ends of the transport.
+    it; what a killed writer left behind is removed when the next one begins.
 
     Args:
         root: On a disk that every receiver sees under the same path.
@@ -60,31 +95,6 @@ class WeightFolder:
             shutil.rmtree(older, ignore_errors=True)
         return folder
 
-    def send(self, weights: Weights, version: int, tell: Tell) -> tuple[str, Sequence[str]]:
-        """See `WeightSender`; the newest version stays, for a receiver that comes late."""
-        digest = WeightsDigest()
-        folder = self.write(digest.watch(weights), version)
-        return digest.hex(), tell(Parcel("disk", version, {"folder": str(folder)}))()
-
-    def receive(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
-        """See `WeightReceiver`."""
-        from safetensors import SafetensorError, safe_open
-
-        folder = Path(parcel.where["folder"])
-        try:
-            placed = read_object(folder / INDEX).get("weight_map")
-            if not isinstance(placed, dict) or not all(map(is_file_name, placed.values())):
-                raise RolloutError(f"{folder / INDEX} names no files beside it; send the weights again.")
-            for file in dict.fromkeys(placed.values()):
-                with safe_open(folder / file, framework="pt") as opened:
-                    for name in (name for name, where in placed.items() if where == file):
-                        yield name, opened.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise RolloutError(
-                f"version {parcel.version} cannot be read from {folder} ({_cause(error)}); trainer and"
-                " engines must see one file system under the same path."
-            ) from None
-
     def close(self) -> None:
         """Remove every version."""
         self._sweep()
@@ -95,10 +105,6 @@ class WeightFolder:
         for found in (*self.root.glob("version-*"), *self.root.glob(".version-*")):
             shutil.rmtree(found, ignore_errors=True)
         self._swept = True
-
-
-def _cause(error: Exception) -> str:
-    return shown(getattr(error, "strerror", None) or error, 300)
 
 
 def _write_shards(folder: Path, weights: Weights, limit: int) -> None:

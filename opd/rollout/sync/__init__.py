@@ -1,1 +1,0 @@
-"""New weights on their way to rollout engines: one verb, several transports."""
