@@ -1,7 +1,8 @@
-"""Code of the user's own, by dotted path: loaded, called with what is promised, its faults in a sentence."""
+"""Code of the user's own, by dotted path: found, loaded, called as is promised, its faults in a sentence."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import inspect
@@ -9,6 +10,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 from opd.errors import OpdError
@@ -104,9 +107,7 @@ def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
     is raised if the path has another form, or the module or the name does not exist or fails to import.
     """
     module_name, separator, name = path.partition(":")
-    with contextlib.suppress(FileNotFoundError):  # where code of the user's own has gone may be no more
-        if os.getcwd() not in sys.path and "" not in sys.path:
-            sys.path.append(os.getcwd())  # the console script leaves out the folder it is started in
+    _see_this_folder()
     if not (separator and module_name and name):
         raise error(f"{where}: {path!r} is not of the form `package.module:name`.")
     try:
@@ -122,3 +123,79 @@ def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
             " the name and PYTHONPATH."
         ) from cause
     return found
+
+
+def _see_this_folder() -> None:
+    """Modules are looked for where the command is started, too, which the console script leaves out."""
+    with contextlib.suppress(FileNotFoundError):  # where code of the user's own has gone may be no more
+        if os.getcwd() not in sys.path and "" not in sys.path:
+            sys.path.append(os.getcwd())
+
+
+def source_files(path: str) -> dict[str, Path]:
+    """`folder/module.py` -> file, of all that the code at `package.module:name` consists of: its module, the
+    packages around it and, by their import statements, the modules of the user's own that these import.
+
+    Nothing is run. Of opd and of what is installed there is nothing, but for the module that is named.
+    """
+    _see_this_folder()
+    first = path.partition(":")[0]
+    found: dict[str, Path] = {}
+    waiting, seen = [first], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        spec = _spec(name)
+        if spec is None or spec.origin is None or not spec.has_location or is_of_opd(spec.origin):
+            continue
+        own = name.partition(".")[0] not in sys.stdlib_module_names and not _INSTALLED & set(
+            Path(spec.origin).parts
+        )
+        file, package = Path(spec.origin), spec.submodule_search_locations is not None
+        if (own or name == first) and file.is_file():
+            around = name if package else name.rpartition(".")[0]
+            found[f"{around}.".replace(".", "/").lstrip("/") + file.name] = file
+            waiting += [around, *_imported(file, around)] if own else []
+    return found
+
+
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """Where the module `name` lies. Unlike `importlib.util.find_spec` this runs no package around it."""
+    spec: ModuleSpec | None = None
+    places, whole = None, ""
+    for part in name.split("."):
+        whole = f"{whole}.{part}" if whole else part
+        spec = None
+        for finder in sys.meta_path:
+            with contextlib.suppress(Exception):  # of a library's own finder
+                spec = finder.find_spec(whole, places)
+            if spec is not None:
+                break
+        if spec is not None and spec.origin is not None:
+            places = spec.submodule_search_locations
+        else:  # maybe a folder without `__init__.py`, of which a finder asks the package around it
+            places = [str(Path(place) / part) for place in (sys.path if places is None else places)]
+        if places is None:
+            return spec if whole == name else None
+    return spec
+
+
+def _imported(file: Path, package: str) -> Iterator[str]:
+    """Names that may be modules which the source `file` in `package` imports, anywhere in it."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # compiled, or its import tells
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            around = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*around, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)

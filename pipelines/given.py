@@ -1,23 +1,70 @@
-"""What a run is given from elsewhere, models and data, by the digests it had when the run began."""
+"""What a run is given from elsewhere: models, data and code, by the digests they had when the run began."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from opd.config import Recipe
+from opd.imports import BATCH, DIVERGENCE, GENERATE, GROUP, POLICY_LOSS
 
 Given = dict[str, dict[str, str]]
 """Key of the recipe -> file, or what is published there -> digest."""
 
 
 def given_inputs(recipe: Recipe) -> Given:
-    """The digest of every file below `recipe`'s own models, tokenizer and data that a stage may read.
+    """The digest of every file of `recipe`'s own models, tokenizer, data and code that a stage may read.
 
     Weights that a folder's `checksums.json` lists are not read for it: who loads them compares them. Raises
     `CheckpointError`, `DataError` or `StorageError` for what cannot be read.
     """
-    return {where: _digests(source) for where, source in _sources(recipe)}
+    given = {where: _digests(source) for where, source in _sources(recipe)}
+    code = {where: _code(path) for where, path in user_code(recipe).items()}
+    return given | {where: files for where, files in code.items() if files}
+
+
+def user_functions(recipe: Recipe) -> dict[str, tuple[str, Sequence[str]]]:
+    """Key of the recipe -> (dotted path, what it is called with) of every function of the user's own but
+    rewards.
+    """
+    specialist, distill = recipe.specialist, recipe.distill
+    own_policy = getattr(distill.loss, "loss", None)  # of k1
+    paths = {
+        "rollout.generate": (recipe.rollout.generate, GENERATE),
+        "specialist.advantage.path": (getattr(specialist.advantage, "path", None), GROUP),
+        "specialist.policy_loss.path": (specialist.policy_loss.path, POLICY_LOSS),
+        "specialist.group_filter": (specialist.group_filter, GROUP),
+        "specialist.to_batch": (specialist.to_batch, BATCH),
+        "distill.advantage.path": (getattr(distill.advantage, "path", None), GROUP),
+        "distill.loss.path": (getattr(distill.loss, "path", None), DIVERGENCE),
+        "distill.loss.loss.path": (getattr(own_policy, "path", None), POLICY_LOSS),
+        "distill.policy_loss.path": (distill.policy_loss.path, POLICY_LOSS),
+        "distill.to_batch": (distill.to_batch, BATCH),
+    }
+    return {where: (path, takes) for where, (path, takes) in paths.items() if path is not None}
+
+
+def user_code(recipe: Recipe) -> dict[str, str]:
+    """Key of the recipe -> dotted path of all code of the user's own."""
+    paths = {where: path for where, (path, _) in user_functions(recipe).items()}
+    for name, domain in recipe.domains.items():
+        if domain.reward is not None:
+            paths[f"domains.{name}.reward"] = domain.reward
+        kind, _, task = domain.source.partition(":")
+        if kind == "procedural" and ":" in task:
+            paths[f"domains.{name}.source"] = task
+    return paths
+
+
+def _code(path: str) -> dict[str, str]:
+    from opd.errors import DataError
+    from opd.imports import source_files
+    from opd.storage.sealed import file_digest
+
+    try:
+        return {name: file_digest(file) for name, file in source_files(path).items()}
+    except OSError as error:
+        raise DataError(f"the code of {path} cannot be read ({error}); check its permissions.") from error
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from opd.config import Recipe
 from opd.errors import ConfigError, from_system
-from opd.imports import BATCH, DIVERGENCE, GENERATE, GROUP, POLICY_LOSS, import_function
+from opd.imports import import_function
 from opd.monitor.progress import never_silent
+from opd.pipelines.given import user_functions
 from opd.pipelines.run_folder import RunFolder
 from opd.redact import redact
 
@@ -90,28 +91,13 @@ def check_schedule(recipe: Recipe) -> list[Finding]:
 
 def check_paths(recipe: Recipe) -> list[Finding]:
     """The user's own functions, named by dotted path: can they be loaded?"""
-    specialist, distill = recipe.specialist, recipe.distill
-    own_policy = getattr(distill.loss, "loss", None)  # of k1
-    paths = {
-        "rollout.generate": (recipe.rollout.generate, GENERATE),
-        "specialist.advantage.path": (getattr(specialist.advantage, "path", None), GROUP),
-        "specialist.policy_loss.path": (specialist.policy_loss.path, POLICY_LOSS),
-        "specialist.group_filter": (specialist.group_filter, GROUP),
-        "specialist.to_batch": (specialist.to_batch, BATCH),
-        "distill.advantage.path": (getattr(distill.advantage, "path", None), GROUP),
-        "distill.loss.path": (getattr(distill.loss, "path", None), DIVERGENCE),
-        "distill.loss.loss.path": (getattr(own_policy, "path", None), POLICY_LOSS),
-        "distill.policy_loss.path": (distill.policy_loss.path, POLICY_LOSS),
-        "distill.to_batch": (distill.to_batch, BATCH),
-    }
     findings: list[Finding] = []
-    for where, (path, takes) in paths.items():
-        if path is not None:
-            findings += attempt(where, lambda w=where, p=path, t=takes: _check_path(p, w, t))
+    for where, (path, takes) in user_functions(recipe).items():
+        findings += attempt(where, lambda w=where, p=path, t=takes: _check_path(p, w, t))
     return findings
 
 
-def _check_path(path: str, where: str, takes: tuple[str, ...]) -> list[Finding]:
+def _check_path(path: str, where: str, takes: Sequence[str]) -> list[Finding]:
     if where.endswith("advantage.path"):
         from opd.algorithms.advantages import OwnAdvantage  # which may be a class
 
@@ -155,13 +141,29 @@ def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
     """Loads a small part of every domain into `domains` and its reward function."""
     findings: list[Finding] = []
     for name in recipe.domains:
-        findings += attempt(f"domain {name}", lambda name=name: _check_domain(recipe, name, domains))
+        title = f"domain {name}"
+        scorer = attempt(title, lambda name=name: _check_scorer(recipe, name))
+        source = attempt(title, lambda name=name: _check_domain(recipe, name, domains))
+        # One line for a sound domain, and all that is wrong with another.
+        findings += scorer + ([f for f in source if f.level != "ok"] if scorer else source)
     return findings
+
+
+def _check_scorer(recipe: Recipe, name: str) -> list[Finding]:
+    """What is wrong with the reward of a domain, whatever its prompts are."""
+    from opd.rewards.functions import load_reward
+
+    config = recipe.domains[name]
+    if config.reward is not None:
+        load_reward(config.reward)
+    elif config.source.endswith((".jsonl", ".parquet")):
+        detail = f"{config.source} has no checker of its own; give domains.{name}.reward a dotted path"
+        return [Finding("error", f"domain {name}", detail)]
+    return []
 
 
 def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list[Finding]:
     from opd.data.load import load_domain
-    from opd.rewards.functions import load_reward
 
     config = recipe.domains[name]
     # Short of the run's own settings in size alone, and no smaller than the recipe asks for.
@@ -171,11 +173,6 @@ def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list
         held_out = min(8, held_out)
     domain = load_domain(name, small, seed=recipe.seed, held_out_prompts=held_out)
     domains[name] = domain
-    if config.reward is not None:
-        load_reward(config.reward)
-    elif domain.checker is None:
-        detail = f"{config.source} has no checker of its own; give domains.{name}.reward a dotted path"
-        return [Finding("error", f"domain {name}", detail)]
     if recipe.base is not None and domain.demonstrations is None:
         detail = (
             f"{config.source} has no demonstrations for the warm-up of `base`; give model.path and no `base`"

@@ -144,31 +144,38 @@ def _check_publishing(recipe: Recipe) -> list[Finding]:
 def check_rewards(
     recipe: Recipe, domains: Mapping[str, Domain], written: Mapping[str, Sequence[str]] | None = None
 ) -> list[Finding]:
-    """What each domain's reward says of an empty answer, one of one token, the label, and what was `written`
-    by the base, where that is known. A reward that raises is an error.
+    """What each domain's reward says of an empty answer, one of one token and the label; or else of what was
+    `written` by the base. A reward that raises is an error.
     """
     findings: list[Finding] = []
     for name, domain in domains.items():
         if domain.train and (recipe.domains[name].reward is not None or domain.checker is not None):
-            answers = (written or {}).get(name, ())
-            findings += attempt(f"reward {name}", lambda d=domain, a=answers: _check_reward(recipe, d, a))
+            if written is None:
+                title, answers = f"reward {name}", _simple_answers(domain)
+            else:
+                title = f"reward {name}, the base"
+                answers = {repr(text[:20]): text for text in written.get(name, ())}
+            findings += attempt(title, lambda d=domain, t=title, a=answers: _check_reward(recipe, d, t, a))
     return findings
 
 
-def _check_reward(recipe: Recipe, domain: Domain, written: Sequence[str]) -> list[Finding]:
+def _simple_answers(domain: Domain) -> dict[str, str]:
+    label = domain.train[0].label
+    own = {"its label": str(label)} if isinstance(label, str | int | float) else {}
+    return {"an empty answer": "", "'0'": "0"} | own
+
+
+def _check_reward(recipe: Recipe, domain: Domain, title: str, answers: Mapping[str, str]) -> list[Finding]:
     from opd.rewards.execution import Job
     from opd.rewards.functions import checker_reward, load_reward
 
-    config, title = recipe.domains[domain.name], f"reward {domain.name}"
+    config = recipe.domains[domain.name]
     if config.reward is not None:
         function = load_reward(config.reward)
     else:
         assert domain.checker is not None  # asked by the caller
         function = checker_reward(domain.checker, f"checker of domain {domain.name}")
     prompt = domain.train[0]
-    label = prompt.label if isinstance(prompt.label, str | int | float) else None
-    answers = {"an empty answer": "", "'0'": "0"} | ({"its label": str(label)} if label is not None else {})
-    answers |= {f"the base's {text[:20]!r}": text for text in written}
     samples = [_sample(title, prompt, text) for text in answers.values()]
     job = Job(function, samples, recipe.rollout.reward_timeout)
     job.start()

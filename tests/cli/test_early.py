@@ -163,12 +163,24 @@ def test_a_reward_that_fails_on_an_answer_is_found(name):
 def test_what_a_reward_gives_is_shown():
     recipe, loaded = tiny_recipe(domains=domains(reward="early_rewards:of_length")), {}
     check_domains(recipe, loaded)
-    (finding,) = check_rewards(recipe, loaded, {"sort": ["12345"]})
+    (finding,) = check_rewards(recipe, loaded)
     assert finding.level == "ok"
-    assert finding.detail == "0 for an empty answer, 1 for '0', 3 for its label, 5 for the base's '12345'"
+    assert finding.detail == "0 for an empty answer, 1 for '0', 3 for its label"
+    (of_base,) = check_rewards(recipe, loaded, {"sort": ["12345"]})
+    assert (of_base.level, of_base.detail) == ("ok", "5 for '12345'")
+    assert of_base.title != finding.title
     sys.modules["early_rewards"].calls.clear()
     (checker,) = check_rewards(tiny_recipe(domains=domains()), loaded)
     assert checker.detail == "0 for an empty answer, 0 for '0', 1 for its label"
+
+
+@pytest.mark.parametrize("reward", [None, "gone:x"])
+def test_a_missing_source_hides_no_missing_reward(reward):
+    recipe = tiny_recipe(domains={"sort": {"source": "gone.jsonl", "reward": reward}})
+    findings = check_domains(recipe, {})
+    assert [(finding.level, finding.title) for finding in findings] == [("error", "domain sort")] * 2
+    assert "gone:x" in findings[0].detail if reward else "domains.sort.reward" in findings[0].detail
+    assert "gone.jsonl" in findings[1].detail
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "gpu", "", "cuda:x"])

@@ -125,6 +125,46 @@ def test_what_a_run_was_given_must_stay_what_it_was(tmp_path: Path):
         RunFolder.resume(tmp_path / "other", recipe)
 
 
+CODE = {
+    "mine/__init__.py": "",
+    "mine/rewards.py": "from . import judge\ndef f(sample):\n    import mine_helper\n    return 1.0\n",
+    "mine/judge.py": "import json, numpy, opd.types\nfrom mine.deep.words import *\n",
+    "mine/deep/words.py": "raise RuntimeError('nothing is run')\n",
+    "mine_helper.py": "import mine.rewards  # in a circle\n",
+    "mine/unused.py": "",
+    "mine_loss.py": "no python at all (",
+}
+
+
+def test_the_code_of_a_run_must_stay_what_it_was(tmp_path: Path, monkeypatch):
+    for name, text in CODE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    recipe = make_recipe(
+        domains={"sort": {"source": "procedural:sort", "reward": "mine.rewards:f"}},
+        specialist={"policy_loss": {"path": "mine_loss:f"}},
+        distill={"to_batch": "opd.imports:told"},  # of opd itself: not the user's
+    )
+    RunFolder.create("run", recipe).close()
+    given = json.loads(Path("run/inputs.json").read_text())["given"]
+    assert sorted(given["domains.sort.reward"]) == sorted(CODE.keys() - {"mine/unused.py", "mine_loss.py"})
+    assert list(given["specialist.policy_loss.path"]) == ["mine_loss.py"]
+    assert given.keys() == {"domains.sort.reward", "specialist.policy_loss.path"}
+    for name, text in CODE.items():
+        Path(name).write_text(text + "# changed\n")
+        if name == "mine/unused.py":
+            RunFolder.resume("run", recipe).close()
+        else:
+            with pytest.raises(RunFolderError, match=rf"{name} is not what it was .*restore it, or .*--out"):
+                RunFolder.resume("run", recipe)
+        Path(name).write_text(text)
+    RunFolder.resume("run", recipe).close()
+    Path("mine_loss.py").unlink()
+    with pytest.raises(RunFolderError, match=r"specialist\.policy_loss\.path: mine_loss.py is not"):
+        RunFolder.resume("run", recipe)
+
+
 def test_a_folder_of_something_else_is_never_taken(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("x")
     for opening in (RunFolder.create, RunFolder.resume):
