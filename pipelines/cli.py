@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from opd import installed_version
 from opd.config import Recipe
-from opd.config.load import dump_recipe, load_recipe
+from opd.config.load import dump_recipe, load_recipe, located
 from opd.config.other_names import refuse_other_name
 from opd.errors import ConfigError, RunFolderError
 from opd.pipelines.ending import ERROR, ended, one_line
@@ -170,11 +170,12 @@ def _dispatch(argv: list[str]) -> int:
     if options.command == "plan":
         return plan_command(options, overrides)
     recipe = load_recipe(options.recipe, overrides)
-    if options.command == "doctor":
-        return _doctor(recipe, options)
-    if options.dry_run:
+    if options.command != "doctor" and options.dry_run:
         print(dump_recipe(recipe), end="")
         return 0
+    recipe = located(recipe)
+    if options.command == "doctor":
+        return _doctor(recipe, options)
     return _run(recipe, options, argv)
 
 

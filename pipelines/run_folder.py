@@ -32,6 +32,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from opd.config import Recipe
+from opd.config.load import located, path_keys
 from opd.errors import DataError, RunFolderError
 from opd.models.hf_folder import CHECKSUMS, adapter_base, check_folder, check_small_files
 from opd.monitor.metrics import read_metrics
@@ -417,13 +418,21 @@ class RunFolder:
                         " restore it, or start a new run with --out"
                     )
 
+    def _gives_the_same(self, key: str, recipe: Recipe) -> bool:
+        """Whether what lies at the path `key` is, file by file, what the run was started with."""
+        assert self._inputs is not None
+        files = self._inputs["given"].get(key)
+        return files is not None and given_inputs(recipe).get(key) == files
+
     def _require_settings(self, before: dict[str, Any], recipe: Recipe) -> None:
         # A recipe of another version may not validate: then the comparison below names the key.
         with contextlib.suppress(ValidationError):
-            before = _written(Recipe.model_validate(before))
-        after = _written(recipe)
+            before = _written(located(Recipe.model_validate(before)))
+        after = _written(located(recipe))
+        paths = [".".join(path) for path in path_keys(recipe)]
         for key, was, now in differences(before, after):
-            if key.split(".")[0] not in _FREE:
+            moved = key in paths and self._gives_the_same(key, recipe)
+            if key.split(".")[0] not in _FREE and not moved:
                 raise RunFolderError(
                     f"{self.path} was started with {key} = {was} and the recipe now says {now}; "
                     "resume with the same recipe, or start a new run with --out"

@@ -49,6 +49,37 @@ def dump_recipe(recipe: Recipe) -> str:
     return write_yaml(recipe.model_dump(mode="json"))
 
 
+def located(recipe: Recipe) -> Recipe:
+    """`recipe` with every path in it absolute, seen from the current folder.
+
+    Done once, where a command starts: code of the user's own may go to another folder.
+    """
+    data = recipe.model_dump()
+    for *parents, last in path_keys(recipe):
+        holder = data
+        for key in parents:
+            holder = holder[key]
+        given = holder[last]
+        if given and given.strip() and "://" not in given and not given.startswith("~"):
+            holder[last] = str(Path(given).absolute())
+    return Recipe.model_validate(data)
+
+
+def path_keys(recipe: Recipe) -> list[KeyPath]:
+    """The keys of `recipe` whose values, if there are any, are paths of files or folders, or URLs."""
+    files = [
+        name for name, domain in recipe.domains.items() if domain.source.endswith((".jsonl", ".parquet"))
+    ]
+    return [
+        ("run_dir",),
+        ("storage", "published"),
+        *(("model", key) for key in ("path", "tokenizer", "chat_template")),
+        *(("teachers", name, "path") for name in recipe.teachers),
+        *(("domains", name, "source") for name in files),
+        *([("rollout", "engine", "folder")] if recipe.rollout.engine.type == "sglang" else []),
+    ]
+
+
 def merge(left: Any, right: Any, schema: Any) -> Any:
     """`right` laid over `left`: mappings key by key, anything else replaced."""
     left, right = _spelled_out(left, schema), _spelled_out(right, schema)

@@ -517,3 +517,25 @@ def test_a_published_teacher_that_is_gone_is_found_by_the_doctor(student, tmp_pa
     recipe = make_recipe(student, Path("x"), teachers={"expert": {"path": f"{tmp_path}/a"}})
     findings = examine(recipe, run_dir=tmp_path / "run", thorough=False)
     assert "teacher expert" in find(findings, "error")
+
+
+def test_a_reward_that_goes_elsewhere_and_closes_the_output_hinders_nothing(
+    student, tmp_path, monkeypatch, capsys
+):
+    """The models are loaded after the first reward was called, and by then from another folder."""
+    shutil.copytree(student, tmp_path / "model")
+    (tmp_path / "wanders.py").write_text(
+        "import os, sys\ndef f(sample):\n    os.chdir('/')\n    sys.stdout.close()\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    recipe = make_recipe(
+        Path("model"), domains={"sort": {"source": "procedural:sort", "reward": "wanders:f"}}
+    )
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    assert main(["doctor", "recipe.yaml", "--out", "run"]) == 0
+    said = capsys.readouterr().out
+    assert "reward sort: 1 for an empty answer" in said
+    assert "reward sort, the base: 1 for" in said
+    assert "0 errors" in said
+    assert Path.cwd() == Path("/")

@@ -10,6 +10,8 @@ import pytest
 import tiny
 
 from opd.config import Recipe
+from opd.config.load import located, path_keys
+from opd.config.schema import key_paths
 from opd.errors import CheckpointError, RunFolderError
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.run_folder import RunFolder, default_path
@@ -163,6 +165,46 @@ def test_the_code_of_a_run_must_stay_what_it_was(tmp_path: Path, monkeypatch):
     Path("mine_loss.py").unlink()
     with pytest.raises(RunFolderError, match=r"specialist\.policy_loss\.path: mine_loss.py is not"):
         RunFolder.resume("run", recipe)
+
+
+def test_a_run_goes_on_with_the_same_files_elsewhere(tmp_path: Path, monkeypatch):
+    line = json.dumps({"prompt": "<sort>1=", "label": "1"}) + "\n"
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "sort.jsonl").write_text(line)
+    monkeypatch.chdir(tmp_path / "here")
+    recipe = make_recipe(domains={"sort": {"source": "sort.jsonl", "reward": "gone:x"}})
+    assert located(recipe).domains["sort"].source == str(tmp_path / "here/sort.jsonl")
+    assert located(located(recipe)) == located(recipe)
+    RunFolder.create("run", located(recipe)).close()
+    RunFolder.resume("run", recipe).close()
+    monkeypatch.chdir(tmp_path / "there")
+    RunFolder.resume("../here/run", located(recipe)).close()
+    Path("sort.jsonl").write_text(line * 2)
+    with pytest.raises(RunFolderError, match=r"started with domains\.sort\.source = .*here/sort\.jsonl"):
+        RunFolder.resume("../here/run", located(recipe))
+
+
+@pytest.mark.parametrize("given", ["s3://bucket/x", "~/x", "/x/y", None])
+def test_what_is_no_relative_path_stays_as_it_is(given):
+    recipe = make_recipe(storage={"published": given}, run_dir=given)
+    assert located(recipe) == recipe
+
+
+def test_no_path_of_the_schema_is_forgotten():
+    """Keys that may hold a path by their name are paths, dotted paths, or known to be neither."""
+    named = {"path", "folder", "published", "run_dir", "tokenizer", "chat_template", "source", "dir"}
+    settings = {
+        "teachers": {"math": {"path": "x"}},
+        "domains": {"sort": {"source": "x.jsonl", "teacher": "math", "reward": "a:b"}},
+        "rollout": {"engine": {"type": "sglang", "urls": ["http://localhost:1"]}},
+    }
+    known = set(path_keys(make_recipe(**settings)))
+    code = {(*key, "path") for key in (("specialist", "advantage"), ("distill", "advantage"))}
+    code |= {(kind, "policy_loss", "path") for kind in ("specialist", "distill")}
+    code |= {("distill", "loss", "path"), ("distill", "loss", "loss", "path")}
+    found = {path for path in key_paths(Recipe, settings) if path[-1] in named}
+    assert found - code == known
 
 
 def test_a_folder_of_something_else_is_never_taken(tmp_path: Path):
