@@ -12,10 +12,11 @@ from typing import Any
 
 from opd.errors import StorageError
 from opd.foreign import is_file_name, read_document, whole
-from opd.storage.files import read_plain
 from opd.storage.manifest import DTYPE_BYTES, TensorEntry
+from opd.storage.sealed import read_object
 
 _MAX_HEADER = 100 * 2**20
+MEND = "copy the folder again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def read_headers(folder: Path) -> dict[str, TensorSource]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_object(index, MEND, StorageError).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise StorageError(f"{index} has no weight_map; copy the file again from its source.")
         if odd := [name for name in weight_map.values() if not is_file_name(name)]:
@@ -51,17 +52,6 @@ def read_headers(folder: Path) -> dict[str, TensorSource]:
     for name in names:
         found.update(_read_header(folder / name))
     return found
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; `StorageError` naming the file if it is missing or is none."""
-    try:
-        value = read_document(read_plain(path, follow=True), _MAX_HEADER)
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{path} cannot be read as JSON ({error}); copy the folder again.") from error
-    if not isinstance(value, dict):
-        raise StorageError(f"{path} is not a JSON object; copy the folder again.")
-    return value
 
 
 def _read_header(path: Path) -> dict[str, TensorSource]:

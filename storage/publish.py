@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from opd.errors import StorageError
-from opd.storage.checkpoint_source import TensorSource, UnitSource, read_headers, read_json
+from opd.storage.checkpoint_source import MEND, TensorSource, UnitSource, read_headers
 from opd.storage.manifest import (
     FILES,
     FORMAT,
@@ -48,6 +48,7 @@ from opd.storage.manifest import (
     unit_order,
 )
 from opd.storage.object_store import ObjectStore
+from opd.storage.sealed import read_object
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -172,8 +173,8 @@ def _describe(folder: Path, form: ModelForm, units: dict[str, Unit], shards: int
     manifest = Manifest(
         digest="",
         shards=shards,
-        config=read_json(folder / "config.json"),
-        generation_config=read_json(generation) if generation.is_file() else None,
+        config=read_object(folder / "config.json", MEND, StorageError),
+        generation_config=read_object(generation, MEND, StorageError) if generation.is_file() else None,
         head=HeadEntry(
             scale=form.scale,
             softcap=form.softcap,

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import OpdError, RunFolderError, StorageError
-from opd.foreign import MAX_DEPTH, depth_exceeds, object_path
+from opd.foreign import object_path, read_document
 from opd.storage.files import open_plain, read_plain, write_atomic
 
 SEAL = "sha256"
+_MAX_BYTES = 256 * 2**20
+"""Of a JSON file; models' tokenizers are the largest."""
 _SETTLED = 2.0
 """Seconds after which another change of a file shows in its time stamps, on every file system."""
 _known: dict[tuple[int, ...], str] = {}
@@ -44,13 +46,11 @@ def write_sealed(path: str | os.PathLike[str], document: Mapping[str, Any]) -> N
 def read_object(path: Path, mend: str, kind: type[OpdError] = RunFolderError) -> dict[str, Any]:
     """The JSON object in the file `path`, sealed or not; raises `kind`, with the way out `mend`."""
     try:
-        data = json.loads(read_plain(path, follow=True))
-        if depth_exceeds(data, MAX_DEPTH):
-            raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
+        data = read_document(read_plain(path, follow=True), _MAX_BYTES)
     except OSError as error:
         raise kind(f"{path} cannot be read ({error.strerror or error}); {mend}") from None
-    except (ValueError, RecursionError) as error:
-        raise kind(f"{path} cannot be read ({error}); {mend}") from None
+    except ValueError as error:
+        raise kind(f"{path} cannot be read as JSON ({error}); {mend}") from None
     if not isinstance(data, dict):
         raise kind(f"{path} holds no JSON object; {mend}")
     return data

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from opd.errors import CheckpointError, ModelError
-from opd.foreign import is_file_name, read_document, shown
-from opd.storage.files import read_plain
+from opd.foreign import is_file_name, shown
+from opd.storage import sealed
 from opd.storage.publish import TOKENIZER_FILES
 from opd.storage.sealed import check_files, digests_of, file_digest, read_sealed, write_sealed
 
@@ -43,8 +43,6 @@ _DESCRIPTIONS = (
     "preprocessor_config.json",
 )  # fmt: skip
 _OWN_CODE = "auto_map"
-MAX_DESCRIPTION = 256 * 2**20
-"""Most bytes of a JSON file of a model's folder; tokenizers are the largest."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -239,13 +237,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`. Raises `CheckpointError` if there is none."""
-    try:
-        found = read_document(read_plain(path, follow=True), MAX_DESCRIPTION)
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy it again.") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is not a JSON object; copy the file again from its source.")
-    return found
+    return sealed.read_object(path, "copy it again from its source.", CheckpointError)
 
 
 # Read by transformers though not every configuration declares them.

@@ -16,8 +16,7 @@ from opd.errors import StorageError
 from opd.storage.files import open_plain
 from opd.storage.leases import LeaseTable
 from opd.storage.mapped_file import MappedFile
-from opd.storage.trajectories.faults import reporting
-from opd.storage.trajectories.fields import Field, StoreHeader
+from opd.storage.trajectories.fields import Field, StoreHeader, reporting
 from opd.storage.trajectories.segments import CHECK_BYTES, lease_key, segment_path
 from opd.storage.trajectories.table import TrajectoryTable
 from opd.types import Sample

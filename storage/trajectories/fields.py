@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,12 +13,12 @@ import numpy as np
 import xxhash
 
 from opd.errors import StorageError
-from opd.foreign import decoding, is_file_name, read_document, shown, whole
+from opd.foreign import decoding, read_document, whole
 
 if TYPE_CHECKING:
     from opd.storage.trajectories.table import TrajectoryTable
 
-FORMAT = 1
+FORMAT = 2
 HEADER = "store.json"
 MAX_HEADER_BYTES = 2**20
 MAX_FIELDS = 32
@@ -97,8 +98,6 @@ SAMPLE_FIELDS = (
 class StoreHeader:
     """What is fixed when a store is made."""
 
-    identity: str
-    """Random; of this store and no other."""
     fields: tuple[Field, ...]
     block_bytes: int
     """Most bytes under one checksum; a block holds whole rows."""
@@ -124,7 +123,7 @@ class StoreHeader:
         return prompt + table.response_tokens[row]
 
     def encode(self) -> bytes:
-        document = {"format": FORMAT, "identity": self.identity, "block_bytes": self.block_bytes}
+        document = {"format": FORMAT, "block_bytes": self.block_bytes}
         document |= {"fields": [asdict(field) for field in self.fields]}
         return json.dumps(document | {"checksum": _checksum(document)}, indent=1).encode()
 
@@ -140,22 +139,18 @@ def decode_header(data: bytes, where: str) -> StoreHeader:
     with decoding(refusal):
         document = read_document(data, MAX_HEADER_BYTES)
         written = int(document["format"])
-        if written > FORMAT:
+        if written != FORMAT:
+            mend = "update opd" if written > FORMAT else "an older release wrote it: write the store again"
             raise StorageError(
-                f"{where} has format {written} of trajectory stores, this version reads up to {FORMAT};"
-                " update opd"
+                f"{where} has format {written} of trajectory stores, this version reads {FORMAT}; {mend}"
             )
         if document.pop("checksum") != _checksum(document):
             raise ValueError("wrong checksum")
         fields = tuple(Field(**entry) for entry in document["fields"])
-        if written < 1:
-            raise ValueError("its format is no number")
-        if not is_file_name(document["identity"]):
-            raise ValueError(f"identity {shown(document['identity'])!r}")
         block = whole(document["block_bytes"], 1, _MAX_BLOCK, "block_bytes")
         if any(type(field.width) is not int for field in fields):
             raise ValueError("a width that is no whole number")
-        return StoreHeader(document["identity"], check_fields(fields), block)
+        return StoreHeader(check_fields(fields), block)
 
 
 def _checksum(document: dict) -> str:
@@ -184,6 +179,20 @@ def refuse_lost(path: Path, trajectories: int) -> None:
             f"{path} is missing, but there are {trajectories} trajectories; restore the file from a copy, or"
             " use another folder"
         )
+
+
+@contextlib.contextmanager
+def reporting(store: str | Path, action: str) -> Iterator[None]:
+    """Any `OSError` of the block as a `StorageError`: "STORE cannot be ACTION (cause); ..."."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"the trajectory store {store} cannot be {action} ({error.strerror or error}); check its disk and"
+            " permissions, or use another folder"
+        ) from error
 
 
 def check_fields(fields: Sequence[Field]) -> tuple[Field, ...]:

@@ -1,181 +1,162 @@
-"""The table on disk: a base, which is one frame, and a tail of what changed since.
+"""The table on disk: a log of changes to it, and now and then a snapshot of the whole, which is mapped.
 
-    metadata/base.000001    the whole table; written whole or not at all
-    metadata/tail.000001    frames after it, appended one by one
-
-When the tail has grown to a share of the base both are written into the next base, so that what is
-written, and read at the next open, stays linear in the number of trajectories.
+A frame's payload is columns of a table (ADD, REPLACE), or a list of uids as JSON (REMOVE). When the changes
+have grown to a share of the table they are put together, so that what is written, and read at the next open,
+stays linear in the number of trajectories.
 """
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
 
 from opd.errors import StorageError
-from opd.foreign import decoding
-from opd.storage.files import fsync_folder, open_plain, write_atomic
-from opd.storage.mapped_file import MappedFile
-from opd.storage.trajectories.frames import (
-    Change,
-    ChangeKind,
-    encode_change,
-    frame_beyond,
-    scan,
-    settled,
+from opd.foreign import read_document, shown, whole
+from opd.storage.framed_log import (
+    Content,
+    Frame,
+    FramedLog,
+    FrameReport,
+    LogIO,
+    LogPolicy,
+    Recovered,
+    WriteGuard,
+    read_beside_writer,
+    recover,
 )
-from opd.storage.trajectories.table import TrajectoryRecord, TrajectoryTable
+from opd.storage.trajectories.table import Category, Strings, TrajectoryRecord, TrajectoryTable
 
-_NAME = re.compile(r"base\.(\d{6})")
-_LEAST_FRAMES = 256
-_ATTEMPTS = 100
-
-
-def _no_table(where: str) -> Callable[[str], StorageError]:
-    return lambda cause: StorageError(
-        f"{where}: the trajectories' metadata holds what no store does ({cause}); restore this file from a"
-        " copy, or write the store again"
-    )
+_LENGTH = struct.Struct("<Q")
+_MAX_SIDE = 1 << 40
+_LEAST_CHANGES = 256
+_SNAPSHOT_BYTES = 1 << 30
+"""About the most of a table in one frame."""
 
 
-def check_width(change: Change, field_count: int) -> Change:
-    """`change`; `ValueError` if its table is of a store with another number of fields."""
-    if change.table is not None and change.table.locations.shape[1] != field_count:
-        raise ValueError(f"places of {change.table.locations.shape[1]} fields where there are {field_count}")
-    return change
+class ChangeKind(IntEnum):
+    """What a frame does to the table."""
+
+    ADD = 1
+    REPLACE = 2
+    """Rows of trajectories that got further fields; each takes the place of the row of its uid."""
+    REMOVE = 3
 
 
-def read_base(data: memoryview, where: str, field_count: int) -> Change:
-    """The one frame of a base. Raises `StorageError` if it is damaged."""
-    with decoding(_no_table(where)):
-        frames = [(end, check_width(change, field_count)) for end, change in scan(data)]
-    if len(frames) != 1 or frames[0][0] != len(data) or frames[0][1].table is None:
-        raise StorageError(
-            f"{where}: the trajectories' metadata is damaged; restore this file from a copy, or write the"
-            " store again"
-        )
-    return frames[0][1]
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One frame's content: a table, or for `REMOVE` uids."""
+
+    kind: ChangeKind
+    table: TrajectoryTable | None
+    uids: tuple[str, ...] = ()
+
+    def encode(self) -> bytes:
+        if self.table is not None:
+            return _encode_table(self.table)
+        return _padded(json.dumps(self.uids).encode(), b" ")
+
+    @classmethod
+    def decode(cls, kind: int, payload: memoryview, field_count: int) -> Change:
+        """What `encode` wrote for a store of so many fields; its table is a view of `payload`."""
+        if kind == ChangeKind.REMOVE:
+            uids = read_document(bytes(payload), len(payload))
+            if not isinstance(uids, list) or not all(isinstance(uid, str) for uid in uids):
+                raise ValueError("no list of uids")
+            return cls(ChangeKind.REMOVE, None, tuple(uids))
+        table = _decode_table(payload)
+        if table.locations.shape[1] != field_count:
+            raise ValueError(f"places of {table.locations.shape[1]} fields where there are {field_count}")
+        return cls(ChangeKind(kind), table)
 
 
-def mapped(path: Path) -> memoryview:
-    """The bytes of a file, in pages that all processes share."""
-    descriptor = open_plain(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size == 0:
-            return memoryview(b"")
-        data = MappedFile(descriptor, size, shared=True)
-        if not data.load():
-            raise StorageError(f"{path}: the disk cannot read all of it; restore this file from a copy")
-        return np.asarray(data).data
-    finally:
-        os.close(descriptor)
+class TableReplay:
+    """The changes of a table as they are read from its log."""
+
+    def __init__(self, folder: Path, field_count: int) -> None:
+        self.changes: list[Change] = []
+        self.settled = 0
+        """How many of them are a snapshot."""
+        self.report = FrameReport(str(folder))
+        self._field_count = field_count
+
+    def take(self, frame: Frame, payload: memoryview) -> None:
+        """See `framed_log.Replay`."""
+        self.changes.append(Change.decode(frame.kind, payload, self._field_count))
+
+    def end_file(self) -> None:
+        """See `framed_log.Replay`."""
+        if self.report.files[-1].endswith(".snapshot"):
+            self.settled = len(self.changes)
+
+    def refuse_damage(self) -> None:
+        """Raise `StorageError` if something that had been acknowledged is damaged: also where no frame proves
+        it, since what a writer wrote later is there.
+        """
+        damage, report = self.report.damage, self.report
+        if damage is None and report.cut_frames:
+            damage = f"{report.folder}/{report.cut_file} at byte {report.cut_offset}: a frame is damaged"
+        if damage is not None:
+            raise StorageError(
+                f"{damage}: trajectories that were acknowledged are lost; restore this file from a copy, or"
+                " write the store again"
+            )
 
 
 class MetadataReader:
     """The table as its writer has acknowledged it; any number of processes, at any time, without a lock."""
 
     def __init__(self, folder: Path, field_count: int) -> None:
-        self.folder = folder / "metadata"
-        self.field_count = field_count
-        self.number = 0
-        """Of the base in use; 0 before the first."""
-        self.changes: list[Change] = []
-        self.cut = False
-        """The tail ends in the middle of a frame."""
-        self._tail_end = 0
-
-    @property
-    def sequence(self) -> int:
-        """Of the newest change read."""
-        return self.changes[-1].sequence if self.changes else 0
+        self._folder = folder / "metadata"
+        self._field_count = field_count
+        self._changes: list[Change] = []
+        self._next = 0
 
     def refresh(self) -> bool:
-        """Read what has been acknowledged since the last call; whether there was anything.
+        """Read what has been acknowledged; whether that is more than at the last call.
 
-        A tail that ends in the middle of a frame is being written, or its writer was killed: the frame is
-        left out. Raises `StorageError` for damage, and `OSError` as the system does.
+        What is being written, or was when its writer was killed, is left out. Raises `StorageError`.
         """
-        before = self.sequence, self.number
-        for _ in range(_ATTEMPTS):
-            number = self._newest()
-            try:
-                if number != self.number:
-                    self._read_base(number)
-                self._read_tail()
-            except FileNotFoundError:  # replaced by the next base meanwhile
-                self.number = 0
-                continue
-            if self._newest() == number:
-                return before != (self.sequence, self.number)
-        raise StorageError(f"{self.folder}: the metadata changes faster than it can be read; try again")
+        replay, found = read_beside_writer(
+            self._folder, LogIO(), lambda: TableReplay(self._folder, self._field_count)
+        )
+        replay.refuse_damage()
+        changed, self._next = self._next != found.next_lsn, found.next_lsn
+        self._changes = replay.changes
+        return changed
 
     def table(self) -> TrajectoryTable:
         """The table after everything read so far."""
-        return settled(self.changes, self.field_count)
-
-    def _newest(self) -> int:
-        numbers = [int(match[1]) for match in map(_NAME.fullmatch, os.listdir(self.folder)) if match]
-        if not numbers:
-            raise StorageError(
-                f"{self.folder} holds no metadata of trajectories; check the path, or restore the folder"
-            )
-        return max(numbers)
-
-    def _read_base(self, number: int) -> None:
-        path = self.folder / f"base.{number:06d}"
-        self.changes = [read_base(mapped(path), str(path), self.field_count)]
-        self.number, self._tail_end = number, 0
-
-    def _read_tail(self) -> None:
-        path = self.folder / f"tail.{self.number:06d}"
-        try:
-            with os.fdopen(open_plain(path), "rb") as file:
-                file.seek(self._tail_end)
-                data = memoryview(file.read())
-        except FileNotFoundError:
-            self.cut = False
-            return
-        end = 0
-        with decoding(_no_table(str(path))):
-            for stop, change in scan(data):
-                if change.sequence != self.sequence + 1:
-                    raise self._damage(path, self._tail_end + end)
-                self.changes.append(check_width(change, self.field_count))
-                end = stop
-            if end < len(data) and frame_beyond(data, end):
-                raise self._damage(path, self._tail_end + end)
-        self._tail_end += end
-        self.cut = end < len(data)
-
-    def _damage(self, path: Path, place: int) -> StorageError:
-        return StorageError(
-            f"{path} is damaged at byte {place}, before trajectories that were acknowledged; restore this"
-            " file from a copy, or write the store again"
-        )
+        return settled(self._changes, self._field_count)
 
 
 class MetadataWriter:
     """The one writer's side. Use from one thread at a time."""
 
-    def __init__(self, folder: Path, field_count: int, durable: bool, made: bool) -> None:
+    def __init__(
+        self, folder: Path, field_count: int, durable: bool, guard: WriteGuard, *, made: bool
+    ) -> None:
         """Take up what is there, and give up a frame cut short; if the store is not yet `made`, there may be
         nothing. Raises `StorageError`, `OSError`.
         """
-        self._reader = MetadataReader(folder, field_count)
-        self._durable = durable
-        self._tail = -1
+        self._folder, self._io = folder / "metadata", LogIO()
+        self._field_count = field_count
+        self._changes: list[Change] = []
         self._places: dict[str, tuple[TrajectoryTable, int]] = {}
-        self._reader.folder.mkdir(exist_ok=True)
-        if not made and not any(map(_NAME.fullmatch, os.listdir(self._reader.folder))):
-            self._write_base(TrajectoryTable.empty(field_count), 1, 1)
-        self._load()
-        if self._reader.cut:  # nothing may follow half a frame
-            self.compact()
+        self._io.make_folder(self._folder)
+        found = self._load()
+        if made and not found.report.files:
+            raise StorageError(
+                f"{self._folder} holds no metadata of trajectories; check the path, or restore the folder"
+            )
+        policy = LogPolicy("always" if durable else "os")
+        self._log = FramedLog(self._folder, found, policy, guard, self._io, self._contents)
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._places
@@ -200,51 +181,50 @@ class MetadataWriter:
 
     def table(self) -> TrajectoryTable:
         """The table as acknowledged."""
-        return self._reader.table()
+        return settled(self._changes, self._field_count)
 
-    def append(self, kind: ChangeKind, table: TrajectoryTable | None, uids: tuple[str, ...] = ()) -> None:
+    def append(self, change: Change) -> None:
         """Acknowledge one change: it is in the file, and if `durable` on the disk, when this returns."""
-        change = Change(kind, self._reader.sequence + 1, table, uids)
-        data = memoryview(encode_change(change))
-        if self._tail < 0:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            path = self._reader.folder / f"tail.{self._reader.number:06d}"
-            self._tail = os.open(path, flags, 0o666)
-            if self._durable:
-                fsync_folder(self._reader.folder)
-        while data:
-            data = data[os.write(self._tail, data) :]
-        if self._durable:
-            os.fdatasync(self._tail)
+        self._log.append(change.kind, change.encode())
+        self._log.commit()
         self._take(change)
-        self._reader.changes.append(change)
-        # A frame costs about as much to read as some tens of rows of a base.
-        if len(self._reader.changes) > max(_LEAST_FRAMES, len(self._places) // 16):
+        self._changes.append(change)
+        # A frame costs about as much to read as some tens of rows of a snapshot.
+        if len(self._changes) > max(_LEAST_CHANGES, len(self._places) // 16):
             self.compact()
 
     def compact(self) -> None:
-        """Write base and tail into the next base, if there is a tail."""
-        if len(self._reader.changes) == 1 and not self._reader.cut:
-            return
-        number = self._reader.number + 1
-        self._write_base(self.table(), number, self._reader.sequence)
-        self.close()
-        for path in self._reader.folder.iterdir():
-            if path.name.startswith(("base.", "tail.")) and not path.name.endswith(f".{number:06d}"):
-                path.unlink(missing_ok=True)
-        self._load()
+        """Put the changes since the last snapshot, if there are any, and the table into a new one."""
+        if len(self._changes) > self._settled:
+            self._log.rewrite()
+            self._load()  # as views of the file, which all processes share
+
+    def end(self) -> None:
+        """Everything acknowledged is on the disk, and the log says that nothing follows."""
+        self._log.end()
 
     def close(self) -> None:
-        """Give back the file. Everything acknowledged is there."""
-        if self._tail >= 0:
-            os.close(self._tail)
-            self._tail = -1
+        """Give back the file, as it is."""
+        self._log.close()
 
-    def _load(self) -> None:
-        self._reader.refresh()
+    def _load(self) -> Recovered:
+        replay = TableReplay(self._folder, self._field_count)
+        found = recover(self._folder, self._io, replay)
+        replay.refuse_damage()
+        self._changes, self._settled = replay.changes, replay.settled
         self._places.clear()
-        for change in self._reader.changes:
+        for change in self._changes:
             self._take(change)
+        return found
+
+    def _contents(self) -> Iterator[Content]:
+        table = self.table()
+        bytes_of_all = sum(array.nbytes for array in _parts(table)[0].values())
+        step = -(-len(table) // (1 + bytes_of_all // _SNAPSHOT_BYTES))
+        for first in range(0, len(table), max(1, step)):
+            rows = np.arange(first, min(len(table), first + step))
+            part = table if step >= len(table) else table.take(rows)
+            yield Content(ChangeKind.ADD, [_encode_table(part)])
 
     def _take(self, change: Change) -> None:
         for uid in change.uids:
@@ -253,6 +233,84 @@ class MetadataWriter:
         if table is not None:
             self._places.update((uid, (table, row)) for row, uid in enumerate(table.uid))
 
-    def _write_base(self, table: TrajectoryTable, number: int, sequence: int) -> None:
-        data = encode_change(Change(ChangeKind.ADD, sequence, table))
-        write_atomic(self._reader.folder / f"base.{number:06d}", data)
+
+def settled(changes: list[Change], field_count: int) -> TrajectoryTable:
+    """The table after all of `changes`. A replaced row keeps its place."""
+    tables = [change.table for change in changes if change.table is not None]
+    whole = TrajectoryTable.join(tables or [TrajectoryTable.empty(field_count)])
+    if all(change.kind == ChangeKind.ADD for change in changes):
+        return whole
+    rows: dict[str, int] = {}
+    seen = 0
+    for change in changes:
+        for uid in change.uids:
+            rows.pop(uid, None)
+        for uid in change.table.uid if change.table is not None else ():
+            rows[uid] = seen
+            seen += 1
+    return whole.take(np.fromiter(rows.values(), np.int64, len(rows)))
+
+
+def _parts(table: TrajectoryTable) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
+    """The arrays of a table by name, and the names of its categories."""
+    arrays: dict[str, np.ndarray] = {}
+    names: dict[str, tuple[str, ...]] = {}
+    for column in fields(table):
+        value = getattr(table, column.name)
+        if isinstance(value, Strings):
+            arrays[f"{column.name}.offsets"] = value.offsets
+            arrays[f"{column.name}.heap"] = value.heap
+        elif isinstance(value, Category):
+            names[column.name] = value.names
+            arrays[column.name] = value.codes
+        else:
+            arrays[column.name] = value
+    return arrays, names
+
+
+def _encode_table(table: TrajectoryTable) -> bytes:
+    arrays, names = _parts(table)
+    layout = {name: [_dtype_text(array.dtype), list(array.shape)] for name, array in arrays.items()}
+    text = json.dumps({"names": names, "arrays": layout}, separators=(",", ":")).encode()
+    parts = [_LENGTH.pack(len(text)), _padded(text)]
+    parts += [_padded(np.ascontiguousarray(array).tobytes()) for array in arrays.values()]
+    return b"".join(parts)
+
+
+def _decode_table(payload: memoryview) -> TrajectoryTable:
+    (length,) = _LENGTH.unpack_from(payload)
+    document = read_document(bytes(payload[_LENGTH.size : _LENGTH.size + length]), len(payload))
+    place = _LENGTH.size + _rounded(length)
+    due, _ = _parts(TrajectoryTable.empty(1))
+    arrays: dict[str, np.ndarray] = {}
+    for name, (text, shape) in document["arrays"].items():
+        dtype = due[name].dtype
+        if text != _dtype_text(dtype) or len(shape) != due[name].ndim:
+            raise ValueError(f"{name} is {shown(text)} of {len(shape)} sides")
+        count = math.prod(whole(side, 0, _MAX_SIDE, f"a side of {name}") for side in shape)
+        arrays[name] = np.frombuffer(payload, dtype, count, place).reshape(shape)
+        place += _rounded(count * dtype.itemsize)
+    columns: dict[str, object] = {}
+    for column in fields(TrajectoryTable):
+        name = column.name
+        if name in document["names"]:
+            columns[name] = Category(document["names"][name], arrays[name])
+        elif f"{name}.heap" in arrays:
+            columns[name] = Strings(arrays[f"{name}.offsets"], arrays[f"{name}.heap"])
+        else:
+            columns[name] = arrays[name]
+    table = TrajectoryTable(**columns)  # type: ignore[arg-type]
+    table.check()
+    return table
+
+
+def _dtype_text(dtype: np.dtype) -> object:
+    return dtype.str if dtype.names is None else [[name, dtype[name].str] for name in dtype.names]
+
+
+def _rounded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _padded(data: bytes, filler: bytes = b"\0") -> bytes:
+    return data.ljust(_rounded(len(data)), filler)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 
 from opd.errors import RunFolderError, StorageError
 from opd.storage.files import FileLock, fsync_folder, write_atomic
-from opd.storage.trajectories.faults import FailureLatch, reporting
+from opd.storage.framed_log import WriteGuard
 from opd.storage.trajectories.fields import (
     HEADER,
     SAMPLE_FIELDS,
@@ -23,9 +22,9 @@ from opd.storage.trajectories.fields import (
     check_fields,
     find_header,
     refuse_lost,
+    reporting,
 )
-from opd.storage.trajectories.frames import ChangeKind
-from opd.storage.trajectories.metadata import MetadataWriter
+from opd.storage.trajectories.metadata import Change, ChangeKind, MetadataWriter
 from opd.storage.trajectories.segments import FieldStream, Reclaimer, SegmentWriter, segment_numbers
 from opd.storage.trajectories.table import LOCATION, TrajectoryRecord, TrajectoryTable
 from opd.types import Sample
@@ -168,8 +167,7 @@ class TrajectoryWriter:
         self._durable = durable
         self._mutex = threading.RLock()
         self._open: dict[str, OpenTrajectory] = {}
-        self._latch = FailureLatch(self.folder)
-        self._closed = False
+        self._guard = WriteGuard(f"the trajectory store {self.folder}")
         with reporting(self.folder, "opened for writing"):
             (self.folder / "segments").mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self.folder / "writer")
@@ -239,7 +237,7 @@ class TrajectoryWriter:
             if len({record.uid for record in records}) < len(records):
                 raise ValueError("a trajectory is sealed twice in one call; give each once")
             again = {r.uid for r in records if self._open[r.uid].reopened}
-            with self._latch.watching():
+            with self._guard:
                 self._acknowledge([r for r in records if r.uid not in again], ChangeKind.ADD)
                 self._acknowledge([r for r in records if r.uid in again], ChangeKind.REPLACE)
 
@@ -278,9 +276,9 @@ class TrajectoryWriter:
                 if uid in self._open:
                     raise StorageError(f"trajectory {uid} is open again; seal or abort it, then retire it")
             places = [self._metadata.find(uid) for uid in known]
-            with self._latch.watching():
+            with self._guard:
                 if known:
-                    self._metadata.append(ChangeKind.REMOVE, None, known)
+                    self._metadata.append(Change(ChangeKind.REMOVE, None, known))
                 for table, row in places:
                     self._reclaimer.retired(table, row)
                 self._reclaimer.reclaim(self._segments)
@@ -301,15 +299,13 @@ class TrajectoryWriter:
     def close(self) -> None:
         """Give up what is open and let another process write. Does nothing the second time."""
         with self._mutex:
-            if self._closed:
+            if self._guard.closed:
                 return
-            self._closed = True
             try:
                 with reporting(self.folder, "closed"):
                     self._finish()
             finally:
-                closed = f"the writer of {self.folder} has been closed; open it again"
-                self._latch.reason = self._latch.reason or closed
+                self._guard.close()
                 for segment in self._segments.values():
                     segment.close()
                 self._metadata.close()
@@ -328,8 +324,10 @@ class TrajectoryWriter:
     def _start(self, fields: tuple[Field, ...], block_bytes: int) -> None:
         path = self.folder / HEADER
         found = find_header(path, fields)
-        self.header = found or StoreHeader(secrets.token_hex(8), fields, block_bytes)
-        self._metadata = MetadataWriter(self.folder, len(fields), self._durable, made=found is not None)
+        self.header = found or StoreHeader(fields, block_bytes)
+        self._metadata = MetadataWriter(
+            self.folder, len(fields), self._durable, self._guard, made=found is not None
+        )
         self._reclaimer = Reclaimer(self.folder, self.header)
         table = self._metadata.table()
         if found is None:
@@ -348,9 +346,10 @@ class TrajectoryWriter:
     def _finish(self) -> None:
         for uid in list(self._open):
             self._give_up(uid)
-        if self._latch.reason is None:
+        if self._guard.intact:
             self._metadata.compact()
             self._reclaimer.reclaim()
+            self._metadata.end()
             (self.folder / _AT_WORK).unlink(missing_ok=True)
 
     def _target(self, uid: str) -> OpenTrajectory:
@@ -381,7 +380,7 @@ class TrajectoryWriter:
             sync(self.folder, trajectories)
         replaced = records if kind == ChangeKind.REPLACE else []
         before = [self._metadata.locations(record.uid) for record in replaced]
-        self._metadata.append(kind, TrajectoryTable.of(records, locations))
+        self._metadata.append(Change(kind, TrajectoryTable.of(records, locations)))
         self._reclaimer.added(locations)
         for old in before:
             self._reclaimer.added(old, -1)
@@ -399,7 +398,7 @@ class TrajectoryWriter:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         with self._mutex:
-            self._latch.check()
+            self._guard.check()
             yield
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +16,16 @@ import numpy as np
 
 from opd.errors import StorageError
 from opd.types import RolloutRequest, SamplingParams, Status
+
+
+class FrameKind(IntEnum):
+    """What a frame's payload holds."""
+
+    OPEN = 1
+    STEP = 2
+    CLOSE = 3
+    RETIRE = 4
+
 
 TOKEN = np.dtype(
     [

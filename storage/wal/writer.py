@@ -5,23 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from opd.errors import StorageError
-from opd.storage.wal.files import LogFiles
-from opd.storage.wal.frames import LOCK, MAX_PAYLOAD, FrameKind, LogIO
-from opd.storage.wal.guard import Syncer, WriteGuard
-from opd.storage.wal.records import MAX_NUMBER, Closing, Opening, encode_close, encode_open, encode_retire
-from opd.storage.wal.recovery import LogReport, recover
+from opd.storage.framed_log import MAX_PAYLOAD, Content, FramedLog, LogIO, LogPolicy, SyncPolicy, WriteGuard
+from opd.storage.wal.reader import LogReport, recover_log
+from opd.storage.wal.records import (
+    MAX_NUMBER,
+    Closing,
+    FrameKind,
+    Opening,
+    encode_close,
+    encode_open,
+    encode_retire,
+)
 from opd.storage.wal.table import StepEncoder, StepFrame
 from opd.types import DecodeStep, LoggedRequest, RolloutRequest, Status
 
-SyncPolicy = Literal["always", "interval", "os"]
+_LOCK = "LOCK"
+_TOKENS_PER_FRAME = 1 << 20
+"""Of a snapshot."""
 
 
 class TokenWAL:
@@ -61,18 +69,16 @@ class TokenWAL:
         damaged; with `repair` the whole requests and tokens before the damage are kept, and the rest is given
         up.
         """
-        if fsync not in ("always", "interval", "os"):
-            raise StorageError(f"fsync={fsync!r} is not a policy of the log; use always, interval or os")
+        policy = LogPolicy(fsync, interval_seconds, segment_bytes, reserve=fsync == "always")
         self.folder = Path(folder)
-        self._policy = fsync
         self._io = io or LogIO()
         self._mutex = threading.RLock()
-        self._guard = WriteGuard(self.folder)
+        self._guard = WriteGuard(f"the log in {self.folder}")
         try:
             self._io.make_folder(self.folder)
-            self._lock = self._io.lock(self.folder / LOCK)
+            self._lock = self._io.lock(self.folder / _LOCK)
             try:
-                self._start(segment_bytes, repair)
+                self._start(policy, repair)
             except BaseException:
                 self._lock.release()
                 raise
@@ -83,21 +89,33 @@ class TokenWAL:
                 f"the log in {self.folder} cannot be opened for writing ({error.strerror or error}); what it"
                 " holds is kept"
             ) from error
-        self._syncer = Syncer(self._background_sync, interval_seconds) if fsync == "interval" else None
 
-    def _start(self, segment_bytes: int, repair: bool) -> None:
-        found = recover(self.folder, self._io)
-        if found.report.damage is not None and not repair:
+    def _start(self, policy: LogPolicy, repair: bool) -> None:
+        replay, found = recover_log(self.folder, self._io)
+        if replay.report.damage is not None and not repair:
             raise StorageError(
-                f"{found.report.damage}; restore the file, or give up what comes after that place with"
+                f"{replay.report.damage}; restore the file, or give up what comes after that place with"
                 f" `opd wal repair {self.folder}`"
             )
-        self.recovery: LogReport = found.report
+        self.recovery: LogReport = replay.report
         """What was found on opening."""
-        self._table = found.table
+        self._table = replay.table
         self._encoder = StepEncoder(self._table)
-        reserve = self._policy == "always"
-        self._files = LogFiles(self.folder, found, segment_bytes, self._io, reserve=reserve)
+        self._files = FramedLog(self.folder, found, policy, self._guard, self._io, self._contents)
+
+    def _contents(self) -> Iterator[Content]:
+        """A snapshot: the requests that have not been retired."""
+        self._table.sort()
+        for uid in self._table:
+            entry = self._table.entry(uid)
+            assert entry is not None
+            yield Content(FrameKind.OPEN, [encode_open(entry.number, entry.request, entry.metadata)])
+            records = entry.records()
+            for first in range(0, len(records), _TOKENS_PER_FRAME):
+                part = records[first : first + _TOKENS_PER_FRAME]
+                yield Content(FrameKind.STEP, [part.view(np.uint8)], len(part))
+            if entry.status is not Status.PENDING:
+                yield Content(FrameKind.CLOSE, [encode_close(entry.number, entry.status, entry.failure)])
 
     def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
         """Log a new request. `StorageError` if its uid is in the log already or it has a prefix."""
@@ -117,7 +135,7 @@ class TokenWAL:
             payloads = [encode_open(*opening) for opening in openings]
             with self._guard:
                 self._files.append_all(FrameKind.OPEN, payloads)
-                self._commit()
+                self._files.commit()
                 self._encoder.forget()
                 for opening in openings:
                     self._table.open(opening)
@@ -143,8 +161,8 @@ class TokenWAL:
             closing = Closing(self._encoder.open_number(uid), Status(status), reason)
             payload = encode_close(*closing)
             with self._guard:
-                self._files.append(FrameKind.CLOSE, [payload], len(payload), 0)
-                self._commit()
+                self._files.append(FrameKind.CLOSE, payload)
+                self._files.commit()
                 self._encoder.forget()
                 self._table.close(closing)
 
@@ -175,19 +193,19 @@ class TokenWAL:
                 return
             payload = encode_retire(numbers)
             with self._guard:
-                self._files.append(FrameKind.RETIRE, [payload], len(payload), 0)
-                self._commit()
+                self._files.append(FrameKind.RETIRE, payload)
+                self._files.commit()
                 self._encoder.forget()
                 self._table.retire(numbers)
-                if self._files.wasteful(self._table):
-                    self._files.rewrite(self._table)
+                if self._files.is_wasteful(self._table.live_bytes):
+                    self._files.rewrite()
 
     def compact(self) -> None:
         """Write what has not been retired into one snapshot and remove every segment before it."""
         with self._mutex:
             self._guard.check()
             with self._guard:
-                self._files.rewrite(self._table)
+                self._files.rewrite()
 
     def sync(self) -> None:
         """Return when everything logged so far is on the disk, whatever the policy."""
@@ -216,8 +234,6 @@ class TokenWAL:
                     self._guard.check()
             finally:
                 self._guard.close()
-                if self._syncer is not None:
-                    self._syncer.stop()
                 self._files.close()
                 self._lock.release()
 
@@ -238,8 +254,8 @@ class TokenWAL:
         if not payload:
             return
         with self._guard:
-            self._files.append(FrameKind.STEP, [payload], len(payload), len(records))
-            self._commit()
+            self._files.append(FrameKind.STEP, payload, len(records))
+            self._files.commit()
             self._table.add(records)
             if observed is None:
                 self._encoder.wrote_step()
@@ -249,15 +265,6 @@ class TokenWAL:
                 self._encoder.forget()
                 for closing in frame.closings:
                     self._table.close(closing)
-
-    def _commit(self) -> None:
-        if self._policy == "always":
-            self._files.sync()
-        elif self._syncer is not None:
-            self._syncer.notify()
-
-    def _background_sync(self) -> None:
-        self._guard.in_background(self._files.sync)
 
     def _check_new(self, request: RolloutRequest, beside: set[str]) -> None:
         if request.uid in self._table or request.uid in beside:

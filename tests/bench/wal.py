@@ -28,8 +28,8 @@ from typing import Any
 import lmdb
 import numpy as np
 
+from opd.storage.framed_log.writer import RESERVE
 from opd.storage.wal import TokenWAL, read_log
-from opd.storage.wal.files import RESERVE
 from opd.storage.wal.records import TOKEN
 from opd.types import DecodeStep, RolloutRequest, SamplingParams
 

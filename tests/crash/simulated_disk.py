@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opd.storage.wal.frames import LogIO
+from opd.storage.framed_log import LogIO
 
 SECTOR = 512
 

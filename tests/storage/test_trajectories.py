@@ -304,7 +304,7 @@ def test_misuse_says_what_is_wrong_and_changes_nothing(tmp_path: Path) -> None:
             writer.begin("a", 2, 5)
         with pytest.raises(StorageError, match="one writer at a time"):
             TrajectoryWriter(tmp_path, fields=FIELDS)
-    with pytest.raises(StorageError, match="has been closed"):
+    with pytest.raises(StorageError, match="has been shut down"):
         writer.begin("c", 1, 1)
     with pytest.raises(StorageError, match="made with other fields"):
         TrajectoryWriter(tmp_path)

@@ -15,13 +15,15 @@ import pytest
 from trajectory_data import FIELDS, SMALL, assert_right, disk_bytes, record, values, write
 
 from opd.errors import StorageError
+from opd.storage.framed_log.frames import FRAME_MAGIC, HEADER_BYTES
 from opd.storage.trajectories import Field, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
 
 
 def _all_files(folder: Path) -> list[Path]:
-    return sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.name not in ("leases", "writer")
-    )
+    """Those that hold something; a closed store's last segment of the table says only that it was closed."""
+    idle = ("leases", "writer")
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name not in idle]
+    return sorted(path for path in found if path.suffix != ".wal")
 
 
 def _right_or_refused(folder: Path, case: object) -> bool:
@@ -88,10 +90,10 @@ def test_what_is_not_a_store_or_newer_says_so(tmp_path: Path) -> None:
     write(tmp_path / "a", range(2))
     header = tmp_path / "a" / "store.json"
     document = json.loads(header.read_text())
-    header.write_text(json.dumps(document | {"format": 2}))
-    with pytest.raises(StorageError, match="has format 2 of trajectory stores, this version reads up to 1"):
+    header.write_text(json.dumps(document | {"format": 3}))
+    with pytest.raises(StorageError, match="has format 3 of trajectory stores, this version reads 2; update"):
         TrajectoryStore.open(tmp_path / "a")
-    with pytest.raises(StorageError, match="format 2"):
+    with pytest.raises(StorageError, match="format 3"):
         TrajectoryWriter(tmp_path / "a", fields=FIELDS)
     header.write_text("{}")
     with pytest.raises(StorageError, match="is not the header of a trajectory store"):
@@ -104,12 +106,12 @@ def test_a_write_cut_short_is_dropped_and_damage_before_it_is_not(tmp_path: Path
         for n in range(6):
             writer.put(record(n), **values(n))
         shutil.copytree(tmp_path / "live", tmp_path / "killed")
-    (tail,) = (tmp_path / "killed" / "metadata").glob("tail.*")
-    whole = tail.read_bytes()
-    starts = [i for i in range(len(whole)) if whole.startswith(b"OPDTRAJ1", i)]
+    (segment,) = (tmp_path / "killed" / "metadata").glob("*.wal")
+    whole = segment.read_bytes()
+    starts = [i for i in range(len(whole)) if whole.startswith(FRAME_MAGIC.to_bytes(4, "little"), i)]
     ends = [*starts[1:], len(whole)]
-    for cut in sorted({*ends, *random.Random(2).sample(range(len(whole)), 40)}):
-        tail.write_bytes(whole[:cut])
+    for cut in sorted({*ends, *random.Random(2).sample(range(HEADER_BYTES, len(whole)), 40)}):
+        segment.write_bytes(whole[:cut])
         kept = sum(end <= cut for end in ends)
         with TrajectoryStore.open(tmp_path / "killed") as store:
             assert assert_right(store) == list(range(kept))
@@ -123,9 +125,9 @@ def test_a_write_cut_short_is_dropped_and_damage_before_it_is_not(tmp_path: Path
         shutil.rmtree(copy)
     damaged = bytearray(whole)
     damaged[ends[2] + 60] ^= 1
-    tail.write_bytes(damaged)
+    segment.write_bytes(damaged)
     for opening in (TrajectoryStore.open, lambda folder: TrajectoryWriter(folder, fields=FIELDS)):
-        with pytest.raises(StorageError, match=f"is damaged at byte {ends[2]}, before trajectories"):
+        with pytest.raises(StorageError, match=f"at byte {ends[2]}: a frame is damaged.* acknowledged"):
             opening(tmp_path / "killed")
 
 
@@ -134,7 +136,7 @@ def test_a_writer_killed_before_the_store_was_made_is_no_hindrance(tmp_path: Pat
         (tmp_path / made).mkdir(exist_ok=True)
         with pytest.raises(StorageError, match="there is no trajectory store"):
             TrajectoryStore.open(tmp_path)
-    (tmp_path / "metadata" / ".base.000001.01234567.tmp").write_bytes(b"half")
+    (tmp_path / "metadata" / "000000000001.wal.tmp").write_bytes(b"half")
     write(tmp_path, range(3))
     header = (tmp_path / "store.json").read_bytes()
     (tmp_path / "store.json").unlink()
@@ -183,12 +185,12 @@ def test_rows_are_on_the_disk_before_the_table_says_so(
         monkeypatch.setattr(os, name, call)
 
     def written(path: str) -> None:
-        if "/metadata/tail" in path:
+        if "/metadata/" in path:
             acknowledged.append(set(unsynced))
         unsynced.add(path)
 
     with TrajectoryWriter(tmp_path, fields=FIELDS, **SMALL | {"durable": durable}) as writer:
-        for name in ("write", "pwrite"):
+        for name in ("writev", "write", "pwrite"):
             noted(name, written)
         for name in ("fsync", "fdatasync"):
             noted(name, unsynced.discard)

@@ -8,19 +8,21 @@ import errno
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from wal_helpers import UIDS, request, started, step, tokens
 
 from opd.errors import OpdError, StorageError
+from opd.storage.framed_log.frames import FRAME_BYTES, HEADER_BYTES, FileHeader, scan
 from opd.storage.wal import LogIO, TokenWAL, read_log
-from opd.storage.wal.frames import FileHeader
 
 
 class FaultyIO(LogIO):
@@ -211,16 +213,44 @@ def test_a_newer_format_is_said_and_left_alone(tmp_path):
     file = tmp_path / "000000000001.wal"
     data = file.read_bytes()
     header = FileHeader.decode(data)
-    newer = FileHeader(header.sequence, header.first_lsn, header.log_id, format=2).encode()
+    newer = FileHeader(header.sequence, header.first_lsn, header.log_id, format=3).encode()
     file.write_bytes(newer + data[len(newer) :])
     for call in (
         lambda: TokenWAL(tmp_path),
         lambda: TokenWAL(tmp_path, repair=True),
         lambda: read_log(tmp_path),
     ):
-        with pytest.raises(StorageError, match=r"format 2 by a newer version.*format 1; upgrade opd"):
+        with pytest.raises(StorageError, match=r"format 3 by a newer version.*format 2; upgrade opd"):
             call()
     assert file.read_bytes()[64:] == data[64:]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_log_of_the_format_before_is_read_and_goes_on(tmp_path, closed):
+    """Format 1 differs in its frames' checksums, which were CRC-32."""
+    log = started(tmp_path, 4, fsync="os")
+    if closed:
+        log.shutdown()
+    file = tmp_path / "000000000001.wal"
+    data, frames = bytearray(file.read_bytes()), []
+    header = FileHeader.decode(data)
+    for frame in scan(memoryview(bytes(data)), HEADER_BYTES, 1, header):
+        head = bytearray(data[frame.start : frame.start + FRAME_BYTES])
+        payload, salt = bytes(data[frame.start + FRAME_BYTES : frame.end]), crc32(header.log_id)
+        struct.pack_into("<I", head, FRAME_BYTES - 8, crc32(payload, salt))
+        struct.pack_into("<I", head, FRAME_BYTES - 4, crc32(head[:-4], salt))
+        frames += [bytes(head), payload]
+    log.shutdown()
+    older = FileHeader(1, 1, header.log_id, format=1).encode()
+    file.write_bytes(older + b"".join(frames))
+    assert len(frames) == 2 * (6 + closed)
+    assert tokens(tmp_path) == {uid: list(range(100, 104)) for uid in UIDS}
+    with TokenWAL(tmp_path) as again:
+        again.append(step(4))
+        found = read_log(tmp_path)
+        assert found.report.damage is None
+    assert tokens(tmp_path) == {uid: list(range(100, 105)) for uid in UIDS}
+    assert read_log(tmp_path).report.clean
 
 
 def test_an_interrupted_write_ends_the_log(tmp_path):

@@ -3,9 +3,10 @@
 File header, 64 bytes: magic (8), format (4), kind (4: 0 segment, 1 snapshot), identity of the log (16),
 sequence (8), first LSN (8), time of writing (8, for people), reserved (4), CRC-32 of the 60 bytes before (4).
 
-Frame header, 40 bytes: magic (4), kind (2), reserved (2), payload bytes (4), token records (4), LSN (8),
-durable LSN (8), CRC-32 of the payload (4), CRC-32 of the 36 bytes before (4). Both CRCs start from the CRC of
-the log's identity, so that a frame of another log never fits. All little-endian, all lengths multiples of 8.
+Frame header, 40 bytes: magic (4), kind (2), reserved (2), payload bytes (4), count (4: the owner's, such as
+tokens), LSN (8), durable LSN (8), checksum of the payload (4), checksum of the 36 bytes before (4). These are
+the lower half of XXH3-64, and in files of format 1 CRC-32; both begin with the CRC-32 of the log's identity,
+so that a frame of another log never fits. All little-endian, all lengths multiples of 8.
 
 The log sequence number (LSN) counts frames and grows by one. A frame's durable LSN says which frames were
 known to be on the disk when it was written: if a later frame proves that a broken one was, the bytes were
@@ -14,22 +15,25 @@ damaged; if not, they are what a crash may leave of a write, and the log ends be
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
 import re
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
 from opd.errors import RunFolderError, StorageError
 from opd.storage.files import FileLock, fsync_folder, open_plain, read_plain
+from opd.storage.mapped_file import MappedFile
 
-FORMAT = 1
+FORMAT = 2
 FILE_MAGIC = b"OPDWAL\r\n"
 FRAME_MAGIC = 0xF57A_0D1E
 FRAME_BYTES = 40
@@ -37,6 +41,10 @@ HEADER_BYTES = 64
 MAX_LSN = 1 << 62
 """Of a file's first frame: no log comes near it, and what follows still has a number."""
 MAX_PAYLOAD = (1 << 32) - 8
+END = 5
+"""The kind of a frame that nothing follows in its file: the log was closed, or the snapshot is complete. All
+other kinds are the owner's.
+"""
 
 _FILE = struct.Struct("<8sII16sQQdI")
 _FRAME = struct.Struct("<IHHIIQQI")
@@ -44,22 +52,11 @@ _CRC = struct.Struct("<I")
 _MAGIC_BYTES = _CRC.pack(FRAME_MAGIC)
 
 
-class FrameKind(IntEnum):
-    """What a frame's payload holds; see `records.py`."""
-
-    OPEN = 1
-    STEP = 2
-    CLOSE = 3
-    RETIRE = 4
-    END = 5
-    """Nothing follows in this file: the log was closed, or the snapshot is complete."""
-
-
 class Frame(NamedTuple):
     """Where a whole, checked frame lies in its file."""
 
     kind: int
-    tokens: int
+    count: int
     lsn: int
     durable: int
     start: int
@@ -99,26 +96,46 @@ class FileHeader:
         if len(data) < HEADER_BYTES or _CRC.unpack_from(data, _FILE.size)[0] != crc32(head):
             return None
         magic, version, kind, log_id, sequence, first_lsn, written_at, _ = _FILE.unpack(head)
-        if magic != FILE_MAGIC or first_lsn > MAX_LSN:
+        if magic != FILE_MAGIC or first_lsn > MAX_LSN or not version:
             return None
         return cls(sequence, first_lsn, log_id, bool(kind), written_at, version)
 
 
-def frame_header(kind: int, payload: list, tokens: int, lsn: int, durable: int, salt: int) -> bytes:
+def _digest(data: bytes | memoryview, salt: int) -> int:
+    return xxh3_64_intdigest(data, salt) & 0xFFFF_FFFF
+
+
+_DIGESTS: dict[int, Callable[[bytes | memoryview, int], int]] = {1: crc32, FORMAT: _digest}
+
+
+def salt_of(log_id: bytes) -> int:
+    """Where every checksum of a log's frames starts from."""
+    return crc32(log_id)
+
+
+def frame_header(kind: int, payload: Sequence, count: int, lsn: int, durable: int, salt: int) -> bytes:
     """The 40 bytes before `payload`, given as objects of bytes that are written one after another."""
-    checksum, length = salt, 0
-    for part in payload:
-        checksum = crc32(part, checksum)
-        length += len(part)
-    head = _FRAME.pack(FRAME_MAGIC, kind, 0, length, tokens, lsn, durable, checksum)
-    return head + _CRC.pack(crc32(head, salt))
+    if len(payload) == 1:
+        (data,) = payload
+        length, checksum = len(data), xxh3_64_intdigest(data, salt) & 0xFFFF_FFFF
+    else:
+        digest, length = xxh3_64(seed=salt), 0
+        for part in payload:
+            digest.update(part)
+            length += len(part)
+        checksum = digest.intdigest() & 0xFFFF_FFFF
+    head = _FRAME.pack(FRAME_MAGIC, kind, 0, length, count, lsn, durable, checksum)
+    return head + _CRC.pack(xxh3_64_intdigest(head, salt) & 0xFFFF_FFFF)
 
 
-def scan(data: memoryview, start: int, first_lsn: int, salt: int) -> Iterator[Frame]:
-    """Every frame from `start` on, in order, up to the first one that is cut, broken or out of sequence."""
+def scan(data: memoryview, start: int, first_lsn: int, header: FileHeader) -> Iterator[Frame]:
+    """Every frame of a file with `header` from `start` on, in order, up to the first one that is cut, broken
+    or out of sequence.
+    """
     unpack, unpack_crc, lsn, size = _FRAME.unpack_from, _CRC.unpack_from, first_lsn, len(data)
+    salt, digest = salt_of(header.log_id), _DIGESTS[header.format]
     while start + FRAME_BYTES <= size:
-        magic, kind, _, length, tokens, found, durable, checksum = unpack(data, start)
+        magic, kind, _, length, count, found, durable, checksum = unpack(data, start)
         payload = start + FRAME_BYTES
         end = payload + length
         if (
@@ -126,11 +143,11 @@ def scan(data: memoryview, start: int, first_lsn: int, salt: int) -> Iterator[Fr
             or found != lsn
             or durable > lsn
             or end > size
-            or unpack_crc(data, payload - 4)[0] != crc32(data[start : payload - 4], salt)
-            or checksum != crc32(data[payload:end], salt)
+            or unpack_crc(data, payload - 4)[0] != digest(data[start : payload - 4], salt)
+            or checksum != digest(data[payload:end], salt)
         ):
             return
-        yield Frame(kind, tokens, lsn, durable, start, end)
+        yield Frame(kind, count, lsn, durable, start, end)
         start, lsn = end, lsn + 1
 
 
@@ -143,9 +160,9 @@ class Beyond(NamedTuple):
     """One of them says that the frame missing at that place had reached the disk."""
 
 
-def look_beyond(data: memoryview, offset: int, lsn: int, salt: int) -> Beyond:
+def look_beyond(data: memoryview, offset: int, lsn: int, header: FileHeader) -> Beyond:
     """Look for whole frames after `offset`, where the frame numbered `lsn` was expected and not found."""
-    rest = bytes(data[offset:])
+    rest, salt, digest = bytes(data[offset:]), salt_of(header.log_id), _DIGESTS[header.format]
     frames, proves, at = 0, False, rest.find(_MAGIC_BYTES)
     budget = 4 * len(rest)  # heads made to name the same payload again and again: that is damage
     while at >= 0:
@@ -154,11 +171,11 @@ def look_beyond(data: memoryview, offset: int, lsn: int, salt: int) -> Beyond:
             _, _, _, length, _, found, _, _ = _FRAME.unpack_from(rest, at)
             sealed = _CRC.unpack_from(rest, at + FRAME_BYTES - 4)[0]
             whole = at + FRAME_BYTES + length <= len(rest)  # of a frame cut short no payload is read
-            if whole and sealed == crc32(rest[at : at + FRAME_BYTES - 4], salt):
+            if whole and sealed == digest(rest[at : at + FRAME_BYTES - 4], salt):
                 budget -= FRAME_BYTES + length
             if budget < 0:
                 return Beyond(frames, True)
-            frame = next(scan(memoryview(rest), at, found, salt), None)
+            frame = next(scan(memoryview(rest), at, found, header), None)
             if frame is not None and found > lsn:
                 frames += 1
                 proves = proves or frame.durable >= lsn
@@ -195,7 +212,7 @@ class LogIO:
         return memoryview(read_plain(path))
 
     def map(self, path: Path) -> memoryview:
-        """The bytes of a file whose size does not change any more; pages come and go as they are needed. Of a
+        """The bytes of a file whose size does not change any more, in pages that all processes share. Of a
         file that its writer cuts, the bytes that are gone would end the process with SIGBUS.
         """
         descriptor = open_plain(path)
@@ -203,7 +220,10 @@ class LogIO:
             size = os.fstat(descriptor).st_size
             if size == 0:
                 return memoryview(b"")
-            return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ))
+            mapped = MappedFile(descriptor, size, shared=True)
+            if not mapped.load():
+                raise OSError(errno.EIO, "the disk cannot read all of it", str(path))
+            return np.asarray(mapped).data
         finally:
             os.close(descriptor)
 
@@ -255,7 +275,6 @@ class LogIO:
         return time.time()
 
 
-LOCK = "LOCK"
 TEMPORARY = ".tmp"
 _NAME = re.compile(r"(\d{12})\.(wal|snapshot)")
 
@@ -284,11 +303,6 @@ class Layout:
 def file_name(sequence: int, *, snapshot: bool = False) -> str:
     """`000000000007.wal`, or `.snapshot` for one that replaces every segment up to that one."""
     return f"{sequence:012d}.{'snapshot' if snapshot else 'wal'}"
-
-
-def salt_of(log_id: bytes) -> int:
-    """Where every CRC of a log's frames starts from."""
-    return crc32(log_id)
 
 
 def read_layout(folder: Path, io: LogIO) -> Layout:
