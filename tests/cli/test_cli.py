@@ -88,8 +88,7 @@ def test_an_existing_folder_is_refused_before_anything_else(recipe, tmp_path, ca
 
 def test_version_and_help_leave_at_once():
     code = (
-        "import sys\nfrom opd.pipelines.cli import main\n"
-        "print(main([sys.argv[1]]), 'torch' in sys.modules)"
+        "import sys\nfrom opd.pipelines.cli import main\nprint(main([sys.argv[1]]), 'torch' in sys.modules)"
     )
     for option, word in (("--version", "opd "), ("--help", "specialist")):
         result = subprocess.run(
