@@ -4,28 +4,62 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
+import os
 import sys
+from pathlib import Path
 
-import torch
+from opd.config import Recipe
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of mallopt(3)
 
 
 def out_of_memory(error: BaseException) -> str | None:
     """What `error` says, in short, if it means that there is no more memory; `None` for any other error."""
+    import torch
+
     allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     if allocator or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return " ".join(str(error).split())[:160].rstrip(".") or "no more is free"
     return None
 
 
-def settle(threads: int) -> None:
-    """Fix the number of CPU threads, and keep freed memory for the next tensor.
+def threads_here(recipe: Recipe) -> int:
+    """What `runtime.threads` means on this machine: itself; else one for a model made from a configuration, and
+    for others a share of the cores, at least one.
+    """
+    if recipe.runtime.threads is not None:
+        return recipe.runtime.threads
+    if recipe.model.config is not None:
+        return 1
+    if recipe.launch.type == "ray":
+        return max(1, int(recipe.launch.trainer.cpus))
+    ranks = recipe.train.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, cores() // (recipe.runtime.workers * ranks))
+
+
+def cores() -> int:
+    """Processors that this process may use, within the limit of its group."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(found, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return found
+
+
+def settle(threads: int, tf32: bool) -> None:
+    """Fix the number of CPU threads and whether GPUs may round float32 factors to TF32, which nothing else
+    decides; and keep freed memory for the next tensor.
 
     By default glibc gives every large block back to the kernel, which then zeroes it page by page for the
     next one: up to half of the time of a small model's training step where processes share the machine.
     """
+    import torch
+
     torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
     if not sys.platform.startswith("linux"):
         return
     with contextlib.suppress(OSError, AttributeError):  # another C library

@@ -1,6 +1,7 @@
 """One run, one folder: its layout, its lock, its resolved recipe and which of its stages are done.
 
-inputs.json                      digests of what the run began with: recipe, models and data from elsewhere
+inputs.json                      digests of what the run began with: recipe, models and data from elsewhere;
+                                 the CPU threads that were settled then
 config.json                      the resolved recipe; a run that has it has begun
 stages/STAGE/                    metrics.jsonl  checkpoints/  done.json (written last), and log.txt of
                                  a stage that ran in a process of its own
@@ -37,6 +38,7 @@ from opd.errors import DataError, RunFolderError
 from opd.models.hf_folder import CHECKSUMS, adapter_base, check_folder, check_small_files
 from opd.monitor.metrics import read_metrics
 from opd.pipelines.given import Given, given_inputs
+from opd.pipelines.machine import threads_here
 from opd.redact import redacted
 from opd.storage.files import FileLock, write_atomic
 from opd.storage.sealed import (
@@ -206,6 +208,11 @@ class RunFolder:
     def owner(self, stage: str) -> str:
         """What tells the files of a stage from those of other stages and runs."""
         return f"{self.identity}/{stage}"
+
+    def threads(self, recipe: Recipe) -> int:
+        """CPU threads of a stage: what `recipe` says, else what was settled when the run was created."""
+        settled = None if self._inputs is None else self._inputs.get("threads")
+        return recipe.runtime.threads or settled or threads_here(recipe)
 
     @property
     def results(self) -> Path:
@@ -378,10 +385,12 @@ class RunFolder:
     def _begin(self, recipe: Recipe) -> None:
         """Write what the run starts from, `config.json` last: until then it has not begun."""
         config = _written(recipe)
+        config["runtime"]["threads"] = threads_here(recipe)
         inputs = {
             "run": secrets.token_hex(8),
             "recipe": digest_of(_fixed(config)),
             "given": given_inputs(recipe),
+            "threads": config["runtime"]["threads"],
         }
         write_sealed(self.path / _INPUTS, inputs)
         self._write_config(config)
@@ -404,6 +413,7 @@ class RunFolder:
     def _keep_free(self, recipe: Recipe, started: Mapping[str, Any]) -> None:
         """Write down what `recipe` says of what may change."""
         now = _written(recipe)
+        now["runtime"]["threads"] = self.threads(recipe)
         # The rest stays as it was written, so that its digest holds for other releases too.
         self._write_config(_fixed(started) | {key: now[key] for key in _FREE})
 

@@ -24,6 +24,7 @@ from opd.config import Recipe
 from opd.config.load import load_recipe
 from opd.models.causal_lm import CausalLM
 from opd.monitor.progress import Progress
+from opd.pipelines.machine import settle, threads_here
 from opd.pipelines.plan import describe
 from opd.pipelines.stored.samples import stored_settings
 from opd.pipelines.stored.step import StoredStep
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     recipe = load_recipe([Path(__file__).with_name("recipe.yaml")])
-    torch.set_num_threads(recipe.runtime.threads)
+    settle(threads_here(recipe), recipe.runtime.tf32)
     folder = options.out or Path(recipe.run_dir or "runs/million-token")
     folder.mkdir(parents=True, exist_ok=True)
     lengths = [options.tokens] * options.long + [options.tokens // 50] * options.short

@@ -39,7 +39,7 @@ def check_sizes(recipe: Recipe) -> list[Finding]:
     counts = {
         "train.ranks": (recipe.train.ranks or 1) if local else 1,
         "runtime.workers": recipe.runtime.workers if local else 1,
-        "runtime.threads": recipe.runtime.threads,
+        "runtime.threads": recipe.runtime.threads or 1,
     }
     for key, count in counts.items():
         if count > most:

@@ -62,7 +62,7 @@ class ActorSpec:
         from opd.pipelines.machine import settle
 
         recipe = Recipe.model_validate_json(self.recipe_json)
-        settle(recipe.runtime.threads)
+        settle(RunFolder.attach(self.folder).threads(recipe), recipe.runtime.tf32)
         return recipe
 
 

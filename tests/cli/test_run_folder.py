@@ -8,12 +8,18 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
+
+from recipes import tiny_recipe
 
 from opd.config import Recipe
 from opd.config.load import located, path_keys
 from opd.config.schema import key_paths
 from opd.errors import CheckpointError, RunFolderError
 from opd.models.checkpoint import save_checkpoint
+from opd.pipelines import machine, run_folder
 from opd.pipelines.run_folder import RunFolder, default_path
 
 
@@ -22,6 +28,7 @@ def make_recipe(**changes) -> Recipe:
         "name": "demo",
         "model": {"config": {"model_type": "llama"}},
         "domains": {"sort": {"source": "procedural:sort"}},
+        "runtime": {"threads": 1},
     }
     return Recipe.model_validate({**data, **changes})
 
@@ -301,3 +308,45 @@ def test_a_worker_attaches_without_the_lock(tmp_path: Path):
         assert folder.stage_done("merge") == {"steps": 1}
         with pytest.raises(RunFolderError, match="in use"):
             RunFolder.resume(folder.path, make_recipe())
+
+
+def test_threads_are_settled_when_a_run_is_created_and_kept(tmp_path: Path, monkeypatch):
+    recipe = tiny_recipe(model={"path": str(tmp_path / "model")}, runtime={"threads": None}, base=None)
+    shapes = [({}, 12), ({"runtime": {"threads": None, "workers": 5}}, 2), ({"train": {"ranks": 4}}, 3),
+              ({"runtime": {"threads": None, "workers": 50}}, 1), ({"runtime": {"threads": 7}}, 7),
+              ({"model": tiny_recipe().model.model_dump()}, 1),
+              ({"launch": {"type": "ray", "trainer": {"cpus": 5.5}}}, 5)]  # fmt: skip
+    monkeypatch.setattr(machine, "cores", lambda: 12)
+    for changes, threads in shapes:
+        assert machine.threads_here(Recipe.model_validate(recipe.model_dump() | changes)) == threads, changes
+    monkeypatch.setattr(run_folder, "given_inputs", lambda recipe: {})
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        assert folder.threads(recipe) == folder.read_config()["runtime"]["threads"] == 12
+    monkeypatch.setattr(machine, "cores", lambda: 3)
+    with RunFolder.resume(tmp_path / "run", recipe) as folder:
+        assert folder.threads(recipe) == folder.read_config()["runtime"]["threads"] == 12
+    assert RunFolder.attach(tmp_path / "run").threads(recipe) == 12, "in a worker, a rank, an actor"
+    four = recipe.model_copy(update={"runtime": recipe.runtime.model_copy(update={"threads": 4})})
+    with RunFolder.resume(tmp_path / "run", four) as folder:
+        assert folder.threads(four) == folder.read_config()["runtime"]["threads"] == 4
+    with RunFolder.resume(tmp_path / "run", recipe) as folder:
+        assert folder.threads(recipe) == 12
+
+
+def test_cores_are_within_the_limit_of_the_group(monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: range(16))
+    for limit, cores in (("max 100000", 16), ("250000 100000", 3), ("100 100000", 1), ("9900000 100000", 16)):
+        monkeypatch.setattr(machine.Path, "read_text", lambda *_, limit=limit: limit)
+        assert machine.cores() == cores
+
+
+def test_one_place_decides_about_tf32():
+    threads = torch.get_num_threads()
+    try:
+        for wanted in (True, False):  # the second is the default of a recipe
+            machine.settle(threads, wanted)
+            flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+            assert flags == (wanted, wanted)
+        assert tiny_recipe().runtime.tf32 is False
+    finally:
+        machine.settle(threads, False)

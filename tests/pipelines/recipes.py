@@ -52,7 +52,9 @@ def tiny_recipe(**changes) -> Recipe:
         "baselines": {"scales": [0.5, 1.0], "tuning_prompts": 10},
         "evaluation": {"prompts_per_domain": 20, "every": 4, "curve_prompts": 10},
     }
-    return Recipe.model_validate(settings | changes)
+    settings |= changes
+    settings["runtime"] = {"threads": 1} | settings.get("runtime", {})  # whatever the machine
+    return Recipe.model_validate(settings)
 
 
 def write_recipe(path: Path, **changes) -> Path:
