@@ -25,8 +25,8 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 def threads_here(recipe: Recipe) -> int:
-    """What `runtime.threads` means on this machine: itself; else one for a model made from a configuration, and
-    for others a share of the cores, at least one.
+    """What `runtime.threads` means on this machine: itself; else one for a model made from a configuration,
+    and for others a share of the cores, at least one.
     """
     if recipe.runtime.threads is not None:
         return recipe.runtime.threads
