@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # The first word that names a command; those of a command's options come after it.
     command = next((word for word in words if word in _STAGES or word in _OTHERS), None)
-    return ended(lambda: _dispatch(words), resumes=command in _STAGES and "--dry-run" not in words)
+    resumes = command in _STAGES and "--dry-run" not in words
+    return ended(lambda: _heard(words, command or "opd"), resumes=resumes)
+
+
+def _heard(words: list[str], command: str) -> int:
+    """Run the command; whoever waits for long hears that it is at work. Of ranks the first one speaks."""
+    if os.environ.get("RANK", "0") != "0":
+        return _dispatch(words)
+    from opd.monitor.progress import never_silent
+
+    with never_silent(command):
+        return _dispatch(words)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from opd.config import Recipe
 from opd.errors import ConfigError, OpdError, PreemptedError, RanksError
+from opd.monitor.progress import hushed
 from opd.rollout.preemption import EXIT_STATUS, Preemption
 
 _LAUNCHER, _REPORT = "OPD_LAUNCHER", "OPD_RANK_REPORT"
@@ -139,6 +140,7 @@ def launch(recipe: Recipe, argv: Sequence[str]) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="opd-ranks-")))
         store = _open_store(recipe)
         preemption = stack.enter_context(Preemption(grace).listen(leave=False))
+        stack.enter_context(hushed())  # the first rank speaks
         ranks: list[_Rank] = []
         ended: list[int | None] = []
         try:

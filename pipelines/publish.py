@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from opd.models.heads import head_form
 from opd.models.hf_folder import adapter_base, check_folder, read_config
 from opd.models.hf_weights import check_weights, quiet
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer
+from opd.monitor.progress import doing, hushed
 from opd.pipelines.doctor.early import refuse_place
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import ModelForm, Published, publish
@@ -68,11 +70,14 @@ def run_publish(checkpoint: Path, url: str, shards: int) -> int:
     form = _checked_form(checkpoint)
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)
-    with ObjectStore.open(url) as store, bars:
+    shown = hushed() if console.is_terminal else nullcontext()
+    reached = [""]
+    with ObjectStore.open(url) as store, bars, shown, doing(lambda: reached[0]):
         tasks = {stage: bars.add_task(stage, total=None) for stage in ("checksums", "upload")}
 
         def report(stage: str, done: int, total: int) -> None:
             bars.update(tasks[stage], completed=done, total=total)
+            reached[0] = f"{stage} {done / max(total, 1):.0%}"
 
         published = publish(checkpoint, store, shards=shards, form=form, progress=report)
         where = store.name(published.manifest.version)

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from opd.foreign import printable
 
-AFTER, LONGEST = 10.0, 60.0
-"""Seconds of silence before the first word, and between two words at most."""
+AFTER = 10.0
+"""Seconds of silence before a word."""
 
 _doing: list[Callable[[], str]] = []
 
@@ -41,13 +41,16 @@ def busy_with() -> str:
     return latest[0]() if latest else ""
 
 
+_open: list[Heartbeat] = []
+
+
 class Heartbeat:
-    """While it is open, `say(seconds of silence)` is called after `AFTER` seconds without a `beat`, and then
-    less and less often. `say` is called in a thread of its own.
+    """While it is open, `say(seconds since the last beat)` is called after every `AFTER` seconds in which
+    nothing was said; in a thread of its own. Of several that are open the latest speaks.
     """
 
-    def __init__(self, say: Callable[[float], None], after: float = AFTER) -> None:
-        self._say, self._after = say, after
+    def __init__(self, say: Callable[[float], None], after: float | None = None) -> None:
+        self._say, self._after = say, AFTER if after is None else after
         self._last = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -57,35 +60,46 @@ class Heartbeat:
         self._last = time.monotonic()
 
     def __enter__(self) -> Heartbeat:
+        _open.append(self)
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _open.remove(self)
         self._over.set()
         self._thread.join()
+        for other in _open:
+            other.beat()
 
     def _watch(self) -> None:
-        since, wait = self._last, self._after
-        while not self._over.wait(max(0.01, min(wait, since + wait - time.monotonic()))):
-            if self._last != since:
-                since, wait = self._last, self._after
-            elif time.monotonic() - since >= wait:
-                self._say(time.monotonic() - since)
-                wait += min(wait, LONGEST)
+        said = self._last
+        while not self._over.wait(max(0.01, said + self._after - time.monotonic())):
+            said = max(said, self._last)
+            if time.monotonic() - said >= self._after:
+                if _open[-1:] == [self]:
+                    self._say(time.monotonic() - self._last)
+                said = time.monotonic()
 
 
 @contextmanager
-def never_silent(what: str, after: float = AFTER) -> Iterator[None]:
+def never_silent(what: str, after: float | None = None) -> Iterator[None]:
     """Say on standard error that `what` goes on, if the block takes long."""
+    began = time.monotonic()
 
-    def say(seconds: float) -> None:
+    def say(_: float) -> None:
         detail = f", {busy_with()}" if busy_with() else ""
-        print(f"opd: {what}: {seconds:.0f} s so far{detail}", file=sys.stderr, flush=True)
+        seconds = time.monotonic() - began
+        print(f"opd: {what}: {seconds:.0f} s so far{printable(detail)}", file=sys.stderr, flush=True)
 
     with Heartbeat(say, after):
         yield
+
+
+def hushed() -> Heartbeat:
+    """While it is open others show that work goes on: bars, or a process that this one waits for."""
+    return Heartbeat(lambda _: None)
 
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -102,7 +116,7 @@ class Progress:
         self,
         console: Console | None = None,
         seconds_between_lines: float = _SECONDS_BETWEEN_LINES,
-        silence: float = AFTER,
+        silence: float | None = None,
     ) -> None:
         """Writes to `console`, by default the standard error stream, so that output can be piped."""
         self._console = console or Console(stderr=True)

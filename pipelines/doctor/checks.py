@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from opd.config import Recipe
 from opd.errors import ConfigError, from_system
 from opd.imports import import_function
-from opd.monitor.progress import never_silent
+from opd.monitor.progress import doing
 from opd.pipelines.given import user_functions
 from opd.pipelines.run_folder import RunFolder
 from opd.redact import redact
@@ -41,7 +41,7 @@ class Finding:
 def attempt(title: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     """What `check` finds; an `OpdError`, or what the machine refuses, is a finding of level `error`."""
     try:
-        with never_silent(f"checking {title}"):
+        with doing(f"checking {title}"):
             return check()
     except Exception as error:
         understood = from_system(error)

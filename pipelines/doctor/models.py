@@ -13,7 +13,7 @@ from opd.config import Recipe
 from opd.config.lora import LoRAConfig
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ModelError, OpdError
-from opd.monitor.progress import never_silent
+from opd.monitor.progress import doing
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers, number_of
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def unreachable(teachers: Mapping[str, str], look: Callable[[str], None]) -> dic
     published = {name: source for name, source in teachers.items() if is_published(source)}
     lost: dict[str, OpdError] = {}
     if published:
-        with never_silent(f"reading {number_of(len(published), 'published teacher')}"):
+        with doing(f"reading {number_of(len(published), 'published teacher')}"):
             with ThreadPoolExecutor(len(published)) as pool:
                 asked = {name: pool.submit(look, source) for name, source in published.items()}
             for name, future in asked.items():

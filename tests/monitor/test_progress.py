@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import io
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
+import tiny
 from rich.console import Console
 
-from opd.monitor.progress import Progress, busy_with, doing, never_silent
+from opd.models.checkpoint import save_checkpoint
+from opd.monitor import progress as progress_module
+from opd.monitor.progress import Progress, busy_with, doing, hushed, never_silent
+from opd.pipelines.cli import main
+from opd.storage.trajectories import TrajectoryRecord, TrajectoryWriter
+from opd.storage.wal import TokenWAL
+from opd.types import RolloutRequest, SamplingParams
 
 
 def _log(width: int = 60) -> tuple[io.StringIO, Console]:
@@ -125,3 +136,40 @@ def test_threads_may_report_at_once() -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) == 200
     assert all(line.endswith(line[0] * 3) for line in lines)
+
+
+def test_the_innermost_speaks_and_at_every_interval(capsys) -> None:
+    with never_silent("outer", after=0.02):
+        with never_silent("inner", after=0.02):
+            time.sleep(0.5)
+        told = capsys.readouterr().err.splitlines()
+        with hushed():
+            time.sleep(0.2)
+        assert capsys.readouterr().err == ""
+        time.sleep(0.3)
+    assert len(told) > 2, "again and again, not less and less often"
+    assert {line.split(":")[1] for line in told} == {" inner"}
+    assert " outer: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["wal", "plan", "publish", "doctor"])
+def test_every_command_says_that_it_is_at_work(command: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(progress_module, "AFTER", 0.0)
+    with TokenWAL(tmp_path / "wal", fsync="os") as log:
+        for i in range(3000):
+            log.open(RolloutRequest(f"{i}", np.ones(8, np.int32), SamplingParams(), 3), {})
+    with TrajectoryWriter(tmp_path / "store", durable=False) as writer:
+        writer.put_many([(TrajectoryRecord(f"{i}", 0, 5), {}) for i in range(300)])
+    save_checkpoint(tiny.model(), tiny.tokenizer(), tmp_path / "model", {})
+    (tmp_path / "recipe.yaml").write_text(
+        "name: a\nmodel: {path: model}\ndomains: {d: {source: gone.jsonl}}\n"
+    )
+    words = {
+        "wal": ["verify", "wal"],
+        "plan": ["--store", "store"],
+        "publish": ["model", "place"],
+        "doctor": ["recipe.yaml"],
+    }
+    monkeypatch.chdir(tmp_path)
+    assert main([command, *words[command]]) == (2 if command == "doctor" else 0)
+    assert f"opd: {command}: 0 s so far" in capsys.readouterr().err
