@@ -127,12 +127,17 @@ def whole(value: object, least: int, most: int, what: str) -> int:
 
 def require_memory(nbytes: int, what: str) -> None:
     """Raise `StorageError` if the machine has less memory than `nbytes`, before so much is asked for."""
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    have = machine_memory()
     if nbytes > have:
         raise StorageError(
             f"{what} has {nbytes} bytes and this machine has {have} bytes of memory; check that it is the"
             " model you mean, or use a larger machine."
         )
+
+
+def machine_memory() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _number(value: object) -> str:

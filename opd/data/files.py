@@ -11,9 +11,17 @@ from opd.config.data import DomainConfig
 from opd.data.hashing import fraction
 from opd.data.prompts import Domain, Prompt
 from opd.errors import DataError, MissingExtraError
+from opd.foreign import machine_memory
 
-Row = tuple[str, dict[str, Any]]
-"""Where it stands, for error messages (`FILE:LINE`), and its columns."""
+Row = tuple[str, dict[str, Any], int]
+"""Where it stands, for error messages (`FILE:LINE`), its columns, and how many bytes they take."""
+
+_LONGEST_ROW = 64 * 2**20
+"""Most bytes of one line or row: some twenty million tokens."""
+_ROWS_AT_ONCE = 16
+"""Of a .parquet file, in which a few bytes may stand for rows of any length."""
+_ROW_BYTES = 1000
+"""What a row takes in memory beside its text, about."""
 
 
 def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Domain:
@@ -28,12 +36,19 @@ def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Doma
     found: set[str] = set()
     train: list[Prompt] = []
     held_out: list[Prompt] = []
-    for where, row in _rows(path):
+    room = machine_memory() // 2
+    for where, row, size in _rows(path):
         of = row.get("domain")
         if of is not None:
             found.add(str(of))
             if of != wanted:
                 continue
+        room -= size + _ROW_BYTES
+        if room < 0:
+            raise DataError(
+                f"{where}: the rows up to here take more than half of this machine's memory; give a smaller"
+                " file, or leave out columns that no reward needs."
+            )
         prompt = _prompt(where, row, name)
         (held_out if fraction(prompt.key) < config.held_out else train).append(prompt)
     _refuse_empty(name, config, found, train, held_out)
@@ -74,22 +89,33 @@ def _rows(path: Path) -> Iterator[Row]:
     except OSError as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error}); check its permissions, or write it again."
+        ) from error
+
+
+def _refuse_long(where: str, size: int) -> None:
+    if size > _LONGEST_ROW:
+        raise DataError(
+            f"{where}: it has more than {_LONGEST_ROW >> 20} MiB, which is no prompt; is the file what it"
+            " should be?"
+        )
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_ROW + 1), b""), start=1):
+            where = f"{path}:{number}"
+            _refuse_long(where, len(line))
             if not line.strip():
                 continue
-            where = f"{path}:{number}"
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or nested without end
                 raise DataError(f"{where}: not a line of JSON ({error}); mend or remove it.") from error
             if not isinstance(row, dict):
                 raise DataError(f"{where}: a {type(row).__name__} where an object with `prompt` is needed.")
-            yield where, row
+            yield where, row, len(line)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -101,11 +127,21 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+                share = batch.nbytes // max(batch.num_rows, 1)
+                _refuse_long(f"{path}: row {number + 1}", share)
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}: row {number}", row
-    except pyarrow.ArrowException as error:
+                    # One text that many rows refer to is shared in the batch, and not in what is made of it.
+                    size = max(
+                        share, sum(len(text) for text in row.values() if isinstance(text, str | bytes))
+                    )
+                    _refuse_long(f"{path}: row {number}", size)
+                    yield f"{path}: row {number}", row, size
+    except DataError:
+        raise
+    # ValueError: of values that Python has no type for, and of pyarrow's own errors.
+    except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
         raise DataError(f"{path} is no readable parquet file ({' '.join(str(error).split())}).") from error
 
 

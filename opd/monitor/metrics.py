@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from opd.errors import DataError, MissingExtraError, TrainingError
+from opd.errors import DataError, MissingExtraError, TrainingError, writing
 from opd.storage.files import read_plain, write_atomic
 
 FILE_NAME = "metrics.jsonl"
@@ -52,7 +52,7 @@ class MetricsWriter:
             row["time"] = _finite("time", seconds, step)
         row |= {key: _finite(key, metrics[key], step) for key in sorted(metrics)}
         line, tail = _linked(row, self.tail)
-        with self.path.open("ab") as file:
+        with writing(self.path), self.path.open("ab") as file:
             file.write(line)
         self._tail = tail
         if self._board_type is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
 from opd.errors import StorageError
+from opd.foreign import machine_memory
 from opd.pipelines.doctor.checks import Finding, attempt, existing_parent, given_teachers, unwritable
 from opd.retry import Retry
 
@@ -73,7 +74,7 @@ def _responses(recipe: Recipe) -> dict[str, int]:
 
 def _too_large(recipe: Recipe) -> list[str]:
     """What would fill the memory many times over."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = machine_memory()
     length = min(recipe.rollout.max_new_tokens, recipe.rollout.max_sequence)
     sizes = {
         f"{key} of {length:,} tokens": responses * length * _TOKEN_BYTES

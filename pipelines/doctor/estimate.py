@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from opd.config import BatchConfig, Recipe
 from opd.config.recipe import WEIGHT_MERGES
+from opd.foreign import machine_memory
 from opd.pipelines.doctor.checks import Finding, existing_parent
 from opd.pipelines.doctor.models import Models, Shape
 from opd.pipelines.precision import (
@@ -240,7 +240,7 @@ def _meminfo() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return machine_memory()
 
 
 def _compare(title: str, parts: Parts, free: int) -> Finding:

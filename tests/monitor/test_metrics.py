@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import sys
 from pathlib import Path
 
@@ -11,8 +12,26 @@ import numpy as np
 import pytest
 import torch
 
-from opd.errors import DataError, MissingExtraError, TrainingError
+from opd.errors import DataError, MissingExtraError, TrainingError, from_system
 from opd.monitor.metrics import MetricsWriter, read_metrics
+
+
+def test_a_line_for_which_there_is_no_room_names_the_file_and_is_written_again(tmp_path: Path) -> None:
+    whole = MetricsWriter(tmp_path / "whole")
+    writer = MetricsWriter(tmp_path / "full")
+    for each in (whole, writer):
+        each.write(1, {"a": 0.5})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (writer.path.stat().st_size + 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large") as caught:
+            writer.write(2, {"a": 0.25})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(from_system(caught.value)).startswith(f"{writer.path}: ")
+    for each in (whole, MetricsWriter(tmp_path / "full")):
+        each.write(2, {"a": 0.25})
+    assert writer.path.read_bytes() == whole.path.read_bytes()
 
 
 def test_rows_have_a_stable_order_and_plain_numbers(tmp_path: Path) -> None:
