@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
-
 from recipes import tiny_recipe
 
 from opd.config import Recipe
