@@ -1,6 +1,7 @@
 """What other libraries' options are called here: slime's and TRL's flags, verl's keys.
 
-One table. The command line answers such an option with its row; `table()` is the README's.
+One table. The command line answers such an option with its row; `table()` is that of the documentation
+(`docs/reference/other_names.md`).
 """
 
 from __future__ import annotations

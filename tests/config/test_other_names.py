@@ -1,4 +1,4 @@
-"""Other libraries' options: true of the recipe, the README's table, what the command line answers."""
+"""Other libraries' options: true of the recipe, the documentation's table, what the command line answers."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from opd.config.schema import follow
 from opd.errors import ConfigError
 from opd.pipelines.cli import main
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "other_names.md"
 NAMES = [name for row in ROWS for name in row.names()]
 
 
@@ -21,8 +21,8 @@ def test_every_answer_is_a_field_of_a_recipe():
             assert follow(Recipe, field.split(".")) is not None, field
 
 
-def test_the_readme_has_the_table():
-    assert "\n".join(table()) in README.read_text("utf-8")
+def test_the_documentation_has_the_table():
+    assert "\n".join(table()) in PAGE.read_text("utf-8")
 
 
 def test_no_name_is_there_twice_or_means_something_here():
