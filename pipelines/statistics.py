@@ -19,6 +19,8 @@ import numpy as np
 from opd.errors import DataError
 
 DRAWS = 20_000
+FEW = 100
+"""Answers below which an accuracy is known to no better than 10 points."""
 LAST = 20
 """Most steps that one number for the end of a stage is the mean of."""
 

@@ -186,6 +186,28 @@ def _held_out(recipe: Recipe) -> int:
     return recipe.evaluation.prompts_per_domain
 
 
+def check_held_out(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Finding]:
+    """Whether the evaluation asks enough prompts to know accuracies: a warning, or nothing."""
+    from opd.pipelines.statistics import FEW, Count, wilson
+
+    counts = {}
+    for name, domain in domains.items():
+        generated = ":" in recipe.domains[name].source  # of which a few were made for the check
+        counts[name] = _held_out(recipe) if generated else min(_held_out(recipe), len(domain.held_out))
+    few = {name: count for name, count in counts.items() if count < FEW}
+    if not few:
+        return []
+    least, level = min(few.values()), recipe.evaluation.confidence
+    interval = wilson(Count(least // 2, least), level)
+    half = 50 * (interval.high - interval.low)
+    detail = (
+        f"{', '.join(f'{name} {count}' for name, count in few.items())}: with {least} an accuracy of 50 % is"
+        f" known to ± {half:.0f} points ({100 * level:g} % interval), and models that are closer cannot be"
+        " told apart; raise evaluation.prompts_per_domain, or held_out where a file has no more"
+    )
+    return [Finding("warning", "held-out prompts", detail, {"points": half})]
+
+
 def given_teachers(recipe: Recipe) -> Mapping[str, str]:
     """Folders or URLs of the teachers that some domain uses and this run does not train."""
     used = dict.fromkeys(name for domain in recipe.domains for name in recipe.teacher_weights(domain))

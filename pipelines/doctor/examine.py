@@ -14,6 +14,7 @@ from opd.pipelines.doctor.checks import (
     Finding,
     attempt,
     check_domains,
+    check_held_out,
     check_paths,
     check_run_dir,
     check_sampling,
@@ -81,6 +82,8 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
         return findings
     findings += attempt("precision", lambda: check_precision(recipe, models))
     findings += attempt("resources", lambda: check_resources(recipe, models, run_dir))
+    if not _errors(findings):
+        findings += check_held_out(recipe, domains)
     if thorough and not _errors(findings):
         findings += attempt("rewards of the base", lambda: check_base(recipe, domains, models.tokenizer))
         findings += attempt("KL to the teachers", lambda: check_kl(recipe, domains, models.tokenizer))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from opd.pipelines.report.load import Accuracy, ModelResult, Run, load_run
 from opd.pipelines.report.verdict import retained, write_verdict
-from opd.pipelines.report.words import model_label, percent
-from opd.pipelines.statistics import mean_accuracy
+from opd.pipelines.report.words import listing, model_label, percent
+from opd.pipelines.statistics import FEW, mean_accuracy
 
 LINES = 5
 """Most models in the table: base, specialists, merged student and the best of the others."""
@@ -48,7 +48,37 @@ def _table(run: Run) -> list[str]:
     lines = aligned([head, *rows])
     left_out = len(run.models) - sum(model.kind == "specialist" for model in run.models)
     left_out -= sum(label != "Specialists, own domain" for label, _ in _models(run))
-    return [*lines, *([f"and {left_out} more in the report"] if left_out > 0 else [])]
+    more = [f"and {left_out} more in the report"] if left_out > 0 else []
+    return [*lines, *more, *_error(run), *_not_in_kept(run)]
+
+
+def _error(run: Run) -> list[str]:
+    """How well the accuracies of the table are known."""
+    known = [accuracy for _, sampled in _models(run) for accuracy in sampled.values()]
+    if not known:
+        return []
+    widest = max((a.interval.high - a.interval.low) / 2 for a in known)
+    answers = min(a.count.total for a in known)
+    said = f"each known to ± {100 * widest:.1f} points or better ({percent(run.confidence, 0)} intervals)"
+    if answers < FEW:
+        said += f": {answers} answers are few, raise evaluation.prompts_per_domain to tell models apart"
+    return [said]
+
+
+def _not_in_kept(run: Run) -> list[str]:
+    """The domains that the share kept leaves out, and why."""
+    merged = run.model("merged")
+    if merged is None or not merged.sampled:
+        return []
+    left = [domain for domain in merged.sampled if domain not in retained(run, merged)]
+    measured = {domain: run.teacher(domain) is not None for domain in left}
+    reasons = {True: "where the teacher is never right", False: "whose teacher was not measured"}
+    parts = [
+        f"{listing(found)}, {reason}"
+        for known, reason in reasons.items()
+        if (found := [domain for domain in left if measured[domain] is known])
+    ]
+    return [f"kept leaves out {'; '.join(parts)}"] if parts else []
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -438,9 +438,9 @@ def test_the_doctor_says_of_a_folder_what_a_run_would(student, tmp_path, state, 
 
 
 def test_what_the_doctor_prints_can_be_read_by_programs(student, tmp_path, capsys):
-    text = make_recipe(student).model_dump(mode="json", exclude_none=True)
+    enough = make_recipe(student, evaluation={"prompts_per_domain": 100})
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(text))
+    recipe.write_text(yaml.safe_dump(enough.model_dump(mode="json", exclude_none=True)))
     assert main(["doctor", str(recipe), "--out", str(tmp_path / "run"), "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(list(line) == ["level", "check", "finding", "numbers"] for line in lines)

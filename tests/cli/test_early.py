@@ -11,7 +11,7 @@ from opd.config import Recipe
 from opd.config.schema import key_paths
 from opd.errors import StorageError
 from opd.pipelines.cli import main
-from opd.pipelines.doctor.checks import attempt, check_domains, check_paths
+from opd.pipelines.doctor.checks import attempt, check_domains, check_held_out, check_paths
 from opd.pipelines.doctor.early import check_publishing, check_rewards, check_sizes, refuse_place
 from opd.pipelines.doctor.models import check_device
 
@@ -172,6 +172,16 @@ def test_what_a_reward_gives_is_shown():
     sys.modules["early_rewards"].calls.clear()
     (checker,) = check_rewards(tiny_recipe(domains=domains()), loaded)
     assert checker.detail == "0 for an empty answer, 0 for '0', 1 for its label"
+
+
+@pytest.mark.parametrize("prompts", [12, 99, 100, 500])
+def test_few_held_out_prompts_are_a_warning(prompts):
+    recipe, loaded = tiny_recipe(evaluation={"prompts_per_domain": prompts}), {}
+    check_domains(recipe, loaded)
+    findings = check_held_out(recipe, loaded)
+    assert [finding.level for finding in findings] == ["warning"] * (prompts < 100)
+    if prompts == 12:
+        assert findings[0].detail.startswith("sort 12, add3 12: with 12 an accuracy of 50 % is known to ± 25")
 
 
 @pytest.mark.parametrize("reward", [None, "gone:x"])

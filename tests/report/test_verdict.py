@@ -125,6 +125,8 @@ def test_a_command_ends_with_verdict_table_and_folders(make_run: RunMaker) -> No
     ]
     assert lines[3].split()[2:] == ["97.0", "98.8", "99.6", "98.5", "100.6", "%"]
     assert lines[6] == "and 5 more in the report"
+    assert lines[7] == "each known to ± 3.6 points or better (95\u202f% intervals)"
+    assert len(lines) == 8
     assert places.split() == [
         "merged",
         "model",
@@ -132,6 +134,17 @@ def test_a_command_ends_with_verdict_table_and_folders(make_run: RunMaker) -> No
         "report",
         f"{folder / 'report.html'}",
     ]
+
+
+def test_the_table_says_what_it_cannot_know(make_run: RunMaker) -> None:
+    data = results()
+    own = {m["name"]: m for m in data["models"]}
+    add3 = own["specialist:add3"]["domains"]["add3"]
+    add3["sampled"] = add3["sampled"] | {"correct": 0}
+    del own["specialist:sort"]["domains"]["sort"]
+    lines = closing(make_run(data)).splitlines()
+    why = "add3, where the teacher is never right; sort, whose teacher was not measured"
+    assert f"kept leaves out {why}" in lines
 
 
 def test_a_command_without_an_evaluation_says_how_to_get_one(make_run: RunMaker) -> None:

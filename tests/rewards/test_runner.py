@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import sys
 import threading
 import time
@@ -303,6 +304,21 @@ def test_a_function_that_takes_too_long_is_an_error() -> None:
             _runner(function, timeout=0.2).score(samples)
         assert time.monotonic() - begin < 15  # gave up, instead of waiting for the function
     stop.set()
+
+
+def test_standard_streams_outlive_a_reward_that_closes_them() -> None:
+    async def closes_awaited(sample: RewardSample) -> float:
+        os.close(1)
+        return 1.0
+
+    def closes(sample: RewardSample) -> float:
+        os.close(2)
+        return 1.0
+
+    for function in (closes, closes_awaited):
+        before = [os.fstat(number).st_ino for number in (1, 2)]
+        assert _score(function, "13") == [1.0]
+        assert [os.fstat(number).st_ino for number in (1, 2)] == before
 
 
 def test_load_reward_by_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
