@@ -236,7 +236,7 @@ def test_a_reward_that_ends_the_process_is_no_success(tmp_path):
     [
         ["--distill.steps", "many"],
         ["--domains.sort.source", "procedral:sort"],
-        ["--domains.sort.source", "gone.jsonl"],
+        ["--domains.sort.source", "gone.jsonl", "--domains.sort.reward", "early_rewards:of_length"],
         ["--domains.sort.reward", "gone:x"],
         ["--domains.sort.reward", "early_rewards:needs_a_number"],
         ["--domains.sort.reward", "early_rewards_that_exit:x"],
