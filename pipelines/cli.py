@@ -37,6 +37,7 @@ _OTHERS = {
     "compare": "several runs, or seeds of one recipe, in a table and a page",
     "wal": "look into a write-ahead log of tokens",
     "plan": "print who would train on what, and in which order",
+    "completion": "print what lets bash or zsh complete commands and options",
 }
 
 _WAL_ACTIONS = {
@@ -67,6 +68,16 @@ def _heard(words: list[str], command: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    lists_fields = False
+    """Whether its help ends with every field of a recipe."""
+
+    def format_help(self) -> str:
+        if not self.lists_fields:
+            return super().format_help()
+        from opd.config.fields import listing
+
+        return f"{super().format_help()}\n{listing()}"
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see `{self.prog} --help`")
 
@@ -81,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--resume", action="store_true", help="continue the run in the folder")
         command.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
         command.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/NAME)")
+        command.lists_fields = name == "run"
         if name == "specialist":
             command.add_argument("--domain", action="append", metavar="D", help="may be given several times")
     doctor = _command(commands, "doctor", _OTHERS["doctor"])
@@ -105,6 +117,14 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--out", type=Path, metavar="FILE", default=Path("compare.html"), help="the page")
     _wal_parser(commands)
     add_options(_command(commands, "plan", _OTHERS["plan"], "*"))
+    completion = commands.add_parser(
+        "completion",
+        help=_OTHERS["completion"],
+        description="Print it for a shell: "
+        'eval "$(opd completion bash)" in ~/.bashrc, the same with zsh in ~/.zshrc.',
+        allow_abbrev=False,
+    )
+    completion.add_argument("shell", choices=["bash", "zsh"])
     return parser
 
 
@@ -116,14 +136,13 @@ def _wal_parser(commands: argparse._SubParsersAction) -> None:
     wal.add_argument("--out", type=Path, metavar="FILE", help="where export writes (default: the screen)")
 
 
-def _command(
-    commands: argparse._SubParsersAction, name: str, summary: str, recipes: str = "+"
-) -> argparse.ArgumentParser:
+def _command(commands: argparse._SubParsersAction, name: str, summary: str, recipes: str = "+") -> _Parser:
     command = commands.add_parser(
         name,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog="Any field of the recipe is an option: --distill.lr 3e-5, --seed 1.",
+        epilog="Any field of the recipe is an option: --distill.optim.lr 3e-5, --seed 1;"
+        " `opd run --help` lists them all.",
         allow_abbrev=False,
     )
     command.add_argument("recipe", nargs=recipes, type=Path, metavar="RECIPE", help="YAML; later files win")
@@ -181,6 +200,9 @@ def _dispatch(argv: list[str]) -> int:
         return _publish(options, overrides)
     if options.command == "plan":
         return plan_command(options, overrides)
+    if options.command == "completion":
+        print(_completion(options.shell))
+        return 0
     recipe = load_recipe(options.recipe, overrides)
     if options.command != "doctor" and options.dry_run:
         print(dump_recipe(recipe), end="")
@@ -211,6 +233,33 @@ def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
     return next(
         action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     )
+
+
+def _completion(shell: str) -> str:
+    """A script for `shell`: after a command its options, and with one that takes recipes their fields."""
+    from opd.config.fields import described
+
+    parsers = _commands(build_parser())
+    fields = " ".join(f"--{one.key}" for one in described() if ".NAME" not in one.key)
+    cases = []
+    for name, command in parsers.items():
+        own = " ".join(word for word in command._option_string_actions if word.startswith("--"))
+        taken = any(action.dest == "recipe" for action in command._actions)
+        cases.append(f'    {name}) words="{own}{" $fields" * taken}" ;;')
+    script = f"""_opd() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}" words="" fields="{fields}"
+  COMPREPLY=()
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    COMPREPLY=($(compgen -W "{" ".join(parsers)} --help --version" -- "$word"))
+    return
+  fi
+  case "${{COMP_WORDS[1]}}" in
+{chr(10).join(cases)}
+  esac
+  case "$word" in -*) COMPREPLY=($(compgen -W "$words" -- "$word")) ;; esac
+}}
+complete -o default -F _opd opd"""
+    return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
 
 
 def _doctor(recipe: Recipe, options: argparse.Namespace) -> int:

@@ -101,7 +101,7 @@ class DistillConfig(Config):
     its turn comes, `resident` keeps every teacher's weights in host memory."""
     megatron: MegatronConfig = MegatronConfig()
     to_batch: str | None = None
-    """Dotted path of `convert(batch) -> batch`, the last word on every `RolloutBatch` before the trainer."""
+    """Dotted path of `convert(batch) -> batch`, the last word on every batch before the trainer."""
     rl_coef: float = Field(default=0.0, ge=0)
     """Weight of the reward's policy gradient beside the distillation; 0 is pure distillation."""
     advantage: AdvantageConfig = GRPOAdvantage()

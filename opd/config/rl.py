@@ -104,7 +104,7 @@ class SpecialistConfig(Config):
     group_filter: str | None = None
     """Dotted path of `keep(group) -> bool`: a group it refuses is not learned from."""
     to_batch: str | None = None
-    """Dotted path of `convert(batch) -> batch`, the last word on every `RolloutBatch` before the trainer."""
+    """Dotted path of `convert(batch) -> batch`, the last word on every batch before the trainer."""
     filter_zero_variance: bool = True
     """Drop groups whose rewards are all equal: they carry no policy gradient."""
     optim: OptimConfig = OptimConfig(lr=3e-4, schedule="linear", final_lr_fraction=0.1)

@@ -30,7 +30,9 @@ def tag(model: type[Config] | Config) -> Any:
     """The value of `type` that selects `model` in a union; `None` for a model without one."""
     kind = model if isinstance(model, type) else type(model)
     field = kind.model_fields.get("type")
-    return field.default if field is not None else None
+    if field is None:
+        return None
+    return get_args(field.annotation)[0] if field.is_required() else field.default
 
 
 def below(annotation: Any, key: str) -> Any:

@@ -132,3 +132,22 @@ def test_a_run_stays_where_it_began_when_code_of_ones_own_goes_elsewhere(tmp_pat
         monkeypatch.chdir("/")
         assert place.is_relative_to(tmp_path)
         monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["opd", "dis"], ["distill"]),
+        (["opd", "specialist", "--dom"], ["--domain", "--domains"]),
+        (["opd", "run", "r.yaml", "--distill.optim.lr"], ["--distill.optim.lr"]),
+        (["opd", "publish", "m", "--"], ["--help", "--shards"]),
+        (["opd", "publish", "m", "x"], []),
+    ],
+)
+def test_bash_completes_commands_options_and_fields(typed, offered, capsys):
+    assert main(["completion", "bash"]) == 0
+    words = " ".join(f"'{word}'" for word in typed)
+    script = f"{capsys.readouterr().out}\nCOMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}\n"
+    script += '_opd; printf "%s\\n" "${COMPREPLY[@]}"'
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert sorted(said.stdout.split()) == offered, said.stderr

@@ -125,7 +125,8 @@ def test_no_help_sends_the_reader_into_the_source(capsys) -> None:
     names = [name for name in build_parser()._subparsers._group_actions[0].choices]
     for words in ([], *([name] for name in names)):
         assert main([*words, "--help"]) == 0
-        assert not re.search(r"[a-z_]+\.py\b|[A-Z][a-z]+[A-Z]\w+", capsys.readouterr().out), words
+        said = re.sub(r"DeepSpeed|DeepSeekMath|TensorBoard", "", capsys.readouterr().out)
+        assert not re.search(r"[a-z_]+\.py\b|[A-Z][a-z]+[A-Z][a-z]\w+", said), words
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@ from pathlib import Path
 
 from opd.config import Recipe
 from opd.config.base import Config
+from opd.config.fields import described, listing
 from opd.config.load import dump_recipe, load_recipe
-from opd.config.schema import below, models
+from opd.config.schema import below, key_paths, models
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -39,3 +40,17 @@ def test_every_field_has_a_sentence_or_a_model_that_says_what_it_is():
             assert all(one.__doc__ for one in inside), path + name
 
     assert list(without(Recipe, "")) == []
+
+
+def test_every_field_is_listed_with_type_default_and_sentence():
+    found = {one.key: one for one in described()}
+    keys = [".".join(path) for path in key_paths(Recipe, {}) if path[-1] != "type"]
+    assert set(keys) <= set(found)
+    assert all(one.kind and one.sentence for one in found.values())
+    lines = listing().splitlines()
+    assert "  --base.optim.lr  float [0.003]" in lines, "the default of this place, not of the model"
+    assert "  --runtime.threads  int or null [null]" in lines
+    assert "  --rollout.engine  one of torch, sglang" in lines
+    assert "  --distill.loss.coef  float (with type k1) [1.0]" in lines
+    assert "  --domains.NAME.source  str, has to be given" in lines
+    assert "Undefined" not in listing()
