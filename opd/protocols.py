@@ -75,12 +75,8 @@ class TokenLog(Protocol):
         """Log the tokens of one decode step, and the end of those requests it finished, as one commit."""
         ...
 
-    def append_observation(self, uid: str, token_ids: np.ndarray, policy_version: int) -> None:
-        """Log environment tokens `[K]` int32: no log-probability, loss mask 0."""
-        ...
-
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
-        """End a request outside a decode step: aborted, failed, or stopped by its environment."""
+        """End a request outside a decode step: aborted, failed, or ended by a stop string."""
         ...
 
     def find(self, uid: str) -> LoggedRequest | None:

@@ -97,7 +97,7 @@ class InParallel(Batches):
         return self.ahead.take(index)
 
     def learnt(self, version: int, *, changed: bool = True) -> None:
-        with self.ahead.turnstile.between():
+        with self.ahead.steps.between():
             if changed:
                 self._student.sync(version)
             self.ahead.learnt(version)
@@ -106,11 +106,11 @@ class InParallel(Batches):
         return self.ahead.idle()
 
     def consumed(self) -> None:
-        with self.ahead.turnstile.between():
+        with self.ahead.steps.between():
             self._rollouts.consumed(keep=self.ahead.untaken)
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
-        with self.ahead.turnstile.between():
+        with self.ahead.steps.between():
             return self._rollouts.take_counters(totals)
 
     def close(self) -> None:

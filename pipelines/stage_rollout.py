@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from opd.pipelines.context import StageContext
 from opd.pipelines.helpers import Writers
 from opd.pipelines.kv_store import KVFile
@@ -38,10 +36,6 @@ class TimedLog:
     def append(self, step: DecodeStep) -> None:
         with self._timed():
             self.log.append(step)
-
-    def append_observation(self, uid: str, token_ids: np.ndarray, policy_version: int) -> None:
-        with self._timed():
-            self.log.append_observation(uid, token_ids, policy_version)
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
         with self._timed():

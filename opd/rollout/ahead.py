@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
 from opd.rollout.collect import Generates
@@ -26,7 +24,7 @@ LOOK = 0.005
 """Seconds after which a call that waits looks whether another still drives the engine."""
 
 
-class Turnstile:
+class StepLock:
     """Lets one thread in at a time; `between` gets in before the next `step`, however fast steps follow."""
 
     def __init__(self) -> None:
@@ -62,7 +60,7 @@ class _Call:
         self.inbox: deque[DecodeStep] = deque()
         self.error: BaseException | None = None
         self._given = {request.uid: len(request.prefix_ids) for request in requests}
-        self._written = Transcript({request.uid: _prefix(request) for request in requests})
+        self._written = Transcript({request.uid: Tokens.prefix(request) for request in requests})
 
     def take(self, step: DecodeStep) -> None:
         """A step that holds only this caller's requests."""
@@ -91,11 +89,11 @@ class JoinedCalls:
 
     Args:
         engine: What writes.
-        turnstile: Every use of the engine is one `step` of it.
+        lock: Every use of the engine is one `step` of it.
     """
 
-    def __init__(self, engine: RolloutEngine, turnstile: Turnstile) -> None:
-        self._engine, self._turnstile = engine, turnstile
+    def __init__(self, engine: RolloutEngine, lock: StepLock) -> None:
+        self._engine, self._lock = engine, lock
         self._changed = threading.Condition()
         self._calls: list[_Call] = []
         self._steps: Iterator[DecodeStep] | None = None
@@ -154,7 +152,7 @@ class JoinedCalls:
     def _drive(self) -> None:
         """One decode step, dealt out to its callers."""
         try:
-            with self._turnstile.step():
+            with self._lock.step():
                 step = self._next()
                 with self._changed:
                     self._deal(step)
@@ -210,13 +208,6 @@ class JoinedCalls:
             close()
 
 
-def _prefix(request: RolloutRequest) -> Tokens:
-    """The tokens a request begins with, of which only the ids are known."""
-    ids = request.prefix_ids
-    zeros = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)
-    return Tokens(np.asarray(ids, np.int32), *zeros, np.ones(len(ids), np.bool_))
-
-
 SOON = 0.05
 """Seconds that decoding waits at most for a batch that was begun to ask for its responses."""
 
@@ -226,7 +217,7 @@ class RolloutAhead:
 
     Errors of the writer reach the learner in `take`. The engine's other verbs are the learner's: new weights
     go in after `wait` (between batches, each token of which then has one version) or under
-    `turnstile.between` (in the middle of responses), everything else under `idle`.
+    `steps.between` (in the middle of responses), everything else under `idle`.
     """
 
     def __init__(
@@ -247,8 +238,8 @@ class RolloutAhead:
             raise RolloutError(f"max_ahead must be at least 1, not {max_ahead}; for 0 write in turn.")
         self._write, self._max_ahead = write, max_ahead
         self._together = max_ahead + 1 if joined else 1
-        self.turnstile = Turnstile()
-        self._calls = JoinedCalls(engine, self.turnstile)
+        self.steps = StepLock()
+        self._calls = JoinedCalls(engine, self.steps)
         self._changed = threading.Condition()
         self._version = self._next = first
         self._writing: dict[int, threading.Thread] = {}

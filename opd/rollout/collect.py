@@ -108,7 +108,7 @@ def _run(engine: Generates, requests: list[RolloutRequest], samples: dict[str, S
 
 def _fill(sample: Sample, tokens: Tokens, reasons: dict[str, str]) -> None:
     sample.response_ids, sample.rollout_logprobs = tokens.token_ids, tokens.logprobs
-    sample.policy_versions, sample.loss_mask = tokens.policy_versions, tokens.loss_mask
+    sample.policy_versions, sample.loss_mask = tokens.policy_versions, np.ones(len(tokens), bool)
     if sample.status in (Status.FAILED, Status.ABORTED):
         sample.failure = reasons.get(sample.uid, "the engine gave no reason")
 

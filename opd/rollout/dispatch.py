@@ -12,7 +12,6 @@ from dataclasses import replace
 from opd.errors import OpdError, RolloutError
 from opd.rollout.engine_calls import Call, Event, Failed, InlineSource, ThreadSource, words
 from opd.rollout.engine_pool import EnginePool
-from opd.rollout.hedging import Overlap
 from opd.rollout.ledger import ENDS, Ledger
 from opd.types import DecodeStep, Status
 
@@ -36,14 +35,9 @@ class Dispatch(Iterator[DecodeStep]):
         self._between, self._at_end = between, at_end
         self._inbox: queue.SimpleQueue[tuple[object, Event]] = queue.SimpleQueue()
         self._calls: dict[int, Call] = {}
-        self._overlap = Overlap(ledger, self._calls)
-        unfinished = ledger.unfinished
-        over = [uid for uid in unfinished if ledger.turn_has_ended(uid)]
-        done = {uid for uid in over if not ledger.next_turn(uid)}
         # Those that go on come first: cached keys and values are restored from the first slot on.
         resumed = set(ledger.resumed)
-        waiting = [uid for uid in unfinished if uid not in done]
-        self._pending = deque(sorted(waiting, key=lambda uid: uid not in resumed))
+        self._pending = deque(sorted(ledger.unfinished, key=lambda uid: uid not in resumed))
         self._limit = len(self._pending)
         """Most requests given to an engine at once; halved while engines fail without giving a token."""
         self._fruitless = 0
@@ -73,7 +67,7 @@ class Dispatch(Iterator[DecodeStep]):
             if not self._pending and not any(call.open for call in self._calls.values()):
                 self.close()
                 break
-            if self._pending or self._pool.policy.hedge_after is not None:
+            if self._pending:
                 self._assign()
             self._listen()
             if (step := self._ledger.take()) is not None:
@@ -93,16 +87,8 @@ class Dispatch(Iterator[DecodeStep]):
             self.close()
 
     def _assign(self) -> None:
-        """Give waiting requests to engines that are free, or copies of silent ones if nothing waits."""
+        """Give waiting requests to engines that are free."""
         idle = [index for index in self._pool.ready() if index not in self._calls]
-        if not self._pending:
-            after = self._pool.policy.hedge_after
-            if after is not None:
-                for index, uids in zip(idle, self._overlap.silent(after), strict=False):
-                    self._counters["hedged_requests"] += len(uids)
-                    self._overlap.begin(uids)
-                    self._start(index, uids)
-            return
         share = min(self._limit, math.ceil(len(self._pending) / max(1, len(idle))))
         for index in idle:
             batch = [self._pending.popleft() for _ in range(min(share, len(self._pending)))]
@@ -127,17 +113,13 @@ class Dispatch(Iterator[DecodeStep]):
 
     def _start(self, index: int, uids: list[str]) -> None:
         """Ask engine `index` for `uids`."""
-        requests, turns = [], {}
-        for uid in uids:
-            request, start = self._ledger.ask(uid)
-            requests.append(request)
-            if start:
-                turns[request.uid] = (uid, start)
-            length = start + len(request.prefix_ids)
-            if length > self._lengths.get(uid, -1):
-                self._lengths[uid] = length
-                self._strikes.pop(uid, None)
-        call = Call(index, uids, turns, InlineSource(iter(())), set(uids))
+        requests = [self._ledger.ask(uid) for uid in uids]
+        for request in requests:
+            length = len(request.prefix_ids)
+            if length > self._lengths.get(request.uid, -1):
+                self._lengths[request.uid] = length
+                self._strikes.pop(request.uid, None)
+        call = Call(index, uids, InlineSource(iter(())), set(uids))
         try:
             steps = self._pool.take(index).generate(requests)
         except RolloutError as error:
@@ -185,7 +167,7 @@ class Dispatch(Iterator[DecodeStep]):
 
     def _handle(self, call: Call, event: Event) -> None:
         if isinstance(event, DecodeStep):
-            self._take(call, call.translate(event))
+            self._take(call, call.due(event))
         elif isinstance(event, Failed):
             self._failed(call, event.error)
         elif call.open:
@@ -200,8 +182,6 @@ class Dispatch(Iterator[DecodeStep]):
         self._pool.health[call.engine].heard(time.monotonic(), len(step.uids))
         if step.uids:
             self._fruitless = 0
-        if self._overlap.active:
-            step = self._overlap.due(call, step)
         early = self._ledger.stopped(step)
         if early:
             step = replace(step, finished=step.finished | early)
@@ -212,17 +192,15 @@ class Dispatch(Iterator[DecodeStep]):
         ends = {uid: status for uid, status in step.finished.items() if status in ENDS}
         stopped = [uid for uid in step.finished if uid not in ends]
         call.open.difference_update(step.finished)
-        more = self._ledger.accept(step if not stopped else replace(step, finished=ends))
-        self._pending.extend(more)
+        self._ledger.accept(step if not stopped else replace(step, finished=ends))
         self._return(stopped)
-        self._overlap.ended(ends)
         if call.over and not call.open:
             self._let_go(call.engine)  # what it still writes is not wanted
 
     def _return(self, uids: list[str]) -> None:
         """Requests that an engine stopped before their end go to the end of the queue."""
         self._counters["interrupted_requests"] += len(uids)
-        for uid in self._overlap.only_here(uids):
+        for uid in uids:
             self._strikes[uid] += 1
             if self._strikes[uid] > self._pool.policy.attempts:
                 error = RolloutError(f"engines stopped it {self._strikes[uid]} times without a new token")
@@ -235,7 +213,7 @@ class Dispatch(Iterator[DecodeStep]):
         self._counters["engine_failures"] += 1
         self._pool.failed(call.engine, error)
         self._let_go(call.engine)
-        uids = self._overlap.only_here([uid for uid in call.requests if uid in call.open])
+        uids = [uid for uid in call.requests if uid in call.open]
         self._counters["interrupted_requests"] += len(uids)
         if isinstance(error, RolloutError) and not self._pool.has_other(call.engine):
             self._give_up([*uids, *self._pending], error)
@@ -269,7 +247,8 @@ class Dispatch(Iterator[DecodeStep]):
         self._pending = deque(uid for uid in self._pending if uid not in waiting)
         for uid in uids:
             self._ledger.close(uid, Status.FAILED, words(error))
-        self._overlap.ended(uids)
+        for call in self._calls.values():
+            call.leave(uids)
 
     def _check_time_outs(self) -> None:
         limit = self._pool.policy.step_timeout

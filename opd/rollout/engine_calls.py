@@ -58,9 +58,7 @@ class Call:
 
     engine: int
     requests: list[str]
-    """Uids, as the caller knows them."""
-    turns: dict[str, tuple[str, int]]
-    """Name for the engine -> (uid, response position of the turn's first token), for later turns."""
+    """Uids."""
     source: Source
     open: set[str] = field(default_factory=set)
     """Requests that have not ended."""
@@ -69,35 +67,25 @@ class Call:
     tokens: int = 0
 
     def leave(self, uids: Iterable[str]) -> list[str]:
-        """Hear no more of those of `uids` that are still open here; returns the engine's names for them."""
+        """Hear no more of those of `uids` that are still open here; returns them."""
         gone = self.open.intersection(uids)
         self.open -= gone
         self.over |= gone
-        names = {uid: name for name, (uid, _) in self.turns.items()}
-        return [names.get(uid, uid) for uid in gone]
+        return list(gone)
 
     def tell(self, engine: object, ended: Iterable[str]) -> None:
         """As `leave`, and let the engine know, if it can be told."""
         abort = getattr(engine, "abort", None)
-        names = self.leave(ended)
+        gone = self.leave(ended)
         if abort is not None:
-            abort(names)
+            abort(gone)
 
-    def translate(self, step: DecodeStep) -> DecodeStep:
-        """`step` in the caller's uids and positions, without what is over."""
-        step = self._renamed(step) if self.turns else step
+    def due(self, step: DecodeStep) -> DecodeStep:
+        """`step` without what is over."""
         if not self.over:
             return step
         keep = [row for row, uid in enumerate(step.uids) if uid not in self.over]
         return part_of(step, keep, {u: status for u, status in step.finished.items() if u not in self.over})
-
-    def _renamed(self, step: DecodeStep) -> DecodeStep:
-        names = [self.turns.get(uid, (uid, 0)) for uid in step.uids]
-        starts = np.array([start for _, start in names], dtype=np.int32)
-        finished = {self.turns.get(uid, (uid, 0))[0]: status for uid, status in step.finished.items()}
-        return replace(
-            step, uids=[uid for uid, _ in names], positions=step.positions + starts, finished=finished
-        )
 
 
 def part_of(step: DecodeStep, keep: Sequence[int], finished: dict[str, Status]) -> DecodeStep:

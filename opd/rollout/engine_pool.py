@@ -35,9 +35,6 @@ class RetryPolicy:
     deadline: float | None = None
     """Time a request may take, from the call of `generate`. It ends long responses more often than short
     ones: a safety net, not a way to save time."""
-    hedge_after: float | None = None
-    """Requests of an engine that has been silent for so long are also given to an idle one. The noise is a
-    function of (seed, uid, position), so both write the same tokens, and the faster one is heard."""
     exhausted: Literal["raise", "fail"] = "raise"
     """When nothing is left to try: raise and leave the request open in the log, so that a restart goes on
     with it, or close it as failed with the reason and go on with the others."""

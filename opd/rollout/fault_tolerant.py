@@ -11,7 +11,7 @@ from opd.errors import OpdError, RolloutError
 from opd.protocols import RolloutEngine, TokenLog
 from opd.rollout.dispatch import Dispatch
 from opd.rollout.engine_pool import EngineHealth, EnginePool, RetryPolicy
-from opd.rollout.ledger import Books, Environment, Ledger
+from opd.rollout.ledger import Keeping, Ledger
 from opd.rollout.preemption import WRITE_SPEED, KVStore, Preemption, Suspendable
 from opd.rollout.stop_strings import StopStrings
 from opd.types import DecodeStep, RolloutRequest
@@ -36,7 +36,7 @@ class FaultTolerantRollout:
     of (seed, uid, position), a resumed response is moreover the one that would have been written undisturbed.
 
     One embedded engine runs in the caller's thread. Several engines, or one with a step time-out, run in
-    threads of their own. A response's limit of new tokens counts an environment's tokens too.
+    threads of their own.
     """
 
     def __init__(
@@ -46,7 +46,6 @@ class FaultTolerantRollout:
         *,
         policy: RetryPolicy = DEFAULT_POLICY,
         describe: Callable[[RolloutRequest], Mapping[str, Any]] = lambda request: {},
-        environment: Environment | None = None,
         stops: StopStrings | None = None,
         preemption: Preemption | None = None,
         kv: KVStore | None = None,
@@ -55,8 +54,8 @@ class FaultTolerantRollout:
         accept_newer: bool = False,
         owner: str | None = None,
     ) -> None:
-        """`describe`: metadata to log with a request. `stops`: strings that end a response (or a turn) beside
-        its stop ids. `kv`: where keys and values go when the rollout is preempted; without it they are
+        """`describe`: metadata to log with a request. `stops`: strings that end a response beside its
+        stop ids. `kv`: where keys and values go when the rollout is preempted; without it they are
         rebuilt by prefill. `revive(i)`: a new engine with the current weights in place of engine `i`, which
         failed. `note`: one line for the person who watches. `accept_newer`: take tokens from the log that
         later weights wrote than the engine holds: asynchronous rollouts leave such when a run goes back to
@@ -70,9 +69,7 @@ class FaultTolerantRollout:
         self.failures: dict[str, str] = {}
         """Why requests of the newest call failed."""
         self._pool = EnginePool(engines, policy, revive)
-        self._books = Books(
-            log, describe, environment, stops, self.counters, self.failures, accept_newer, owner
-        )
+        self._keeping = Keeping(log, describe, stops, self.counters, self.failures, accept_newer, owner)
         self._preemption, self._kv, self._note = preemption, kv, note
         self._active: weakref.ref[Dispatch] | None = None
         self._counted = self._count_engines()
@@ -94,8 +91,7 @@ class FaultTolerantRollout:
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
         """Every token of `requests` from response position `len(prefix_ids)` on: first what the log holds,
-        then what the engines write, each step in the log before it is yielded. An environment's tokens come
-        as `ObservationStep`s.
+        then what the engines write, each step in the log before it is yielded.
 
         The iterator raises `RolloutError` for a request that no engine can serve, while the rollout is paused
         (nothing is lost by that), and when the policy has nothing left to try; `PreemptedError` when the run
@@ -109,7 +105,7 @@ class FaultTolerantRollout:
                 " starting another."
             )
         self.failures.clear()
-        ledger = Ledger(requests, self._books, self._pool.version)
+        ledger = Ledger(requests, self._keeping, self._pool.version)
         if ledger.recovered:
             self._restore()
         self._counted = self._count_engines()  # others may have used the engines in the meantime

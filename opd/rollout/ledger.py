@@ -1,43 +1,35 @@
-"""The books of one call: every token goes into the log, then into the transcript, then to the caller."""
+"""The requests of one call: every token into the log, then into the transcript, then to the caller.
+
+What the log already holds of a request is checked, told again as decode steps, and continued.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from opd.errors import RolloutError
 from opd.protocols import TokenLog
-from opd.rollout.recovery import OWNER, look_up, plain, replay, turn_of
 from opd.rollout.stop_strings import StopStrings, StopWatch
-from opd.rollout.transcript import ObservationStep, Tokens, Transcript
-from opd.types import DecodeStep, RolloutRequest, Status, no_ids
+from opd.rollout.transcript import Tokens, Transcript
+from opd.types import DecodeStep, LoggedRequest, RolloutRequest, Status, no_ids
 
 ENDS = (Status.COMPLETED, Status.TRUNCATED)
 """What an engine may call an end; anything else only says that it stopped."""
-
-
-class Environment(Protocol):
-    """Answers the student's turns."""
-
-    def observe(self, request: RolloutRequest, response: Tokens) -> np.ndarray | None:
-        """Tokens `[K]` int32 to append after a turn that ended on a stop id; `None` ends the response.
-
-        `response` is everything so far. After a crash the same turn may be asked about again.
-        """
-        ...
+OWNER = "owner"
+"""Metadata of a request that tells the logs of two runs apart."""
 
 
 @dataclass(slots=True)
-class Books:
+class Keeping:
     """What outlives a call."""
 
     log: TokenLog | None
     describe: Callable[[RolloutRequest], Mapping[str, Any]]
-    environment: Environment | None
     stops: StopStrings | None
     counters: Counter[str]
     failures: dict[str, str]
@@ -49,7 +41,7 @@ class Books:
 class Ledger:
     """State of all requests of one call; `take` gives the steps that are logged and wait for the caller."""
 
-    def __init__(self, requests: Sequence[RolloutRequest], books: Books, version: int) -> None:
+    def __init__(self, requests: Sequence[RolloutRequest], keeping: Keeping, version: int) -> None:
         """Look the requests up in the log and open those it does not know. Raises `RolloutError` for a uid
         given twice or a request that the log knows otherwise, and `StorageError` if the log cannot be
         written.
@@ -61,7 +53,7 @@ class Ledger:
                 f"request {twice!r} is given twice; the uid keys the sampling noise and the log, so give"
                 " every request its own."
             )
-        self._books = books
+        self._keeping = keeping
         self.ended: dict[str, Status] = {}
         self._ready: deque[DecodeStep] = deque()
         self._told: Iterator[DecodeStep] = iter(())
@@ -69,26 +61,18 @@ class Ledger:
         self._telling = False
         self.version = version
         """Policy version of the newest step."""
-        known = {r.uid: _prefix(r, version) for r in requests}
+        known = {r.uid: Tokens.prefix(r, version) for r in requests}
         self.resumed = [r.uid for r in requests if len(r.prefix_ids)]
         self.recovered = False
         """Whether the log held tokens that the caller has not seen."""
-        books.counters["requests"] += len(requests) - len(self.resumed)
-        if books.log is not None:
-            known |= self._read(books.log, requests, version)
+        keeping.counters["requests"] += len(requests) - len(self.resumed)
+        if keeping.log is not None:
+            known |= self._read(keeping.log, requests, version)
         self.transcript = Transcript(known)
         self.transcript.end(self.ended)
-        self._watch = StopWatch(books.stops) if books.stops is not None else None
-        self._stopped: set[str] = set()
-        """Requests that were interrupted after a stop string, before its end was dealt with."""
-        for uid in self.resumed:
-            if self._watch is not None and self._watch.begin(uid, _turn(known[uid])):
-                self._stopped.add(uid)
-            # Interrupted after an observation that filled the response, before its end was logged.
-            tokens, limit = known[uid], self.requests[uid].sampling.max_new_tokens
-            if len(tokens) >= limit and not tokens.loss_mask[-1]:
-                self.close(uid, Status.TRUNCATED)
-            elif uid in self._stopped and books.environment is None:
+        self._watch = StopWatch(keeping.stops) if keeping.stops is not None else None
+        for uid in self.resumed:  # interrupted after a stop string, before its end was logged
+            if self._watch is not None and self._watch.begin(uid, known[uid].token_ids.tolist()):
                 self.close(uid, Status.COMPLETED)
 
     def take(self) -> DecodeStep | None:
@@ -105,9 +89,10 @@ class Ledger:
         """Requests that have not ended, in the caller's order."""
         return [uid for uid in self.requests if uid not in self.ended]
 
-    def ask(self, uid: str) -> tuple[RolloutRequest, int]:
-        """What to ask an engine for, and the response position its turn begins at."""
-        return turn_of(self.requests[uid], self.transcript.tokens(uid))
+    def ask(self, uid: str) -> RolloutRequest:
+        """What to ask an engine for: the request, to be continued after what was written."""
+        written = self.transcript.tokens(uid).token_ids
+        return replace(self.requests[uid], prefix_ids=written) if len(written) else self.requests[uid]
 
     def stopped(self, step: DecodeStep) -> dict[str, Status]:
         """The requests that `step` ends by a stop string, which the engine does not know of."""
@@ -117,64 +102,28 @@ class Ledger:
         columns = zip(step.uids, step.token_ids.tolist(), strict=True)
         return {uid: Status.COMPLETED for uid, token in columns if watch.add(uid, token)}
 
-    def accept(self, step: DecodeStep) -> list[str]:
-        """Log a step of an engine and make it ready; returns the requests whose next turn is to be written.
+    def accept(self, step: DecodeStep) -> None:
+        """Log a step of an engine and make it ready.
 
         `step` holds only tokens that are due, and only ends in the sense of `ENDS`.
         """
-        books, turns = self._books, []
-        if books.environment is not None:
-            turns = [uid for uid, status in step.finished.items() if status is Status.COMPLETED]
-            if turns:
-                rest = {uid: status for uid, status in step.finished.items() if uid not in turns}
-                step = replace(step, finished=rest)
         self.version = step.policy_version
-        if step.uids or step.finished:
-            if books.log is not None:
-                books.log.append(step)
-            self.transcript.add(step)
-            books.counters["tokens"] += len(step.uids)
-            self._end(step.finished)
-            self.transcript.end(step.finished)
-            self._ready.append(step)
-        return [uid for uid in turns if self.next_turn(uid)]
-
-    def next_turn(self, uid: str) -> bool:
-        """Ask the environment about a turn that ended; whether there is another turn to write."""
-        books, request = self._books, self.requests[uid]
-        assert books.environment is not None
-        tokens = self.transcript.tokens(uid)
-        observed = books.environment.observe(request, tokens)
-        if observed is None or len(observed) == 0:
-            self.close(uid, Status.COMPLETED)
-            return False
-        step = ObservationStep.of(uid, len(tokens), observed, self.version)
-        if books.log is not None:
-            books.log.append_observation(uid, step.token_ids, self.version)
+        if not step.uids and not step.finished:
+            return
+        if self._keeping.log is not None:
+            self._keeping.log.append(step)
         self.transcript.add(step)
-        books.counters["observation_tokens"] += len(step.uids)
+        self._keeping.counters["tokens"] += len(step.uids)
+        self._end(step.finished)
+        self.transcript.end(step.finished)
         self._ready.append(step)
-        if self.transcript.length(uid) >= request.sampling.max_new_tokens:
-            self.close(uid, Status.TRUNCATED)
-            return False
-        if self._watch is not None:
-            self._watch.begin(uid, [])
-        return True
-
-    def turn_has_ended(self, uid: str) -> bool:
-        """Whether a request that was interrupted stands between a turn and the environment's answer."""
-        known = self.transcript.tokens(uid)
-        stops = self.requests[uid].sampling.stop_ids
-        if self._books.environment is None or not len(known) or not known.loss_mask[-1]:
-            return False
-        return int(known.token_ids[-1]) in stops or uid in self._stopped
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
         """End a request outside a decode step."""
-        if self._books.log is not None:
-            self._books.log.close(uid, status, reason)
+        if self._keeping.log is not None:
+            self._keeping.log.close(uid, status, reason)
         if reason is not None:
-            self._books.failures[uid] = reason
+            self._keeping.failures[uid] = reason
         self._end({uid: status})
         self.transcript.end([uid])
         self._ready.append(_ending(self.version, {uid: status}))
@@ -182,15 +131,15 @@ class Ledger:
     def _end(self, finished: Mapping[str, Status]) -> None:
         self.ended.update(finished)
         for status in finished.values():
-            self._books.counters[status.value] += 1
+            self._keeping.counters[status.value] += 1
 
     def _read(self, log: TokenLog, requests: Sequence[RolloutRequest], version: int) -> dict[str, Tokens]:
         """Take over what the log holds, to be told first, and open the requests it does not know."""
-        books = self._books
-        newest = None if books.accept_newer else version
-        found, unknown = look_up(log, requests, newest, books.owner)
-        own = {} if books.owner is None else {OWNER: books.owner}
-        _open(log, [(plain(request), {**books.describe(request), **own}) for request in unknown])
+        keeping = self._keeping
+        newest = None if keeping.accept_newer else version
+        found, unknown = look_up(log, requests, newest, keeping.owner)
+        own = {} if keeping.owner is None else {OWNER: keeping.owner}
+        _open(log, [(plain(request), {**keeping.describe(request), **own}) for request in unknown])
         known = {uid: Tokens.logged(logged) for uid, logged in found.items()}
         skip = {uid: len(self.requests[uid].prefix_ids) for uid in found}
         self._told, self._telling = replay(known, skip), True
@@ -198,13 +147,13 @@ class Ledger:
         if ended:
             self._ready.append(_ending(version, ended))
             self._end(ended)
-        books.failures |= {uid: found[uid].failure or "" for uid in ended if found[uid].failure}
+        keeping.failures |= {uid: found[uid].failure or "" for uid in ended if found[uid].failure}
         self.resumed = [uid for uid in found if uid not in ended and len(known[uid])]
         told = {uid: len(tokens) - skip[uid] for uid, tokens in known.items()}
         self.recovered = any(told[uid] for uid in self.resumed)
-        books.counters["replayed_requests"] += len(ended)
-        books.counters["resumed_requests"] += sum(told[uid] > 0 for uid in self.resumed)
-        books.counters["replayed_tokens"] += sum(told.values())
+        keeping.counters["replayed_requests"] += len(ended)
+        keeping.counters["resumed_requests"] += sum(told[uid] > 0 for uid in self.resumed)
+        keeping.counters["replayed_tokens"] += sum(told.values())
         return known
 
 
@@ -218,23 +167,89 @@ def _open(log: TokenLog, requests: list[tuple[RolloutRequest, Mapping[str, Any]]
         log.open(request, metadata)
 
 
-def _turn(known: Tokens) -> list[int]:
-    """The tokens after the environment's last."""
-    seen = np.flatnonzero(~known.loss_mask)
-    return known.token_ids[seen[-1] + 1 if len(seen) else 0 :].tolist()
+def look_up(
+    log: TokenLog, requests: Sequence[RolloutRequest], version: int | None, owner: str | None = None
+) -> tuple[dict[str, LoggedRequest], list[RolloutRequest]]:
+    """What `log` knows of `requests`, and those it does not know.
+
+    Raises `RolloutError` if the log holds one of them with another prompt, sampling or seed, or with tokens
+    of a policy later than `version` (`None`: any), or of another `owner`, or if a request brings a prefix of
+    its own that the log does not hold.
+    """
+    found: dict[str, LoggedRequest] = {}
+    unknown = []
+    for request in requests:
+        logged = log.find(request.uid)
+        if logged is not None:
+            _check_same(request, logged, version)
+            if logged.metadata.get(OWNER) != owner:
+                raise _foreign(request.uid, "of another owner")
+            found[request.uid] = logged
+            continue
+        if len(request.prefix_ids):
+            raise RolloutError(
+                f"request {request.uid!r} brings {len(request.prefix_ids)} tokens that the log does not hold;"
+                " give it without prefix_ids: the log continues what it knows."
+            )
+        unknown.append(request)
+    return found, unknown
 
 
-def _prefix(request: RolloutRequest, version: int) -> Tokens:
-    """The prefix a caller gives without a log: only its ids are known."""
-    count = len(request.prefix_ids)
-    if not count:
-        return Tokens.empty()
-    return Tokens(
-        request.prefix_ids,
-        np.zeros(count, dtype=np.float32),
-        np.full(count, version, dtype=np.int32),
-        np.ones(count, dtype=bool),
+def _check_same(request: RolloutRequest, logged: LoggedRequest, version: int | None) -> None:
+    opened, length = logged.request, len(request.prefix_ids)
+    wrong = None
+    if not np.array_equal(opened.prompt_ids, request.prompt_ids):
+        wrong = "another prompt"
+    elif opened.sampling != request.sampling:
+        wrong = "other sampling settings"
+    elif opened.seed != request.seed:
+        wrong = "another seed"
+    elif not np.array_equal(logged.token_ids[:length], request.prefix_ids):
+        wrong = "other response tokens"
+    elif version is not None and logged.policy_versions.max(initial=version) > version:
+        wrong = f"tokens of policy version {logged.policy_versions.max()}, later than {version},"
+    if wrong:
+        raise _foreign(request.uid, f"with {wrong}")
+
+
+def _foreign(uid: str, what: str) -> RolloutError:
+    return RolloutError(
+        f"the log holds request {uid!r} {what}, which is not what is asked for now: model, tokenizer, data"
+        " and settings must be those it was written with; restore them, or start a new run."
     )
+
+
+def plain(request: RolloutRequest) -> RolloutRequest:
+    """`request` as it was before any token."""
+    return replace(request, prefix_ids=no_ids()) if len(request.prefix_ids) else request
+
+
+def replay(known: dict[str, Tokens], skip: dict[str, int]) -> Iterator[DecodeStep]:
+    """The tokens again, in steps of one position and one policy version, but for the first `skip` of each.
+    Every request's tokens come in order.
+    """
+    tokens = {uid: held for uid, held in known.items() if len(held) > skip[uid]}
+    if not tokens:
+        return
+    uids = list(tokens)
+    parts = [tokens[uid].cut(slice(skip[uid], None)) for uid in uids]
+    owner = np.repeat(np.arange(len(uids)), [len(part) for part in parts])
+    position = np.concatenate(
+        [np.arange(skip[uid], skip[uid] + len(part)) for uid, part in zip(uids, parts, strict=True)]
+    )
+    joined = Tokens.join(parts)
+    order = np.lexsort((joined.policy_versions, position))
+    joined, owner, position = joined.cut(order), owner[order], position[order]
+    changed = (np.diff(position) != 0) | (np.diff(joined.policy_versions) != 0)
+    bounds = np.concatenate([[0], np.flatnonzero(changed) + 1, [len(owner)]])
+    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        rows = slice(start, stop)
+        yield _step([uids[i] for i in owner[rows]], position[rows], joined.cut(rows))
+
+
+def _step(uids: list[str], positions: np.ndarray, tokens: Tokens) -> DecodeStep:
+    version = int(tokens.policy_versions[0])
+    return DecodeStep(uids, positions.astype(np.int32), tokens.token_ids, tokens.logprobs, version, {})
 
 
 def _ending(version: int, finished: dict[str, Status]) -> DecodeStep:

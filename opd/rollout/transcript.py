@@ -12,35 +12,12 @@ from itertools import chain
 import numpy as np
 
 from opd.errors import RolloutError
-from opd.types import DecodeStep, LoggedRequest
-
-
-class ObservationStep(DecodeStep):
-    """Tokens an environment wrote after a turn: one request, consecutive positions, log-probability 0.
-
-    Their loss mask is 0. An engine never yields one; `FaultTolerantRollout` does for an environment's tokens.
-    """
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, uid: str, start: int, token_ids: np.ndarray, policy_version: int) -> ObservationStep:
-        """`token_ids` [K] int32 at the response positions `start ... start + K - 1`."""
-        count = len(token_ids)
-        return cls(
-            [uid] * count,
-            np.arange(start, start + count, dtype=np.int32),
-            np.asarray(token_ids, dtype=np.int32),
-            np.zeros(count, dtype=np.float32),
-            policy_version,
-            {},
-        )
-
+from opd.types import DecodeStep, LoggedRequest, RolloutRequest
 
 FOLD_AT = 1 << 16
 """Tokens of kept steps after which they are sorted at the latest: every step is an object of its own."""
 
-_NOTHING = tuple(np.zeros(0, dtype=dtype) for dtype in (np.int32, np.float32, np.int32, np.bool_))
+_NOTHING = tuple(np.zeros(0, dtype=dtype) for dtype in (np.int32, np.float32, np.int32))
 
 
 @dataclass(slots=True)
@@ -53,8 +30,6 @@ class Tokens:
     """[R] float32, nats."""
     policy_versions: np.ndarray
     """[R] int32."""
-    loss_mask: np.ndarray
-    """[R] bool: False for the environment's tokens."""
 
     @classmethod
     def empty(cls) -> Tokens:
@@ -64,7 +39,16 @@ class Tokens:
     @classmethod
     def logged(cls, request: LoggedRequest) -> Tokens:
         """Everything a log holds of `request`."""
-        return cls(request.token_ids, request.logprobs, request.policy_versions, request.loss_mask)
+        return cls(request.token_ids, request.logprobs, request.policy_versions)
+
+    @classmethod
+    def prefix(cls, request: RolloutRequest, version: int = 0) -> Tokens:
+        """What `request` begins with, of which only the ids are known."""
+        count = len(request.prefix_ids)
+        if not count:
+            return cls.empty()
+        ids = np.asarray(request.prefix_ids, np.int32)
+        return cls(ids, np.zeros(count, np.float32), np.full(count, version, np.int32))
 
     @classmethod
     def join(cls, parts: list[Tokens]) -> Tokens:
@@ -76,9 +60,9 @@ class Tokens:
         return cls(*map(np.concatenate, zip(*(part.columns for part in parts), strict=True)))
 
     @property
-    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The fields, in their order."""
-        return self.token_ids, self.logprobs, self.policy_versions, self.loss_mask
+        return self.token_ids, self.logprobs, self.policy_versions
 
     def cut(self, rows: slice | np.ndarray) -> Tokens:
         """Some of the tokens, by index."""
@@ -192,7 +176,6 @@ class Transcript:
             np.concatenate([step.token_ids for step in steps]).astype(np.int32),
             np.concatenate([step.logprobs for step in steps]).astype(np.float32),
             np.repeat(np.array([step.policy_version for step in steps], dtype=np.int32), counts),
-            np.repeat([not isinstance(step, ObservationStep) for step in steps], counts),
         ).cut(order)
         positions = np.concatenate([step.positions for step in steps])[order]
         bounds = np.searchsorted(owner[order], np.arange(len(names) + 1))

@@ -1,4 +1,4 @@
-"""How time grows with the length of one trajectory: log, store, planner, KL and the engine's books.
+"""How time grows with the length of one trajectory: log, store, planner, KL and the engine's own work.
 
     python tests/bench/long_growth.py [--rounds 1] [--only "log recover" ...] [--folder DIR] [--json FILE]
                                       [--plot FILE]
@@ -12,8 +12,7 @@ store write    a trajectory written in pieces of 512 tokens, as a rollout does
 store read     the same, read in chunks
 plan           an epoch of n trajectories
 kl             exact KL of n tokens with its gradients, in chunks (`long_kl.py`: width 16, 512 logits)
-rollout        supervision, books and log of one response of n tokens from an engine without a model
-turns          the same in turns of 1,000 tokens, each answered by 10 tokens of an environment
+rollout        supervision and log of one response of n tokens from an engine without a model
 
 The exponent is the slope of log seconds against log n; 1 is linear. What grows faster in a model by its
 nature (attention) is not in here. Seconds are the best of the rounds; beside the exponent of these the file
@@ -40,19 +39,17 @@ from trajectory_formats import ROW_BYTES, arrays
 from trajectory_metadata import BUDGET, COST
 
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.transcript import Tokens
 from opd.storage.wal import TokenWAL, read_log
 from opd.train.plan import PlanSettings, Workload, make_plan
 from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
 
-TURN, ANSWER = 1_000, np.arange(1, 11, dtype=np.int32)
 GOAL = 1.05
 CHUNK = 1024
-WARM_UP = 2 * TURN
+WARM_UP = 2_000
 
 
 class PlainEngine:
-    """Gives the token 1 until a response or turn is as long as wanted, then the stop id 0."""
+    """Gives the token 1 until a response is as long as wanted, then the stop id 0."""
 
     policy_version = 0
 
@@ -75,30 +72,16 @@ class PlainEngine:
     resume = flush = pause
 
 
-class Answers:
-    """Answers every turn until the response has `total` tokens."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-
-    def observe(self, request: RolloutRequest, response: Tokens) -> np.ndarray | None:
-        """Ten tokens."""
-        return ANSWER if len(response) + len(ANSWER) + TURN <= self.total else None
-
-
 def request(tokens: int) -> RolloutRequest:
     """One response of at most `tokens` tokens."""
     return RolloutRequest("a", np.ones(1, np.int32), SamplingParams(max_new_tokens=tokens + 1, stop_ids=(0,)))
 
 
-def rollout(folder: Path, tokens: int, *, turns: bool) -> None:
+def rollout(folder: Path, tokens: int) -> None:
     """One response, supervised and logged."""
     with TokenWAL(folder, fsync="os") as wal:
-        engine = PlainEngine(TURN if turns else tokens)
-        answers = Answers(tokens) if turns else None
-        steps = FaultTolerantRollout([engine], wal, environment=answers).generate([request(tokens)])  # type: ignore[list-item]
-        written = sum(len(step.uids) for step in steps)
-        assert tokens - TURN - len(ANSWER) < written <= tokens
+        steps = FaultTolerantRollout([PlainEngine(tokens)], wal).generate([request(tokens)])  # type: ignore[list-item]
+        assert sum(len(step.uids) for step in steps) == tokens
 
 
 def append(folder: Path, data: dict[str, np.ndarray]) -> None:
@@ -151,8 +134,7 @@ def tasks(folder: Path, tokens: int, wanted: Callable[[str], bool]) -> dict[str,
         "store read": lambda place: read(stored, data),
         "plan": lambda place: make_plan(work, PlanSettings(512, 8), COST, BUDGET),
         "kl": kl(tokens),
-        "rollout": lambda place: rollout(place, tokens, turns=False),
-        "turns": lambda place: rollout(place, tokens, turns=True),
+        "rollout": lambda place: rollout(place, tokens),
         "log resume": lambda place: resume(logged, tokens),
     }
     return {name: task for name, task in found.items() if wanted(name)}

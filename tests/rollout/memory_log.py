@@ -50,10 +50,6 @@ class MemoryLog:
         for uid, status in step.finished.items():
             self._pending(uid).status = Status(status)
 
-    def append_observation(self, uid: str, token_ids: np.ndarray, policy_version: int) -> None:
-        self._commit()
-        self._pending(uid).rows += [(int(token), 0.0, policy_version, False) for token in token_ids]
-
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
         self._commit()
         entry = self._pending(uid)

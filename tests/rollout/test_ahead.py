@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import RolloutError
-from opd.rollout.ahead import RolloutAhead, Turnstile
+from opd.rollout.ahead import RolloutAhead, StepLock
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams
@@ -58,7 +58,7 @@ def learn(engine, model, ahead, steps, *, whole, delay=lambda index: 0.0):
         assert [group.uid for group in groups] == [f"{index}.{i}" for i in range(BATCH)]
         time.sleep(delay(index))
         if not whole:
-            with ahead.turnstile.between():
+            with ahead.steps.between():
                 push(engine, model, index + 1)
             ahead.learnt(index + 1)
         taken.append(groups)
@@ -135,7 +135,7 @@ def test_weights_change_in_the_middle_of_responses(build):
     try:
         ahead.take(0)
         assert begun.wait(30)
-        with ahead.turnstile.between():
+        with ahead.steps.between():
             push(engine, model, 1)
         pushed.set()
         ahead.learnt(1)
@@ -191,7 +191,7 @@ def test_a_batch_that_comes_later_joins_what_is_in_flight(build):
     ahead = RolloutAhead(spy, writer(), 0, max_ahead=1, joined=True)
     try:
         ahead.take(0)
-        with ahead.turnstile.between():
+        with ahead.steps.between():
             ahead.learnt(1)
         ahead.take(1)
         ahead.take(2)
@@ -280,25 +280,25 @@ def test_what_was_taken_may_be_forgotten(build):
     ahead = RolloutAhead(engine, writer(), 0)
     try:
         ahead.take(0)
-        with ahead.idle(), ahead.turnstile.between():
+        with ahead.idle(), ahead.steps.between():
             assert ahead.untaken == {f"1.{i}/{j}" for i in range(BATCH) for j in range(GROUP)}
     finally:
         ahead.close()
 
 
 def test_the_learner_gets_in_between_fast_steps():
-    turnstile, stop, steps = Turnstile(), threading.Event(), []
+    lock, stop, steps = StepLock(), threading.Event(), []
 
     def run():
         while not stop.is_set():
-            with turnstile.step():
+            with lock.step():
                 steps.append(1)
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
         for _ in range(50):
-            with turnstile.between():
+            with lock.between():
                 before = len(steps)
                 time.sleep(0.0005)
                 assert len(steps) == before

@@ -198,21 +198,6 @@ def test_a_hung_engine_is_left_and_its_late_tokens_are_ignored(
     assert len(hung.asked) == 2
 
 
-def test_a_hedged_straggler_gives_the_same_tokens(undisturbed_session: Any, collect: Fixture) -> None:
-    models, requests, expected = undisturbed_session
-    release = threading.Event()
-    slow = FaultyEngine(TorchEngine(models[0]), hangs_once(2, release))
-    fast = FaultyEngine(TorchEngine(models[1]), sound)
-    log = MemoryLog()
-    rollout = FaultTolerantRollout([slow, fast], log, policy=replace(QUICK, hedge_after=0.2))
-    responses = collect(rollout.generate(requests))
-    release.set()
-    same(responses, expected)
-    logged_equals(log, responses)
-    assert rollout.counters["hedged_requests"] > 0
-    assert rollout.counters["engine_failures"] == 0
-
-
 def test_a_poisonous_request_fails_alone(undisturbed: Any, collect: Fixture) -> None:
     model, requests, expected = undisturbed
     poison = requests[4].uid

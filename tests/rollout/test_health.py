@@ -1,4 +1,4 @@
-"""Heartbeat, quarantine and return, hung engines, and hedged turns: whatever happens, the counts add up."""
+"""Heartbeat, quarantine and return, hung engines: whatever happens, the counts add up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from faulty_engines import FaultyEngine, hangs_once
 from memory_log import MemoryLog
@@ -18,7 +17,6 @@ from opd.errors import RolloutError
 from opd.rollout.engine_pool import EngineHealth, RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.torch_engine import TorchEngine
-from opd.rollout.transcript import Tokens
 from opd.types import RolloutRequest, SamplingParams, Status
 
 Fixture = Callable[..., Any]
@@ -167,52 +165,6 @@ def test_a_step_that_a_pause_could_not_wait_for_ends_its_call_and_not_the_reques
         time.sleep(0.01)
     rollout.resume()
     assert tokens(collect([*seen, *steps])) == expected
-
-
-class Tool:
-    """Answers the first turn of every response, and remembers whom it answered."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def observe(self, request: RolloutRequest, response: Tokens) -> np.ndarray | None:
-        self.asked.append(request.uid)
-        return None if not response.loss_mask.all() else np.array([20, 21], dtype=np.int32)
-
-
-def test_a_hedged_turn_is_answered_once(
-    models: list[Any], requests_of: Fixture, release: threading.Event
-) -> None:
-    sampling = SamplingParams(max_new_tokens=40, stop_ids=(2, 3, 4, 5, 6, 7))
-    requests = requests_of(4, samples=2, sampling=sampling, seed=7)
-    whole, hedged, tool = MemoryLog(), MemoryLog(), Tool()
-    list(FaultTolerantRollout([TorchEngine(models[0])], whole, environment=Tool()).generate(requests))
-
-    slow = FaultyEngine(TorchEngine(models[0]), hangs_once(1, release))
-
-    def in_its_second_turn(engine: FaultyEngine, uids: list[str], number: int) -> None:
-        copied = {uid for asked in engine.asked for uid in asked if uid in slow.asked[0]}
-        if number == 1 and {f"{uid}@turn1" for uid in copied}.intersection(uids):
-            release.set()
-            time.sleep(0.3)
-
-    rollout = FaultTolerantRollout(
-        [slow, FaultyEngine(TorchEngine(models[1]), in_its_second_turn)],
-        hedged,
-        environment=tool,
-        policy=replace(QUICK, hedge_after=0.1),
-    )
-    list(rollout.generate(requests))
-    assert rollout.counters["hedged_requests"] > 0
-    assert release.is_set(), "the slow engine never came back"
-    assert max(tool.asked.count(request.uid) for request in requests) == 2
-    for request in requests:
-        first, second = whole.find(request.uid), hedged.find(request.uid)
-        assert first is not None
-        assert second is not None
-        assert first.token_ids.tolist() == second.token_ids.tolist()
-        assert first.loss_mask.tolist() == second.loss_mask.tolist()
-        assert first.status == second.status
 
 
 def test_counters_say_which_path_keys_and_values_took(

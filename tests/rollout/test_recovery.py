@@ -13,9 +13,9 @@ from memory_log import MemoryLog
 from opd.errors import RolloutError
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.recovery import replay
+from opd.rollout.ledger import replay
 from opd.rollout.torch_engine import TorchEngine
-from opd.rollout.transcript import ObservationStep, Tokens, Transcript
+from opd.rollout.transcript import Tokens, Transcript
 from opd.types import DecodeStep, SamplingParams, Status
 
 Fixture = Callable[..., Any]
@@ -109,31 +109,23 @@ def test_an_engine_that_misses_an_update_serves_no_more(
     assert rollout.health[0].tokens == 0
 
 
-def test_replay_keeps_order_versions_and_observations() -> None:
+def test_replay_keeps_order_and_versions() -> None:
     rng = np.random.default_rng(0)
 
-    def some(mask: list[int]) -> Tokens:
-        count = len(mask)
-        logprobs = np.where(np.array(mask, bool), -rng.random(count), 0).astype(np.float32)
+    def some(count: int) -> Tokens:
         versions = np.sort(rng.integers(0, 3, count)).astype(np.int32)
-        return Tokens(rng.integers(0, 9, count).astype(np.int32), logprobs, versions, np.array(mask, bool))
+        return Tokens(rng.integers(0, 9, count).astype(np.int32), -rng.random(count).astype("f4"), versions)
 
-    known = {
-        "a": some([1] * 7),
-        "b": some([1, 1, 0, 0, 1]),
-        "c": some([1] * 4),
-        "d": some([]),
-        "e": some([0]),
-    }
+    known = {uid: some(count) for uid, count in (("a", 7), ("b", 5), ("c", 4), ("d", 0), ("e", 1))}
     for start in (0, 2):
         skip = {uid: min(start, len(tokens)) for uid, tokens in known.items()}
         transcript = Transcript({uid: tokens.cut(slice(0, skip[uid])) for uid, tokens in known.items()})
         for step in replay(known, skip):
-            assert len(set(step.uids)) == len(step.uids) or isinstance(step, ObservationStep)
+            assert len(set(step.uids)) == len(step.uids)
             transcript.add(step)
         for uid, tokens in known.items():
             found = transcript.tokens(uid)
-            for name in ("token_ids", "logprobs", "policy_versions", "loss_mask"):
+            for name in ("token_ids", "logprobs", "policy_versions"):
                 np.testing.assert_array_equal(getattr(found, name), getattr(tokens, name))
 
 

@@ -19,7 +19,6 @@ from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.stop_strings import StopStrings
 from opd.rollout.torch_engine import TorchEngine
-from opd.rollout.transcript import Tokens
 from opd.storage.wal import TokenWAL
 from opd.types import RolloutRequest, SamplingParams, Status
 
@@ -135,45 +134,6 @@ def test_a_prefix_that_holds_a_string_has_ended(case: Case, collect: Fixture) ->
     known = replace(request, prefix_ids=np.array(ids, np.int32))
     assert collect(rollout.generate([known]))[uid].status is Status.COMPLETED
     assert not engine.asked
-
-
-class Tool:
-    """Answers one turn; the answer begins with what would complete a string, and must not."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def observe(self, request: RolloutRequest, response: Tokens) -> np.ndarray | None:
-        self.asked.append(request.uid)
-        return None if not response.loss_mask.all() else np.array([1, 12], dtype=np.int32)
-
-
-def test_a_string_ends_a_turn_and_does_not_reach_over_an_observation(case: Case) -> None:
-    def run(log: MemoryLog, engine: Any, steps: int = 10**9) -> None:
-        rollout = FaultTolerantRollout([engine], log, stops=stops(), environment=Tool(), policy=QUICK)
-        for _ in zip(rollout.generate(case.requests), range(steps), strict=False):
-            pass
-
-    whole, broken = MemoryLog(), MemoryLog()
-    run(whole, TorchEngine(case.models[0]))
-    for _ in range(9):
-        run(broken, TorchEngine(case.models[0]), steps=30)
-    run(broken, FaultyEngine(TorchEngine(case.models[0]), raises_at(2, 5, 6)))
-    two_turns = 0
-    for uid in case.expected:
-        first, second = whole.find(uid), broken.find(uid)
-        assert first is not None
-        assert second is not None
-        assert first.token_ids.tolist() == second.token_ids.tolist()
-        assert first.loss_mask.tolist() == second.loss_mask.tolist()
-        assert first.status == second.status
-        seen = np.flatnonzero(~first.loss_mask)
-        if len(seen):
-            assert cut(first.token_ids[: seen[0]].tolist()) == first.token_ids[: seen[0]].tolist()
-            rest = first.token_ids[seen[-1] + 1 :].tolist()
-            assert (cut(rest) == rest) == (first.status is Status.COMPLETED)
-            two_turns += len(rest) > 0
-    assert two_turns >= 3
 
 
 def test_a_real_tokenizers_text() -> None:
