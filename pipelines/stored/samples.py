@@ -98,9 +98,9 @@ class StoredSamples:
         try:
             (self._stream if student.generate is collect else self._generate)(engine, mine, index)
         except BaseException:
-            student.meeting.call_off()  # the others need not wait for this rank's share
+            student.barrier.abandon()  # the others need not wait for this rank's share
             raise
-        student.meeting.come()
+        student.barrier.wait()
         groups = []
         for prompt in mine:
             found = self._files.group(prompt.uid, self._asked(prompt))
