@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import mean, stdev
@@ -37,7 +36,7 @@ def accuracies(results: dict, row: str, way: str) -> list[float]:
 def table(seeds: dict[int, dict]) -> Iterator[str]:
     """Lines of Markdown: `seeds` is each seed's results."""
     runs = [seeds[seed] for seed in sorted(seeds)]
-    yield f"| | mean (sd) | seed {_list(map(str, sorted(seeds)))} | {_list(runs[0]['domains'])} | greedy |"
+    yield f"| {len(runs)} seeds | mean (sd) | lowest / highest seed | {_list(runs[0]['domains'])} | greedy |"
     yield "|---|---|---|---|---|"
     for row, label in LABELS.items():
         sampled = [accuracies(run, row, "sampled") for run in runs]
@@ -45,7 +44,7 @@ def table(seeds: dict[int, dict]) -> Iterator[str]:
         middle = f"{mean(of_seed):.1f}" + (f" ({stdev(of_seed):.1f})" if len(runs) > 1 else "")
         greedy = mean(mean(accuracies(run, row, "greedy")) for run in runs)
         domains = [mean(column) for column in zip(*sampled, strict=True)]
-        cells = [label, f"**{middle}**" if row == "merged" else middle, _numbers(of_seed), _numbers(domains)]
+        cells = [label, f"**{middle}**" if row == "merged" else middle, _numbers((min(of_seed), max(of_seed))), _numbers(domains)]
         yield f"| {' | '.join(cells)} | {greedy:.1f} |"
 
 
@@ -67,8 +66,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="*", type=Path, help="finished run folders")
     for run in parser.parse_args().runs:
-        seed = json.loads((run / "results.json").read_text("utf-8"))["seed"]
-        shutil.copy(run / "results.json", RESULTS / f"seed-{seed}.json")
+        told = (run / "results.json").read_text("utf-8")
+        seed = json.loads(told)["seed"]
+        # Where the run lay is of no interest to others.
+        (RESULTS / f"seed-{seed}.json").write_text(told.replace(f"{run.resolve()}", "."), "utf-8")
     print("\n".join(table(load())))
 
 

@@ -15,4 +15,6 @@ def test_the_readme_has_the_table_of_the_results():
     spec.loader.exec_module(module)
     seeds = module.load()
     assert set(seeds) == {int(file.stem.removeprefix("seed-")) for file in module.RESULTS.glob("*.json")}
+    for file in module.RESULTS.glob("*.json"):
+        assert '"/' not in file.read_text("utf-8"), f"{file.name} tells where its run lay"
     assert "\n".join(module.table(seeds)) in (ROOT / "README.md").read_text("utf-8")
