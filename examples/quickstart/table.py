@@ -44,7 +44,8 @@ def table(seeds: dict[int, dict]) -> Iterator[str]:
         middle = f"{mean(of_seed):.1f}" + (f" ({stdev(of_seed):.1f})" if len(runs) > 1 else "")
         greedy = mean(mean(accuracies(run, row, "greedy")) for run in runs)
         domains = [mean(column) for column in zip(*sampled, strict=True)]
-        cells = [label, f"**{middle}**" if row == "merged" else middle, _numbers((min(of_seed), max(of_seed))), _numbers(domains)]
+        middle = f"**{middle}**" if row == "merged" else middle
+        cells = [label, middle, _numbers((min(of_seed), max(of_seed))), _numbers(domains)]
         yield f"| {' | '.join(cells)} | {greedy:.1f} |"
 
 
