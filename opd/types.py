@@ -9,7 +9,7 @@ predicted by the rows `C-1 ... C+R-2` of its sequence. A response of length 0 ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -154,6 +154,10 @@ class RolloutBatch:
 
     def __iter__(self) -> Iterator[tuple[Sample, TokenTerms]]:
         return zip(self.samples, self.terms, strict=True)
+
+    def take(self, places: Sequence[int]) -> RolloutBatch:
+        """The samples at `places`, in that order, with their terms."""
+        return RolloutBatch([self.samples[i] for i in places], [self.terms[i] for i in places])
 
 
 @dataclass(slots=True)

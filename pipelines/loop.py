@@ -1,17 +1,25 @@
-"""The shell of every trained stage: resume, metrics, checkpoints, progress. It knows nothing of losses."""
+"""The one loop of every trained stage: samples, scores, updates, new weights for the engine, checkpoint.
+
+`train` knows nothing of losses, teachers and engines. What a stage learns is an `Algorithm` (`distill.py`,
+`grpo.py`, `off_policy.py`, `warm_up.py`), where its samples come from and where they are is a `Source`
+(`source.py`, `samples.py`), and the only place that knows models and kernels is the back end.
+"""
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
+from opd.config import OptimConfig
 from opd.pipelines.context import StageContext
-from opd.protocols import TrainBackend
+from opd.pipelines.samples import StepSamples
+from opd.train.backend import Backend, Read
+from opd.train.schedule import learning_rate
+from opd.types import RolloutBatch, Sample
 
 
 @dataclass(slots=True)
@@ -60,16 +68,6 @@ class Step:
     """How many more the student may write, where the stage has a budget of tokens: see `within`."""
 
 
-@dataclass(slots=True)
-class StepResult:
-    """What one step tells."""
-
-    metrics: dict[str, float]
-    student_tokens: int
-    headline: str
-    """A few words for the progress bar."""
-
-
 @dataclass(frozen=True, slots=True)
 class Extent:
     """When a stage ends: after `steps`, or once the student has written `tokens`, whichever is given.
@@ -98,58 +96,116 @@ class Extent:
         return max(state.step, round(self.tokens / per_step)) if per_step else state.step + 1
 
 
-Written = TypeVar("Written")
+class Source(Protocol):
+    """Where the samples of the steps come from; `source.py` has those that there are."""
+
+    def start(self, step: int) -> None:
+        """The learner's weights of version `step` are in place: after a resume the engine needs them."""
+
+    def take(self, index: int) -> AbstractContextManager[StepSamples]:
+        """The samples of step `index`, for as long as the block runs."""
+        ...
+
+    def learnt(self, version: int, *, changed: bool = True) -> None:
+        """The learner has reached `version`: give the engine its weights, if they have `changed`."""
+
+    def consumed(self) -> None:
+        """A checkpoint holds what was learnt from every step so far: its samples may be forgotten."""
+
+    def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
+        """What happened to requests and engines since this was last called, as metrics; added to `totals`."""
+        ...
 
 
-def within(
-    items: Sequence[Written], tokens_of: Callable[[Written], int], budget: int | None
-) -> list[Written]:
-    """The first of `items`, up to the one that takes their tokens to `budget`: beyond it by less than one
-    item. All of them without a budget.
-    """
-    if budget is None:
-        return list(items)
-    ends = list(accumulate(map(tokens_of, items)))
-    return list(items[: bisect_left(ends, budget) + 1])
+@dataclass(slots=True)
+class Update:
+    """One optimiser step."""
+
+    samples: list[Sample]
+    """In the order in which they are trained; see `Backend.accumulate`, of `read` too."""
+    read: Read
+    done: Callable[[], None] = lambda: None
+    """Once the gradient is there."""
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, done: Callable[[], None] = lambda: None) -> Update:
+        """The step on a batch in memory."""
+        return cls(batch.samples, lambda parts: (batch.take(part) for part in parts), done)
 
 
-def run_loop(
+@dataclass(slots=True)
+class Plan:
+    """What a step learns."""
+
+    updates: Sequence[Update]
+    """None, where there is nothing to learn from."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Algorithm(ABC):
+    """What a stage learns from the samples of a step. It knows no engine and no optimiser."""
+
+    optim: OptimConfig
+
+    @abstractmethod
+    def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
+        """Rewards, and what teachers say; returns metrics."""
+
+    @abstractmethod
+    def plan(self, samples: StepSamples, step: Step) -> Plan:
+        """The step's updates: advantages, and what each token weighs in each stream of the loss."""
+
+    def tokens(self, samples: StepSamples) -> int:
+        """How many the student wrote, or was trained on in their place."""
+        return samples.tokens
+
+    def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
+        """What is measured once the weights are new, in which `metrics` are the step's."""
+        return {}
+
+    def rate(self, step: Step) -> float:
+        """The learning rate of the step."""
+        return learning_rate(self.optim, step.index, step.progress)
+
+    @abstractmethod
+    def headline(self, metrics: dict[str, float]) -> str:
+        """A few words for the progress bar."""
+
+
+def train(
     context: StageContext,
-    backend: TrainBackend,
+    algorithm: Algorithm,
+    source: Source,
+    backend: Backend,
     extent: Extent,
     checkpoint_every: int,
-    step_fn: Callable[[Step], StepResult],
-    on_start: Callable[[int], None] = lambda step: None,
-    on_checkpoint: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Step until `extent` is reached; returns the stage's result numbers.
+    """Take step after step until `extent` is reached; returns the stage's result numbers.
 
     A killed stage goes on from its newest valid checkpoint: steps after it are repeated, and since every
-    random draw is a function of (seed, uid, position) they repeat bit for bit. `on_start(step)` runs once the
-    weights are in place, to sync the engine; `on_checkpoint()` runs after each checkpoint. A stage that is
-    asked to stop writes one and raises `PreemptedError`.
+    random draw is a function of (seed, uid, position) they repeat bit for bit. A stage that is asked to stop
+    writes one and raises `PreemptedError`.
     """
     state = _restore(context, backend)
-    on_start(state.step)
+    source.start(state.step)
     begin = time.perf_counter() - state.seconds
     while extent.progress(state) < 1.0:
-        timer = PhaseTimer()
-        step = Step(state.step, extent.progress(state), timer, state.counters, extent.left(state))
-        result = step_fn(step)
+        step = Step(state.step, extent.progress(state), PhaseTimer(), state.counters, extent.left(state))
+        metrics, tokens = _one_step(algorithm, source, backend, step)
         state.step += 1
-        state.student_tokens += result.student_tokens
+        state.student_tokens += tokens
         state.seconds = time.perf_counter() - begin
-        for phase, seconds in timer.seconds.items():
+        for phase, seconds in step.timer.seconds.items():
             state.phases[phase] = state.phases.get(phase, 0.0) + seconds
-        times = {f"time/{phase}": seconds for phase, seconds in timer.seconds.items()}
+        times = {f"time/{phase}": seconds for phase, seconds in step.timer.seconds.items()}
         context.metrics.write(
-            state.step, {"tokens/student": state.student_tokens, **result.metrics, **times}, state.seconds
+            state.step, {"tokens/student": state.student_tokens, **metrics, **times}, state.seconds
         )
-        context.progress(state.step, extent.total(state), result.headline)
+        context.progress(state.step, extent.total(state), algorithm.headline(metrics))
         stopping = context.ranks.any(context.preemption.stopping, "the end of a step")
         if stopping or state.step % checkpoint_every == 0:
             _save(context, backend, state)
-            on_checkpoint()
+            source.consumed()
         if stopping:
             context.preemption.stop()  # where only another rank was asked
             context.preemption.check()
@@ -162,7 +218,34 @@ def run_loop(
     }
 
 
-def _save(context: StageContext, backend: TrainBackend, state: LoopState) -> None:
+def _one_step(
+    algorithm: Algorithm, source: Source, backend: Backend, step: Step
+) -> tuple[dict[str, float], int]:
+    """Samples, scores, updates, new weights for the engine; returns metrics, and the tokens learnt from."""
+    with ExitStack() as stack:
+        with step.timer("rollout"):
+            samples = stack.enter_context(source.take(step.index))
+            samples.limit(step.tokens_left)
+        tokens = algorithm.tokens(samples)
+        with step.timer("score"):
+            metrics = algorithm.score(samples, step)
+        with step.timer("train"):
+            plan = algorithm.plan(samples, step)
+            means: dict[str, float] = {}
+            for update in plan.updates:
+                found = backend.accumulate(update.samples, update.read)
+                update.done()
+                found |= backend.step(algorithm.rate(step))
+                for name, value in found.items():
+                    means[name] = means.get(name, 0.0) + value / len(plan.updates)
+            metrics |= plan.metrics | means
+    with step.timer("sync"):
+        source.learnt(step.index + 1, changed=bool(plan.updates))
+    metrics |= source.take_counters(step.counters)
+    return metrics | algorithm.ended(step, metrics), tokens
+
+
+def _save(context: StageContext, backend: Backend, state: LoopState) -> None:
     """Every rank gathers, the first one writes, and none goes on before the checkpoint is durable."""
     tensors = backend.state()
     if context.ranks.main:
@@ -172,7 +255,7 @@ def _save(context: StageContext, backend: TrainBackend, state: LoopState) -> Non
     context.ranks.barrier("a checkpoint")
 
 
-def _restore(context: StageContext, backend: TrainBackend) -> LoopState:
+def _restore(context: StageContext, backend: Backend) -> LoopState:
     checkpoint = context.checkpoints.latest()
     if checkpoint is None:
         context.metrics.truncate(0)

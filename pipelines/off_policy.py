@@ -5,20 +5,56 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from opd.algorithms.normalise import per_teacher_weights, token_weights
+from opd.algorithms.normalise import per_teacher_scales, policy_scales, weigh
+from opd.config import OptimConfig
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
-from opd.pipelines.loop import Extent, Step, StepResult, run_loop, within
+from opd.pipelines.loop import Algorithm, Extent, Plan, Step, Update, train
+from opd.pipelines.samples import StepSamples
+from opd.pipelines.source import Given
 from opd.pipelines.student import Student, load_model, make_writer, sampling_params
 from opd.pipelines.teachers import whole_teacher
 from opd.rollout.shared import write_shared
 from opd.teachers.schedule import Route, Router
-from opd.train.schedule import learning_rate
 from opd.train.terms import CrossEntropyTerm
-from opd.types import RolloutBatch, Sample
+from opd.types import Sample, TokenTerms
 
 MERGE = "merge"
 """The merge's stage: with its uids the prompts are routed to the same teachers."""
+
+
+class Supervised(Algorithm):
+    """Cross-entropy on what somebody wrote.
+
+    Args:
+        optim: How it is learnt.
+        shares: Each domain's share of the loss; `None`: every token weighs the same.
+    """
+
+    def __init__(self, optim: OptimConfig, shares: dict[str, float] | None = None) -> None:
+        self.optim, self._shares = optim, shares
+
+    def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
+        return {}
+
+    def plan(self, samples: StepSamples, step: Step) -> Plan:
+        samples.deal()
+        own = samples.samples
+        counts = [sample.trainable_tokens for sample in own]
+        scales = policy_scales(counts, "token")
+        if self._shares is not None:
+            scales = per_teacher_scales(counts, [sample.domain for sample in own], self._shares)
+        scale = {sample.uid: value for sample, value in zip(own, scales, strict=True)}
+
+        def terms(sample: Sample) -> TokenTerms:
+            found = TokenTerms.zeros(len(sample.response_ids))
+            found.ce_weight = weigh(sample.loss_mask, scale[sample.uid])
+            return found
+
+        return Plan([Update(own, samples.batches(own, terms))])
+
+    def headline(self, metrics: dict[str, float]) -> str:
+        return f"cross-entropy {metrics['loss/ce']:.3f}"
 
 
 def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: int) -> dict[str, Any]:
@@ -35,26 +71,15 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     written = _teacher_samples(context, data, student, config.steps)
     per_step = len(recipe.domains) * config.prompts_per_domain * config.samples_per_prompt
 
-    def step(step: Step) -> StepResult:
-        first = step.index * per_step % len(written)
-        samples = written[first : first + per_step]
-        samples = within(samples, lambda sample: sample.trainable_tokens, step.tokens_left)
-        masks = [s.loss_mask for s in samples]
-        domains = [s.domain for s in samples]
-        shares = {name: domain.weight for name, domain in recipe.domains.items()}
-        weights = (
-            per_teacher_weights(masks, domains, shares)
-            if config.normalise == "teacher"
-            else token_weights(masks)
-        )
-        student.backend.mine(samples)
-        with step.timer("train"):
-            metrics = student.backend.forward_backward(RolloutBatch.supervised(samples, weights))
-            metrics |= student.backend.step(learning_rate(config.optim, step.index, step.progress))
-        trained = sum(s.trainable_tokens for s in samples)
-        return StepResult(metrics, trained, f"cross-entropy {metrics['loss/ce']:.3f}")
+    def samples(index: int) -> list[Sample]:
+        first = index * per_step % len(written)
+        return written[first : first + per_step]
 
-    result = run_loop(context, student.backend, Extent(tokens=tokens), config.checkpoint_every, step)
+    weights = {name: domain.weight for name, domain in recipe.domains.items()}
+    algorithm = Supervised(config.optim, weights if config.normalise == "teacher" else None)
+    source = Given(samples, student.backend)
+    extent = Extent(tokens=tokens)
+    result = train(context, algorithm, source, student.backend, extent, config.checkpoint_every)
     return result | {"digest": student.export(out, context.card(result))}
 
 

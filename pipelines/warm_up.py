@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from opd.algorithms.normalise import token_weights
 from opd.config import Recipe, WarmupConfig
 from opd.errors import ConfigError, TrainingError
 from opd.models.causal_lm import CausalLM
@@ -19,12 +17,15 @@ from opd.pipelines.adapted import all_weights
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.evaluate import domain_accuracy
-from opd.pipelines.loop import Extent, LoopState, Step, StepResult, run_loop
+from opd.pipelines.loop import Extent, LoopState, Step, train
+from opd.pipelines.off_policy import Supervised
 from opd.pipelines.precision import model_dtype
+from opd.pipelines.samples import StepSamples
+from opd.pipelines.source import Given
 from opd.pipelines.student import Student
 from opd.train.schedule import learning_rate
 from opd.train.terms import CrossEntropyTerm
-from opd.types import RolloutBatch, Sample, Status
+from opd.types import Sample, Status
 
 
 def new_base(recipe: Recipe, folder: Path) -> None:
@@ -50,44 +51,59 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     config = recipe.base or WarmupConfig()
     student = Student.open(all_weights(context), start, config.optim, config.batch, [CrossEntropyTerm()])
     data = DomainSet.open(recipe, student.tokenizer, context.note)
-
-    def step(step: Step) -> StepResult:
-        with step.timer("data"):
-            samples = _demonstrations(data, config, student.tokenizer, recipe.seed, step.index)
-            batch = RolloutBatch.supervised(samples, token_weights([s.loss_mask for s in samples]))
-            student.backend.mine(samples)
-        with step.timer("train"):
-            metrics = student.backend.forward_backward(batch)
-            within = step.index % config.steps
-            rate = learning_rate(config.optim, within, within / config.steps)
-            metrics |= student.backend.step(rate)
-        done = step.index + 1
-        if done % config.steps == 0 and done < config.steps * config.rounds:
-            with step.timer("evaluate"):
-                short = _short(measure(done), config)
-            if context.ranks.any(bool(short), "the end of a round"):
-                step.counters[_MORE_ROUNDS] = step.counters.get(_MORE_ROUNDS, 0.0) + 1.0
-                context.note(f"another round of warm-up: {short}")
-        return StepResult(metrics, 0, f"cross-entropy {metrics['loss/ce']:.3f}")
-
-    @cache
-    def measure(version: int) -> dict[str, float]:
-        student.sync(version)
-        engine, sampling = student.evaluator, student.sampling
-        return {
-            name: domain_accuracy(engine, data, name, 500, sampling, seed=recipe.seed).accuracy
-            for name in recipe.domains
-        }
-
+    algorithm = WarmUp(context, config, student, data)
+    source = Given(
+        lambda index: _demonstrations(data, config, student.tokenizer, recipe.seed, index), student.backend
+    )
     extent = _Rounds(steps=config.steps)
-    result = run_loop(context, student.backend, extent, config.checkpoint_every, step)
-    accuracy = measure(result["steps"])
+    result = train(context, algorithm, source, student.backend, extent, config.checkpoint_every)
+    accuracy = algorithm.measure(result["steps"])
     if short := _short(accuracy, config):
         raise TrainingError(
             f"after {config.rounds} rounds of warm-up {short}; raise base.steps, base.rounds or base.right"
         )
     accuracies = {f"accuracy/{name}": share for name, share in accuracy.items()}
     return result | accuracies | {"digest": student.export(out, context.card(result))}
+
+
+class WarmUp(Supervised):
+    """Rounds of cross-entropy on demonstrations, as many as it takes."""
+
+    def __init__(
+        self, context: StageContext, config: WarmupConfig, student: Student, data: DomainSet
+    ) -> None:
+        super().__init__(config.optim)
+        self._context, self._config, self._student, self._data = context, config, student, data
+        self._measured: dict[int, dict[str, float]] = {}
+
+    def tokens(self, samples: StepSamples) -> int:
+        return 0  # nobody has generated a demonstration
+
+    def rate(self, step: Step) -> float:
+        within = step.index % self._config.steps
+        return learning_rate(self.optim, within, within / self._config.steps)
+
+    def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
+        done, config = step.index + 1, self._config
+        if done % config.steps == 0 and done < config.steps * config.rounds:
+            with step.timer("evaluate"):
+                short = _short(self.measure(done), config)
+            if self._context.ranks.any(bool(short), "the end of a round"):
+                step.counters[_MORE_ROUNDS] = step.counters.get(_MORE_ROUNDS, 0.0) + 1.0
+                self._context.note(f"another round of warm-up: {short}")
+        return {}
+
+    def measure(self, version: int) -> dict[str, float]:
+        """Accuracy in every domain of the weights as they are now, which are of `version`."""
+        if version not in self._measured:
+            student, recipe = self._student, self._context.recipe
+            student.sync(version)
+            engine, sampling = student.evaluator, student.sampling
+            self._measured[version] = {
+                name: domain_accuracy(engine, self._data, name, 500, sampling, seed=recipe.seed).accuracy
+                for name in recipe.domains
+            }
+        return self._measured[version]
 
 
 _MORE_ROUNDS = "rounds_more"

@@ -308,8 +308,11 @@ class TeacherSchedule:
 
     def sort(self, batch: RolloutBatch) -> RolloutBatch:
         """`batch` ordered by teacher, otherwise in its own order."""
-        order = sorted(range(len(batch.samples)), key=lambda i: self._place(batch.samples[i].teacher or ""))
-        return RolloutBatch([batch.samples[i] for i in order], [batch.terms[i] for i in order])
+        return batch.take(self.order(batch.samples))
+
+    def order(self, samples: Sequence[Sample]) -> list[int]:
+        """The places of `samples` ordered by teacher, otherwise in their own order."""
+        return sorted(range(len(samples)), key=lambda i: self._place(samples[i].teacher or ""))
 
     def __call__(self, micro: MicroBatch) -> list[View]:
         """The teachers of a micro-batch whose samples share one route."""

@@ -19,8 +19,10 @@ from study import DOMAINS, ESTIMATORS, HERE
 
 from opd.config.load import load_recipe
 from opd.pipelines.context import StageContext
-from opd.pipelines.distill import DistillRun
+from opd.pipelines.distill import Distill
+from opd.pipelines.loop import PhaseTimer, Step
 from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.samples import StepSamples
 from opd.train.torch_backend import TorchBackend
 
 
@@ -37,16 +39,18 @@ def gradients(whole: Path, start: Path, name: str | None, draws: int) -> torch.T
         ExitStack() as stack,
     ):
         context = StageContext.open(recipe, folder, "merge", lambda *_: None, lambda _: None)
-        run = DistillRun.open(context, start, stack)
-        backend = run.student.backend
+        merge, step = Distill(context, start, stack), Step(0, 0.0, PhaseTimer(), {})
+        student, backend = merge.student, merge.student.backend
         assert isinstance(backend, TorchBackend)
         module = backend.model.module
         parameters = [p for p in module.parameters() if p.requires_grad]
         for draw in range(draws):
-            prompts = [replace(prompt, uid=f"{draw}/{prompt.uid}") for prompt in run.prompts(0)]
-            groups = run.student.rollout(prompts, 1, run.student.engine)
-            run.score(groups)
-            run.accumulate(groups)
+            prompts = [replace(prompt, uid=f"{draw}/{prompt.uid}") for prompt in merge.prompts(0)]
+            samples = StepSamples(student.rollout(prompts, 1, student.engine), backend)
+            merge.score(samples, step)
+            [update] = merge.plan(samples, step).updates
+            backend.accumulate(update.samples, update.read)
+            update.done()
             rows.append(torch.cat([p.grad.flatten() for p in parameters]))
             module.zero_grad()
     return torch.stack(rows)

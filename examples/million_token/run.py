@@ -11,32 +11,32 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from job import VOCABULARY, MemoryLog, peak_mib, publish_teachers, tokenizer, write_trajectories
 
+from opd.algorithms.normalise import weigh
 from opd.config import Recipe
 from opd.config.load import load_recipe
 from opd.models.causal_lm import CausalLM
 from opd.monitor.progress import Progress
 from opd.pipelines.machine import settle, threads_here
-from opd.pipelines.plan import describe
-from opd.pipelines.stored.samples import stored_settings
-from opd.pipelines.stored.step import StoredStep
+from opd.pipelines.sample_files import Scratch, groups_of
+from opd.pipelines.samples_on_disk import SamplesOnDisk
+from opd.ranks import Ranks
 from opd.storage.hidden_cache import HiddenStateCache
-from opd.storage.trajectories import TrajectoryStore
+from opd.storage.trajectories import TrajectoryUnion
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
 from opd.teachers.streamed_teacher import Placement, streamed_teachers
 from opd.train.backend import Training
 from opd.train.distill_terms import build_distill_term
-from opd.train.plan import TrainingPlan, Workload
 from opd.train.torch_backend import TorchBackend
+from opd.types import RolloutBatch, Sample, TokenTerms
 
 _MIB = 1 << 20
 
@@ -81,20 +81,16 @@ class Job:
         urls = publish_teachers(self.recipe, self.folder / "teachers")
         schedule, backend = self._open(urls)
         before = peak_mib()
-        store = self.stack.enter_context(TrajectoryStore.open(path))
-        rows = np.arange(len(store.table))
-        settings = stored_settings(self.recipe, backend.model, None)
-        step = StoredStep(store, rows, list(urls), settings)
-        plan: TrainingPlan = self._timed("plan", step.plan)
+        store = self.stack.enter_context(TrajectoryUnion.open([path]))
+        step, ordered = self._timed("plan", self._plan, store, schedule, backend)
         planned = store.counters.bytes_read
-        self._print_plan(step, plan, list(urls))
         tokens = int(store.table.tokens.sum())
         layers = len(backend.model.decoder.layers)
         teachers = self.teachers.values()
         with self._counting("score", [t.skeleton.layers for t in teachers], tokens * layers):
-            self._timed("score", step.score, schedule, plan)
+            self._timed("score", _score, step, ordered, schedule)
         with self._counting("train", [backend.model.decoder.layers], 2 * tokens * layers):
-            metrics = self._timed("train", step.train, backend, schedule, plan)
+            metrics = self._timed("train", _train, step, ordered, schedule)
         metrics |= self._timed("step", backend.step, self.recipe.distill.optim.lr)
         heavy = int(store.heavy_bytes().sum())
         self.memory.draw(
@@ -156,12 +152,47 @@ class Job:
         hooks.callback(lambda: self.progress.finish(name, f"peak {peak_mib():,.0f} MiB"))
         return hooks
 
-    def _print_plan(self, step: StoredStep, plan: TrainingPlan, teachers: list[str]) -> None:
-        table = step.store.table
-        places = np.array([teachers.index(name) for name in step.routes])
-        work = Workload(table.tokens[step.rows], places, step.sizes())
-        for line in describe(work, teachers, plan, step.settings.cost, step.settings.budget):
-            self.progress.note(line)
+    def _plan(
+        self, store: TrajectoryUnion, schedule: TeacherSchedule, backend: TorchBackend
+    ) -> tuple[SamplesOnDisk, list[Sample]]:
+        """The step, and its samples in the order in which they are trained."""
+        written = [(uid, [uid]) for uid in store.table.uid]
+        groups, rows = groups_of(store, [written], Ranks())
+        step = SamplesOnDisk(groups, rows, store, Scratch(self.folder / "signals"), backend)
+        own = step.samples
+        schedule.assign(own)
+        ordered = [own[place] for place in schedule.order(own)]
+        for part in backend.shares.in_step(ordered, backend.max_tokens):
+            lengths = [len(ordered[i].prompt_ids) + len(ordered[i].response_ids) for i in part]
+            self.progress.note(f"micro-batch of {ordered[part[0]].teacher}: {lengths} tokens")
+        return step, ordered
+
+
+def _score(step: SamplesOnDisk, ordered: list[Sample], schedule: TeacherSchedule) -> None:
+    """Each teacher leaves its hidden states in the cache."""
+    for lot in step.lots(ordered, 1 << 20, by_teacher=True):
+        schedule.score(lot)
+        schedule.forget(lot)
+
+
+def _train(step: SamplesOnDisk, ordered: list[Sample], schedule: TeacherSchedule) -> dict[str, float]:
+    """The gradient, micro-batch by micro-batch."""
+    scale = 1.0 / step.tokens
+
+    def terms(sample: Sample) -> TokenTerms:
+        found = TokenTerms.zeros(len(sample.response_ids))
+        found.kl_weight = weigh(sample.loss_mask, scale)
+        return found
+
+    def read(parts: Sequence[Sequence[int]]) -> Iterator[RolloutBatch]:
+        for batch in step.batches(ordered, terms)(parts):
+            schedule.score(batch.samples)
+            yield batch
+            schedule.forget(batch.samples)
+
+    metrics = step.backend.accumulate(ordered, read)
+    schedule.release()
+    return metrics
 
 
 if __name__ == "__main__":

@@ -39,16 +39,62 @@ def correct(
     `recomputed` are the trainer's log-probabilities of the same tokens at the start of the step, `masks` the
     loss masks. Without `config` every token counts as it is.
     """
+    found = [corrected(config, *row) for row in zip(rollout, recomputed, masks, strict=True)]
+    sums = CorrectionSums()
+    for mask, one in zip(masks, found, strict=True):
+        sums.add(mask, *one)
+    kept, weights = [one[0] for one in found], [one[1] for one in found]
+    return Correction(kept, weights, {} if config is None else sums.metrics())
+
+
+def corrected(
+    config: CorrectionConfig | None, rollout: np.ndarray, recomputed: np.ndarray, mask: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """`correct` for one sample: the mask without rejected tokens, the weights `[R]` float32, and how many
+    tokens have a weight that was truncated.
+    """
     if config is None:
-        return Correction(list(masks), [mask.astype(np.float32) for mask in masks], {})
-    kept, weights, truncated = [], [], 0
-    for drawn, own, mask in zip(rollout, recomputed, masks, strict=True):
-        log_ratio = np.where(mask, own.astype(np.float64) - drawn, 0.0)
-        keep, weight, bounded = _one(config, log_ratio, mask)
-        kept.append(keep)
-        weights.append(np.where(keep, weight, 0.0).astype(np.float32))
-        truncated += int(np.count_nonzero(bounded & keep))
-    return Correction(kept, weights, _metrics(masks, kept, weights, truncated))
+        return mask, mask.astype(np.float32), 0
+    log_ratio = np.where(mask, recomputed.astype(np.float64) - rollout, 0.0)
+    keep, weight, bounded = _one(config, log_ratio, mask)
+    return keep, np.where(keep, weight, 0.0).astype(np.float32), int(np.count_nonzero(bounded & keep))
+
+
+@dataclass(slots=True)
+class CorrectionSums:
+    """What the metrics need of samples that need not be kept."""
+
+    tokens: float = 0.0
+    kept: float = 0.0
+    truncated: float = 0.0
+    weights: float = 0.0
+    """Sum of the weights of the kept tokens."""
+    squares: float = 0.0
+    """Sum of their squares."""
+
+    def add(self, mask: np.ndarray, kept: np.ndarray, weights: np.ndarray, truncated: int) -> None:
+        """Add a sample with loss mask `mask` and what `corrected` has made of it."""
+        self.tokens += int(np.count_nonzero(mask))
+        self.kept += int(np.count_nonzero(kept))
+        self.truncated += truncated
+        self.weights += float(weights.sum(dtype=np.float64))
+        self.squares += float(np.square(weights, dtype=np.float64).sum())
+
+    def include(self, other: CorrectionSums) -> None:
+        """Add the samples of `other`."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def metrics(self) -> dict[str, float]:
+        """`Correction.metrics`."""
+        if not self.tokens:
+            return {}
+        return {
+            "correction/rejected": 1.0 - self.kept / self.tokens,
+            "correction/truncated": self.truncated / self.tokens,
+            "correction/weight_mean": self.weights / max(self.kept, 1),
+            "correction/ess": self.weights**2 / (self.tokens * self.squares) if self.squares else 0.0,
+        }
 
 
 def _one(
@@ -77,25 +123,3 @@ def _ratio(log_ratio: np.ndarray) -> np.ndarray:
 
 def _inside(config: MaskedIS | IcePop | SequenceMaskedTIS, ratio: np.ndarray) -> np.ndarray:
     return (config.lower <= ratio) & (ratio <= config.upper)
-
-
-def _metrics(masks: Arrays, kept: Arrays, weights: Arrays, truncated: int) -> dict[str, float]:
-    tokens = sum(int(np.count_nonzero(mask)) for mask in masks)
-    if not tokens:
-        return {}
-    count = sum(int(np.count_nonzero(mask)) for mask in kept)
-    total = sum(float(w.sum(dtype=np.float64)) for w in weights)
-    squares = sum(float(np.square(w, dtype=np.float64).sum()) for w in weights)
-    return correction_metrics(tokens, count, truncated, total, squares)
-
-
-def correction_metrics(
-    tokens: float, kept: float, truncated: float, weights: float, squares: float
-) -> dict[str, float]:
-    """`Correction.metrics` of `tokens` (more than 0), of which `kept` have weights with these sums."""
-    return {
-        "correction/rejected": 1.0 - kept / tokens,
-        "correction/truncated": truncated / tokens,
-        "correction/weight_mean": weights / max(kept, 1),
-        "correction/ess": weights**2 / (tokens * squares) if squares else 0.0,
-    }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,16 @@ def drop_zero_variance(groups: Sequence[SampleGroup]) -> tuple[list[SampleGroup]
     return kept, dropped
 
 
-def keep_groups(groups: Sequence[SampleGroup], keep: str | None, *, zero_variance: bool) -> list[SampleGroup]:
+def keep_groups(
+    groups: Sequence[SampleGroup],
+    keep: str | None,
+    *,
+    zero_variance: bool,
+    whole: Callable[[SampleGroup], AbstractContextManager[SampleGroup]] = nullcontext,
+) -> list[SampleGroup]:
     """The groups to learn from: with different rewards unless `zero_variance` may stay, and those that the
-    function at the dotted path `keep`, `keep(group) -> bool`, does not refuse.
+    function at the dotted path `keep`, `keep(group) -> bool`, does not refuse; it is given the group with its
+    tokens, which is what `whole` makes of it.
 
     Raises `ConfigError` if the function cannot be loaded, or returns something other than a truth value.
     """
@@ -42,14 +50,16 @@ def keep_groups(groups: Sequence[SampleGroup], keep: str | None, *, zero_varianc
     if keep is None:
         return kept
     found: Any = import_function(keep, "specialist.group_filter", ConfigError, GROUP)
-    with calling(f"specialist.group_filter {keep}", TrainingError):
-        answers = [found(group) for group in kept]
-        for answer in answers:
+    answers = []
+    for group in kept:
+        with whole(group) as given, calling(f"specialist.group_filter {keep}", TrainingError):
+            answer = found(given)
             if not isinstance(answer, bool | np.bool_):
                 raise ConfigError(
                     f"specialist.group_filter {keep} returned {told(answer, repr)}; return True to keep a"
                     " group, or False."
                 )
+            answers.append(answer)
     return [group for group, answer in zip(kept, answers, strict=True) if answer]
 
 

@@ -15,82 +15,64 @@ import numpy as np
 from opd.errors import ConfigError
 
 Masks = Sequence[np.ndarray]
+Aggregation = Literal["token", "sequence", "constant"]
 
 
 def token_weights(masks: Masks) -> list[np.ndarray]:
     """Every token weighs `1 / total tokens`; all 0 if there is no token."""
-    scale = 1.0 / max(_count(masks), 1)
-    return [_weigh(mask, scale) for mask in masks]
+    return policy_weights(masks, "token")
 
 
-def sequence_weights(masks: Masks) -> list[np.ndarray]:
-    """Every response that has a token weighs the same, spread evenly over its tokens."""
-    counts = [int(np.count_nonzero(mask)) for mask in masks]
-    sequences = sum(count > 0 for count in counts)
-    return [
-        _weigh(mask, 1.0 / (max(sequences, 1) * max(count, 1)))
-        for mask, count in zip(masks, counts, strict=True)
-    ]
+def policy_weights(masks: Masks, aggregation: Aggregation, max_new_tokens: int = 1) -> list[np.ndarray]:
+    """The weights that `PolicyLossConfig.aggregation` names; see `policy_scales`."""
+    scales = policy_scales([int(np.count_nonzero(mask)) for mask in masks], aggregation, max_new_tokens)
+    return [weigh(mask, scale) for mask, scale in zip(masks, scales, strict=True)]
 
 
-def constant_weights(masks: Masks, max_new_tokens: int) -> list[np.ndarray]:
-    """Every token weighs `1 / (max_new_tokens * responses)`, whatever the lengths are (Dr. GRPO, 2503.20783).
+def policy_scales(counts: Sequence[int], aggregation: Aggregation, max_new_tokens: int = 1) -> list[float]:
+    """What a token of each sample weighs, from how many tokens of each the loss counts.
 
-    These weights sum to the mean length over `max_new_tokens`, not to 1.
+    `token`: `1 / total tokens`. `sequence`: every response that has a token weighs the same, spread evenly
+    over its tokens. `constant`: `1 / (max_new_tokens * responses)`, whatever the lengths are (Dr. GRPO,
+    2503.20783); these weights sum to the mean length over `max_new_tokens`, not to 1.
     """
-    scale = 1.0 / (max_new_tokens * max(len(masks), 1))
-    return [_weigh(mask, scale) for mask in masks]
-
-
-def policy_weights(
-    masks: Masks, aggregation: Literal["token", "sequence", "constant"], max_new_tokens: int
-) -> list[np.ndarray]:
-    """The weights that `PolicyLossConfig.aggregation` names."""
     if aggregation == "constant":
-        return constant_weights(masks, max_new_tokens)
-    return token_weights(masks) if aggregation == "token" else sequence_weights(masks)
+        return [1.0 / (max_new_tokens * max(len(counts), 1))] * len(counts)
+    if aggregation == "token":
+        return [1.0 / max(sum(counts), 1)] * len(counts)
+    sequences = sum(count > 0 for count in counts)
+    return [1.0 / (max(sequences, 1) * max(count, 1)) for count in counts]
 
 
 def per_teacher_weights(
     masks: Masks, teachers: Sequence[str | None], teacher_shares: Mapping[str, float] | None = None
 ) -> list[np.ndarray]:
-    """The tokens of each teacher sum to its share of the loss, however short its answers are.
+    """The weights of `per_teacher_scales`."""
+    counts = [int(np.count_nonzero(mask)) for mask in masks]
+    scales = per_teacher_scales(counts, teachers, teacher_shares)
+    return [weigh(mask, scale) for mask, scale in zip(masks, scales, strict=True)]
+
+
+def per_teacher_scales(
+    counts: Sequence[int],
+    teachers: Sequence[str | None],
+    teacher_shares: Mapping[str, float] | None = None,
+) -> list[float]:
+    """What a token of each sample weighs, so that the tokens of each teacher sum to its share of the loss,
+    however short its answers are; `counts`: how many tokens of each sample the loss counts.
 
     `teacher_shares` defaults to equal shares. Shares are normalised over the teachers that have a token in
     the step, so the weights sum to 1. Samples without a teacher weigh 0. Raises `ConfigError` for a teacher
     that has tokens but no positive share.
     """
-    scales = per_teacher_scales(teacher_token_counts(masks, teachers), teacher_shares)
-    return [
-        _weigh(mask, scales.get(name, 0.0) if name is not None else 0.0)
-        for mask, name in zip(masks, teachers, strict=True)
-    ]
-
-
-def per_teacher_scales(
-    counts: Mapping[str, int], teacher_shares: Mapping[str, float] | None = None
-) -> dict[str, float]:
-    """What `per_teacher_weights` weighs a token of each teacher, from the teachers' tokens in the step."""
-    shares = {name: _share(name, teacher_shares) for name in counts}
+    tokens: dict[str, int] = {}
+    for count, name in zip(counts, teachers, strict=True):
+        if name is not None and count:
+            tokens[name] = tokens.get(name, 0) + count
+    shares = {name: _share(name, teacher_shares) for name in tokens}
     total = sum(shares.values())
-    return {name: shares[name] / (total * counts[name]) for name in counts}
-
-
-def teacher_token_counts(masks: Masks, teachers: Sequence[str | None]) -> dict[str, int]:
-    """Tokens of each teacher in the step, for teachers that have any, in order of first appearance."""
-    counts: dict[str, int] = {}
-    for mask, name in zip(masks, teachers, strict=True):
-        tokens = int(np.count_nonzero(mask))
-        if name is not None and tokens:
-            counts[name] = counts.get(name, 0) + tokens
-    return counts
-
-
-def token_shares(masks: Masks, teachers: Sequence[str | None]) -> dict[str, float]:
-    """Each teacher's share of the step's taught tokens; sums to 1, empty if there are none."""
-    counts = teacher_token_counts(masks, teachers)
-    total = sum(counts.values())
-    return {name: count / total for name, count in counts.items()}
+    scales = {name: shares[name] / (total * tokens[name]) for name in tokens}
+    return [scales.get(name, 0.0) if name is not None else 0.0 for name in teachers]
 
 
 def _share(name: str, teacher_shares: Mapping[str, float] | None) -> float:
@@ -100,9 +82,6 @@ def _share(name: str, teacher_shares: Mapping[str, float] | None) -> float:
     return float(share)
 
 
-def _count(masks: Masks) -> int:
-    return sum(int(np.count_nonzero(mask)) for mask in masks)
-
-
-def _weigh(mask: np.ndarray, scale: float) -> np.ndarray:
+def weigh(mask: np.ndarray, scale: float) -> np.ndarray:
+    """[R] float32: `scale` where `mask` `[R]` is True."""
     return np.where(mask, scale, 0.0).astype(np.float32)

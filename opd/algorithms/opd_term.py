@@ -42,22 +42,37 @@ def opd_advantages(
     length. Samples whose teacher is `None` keep their base advantages. Raises `TeacherError` for
     log-probabilities that are missing or not finite.
     """
-    columns = zip(base, student_logprobs, teacher_logprobs, masks, teachers, strict=True)
+    columns = zip(student_logprobs, teacher_logprobs, masks, teachers, strict=True)
     returns: list[np.ndarray | None] = []
-    for index, (_, student, teacher, mask, name) in enumerate(columns):
-        if name is None:
-            returns.append(None)
-            continue
-        ratio = _log_ratio(student, teacher, mask, f"sample {index} of the step, teacher {name!r}")
-        returns.append(discounted_returns(ratio, discount))
+    for index, (student, teacher, mask, name) in enumerate(columns):
+        where = f"sample {index} of the step, teacher {name!r}"
+        returns.append(None if name is None else opd_returns(student, teacher, mask, discount, where))
     means = _teacher_means(returns, teachers) if baseline == "batch_mean" else {}
-    result = []
-    for advantage, term, mask, name in zip(base, returns, masks, teachers, strict=True):
-        adjusted = np.where(mask, advantage, 0.0)
-        if term is not None:
-            adjusted[mask] -= coef * (term - means.get(name, 0.0))
-        result.append(adjusted.astype(advantage.dtype))
-    return result
+    return [
+        with_opd_term(advantage, term, mask, coef, means.get(name, 0.0))
+        for advantage, term, mask, name in zip(base, returns, masks, teachers, strict=True)
+    ]
+
+
+def opd_returns(
+    student: np.ndarray, teacher: np.ndarray, mask: np.ndarray, discount: float, where: str
+) -> np.ndarray:
+    """[M] float64: the term of one sample at the tokens that `mask` `[R]` counts, without coefficient and
+    baseline. `where` names the sample, for errors; see `opd_advantages`.
+    """
+    return discounted_returns(_log_ratio(student, teacher, mask, where), discount)
+
+
+def with_opd_term(
+    base: np.ndarray, returns: np.ndarray | None, mask: np.ndarray, coef: float, mean: float = 0.0
+) -> np.ndarray:
+    """[R] advantages of one sample (dtype of `base`): less `coef` times its `returns`, of which `mean` is the
+    baseline; 0 where `mask` is False.
+    """
+    adjusted = np.where(mask, base, 0.0)
+    if returns is not None:
+        adjusted[mask] -= coef * (returns - mean)
+    return adjusted.astype(base.dtype)
 
 
 def discounted_returns(values: np.ndarray, discount: float) -> np.ndarray:

@@ -23,12 +23,13 @@ class StorageConfig(Config):
     """Disk for teachers' hidden states, so that they need not wait in memory for their turn in the update
     (MiB); 0 keeps them in memory."""
     trajectories: Literal["memory", "disk"] = "memory"
-    """Where the merge keeps its samples between rollout and update. `disk`: in a trajectory store, which each
-    response goes to when it ends; the step is planned from lengths alone, and a micro-batch's tokens and
-    hidden states are read when it is their turn and let go after it. For long responses; with
-    `train.backend: torch`. Several ranks need a run folder that all of them see."""
+    """Where the merge and GRPO keep samples between rollout and update. `disk`: in a trajectory store, which
+    each response goes to when it ends; the step is planned from lengths alone, and a micro-batch's tokens and
+    hidden states are read when it is their turn and let go after it, to the same weights. For long responses.
+    Several ranks need a run folder that all of them see. A stage with `to_batch` keeps them in memory."""
     trajectory_mb: int = Field(default=1024, gt=0)
-    """Memory for the heavy data of a micro-batch and of the next, with `trajectories: disk` (MiB)."""
+    """Memory for the heavy data of a micro-batch and of the next, with `trajectories: disk` (MiB):
+    micro-batches are made smaller where theirs would take more."""
 
 
 class TokenLogConfig(Config):

@@ -14,14 +14,19 @@ from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import TrainingError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
-from opd.models.causal_lm import weights_digest
+from opd.models.causal_lm import CausalLM, weights_digest
+from opd.models.hf_folder import layer_windows
 from opd.ranks import Ranks
 from opd.train.head_ops import linear_logprobs
-from opd.train.packing import micro_batches, of_packed, split_by_tokens
+from opd.train.packing import of_packed, pack, pieces
+from opd.train.plan_cost import CostModel
 from opd.train.shares import PerSample, Shares
 from opd.train.student_rows import MetricSums, StudentRows, shares
 from opd.train.terms import LossTerm
 from opd.types import MicroBatch, RolloutBatch, Sample
+
+Read = Callable[[Sequence[Sequence[int]]], Iterable[RolloutBatch]]
+"""Hands out the samples at some places, with their terms, one list of places after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,12 @@ class Training:
     """The streams of the loss."""
 
 
+def cost_of(model: CausalLM) -> CostModel:
+    """What a sample costs to train `model` on."""
+    config = model.config
+    return CostModel.of_model(model.parameter_count, config.hidden_size, layer_windows(config))
+
+
 class Backend(ABC):
     """A `TrainBackend` whose model is reached through `hidden` and `head`.
 
@@ -47,20 +58,28 @@ class Backend(ABC):
     Args:
         training: How it is trained.
         data: The ranks that share the samples; those of one tensor-parallel group are one of them.
+        model: The student, by whose cost samples are dealt out.
     """
 
     lockstep = False
 
-    def __init__(self, training: Training, data: Ranks | None = None) -> None:
+    def __init__(self, training: Training, data: Ranks | None = None, model: CausalLM | None = None) -> None:
         self.terms = list(training.terms)
         self.temperature = training.temperature
         self.data = Ranks() if data is None else data
-        self.shares = Shares(self.data)
+        self.shares = Shares(self.data, None if model is None else cost_of(model))
+        self.max_tokens = training.batch.max_tokens
+        """Packed tokens of a micro-batch, at most, but for one sample that has more."""
         self._batch = training.batch
 
     @property
     @abstractmethod
     def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """Of the student's last hidden states."""
 
     @abstractmethod
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -117,15 +136,16 @@ class Backend(ABC):
 
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """`[R]` float32 log-probability of each response under the weights as they are now."""
-        return self.each(samples, self._logprobs, "the recomputed log-probabilities")
+        return self.each(samples, self.own_logprobs, "the recomputed log-probabilities")
 
     @torch.no_grad()
-    def _logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+    def own_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """`logprobs` of samples that are this rank's; all ranks call it together, each with its own."""
         with self.data.collective("the recomputed log-probabilities"):
-            missing = self._missing_passes(samples, by_teacher=False)
+            missing = self._missing_passes(samples)
             results = of_packed(
                 samples,
-                self._batch.max_tokens,
+                self.max_tokens,
                 self.device,
                 lambda *packed: self.run(lambda: self._packed_logprobs(*packed)),
             )
@@ -146,7 +166,16 @@ class Backend(ABC):
         )
 
     def forward_backward(self, batch: RolloutBatch) -> dict[str, float]:
-        """Accumulate the gradient of `batch`; its weights hold the normalisers of the whole step.
+        """`accumulate` of a batch that is in memory."""
+        return self.accumulate(batch.samples, lambda parts: (batch.take(part) for part in parts))
+
+    def accumulate(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
+        """Accumulate the gradient of a step; its weights hold the normalisers of the whole step.
+
+        `samples` are all of the step, the same on every rank, in the order in which they are trained; nothing
+        but their lengths and teachers is looked at. `read(parts)` hands out this rank's micro-batches, each
+        of which lists places in `samples`, one when the one before is done with; an empty one is nothing to
+        read.
 
         Returns token-weighted means of every term's metrics, and for batches with teachers each teacher's
         share of the tokens and of the gradient (sum over tokens of the L2 norm at the last hidden state).
@@ -154,59 +183,50 @@ class Backend(ABC):
         Raises `TrainingError` if the loss is not finite or no sample has a response token; the weights are
         untouched then.
         """
-        if not any(len(sample.response_ids) for sample in batch.samples):
+        if not any(len(sample.response_ids) for sample in samples):
             raise TrainingError(
-                f"all {len(batch.samples)} responses of this step are empty: there is nothing to learn from;"
+                f"all {len(samples)} responses of this step are empty: there is nothing to learn from;"
                 " check the stop ids, the prompts and rollout.max_new_tokens."
             )
-        return self.forward_backward_parts([batch])
-
-    def forward_backward_parts(self, parts: Iterable[RolloutBatch]) -> dict[str, float]:
-        """`forward_backward` of a step in parts: the next is asked for when one is done with.
-
-        All ranks are given the same parts.
-        """
         sums = MetricSums()
+        parts = self.shares.in_step(samples, self.max_tokens)
         try:
             with self.data.collective("the forward and backward passes"):
-                for part in parts:
-                    self._passes(part, sums)
+                for number, batch in enumerate(read(parts), start=1):
+                    self._pass(batch, sums, last=number == len(parts))
                 self.reduce()
         except FloatingPointError as error:
             self.zero_grad()
             raise TrainingError(f"{error}; lower the learning rate or resume from a checkpoint.") from error
-        if not self.data.alone:
-            sums = MetricSums.merged(self.data.gather_json(sums.parts(), "the metrics of a step"))
+        sums = self._everyones(sums)
         metrics = sums.means()
         for kind in ("token_share", "grad_share"):
             for teacher, share in shares(sums.sums(f"{kind}/")).items():
                 metrics[f"{kind}/{teacher}"] = share
         return metrics
 
-    def _passes(self, batch: RolloutBatch, sums: MetricSums) -> None:
-        mine = self.shares.batch(batch)
-        micros: Iterator[MicroBatch] = micro_batches(mine, self._batch.max_tokens, self.device)
-        waiting = next(micros, None)
-        missing = self._missing_passes([s for s in mine.samples if len(s.response_ids)], by_teacher=True)
-        while waiting is not None:
-            micro, waiting = waiting, next(micros, None)
-            self._pass(micro, sums, last=waiting is None and not missing)
-        for left in reversed(range(missing)):
-            self.backward(self.run(self._nothing), last=not left)
+    def _everyones(self, sums: MetricSums) -> MetricSums:
+        """`sums` of this rank with those of all that train with it."""
+        if self.data.alone:
+            return sums
+        return MetricSums.merged(self.data.gather_json(sums.parts(), "the metrics of a step"))
 
-    def _pass(self, micro: MicroBatch, sums: MetricSums, last: bool) -> None:
+    def _pass(self, batch: RolloutBatch, sums: MetricSums, last: bool) -> None:
+        if not batch.samples:
+            if self.lockstep:
+                self.backward(self.run(self._nothing), last)
+            return
+        micro = pack(list(batch), self.device)
         # The loss ends with this call: what its graph still holds, a teacher's head, is gone before the next.
         loss = self.run(lambda: self._loss(micro, sums))
         self._check(loss, micro)
         self.backward(loss, last)
 
-    def _missing_passes(self, samples: Sequence[Sample], by_teacher: bool) -> int:
+    def _missing_passes(self, samples: Sequence[Sample]) -> int:
         """Passes this rank has to make beyond those of its own `samples`, so that all make as many."""
         if not self.lockstep:
             return 0
-        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-        teachers = [s.teacher if by_teacher else None for s in samples]
-        own = len(split_by_tokens(lengths, teachers, self._batch.max_tokens))
+        own = len(pieces(samples, range(len(samples)), self.max_tokens, by_teacher=False))
         return self.data.most(own, "the number of passes") - own
 
     def _nothing(self) -> Tensor:

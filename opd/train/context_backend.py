@@ -15,7 +15,7 @@ from opd.train.fsdp_backend import FSDPBackend
 from opd.train.head_ops import linear_logprobs
 from opd.train.shares import Shares
 from opd.train.student_rows import MetricSums
-from opd.types import MicroBatch, RolloutBatch
+from opd.types import MicroBatch
 
 
 class ContextBackend(FSDPBackend):
@@ -48,11 +48,8 @@ class ContextBackend(FSDPBackend):
         own = self._own(micro.input_ids, micro.position_ids, micro.cu_seqlens)
         return super()._loss(own_rows(micro, own), sums)
 
-    def _passes(self, batch: RolloutBatch, sums: MetricSums) -> None:
-        mine = MetricSums()
-        super()._passes(batch, mine)
-        said = self.context.gather_json(mine.parts(), "the metrics of a step")
-        sums.include(MetricSums.merged(said))
+    def _everyones(self, sums: MetricSums) -> MetricSums:
+        return MetricSums.merged(self.context.gather_json(sums.parts(), "the metrics of a step"))
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Last hidden states [t, D] of this rank's tokens."""

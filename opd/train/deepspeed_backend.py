@@ -68,7 +68,7 @@ class DeepSpeedBackend(Backend):
         train: TrainConfig,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(training, data)
+        super().__init__(training, data, model)
         self.model = model
         self._memory = layer_memory(training.batch)
         self._device = model.device
@@ -106,6 +106,10 @@ class DeepSpeedBackend(Backend):
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.config.hidden_size
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         return self.model.hidden(input_ids, position_ids, cu_seqlens, self._memory)

@@ -61,7 +61,7 @@ class MegatronBackend(Backend):
         self._form = _form(model, tensor_parallel)
         self._ranks, self._stack = ranks, ExitStack()
         self._group = self._stack.enter_context(model_parallel(tensor_parallel))
-        super().__init__(training, _data_ranks(ranks, tensor_parallel))
+        super().__init__(training, _data_ranks(ranks, tensor_parallel), model)
         self._vocabulary = model.vocabulary
         self._device = model.device
         self._order = [name for name, _ in model.weights()]
@@ -117,6 +117,10 @@ class MegatronBackend(Backend):
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def hidden_size(self) -> int:
+        return self._form.hidden_size
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         return self._module.run(input_ids, position_ids, cu_seqlens)

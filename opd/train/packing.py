@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from opd.types import MicroBatch, RolloutBatch, Sample, TokenTerms
+from opd.types import MicroBatch, Sample, TokenTerms
 
 
-def micro_batches(batch: RolloutBatch, max_tokens: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Pack `batch` in its own order; a micro-batch ends at `max_tokens` or where the teacher changes.
-
-    Samples without response tokens are left out: they have no rows and no loss.
-    """
-    pairs = [(sample, terms) for sample, terms in batch if len(sample.response_ids)]
-    lengths = [len(s.prompt_ids) + len(s.response_ids) for s, _ in pairs]
-    keys = [s.teacher for s, _ in pairs]
-    for start, stop in split_by_tokens(lengths, keys, max_tokens):
-        yield pack(pairs[start:stop], device)
+def pieces(
+    samples: Sequence[Sample], places: Sequence[int], max_tokens: int, *, by_teacher: bool = True
+) -> list[list[int]]:
+    """`places` in `samples`, in their order; a piece ends at `max_tokens`, or where the teacher changes."""
+    chosen = [samples[place] for place in places]
+    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in chosen]
+    teachers = [s.teacher if by_teacher else None for s in chosen]
+    return [list(places[start:stop]) for start, stop in split_by_tokens(lengths, teachers, max_tokens)]
 
 
 def split_by_tokens(

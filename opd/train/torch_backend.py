@@ -30,7 +30,7 @@ class TorchBackend(Backend):
     """
 
     def __init__(self, model: CausalLM, training: Training, data: Ranks | None = None) -> None:
-        super().__init__(training, data)
+        super().__init__(training, data, model)
         self.model = model
         self._memory = layer_memory(training.batch)
         self._max_grad_norm = training.optim.max_grad_norm
@@ -40,6 +40,10 @@ class TorchBackend(Backend):
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.config.hidden_size
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         return self.model.hidden(input_ids, position_ids, cu_seqlens, self._memory)

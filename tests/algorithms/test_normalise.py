@@ -8,12 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.algorithms.normalise import (
-    constant_weights,
     per_teacher_weights,
     policy_weights,
-    sequence_weights,
-    teacher_token_counts,
-    token_shares,
     token_weights,
 )
 from opd.errors import ConfigError
@@ -46,7 +42,7 @@ def test_token_weights_are_equal_and_sum_to_one(masks):
 
 @given(masks)
 def test_sequence_weights_give_every_response_the_same(masks):
-    weights = sequence_weights(masks)
+    weights = policy_weights(masks, "sequence")
     check_shape(weights, masks)
     sums = [float(w.sum(dtype=np.float64)) for w, m in zip(weights, masks, strict=True) if m.any()]
     np.testing.assert_allclose(sums, 1 / max(len(sums), 1), rtol=1e-5)
@@ -54,7 +50,7 @@ def test_sequence_weights_give_every_response_the_same(masks):
 
 @given(masks, st.integers(9, 64))
 def test_constant_weights_do_not_depend_on_the_lengths(masks, limit):
-    weights = constant_weights(masks, limit)
+    weights = policy_weights(masks, "constant", limit)
     check_shape(weights, masks)
     mean_length = np.mean([mask.sum() for mask in masks])
     assert total(weights) == pytest.approx(mean_length / limit, rel=1e-4)
@@ -70,7 +66,7 @@ def test_each_teachers_tokens_sum_to_its_share(masks, data):
     )
     weights = per_teacher_weights(masks, names, shares)
     check_shape(weights, masks)
-    present = teacher_token_counts(masks, names)
+    present = {name for name, mask in zip(names, masks, strict=True) if name is not None and mask.any()}
     scale = sum((shares or dict.fromkeys(present, 1.0))[name] for name in present)
     for name in present:
         own = [w for w, n in zip(weights, names, strict=True) if n == name]
@@ -83,7 +79,6 @@ def test_each_teachers_tokens_sum_to_its_share(masks, data):
 def test_a_token_mean_gives_short_answers_almost_nothing_and_per_teacher_weights_mend_it():
     masks = [np.ones(200, dtype=bool)] * 4 + [np.ones(2, dtype=bool)]
     names = ["maths"] * 4 + ["instructions"]
-    assert token_shares(masks, names)["instructions"] < 0.01
     assert token_weights(masks)[4].sum() < 0.01
     assert per_teacher_weights(masks, names)[4].sum() == pytest.approx(0.5)
 
@@ -111,11 +106,5 @@ def test_a_teacher_without_a_share_is_named():
 
 
 def test_no_samples():
-    assert (
-        token_weights([])
-        == sequence_weights([])
-        == constant_weights([], 4)
-        == per_teacher_weights([], [])
-        == []
-    )
-    assert token_shares([], []) == {}
+    found = [policy_weights([], aggregation, 4) for aggregation in ("token", "sequence", "constant")]
+    assert [*found, token_weights([]), per_teacher_weights([], [])] == [[]] * 5

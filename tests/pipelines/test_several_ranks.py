@@ -26,6 +26,7 @@ LAUNCHES = {
     "fsdp": {"backend": "torch"},
     "context": {"backend": "torch", "context_parallel": 2},
     "megatron": {"backend": "megatron", "tensor_parallel": 2},
+    "deepspeed": {"backend": "deepspeed", "zero_stage": 3},
 }
 DISK = {"trajectories": "disk"}
 LOSSES = {
@@ -82,14 +83,17 @@ def alone(trained, tmp_path_factory):
         ("megatron", "kl", {}),
         ("fsdp", "reward", DISK),
         pytest.param("fsdp", "kl", DISK, marks=more),
+        pytest.param("megatron", "reward", DISK, marks=more),
+        pytest.param("deepspeed", "k1", DISK, marks=more),
         pytest.param("fsdp", "k1", DISK, marks=more),
         pytest.param("context", "k1", DISK, marks=more),
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("trajectories", "memory"),
 )
 def test_two_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, loss, storage):
-    if launch == "megatron":
-        pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)
+    if launch in ("megatron", "deepspeed"):
+        module = {"megatron": "megatron.core"}.get(launch, launch)
+        pytest.importorskip(module, reason=f"needs the extra {launch}", exc_type=ImportError)
     train = {"ranks": 2, **LAUNCHES[launch]}
     recipe = write_recipe(tmp_path / "recipe.yaml", **merge(trained, loss), train=train, storage=storage)
     out = tmp_path / "run"

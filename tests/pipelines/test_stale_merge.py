@@ -8,11 +8,13 @@ from pydantic import ValidationError
 from recipes import tiny_recipe
 
 from opd.algorithms.corrections import correct
+from opd.algorithms.normalise import weigh
 from opd.algorithms.opd_term import opd_advantages
 from opd.config import DistillConfig, SampledTokenK1
 from opd.kernels.head import Head
 from opd.pipelines.doctor.checks import check_schedule
 from opd.pipelines.merge_loss import loss_terms, policy_loss, token_terms
+from opd.pipelines.policy_stream import PolicyTokens
 from opd.train.distill_terms import TeacherView
 from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, Sample
@@ -87,15 +89,12 @@ def found(config: DistillConfig) -> torch.Tensor:
             discount=0.0,
             teachers=["t"] * VOCABULARY,
         )
-    chance = np.exp(writer)
-    terms = token_terms(
-        config,
-        samples,
-        old,
-        advantages,
-        correction,
-        lambda given: [(m * c).astype(np.float32) for m, c in zip(given, chance, strict=True)],
-    )
+    terms = []
+    for place, chance in enumerate(np.exp(writer)):
+        mask, weight = correction.masks[place], correction.weights[place]
+        policy = PolicyTokens(old[place], advantages[place], mask, weight)
+        given = (weigh(masks[place], chance), weigh(mask, chance))
+        terms.append(token_terms(config, samples[place], policy, *given))
     backend.forward_backward(RolloutBatch(samples, terms))
     return flat(model)
 
@@ -157,9 +156,9 @@ def test_a_rejected_token_leaves_k2_and_its_normaliser():
     samples[0].rollout_logprobs = np.array([-1.0, -9.0, -1.5], np.float32)
     masks = [samples[0].loss_mask]
     correction = correct(config.policy_loss.correction, [samples[0].rollout_logprobs], old, masks)
-    [term] = token_terms(
-        config, samples, old, old, correction, lambda m: [(m[0] / m[0].sum()).astype(np.float32)]
-    )
+    policy = PolicyTokens(old[0], old[0], correction.masks[0], correction.weights[0])
+    given = [(mask / mask.sum()).astype(np.float32) for mask in (masks[0], policy.mask)]
+    term = token_terms(config, samples[0], policy, *given)
     np.testing.assert_allclose(term.kl_weight, [0.5, 0, 0.5])
     np.testing.assert_allclose(term.importance, [1, 0, np.exp(0.5)], rtol=1e-6)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +19,15 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import load_tokenizer
 from opd.monitor.metrics import read_metrics
+from opd.pipelines import samples_on_disk
 from opd.pipelines.context import StageContext
-from opd.pipelines.distill import DistillRun
+from opd.pipelines.distill import Distill
 from opd.pipelines.helpers import Writers
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
-from opd.pipelines.stored import samples as stored_samples
+from opd.pipelines.samples_on_disk import DiskHome
+from opd.pipelines.source import Rollouts
+from opd.pipelines.student import Student
 from opd.rollout import transcript
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.storage.wal import TokenWAL
@@ -98,17 +101,29 @@ def recipe_of(base: Path, **changes) -> Recipe:
     return tiny_recipe(**more, model={"path": str(base)}, teachers=teachers, **changes)
 
 
+@dataclass
+class Merging:
+    """Who writes, and where it goes."""
+
+    student: Student
+    source: Rollouts
+
+    @property
+    def home(self) -> DiskHome:
+        assert isinstance(self.source.home, DiskHome)
+        return self.source.home
+
+
 @contextmanager
-def merging(folder: RunFolder, recipe: Recipe, engine: PlainEngine) -> Iterator[DistillRun]:
+def merging(folder: RunFolder, recipe: Recipe, engine: PlainEngine) -> Iterator[Merging]:
     """A merge whose responses `engine` writes."""
     quiet = lambda *words: None  # noqa: E731
     with ExitStack() as stack:
         context = StageContext.open(recipe, folder, "merge", quiet, quiet)
         stack.callback(context.metrics.close)
-        run = DistillRun.open(context, Path(recipe.model.path or ""), stack)
+        run = Distill(context, Path(recipe.model.path or ""), stack)
         run.student.writers = Writers([engine])  # type: ignore[list-item]
-        run.student.open_rollouts(context, stack)
-        yield run
+        yield Merging(run.student, run.open_source(stack))
 
 
 def prompts(count: int) -> list[EncodedPrompt]:
@@ -116,9 +131,8 @@ def prompts(count: int) -> list[EncodedPrompt]:
     return [EncodedPrompt(f"merge/sort/{i}", "sort", ids, "1", {"prompt": "1"}) for i in range(count)]
 
 
-def write(run: DistillRun, count: int) -> list[SampleGroup]:
-    assert run.stored is not None
-    return run.stored.write(run.student.writer, prompts(count), 0)
+def write(run: Merging, count: int) -> list[SampleGroup]:
+    return run.home.write(run.student.writer, prompts(count), 1, 0)
 
 
 def peak(task) -> int:
@@ -135,7 +149,7 @@ def peak(task) -> int:
 
 def test_the_memory_of_a_rollout_does_not_hold_its_batch(base, tmp_path, monkeypatch):
     monkeypatch.setattr(transcript, "FOLD_AT", 1 << 10)
-    monkeypatch.setattr(stored_samples, "_TOGETHER", 1 << 11)
+    monkeypatch.setattr(samples_on_disk, "_TOGETHER", 1 << 11)
     length, counts, peaks, in_memory = 800, (16, 16, 64), [], []  # the first one warms up
     for count in counts:
         out = tmp_path / f"run-{len(peaks)}"
@@ -156,7 +170,7 @@ def test_the_memory_of_a_rollout_does_not_hold_its_batch(base, tmp_path, monkeyp
 
 
 def test_an_interrupted_batch_goes_on_where_it_stopped(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(stored_samples, "_TOGETHER", 1)
+    monkeypatch.setattr(samples_on_disk, "_TOGETHER", 1)
     recipe = recipe_of(base, rollout=GENERATE)
     length, count = 40, 20
     with RunFolder.create(tmp_path / "run", recipe) as folder:
@@ -183,9 +197,8 @@ def test_an_interrupted_batch_goes_on_where_it_stopped(base, tmp_path, monkeypat
                 write(run, count)
 
 
-def check_tokens(run: DistillRun, groups: list[SampleGroup], length: int) -> None:
-    assert run.stored is not None
-    with run.stored._files.view() as union, union.lease(np.arange(len(union.table))) as batch:
+def check_tokens(run: Merging, groups: list[SampleGroup], length: int) -> None:
+    with run.home._files.view() as union, union.lease(np.arange(len(union.table))) as batch:
         found = {sample.uid: sample for sample in map(batch.sample, batch.rows)}
     assert set(found) == {sample.uid for group in groups for sample in group.samples}
     for uid, sample in found.items():
@@ -242,11 +255,11 @@ def test_other_rollouts_go_to_disk_too(base, tmp_path, rollout):
 
 
 def _stop_at(patch: pytest.MonkeyPatch, number: int) -> None:
-    learn = stored_samples.StoredSamples.learn
+    score = Distill.score
 
-    def learn_or_stop(self, groups, step):
+    def score_or_stop(self, samples, step):
         if step.index == number:
             raise ValueError("stop here")
-        return learn(self, groups, step)
+        return score(self, samples, step)
 
-    patch.setattr(stored_samples.StoredSamples, "learn", learn_or_stop)
+    patch.setattr(Distill, "score", score_or_stop)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Self
 from zlib import crc32
 
 import torch.distributed as dist
@@ -26,7 +25,8 @@ from opd.pipelines import distill, teachers
 from opd.pipelines.context import StageContext
 from opd.pipelines.run import run_stage
 from opd.pipelines.run_folder import RunFolder
-from opd.types import RolloutBatch, Sample
+from opd.train.backend import Read
+from opd.types import Sample
 
 
 def is_mine(sample: Sample) -> bool:
@@ -34,31 +34,32 @@ def is_mine(sample: Sample) -> bool:
     return crc32(sample.uid.encode()) % dist.get_world_size() == dist.get_rank()
 
 
-class ParallelRun(distill.DistillRun):
+class ParallelMerge(distill.Distill):
     """Every rank writes all responses, which keeps them the same, and scores and trains its own."""
 
-    @classmethod
-    def open(cls, context: StageContext, start: Path, stack: ExitStack) -> Self:
-        """As the run of one process, with its schedule and trainer kept to this rank's samples."""
-        run = super().open(context, start, stack)
-        backend, score, train = run.student.backend, run.schedule.score, run.student.backend.forward_backward
+    def __init__(self, context: StageContext, start: Path, stack: ExitStack) -> None:
+        """As the merge of one process, with its schedule and trainer kept to this rank's samples."""
+        super().__init__(context, start, stack)
+        backend, score, train = self.student.backend, self.schedule.score, self.student.backend.accumulate
 
         def score_mine(samples: Sequence[Sample]) -> None:
             score([sample for sample in samples if is_mine(sample)])
 
-        def train_mine(batch: RolloutBatch) -> dict[str, float]:
+        def train_mine(samples: Sequence[Sample], read: Read) -> dict[str, float]:
             # The weights of the terms are normalised over the samples of all ranks already.
-            kept = [(sample, terms) for sample, terms in batch if is_mine(sample)]
-            metrics = train(RolloutBatch([sample for sample, _ in kept], [terms for _, terms in kept]))
+            mine = [place for place, sample in enumerate(samples) if is_mine(sample)]
+            metrics = train(
+                [samples[place] for place in mine],
+                lambda parts: read([[mine[place] for place in part] for part in parts]),
+            )
             for parameter in backend.model.module.parameters():
                 dist.all_reduce(parameter.grad)
             return metrics
 
-        run.schedule.score, backend.forward_backward = score_mine, train_mine
-        return run
+        self.schedule.score, backend.accumulate = score_mine, train_mine
 
 
-MODES = {"replicated": distill.DistillRun, "parallel": ParallelRun}
+MODES = {"replicated": distill.Distill, "parallel": ParallelMerge}
 
 
 def main() -> None:
@@ -67,8 +68,8 @@ def main() -> None:
         recipe = Recipe.model_validate(yaml.safe_load((folder / "recipe.yaml").read_text()))
         # What a launcher of several ranks would pass to the stage.
         distill.open_schedule = partial(teachers.open_schedule, group=dist.group.WORLD)
-        for mode, run in MODES.items():
-            distill.DistillRun = run
+        for mode, merge in MODES.items():
+            distill.Distill = merge
             with RunFolder.create(folder / f"{mode}-{rank}", recipe) as own:
                 run_stage(recipe, own, "merge")
             dist.barrier()

@@ -8,7 +8,8 @@ from recipes import tiny_recipe
 from served_models import PADDED, QWEN3, write_model
 
 from opd.pipelines.context import StageContext
-from opd.pipelines.distill import DistillRun
+from opd.pipelines.distill import Distill
+from opd.pipelines.loop import PhaseTimer, Step
 from opd.pipelines.run_folder import RunFolder
 
 TOLERANCE = 1e-4
@@ -21,19 +22,21 @@ def first_gradients(recipe, start, out) -> tuple[dict[str, torch.Tensor], dict[s
         quiet = lambda *words: None  # noqa: E731
         context = StageContext.open(recipe, folder, "merge", quiet, quiet)
         stack.callback(context.metrics.close)
-        run = DistillRun.open(context, start, stack)
-        batches = run.open_batches(stack)
-        batches.start(0)
-        groups = batches.take(0)
-        run.score(groups)
-        metrics = run.accumulate(groups)
-        parameters = run.student.backend.model.module.named_parameters()
+        merge = Distill(context, start, stack)
+        source, step = merge.open_source(stack), Step(0, 0.0, PhaseTimer(), {})
+        source.start(0)
+        samples = stack.enter_context(source.take(0))
+        merge.score(samples, step)
+        [update] = merge.plan(samples, step).updates
+        metrics = merge.student.backend.accumulate(update.samples, update.read)
+        update.done()
+        parameters = merge.student.backend.model.module.named_parameters()
         gradients = {name: parameter.grad.clone() for name, parameter in parameters}
-        counters = run.schedule.take_counters()
+        counters = merge.schedule.take_counters()
     waits = {name: value for name, value in counters.items() if name.endswith("/wait_seconds")}
     assert set(waits) == {"teacher/one/wait_seconds", "teacher/two/wait_seconds"}
     assert min(waits.values()) > 0
-    return gradients, metrics, sum(len(s.response_ids) for g in groups for s in g.samples)
+    return gradients, metrics, sum(len(s.response_ids) for s in samples.samples)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

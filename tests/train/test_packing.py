@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.train.distill_terms import add_by_position
-from opd.train.packing import micro_batches, pack_tokens, split_by_tokens
+from opd.train.packing import pack, pack_tokens, pieces, split_by_tokens
 from opd.train.student_rows import MetricSums
 from opd.types import RolloutBatch, TokenTerms
 
@@ -20,6 +20,11 @@ def batch_of(samples):
         term.advantages = np.arange(len(sample.response_ids), dtype=np.float32)
         terms.append(term)
     return RolloutBatch(samples, terms)
+
+
+def micro_batches(samples, budget):
+    batch, answered = batch_of(samples), [i for i, s in enumerate(samples) if len(s.response_ids)]
+    return [pack(list(batch.take(part)), torch.device("cpu")) for part in pieces(samples, answered, budget)]
 
 
 def test_worked_example_of_the_docstring():
@@ -46,7 +51,7 @@ def test_rows_predict_exactly_the_response_tokens(lengths):
 @given(LENGTHS, st.integers(1, 40))
 def test_every_token_is_packed_once_whatever_the_budget(lengths, budget):
     samples = tiny.samples(lengths)
-    micros = list(micro_batches(batch_of(samples), budget, torch.device("cpu")))
+    micros = micro_batches(samples, budget)
     packed = [s.uid for micro in micros for s in micro.samples]
     assert packed == [s.uid for s in samples if len(s.response_ids)]
     for micro in micros:
@@ -72,7 +77,7 @@ def test_the_kl_by_position_is_the_kl_cut_in_octaves(lengths, random, shared):
     samples = [s for s in tiny.samples(lengths) if len(s.response_ids)]
     if not samples:
         return
-    micro = next(iter(micro_batches(batch_of(samples), 10**6, torch.device("cpu"))))
+    micro = micro_batches(samples, 10**6)[0]
     places = [place for s in samples for place in range(1, len(s.response_ids) + 1)]
     kept = [n for n in range(len(places)) if not shared or random.random() < 0.6]
     micro.kept = torch.tensor(kept, dtype=torch.int64) if shared else None

@@ -1,4 +1,4 @@
-"""The responses of a merge on disk: each rank writes its own into a trajectory store, and reads every rank's.
+"""The samples of a stage on disk: each rank writes its own into a trajectory store, and reads every rank's.
 
 A response is here from its end until a checkpoint holds what was learnt from it. So a run that was killed
 finds it here, and neither the token log nor any process has to keep it.
@@ -7,18 +7,20 @@ finds it here, and neither the token log nor any process has to keep it.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from opd.errors import RolloutError
+from opd.errors import RolloutError, StorageError
 from opd.ranks import Ranks, path_of_rank
 from opd.storage.trajectories import TrajectoryUnion, TrajectoryWriter, put_samples, record_of
-from opd.types import Sample, SamplingParams
+from opd.types import Sample, SampleGroup, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,119 @@ def digest_of(prompt_ids: np.ndarray, sampling: SamplingParams, seed: int, owner
     return hashlib.blake2b(data.tobytes() + settings, digest_size=16).hexdigest()
 
 
+def standing_for(value: Any, count: int) -> np.ndarray:
+    """[count]: an array of one value that takes no memory, in the place of one that is on disk."""
+    return np.broadcast_to(np.asarray(value), (count,))
+
+
+GroupUids = list[tuple[str, list[str]]]
+"""The groups of a rank: their uid, and their samples'."""
+
+
+def written_by_all(mine: Sequence[SampleGroup], ranks: Ranks) -> list[GroupUids]:
+    """What every rank has written, from the groups of each; all ranks call this."""
+    own = [[group.uid, [sample.uid for sample in group.samples]] for group in mine]
+    return ranks.gather_json(own, "the responses of a batch")
+
+
+def groups_of(
+    union: TrajectoryUnion, written: Sequence[GroupUids], ranks: Ranks
+) -> tuple[list[SampleGroup], dict[str, int]]:
+    """All groups of which the ranks have `written` these, in the order of their prompts, and the row of each
+    sample in `union.table`.
+    """
+    found = [rows_by_uid(union, rank) for rank in range(ranks.size)]
+    placed = [
+        [(uid, [found[rank][sample] for sample in samples]) for uid, samples in part]
+        for rank, part in enumerate(written)
+    ]
+    groups, rows = [], {}
+    for uid, places in ranks.dealt(placed):
+        samples = [light_sample(union, row) for row in places]
+        groups.append(SampleGroup(uid, samples[0].domain, samples))
+        rows |= {sample.uid: row for sample, row in zip(samples, places, strict=True)}
+    return groups, rows
+
+
+def light_sample(union: TrajectoryUnion, row: int) -> Sample:
+    """What the metadata says of a sample. Its mask is read if the student has written only some tokens."""
+    record = union.table.record(row)
+    prompt, response = record.prompt_tokens, record.response_tokens
+    if record.trainable_tokens in (0, response):
+        mask = standing_for(record.trainable_tokens > 0, response)
+    else:
+        with union.lease([row]) as batch:
+            mask = np.array(batch.read(row, "loss_mask"))
+    return Sample(
+        record.uid,
+        record.group_uid,
+        record.domain,
+        standing_for(np.int32(0), prompt),
+        teacher=record.teacher or None,
+        response_ids=standing_for(np.int32(0), response),
+        rollout_logprobs=standing_for(np.float32(0), response),
+        policy_versions=standing_for(np.int32(record.last_version), response),
+        loss_mask=mask,
+        status=record.status,
+    )
+
+
 def rows_by_uid(union: TrajectoryUnion, rank: int) -> dict[str, int]:
     """The rows of `union.table` with what `rank` has written, by uid."""
     first = int(union.starts[rank])
     return {uid: first + row for row, uid in enumerate(union.stores[rank].table.uid)}
+
+
+class Scratch:
+    """Signals of a step, a file for each kind of them. A step that is repeated makes them again, so they need
+    not outlive it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, int] = {}
+        self._places: dict[tuple[str, str], tuple[int, int]] = {}
+        self._ends: dict[str, int] = {}
+
+    def put(self, name: str, uid: str, values: np.ndarray) -> None:
+        """Keep signal `name`, `[R]`, of one sample. Raises `StorageError` if the disk fails."""
+        data = np.ascontiguousarray(values, np.float32).tobytes()
+        start = self._ends.get(name, 0)
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._file(name), data[done:], start + done)
+        except OSError as error:
+            raise StorageError(
+                f"the signals of a step in {self._folder} cannot be written ({error.strerror or error});"
+                " free disk space and continue with --resume."
+            ) from error
+        self._places[name, uid] = start, len(data)
+        self._ends[name] = start + len(data)
+
+    def get(self, name: str, uid: str) -> np.ndarray:
+        """[R] float32, as it was put; empty for a sample without a response."""
+        start, size = self._places.get((name, uid), (0, 0))
+        data = os.pread(self._file(name), size, start) if size else b""
+        if len(data) != size:
+            raise StorageError(
+                f"the signals of a step in {self._folder} were cut short; continue with --resume."
+            )
+        return np.frombuffer(data, np.float32)
+
+    def _file(self, name: str) -> int:
+        if name not in self._files:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / name
+            path.unlink(missing_ok=True)
+            self._files[name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            path.unlink()  # it goes with the process
+        return self._files[name]
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()

@@ -1,0 +1,191 @@
+"""The policy-gradient stream of a step: what each sampled token needs, made pass by pass before the update.
+
+Log-probabilities under the weights at the start of the step, those of a teacher or a reference, and the
+reward's advantages are signals, one number a token, which the samples' home keeps. What needs the whole step
+(a baseline, the normaliser of a correction) is a sum over numbers of each sample in the order of the samples:
+it depends neither on the home nor on the rank that has a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from opd.algorithms.advantages import OwnAdvantage
+from opd.algorithms.corrections import CorrectionSums, corrected
+from opd.algorithms.opd_term import opd_returns, with_opd_term
+from opd.config.corrections import CorrectionConfig
+from opd.monitor.mismatch import MismatchSums
+from opd.pipelines.samples import StepSamples
+from opd.protocols import AdvantageEstimator
+from opd.train.shares import PerSample
+from opd.types import Sample
+
+_OLD, _OTHER, _ADVANTAGES = "old_logprobs", "other_logprobs", "advantages"
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """Whose log-probabilities the advantages follow: the teacher's (k1), or the reference's."""
+
+    coef: float
+    baseline: Literal["none", "batch_mean"] = "none"
+    discount: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTokens:
+    """What the stream has of one sample, `[R]` each."""
+
+    old_logprobs: np.ndarray
+    advantages: np.ndarray
+    mask: np.ndarray
+    """The loss mask without rejected tokens."""
+    weight: np.ndarray
+    """The importance correction of each token, 0 where `mask` is False."""
+    other_logprobs: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class _Numbers:
+    """What the whole step needs of one sample."""
+
+    correction: CorrectionSums
+    returns: float = 0.0
+    """Sum of the term against somebody over the tokens that count."""
+    tokens: int = 0
+    """How many these are."""
+
+
+class PolicyStream:
+    """The stream of one step.
+
+    Args:
+        step: Its samples, dealt out.
+        correction: How tokens that others drew are weighed.
+        against: Whose log-probabilities enter the advantages, if anybody's.
+    """
+
+    def __init__(
+        self, step: StepSamples, correction: CorrectionConfig | None, against: Against | None = None
+    ) -> None:
+        self._step, self._correction, self._against = step, correction, against
+        self._estimated = self._others = False
+        self._numbers: dict[str, _Numbers] = {}
+        self._means: dict[str | None, float] = {}
+        step.fill(_OLD, step.samples, step.backend.own_logprobs, "the recomputed log-probabilities")
+
+    def add_others(self, samples: Sequence[Sample], compute: PerSample, what: str, **lots: Any) -> None:
+        """Keep what `compute` says of `samples`, those of the step in some order: somebody else's
+        log-probabilities. See `StepSamples.fill`.
+        """
+        self._step.fill(_OTHER, samples, compute, what, **lots)
+        self._others = True
+
+    def estimate(self, estimator: AdvantageEstimator, coef: float | None = None) -> None:
+        """Keep the reward's advantages of every sample, times `coef`."""
+        for group in self._step.groups:
+            held = {sample.uid for sample in self._step.holds(group)}
+            if not held:
+                continue
+            if isinstance(estimator, OwnAdvantage):  # it may look at tokens
+                with self._step.whole(group) as whole:
+                    found = estimator(whole)
+            else:
+                found = estimator(group)
+            for sample, values in zip(group.samples, found, strict=True):
+                if sample.uid in held:
+                    self._step.keep(_ADVANTAGES, sample, values if coef is None else coef * values)
+        self._estimated = True
+
+    def measure(self) -> dict[str, float]:
+        """Take what needs the whole step; returns the metrics of correction and mismatch, and with a term
+        against somebody `log_ratio`, the mean one to them. All ranks call this together.
+        """
+        seen, ratio, tokens = MismatchSums(), 0.0, 0
+        for lot in self._step.held():
+            for sample in lot:
+                self._numbers[sample.uid] = self._numbers_of(sample)
+            if not lot:
+                continue
+            old = [self._step.signal(_OLD, sample) for sample in lot]
+            masks = [sample.loss_mask for sample in lot]
+            drawn = [sample.rollout_logprobs for sample in lot]
+            seen.add(*map(np.concatenate, (drawn, old, masks)))
+            if self._against is not None:
+                others = [self._step.signal(_OTHER, sample) for sample in lot]
+                ratios = np.concatenate([(p - o)[m] for p, o, m in zip(old, others, masks, strict=True)])
+                if len(ratios):
+                    ratio += float(ratios.mean()) * len(ratios)  # exact: a float32 times a count in float64
+                    tokens += len(ratios)
+        return self._of_all(seen, ratio, tokens)
+
+    def _of_all(self, seen: MismatchSums, ratio: float, tokens: int) -> dict[str, float]:
+        numbers = {uid: asdict(own) for uid, own in self._numbers.items()}
+        whole, total, count = MismatchSums(), 0.0, 0
+        said = self._step.told([numbers, asdict(seen), ratio, tokens], "the sums of the policy stream")
+        for others, mismatch, ratio, tokens in said:
+            for uid, own in others.items():
+                self._numbers[uid] = _Numbers(**own | {"correction": CorrectionSums(**own["correction"])})
+            whole.include(MismatchSums(**mismatch))
+            total, count = total + ratio, count + tokens
+        metrics = whole.metrics() if whole.tokens else {}
+        if count:
+            metrics["log_ratio"] = total / count
+        if self._correction is not None:
+            sums = CorrectionSums()
+            for sample in self._step.samples:
+                sums.include(self._numbers_at(sample).correction)
+            metrics |= sums.metrics()
+        if self._against is not None and self._against.baseline == "batch_mean":
+            self._means = self._teacher_means()
+        return metrics
+
+    def kept(self, sample: Sample) -> int:
+        """How many tokens of `sample` the correction has left in the loss."""
+        return int(self._numbers_at(sample).correction.kept)
+
+    def of(self, sample: Sample) -> PolicyTokens:
+        """What there is of `sample`, whose tokens are in memory."""
+        old = self._step.signal(_OLD, sample)
+        mask, weight, _ = corrected(self._correction, sample.rollout_logprobs, old, sample.loss_mask)
+        other = self._step.signal(_OTHER, sample) if self._others else None
+        if self._estimated:
+            advantages = self._step.signal(_ADVANTAGES, sample)
+        else:
+            advantages = np.zeros(len(old), np.float32)
+        if self._against is not None:
+            returns, mean = self._returns(sample), self._means.get(sample.teacher, 0.0)
+            advantages = with_opd_term(advantages, returns, sample.loss_mask, self._against.coef, mean)
+        return PolicyTokens(old, advantages, mask, weight, other)
+
+    def _numbers_at(self, sample: Sample) -> _Numbers:
+        return self._numbers.get(sample.uid, _Numbers(CorrectionSums()))  # without a response nothing is said
+
+    def _numbers_of(self, sample: Sample) -> _Numbers:
+        mask, sums = sample.loss_mask, CorrectionSums()
+        old = self._step.signal(_OLD, sample)
+        sums.add(mask, *corrected(self._correction, sample.rollout_logprobs, old, mask))
+        if self._against is None:
+            return _Numbers(sums)
+        returns = self._returns(sample)
+        return _Numbers(sums, float(returns.sum()), len(returns))
+
+    def _returns(self, sample: Sample) -> np.ndarray:
+        assert self._against is not None
+        old, other = self._step.signal(_OLD, sample), self._step.signal(_OTHER, sample)
+        where = f"sample {sample.uid}, teacher {sample.teacher or 'reference'!r}"
+        return opd_returns(old, other, sample.loss_mask, self._against.discount, where)
+
+    def _teacher_means(self) -> dict[str | None, float]:
+        """Of each teacher the mean of its returns over the step."""
+        sums: dict[str | None, float] = {}
+        counts: dict[str | None, int] = {}
+        for sample in self._step.samples:
+            own = self._numbers_at(sample)
+            sums[sample.teacher] = sums.get(sample.teacher, 0.0) + own.returns
+            counts[sample.teacher] = counts.get(sample.teacher, 0) + own.tokens
+        return {teacher: total / max(counts[teacher], 1) for teacher, total in sums.items()}

@@ -1,0 +1,212 @@
+"""The samples of a step, wherever they are: what an algorithm asks of them, and how it is in memory.
+
+`samples_on_disk.py` has the other home. Both answer alike, so no algorithm knows where its samples are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import numpy as np
+
+from opd.algorithms.filters import zero_variance_fraction
+from opd.algorithms.staleness import drop_stale, staleness
+from opd.pipelines.student import Student
+from opd.ranks import Ranks
+from opd.rewards.runner import RewardRunner
+from opd.rollout.collect import EncodedPrompt, Generates
+from opd.train.backend import Backend
+from opd.train.shares import PerSample
+from opd.types import RolloutBatch, Sample, SampleGroup, Status, TokenTerms
+
+Terms = Callable[[Sample], TokenTerms]
+"""What the loss is to know of a sample whose tokens are in memory."""
+
+
+Written = TypeVar("Written")
+
+
+def within(
+    items: Sequence[Written], tokens_of: Callable[[Written], int], budget: int | None
+) -> list[Written]:
+    """The first of `items`, up to the one that takes their tokens to `budget`: beyond it by less than one
+    item. All of them without a budget.
+    """
+    if budget is None:
+        return list(items)
+    ends = list(accumulate(map(tokens_of, items)))
+    return list(items[: bisect_left(ends, budget) + 1])
+
+
+class StepSamples:
+    """The samples of one step, in memory.
+
+    Every rank has the same `groups`, and makes the same calls. Lengths, masks, rewards, domains and teachers
+    are there whatever the home is; a token is looked at only in what `lots` and `read` hand out, and in a
+    group that is `whole`.
+
+    Args:
+        groups: In the order of their prompts.
+        backend: Who trains on them, and deals them out to the ranks.
+        ranks: Who shares the rewards.
+    """
+
+    on_disk = False
+
+    def __init__(self, groups: Sequence[SampleGroup], backend: Backend, ranks: Ranks | None = None) -> None:
+        self.groups = list(groups)
+        self.backend = backend
+        self.ranks = Ranks() if ranks is None else ranks
+        self._signals: dict[tuple[str, str], np.ndarray] = {}
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All of them, group by group."""
+        return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens that the loss counts."""
+        return sum(sample.trainable_tokens for sample in self.samples)
+
+    def limit(self, tokens: int | None) -> None:
+        """Keep the first groups, up to the one that takes their tokens to `tokens`; see `within`."""
+        self.groups = within(
+            self.groups, lambda group: sum(s.trainable_tokens for s in group.samples), tokens
+        )
+
+    def deal(self) -> None:
+        """Deal them out anew: to each rank those that it scores and trains."""
+        self.backend.mine(self.samples)
+
+    def reward(self, rewards: RewardRunner) -> None:
+        """Reward every sample, each on one rank."""
+        samples = self.samples
+        mine = self.ranks.mine(samples)
+        rewards.score(mine)
+        if self.ranks.alone:
+            return
+        found = [[sample.reward, sample.reward_parts] for sample in mine]
+        everyone = self.ranks.dealt(self.ranks.gather_json(found, "the rewards of a batch"))
+        for sample, (reward, parts) in zip(samples, everyone, strict=True):
+            sample.reward, sample.reward_parts = reward, parts
+
+    def drop_stale(self, version: int, limit: int | None) -> dict[str, float]:
+        """Ages of the tokens for a learner at `version`; those beyond `limit` leave the loss masks. Empty if
+        all are of `version`.
+        """
+        metrics = staleness(self.samples, version)
+        if not metrics.get("staleness/max"):
+            return {}
+        return metrics | (drop_stale(self.samples, version, limit) if limit is not None else {})
+
+    def whole(self, group: SampleGroup) -> AbstractContextManager[SampleGroup]:
+        """`group` with its tokens, while the block runs."""
+        return nullcontext(group)
+
+    def lots(self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool) -> Iterator[list[Sample]]:
+        """This rank's of `samples`, with their tokens: in memory all at once, on disk at most `max_tokens` at
+        a time, if so asked of one teacher. All ranks are given as many lots.
+        """
+        yield self.backend.shares.mine(samples)
+
+    def read(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
+        """Those at the places `parts[0]`, `parts[1]`, ... of `samples`, with their tokens. Of a home on disk
+        at most two of these lists are in memory: one is used while the next is read, and let go after it.
+        """
+        for part in parts:
+            yield [samples[place] for place in part]
+
+    def batches(self, samples: Sequence[Sample], terms: Terms) -> Callable[..., Iterator[RolloutBatch]]:
+        """What a back end reads of `samples`, with `terms` made for one micro-batch at a time."""
+
+        def read(parts: Sequence[Sequence[int]]) -> Iterator[RolloutBatch]:
+            for own in self.read(samples, parts):
+                yield RolloutBatch(own, [terms(sample) for sample in own])
+
+        return read
+
+    def fill(self, name: str, samples: Sequence[Sample], compute: PerSample, what: str, **lots: Any) -> None:
+        """Keep the signal `name` of `samples`: `[R]` float32 each, computed on the rank that trains them.
+        `lots` says how those on disk are read; see there. `what` names it, for errors.
+        """
+        found = self.backend.each(samples, compute, what)
+        self._signals |= {(name, s.uid): values for s, values in zip(samples, found, strict=True)}
+
+    def keep(self, name: str, sample: Sample, values: np.ndarray) -> None:
+        """Keep one signal, `[R]` float32, of one of `held`."""
+        self._signals[name, sample.uid] = values
+
+    def signal(self, name: str, sample: Sample) -> np.ndarray:
+        """`[R]` float32: what was kept of one of `held`."""
+        return self._signals[name, sample.uid]
+
+    def held(self) -> Iterator[list[Sample]]:
+        """The samples whose signals this rank keeps, with their tokens, lot by lot."""
+        yield self.samples
+
+    def holds(self, group: SampleGroup) -> list[Sample]:
+        """Those of `group` whose signals this rank keeps."""
+        return group.samples
+
+    def told(self, mine: Any, what: str) -> list[Any]:
+        """What each rank says of the samples it holds; one answer where all hold all."""
+        return [mine]
+
+
+class Home:
+    """Where a stage's samples are until they are learnt from: in memory."""
+
+    def __init__(self, student: Student) -> None:
+        self._student = student
+
+    def write(
+        self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int
+    ) -> list[SampleGroup]:
+        """Let `engine` answer the `prompts` of batch `index`, each `size` times."""
+        return self._student.rollout(prompts, size, engine)
+
+    def open(self, groups: Sequence[SampleGroup], index: int) -> AbstractContextManager[StepSamples]:
+        """The samples of what `write` has returned for batch `index`, for as long as the block runs."""
+        return nullcontext(StepSamples(groups, self._student.backend, self._student.ranks))
+
+    def start(self, step: int) -> None:
+        """The learner begins with batch `step`: what came before it is learnt."""
+
+    def consumed(self) -> None:
+        """A checkpoint holds what was learnt from every batch that was opened."""
+
+
+def judged(
+    samples: StepSamples, rewards: RewardRunner, version: int, max_staleness: int | None
+) -> dict[str, float]:
+    """Reward every sample, and let tokens that are too old for `version` leave the loss; metrics of both."""
+    samples.reward(rewards)
+    return rollout_metrics(samples.groups) | samples.drop_stale(version, max_staleness)
+
+
+def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Rewards (overall and by domain), lengths, truncation; where prompts have several responses, the share
+    of them without signal.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = np.array([s.reward for s in samples], dtype=np.float64)
+    lengths = np.array([len(s.response_ids) for s in samples])
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "truncated": float(np.mean([s.status is Status.TRUNCATED for s in samples])),
+    }
+    for share, value in zip((10, 50, 90), np.quantile(lengths, (0.1, 0.5, 0.9)), strict=True):
+        metrics[f"length/p{share}"] = float(value)
+    if any(len(group.samples) > 1 for group in groups):
+        metrics["frac_reward_zero_std"] = zero_variance_fraction(groups)
+    for domain in dict.fromkeys(s.domain for s in samples):
+        metrics[f"reward/{domain}"] = float(np.mean([s.reward for s in samples if s.domain == domain]))
+    return metrics

@@ -1,0 +1,370 @@
+"""Samples on disk (`storage.trajectories: disk`): what they are in memory, two micro-batches at a time.
+
+Each response goes to the stage's files (`sample_files.py`) when it ends. What a step knows of all its samples
+is metadata; tokens are mapped when it is their turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from opd.pipelines.context import StageContext
+from opd.pipelines.precision import WIDTH, model_dtype
+from opd.pipelines.sample_files import (
+    SampleFiles,
+    Scratch,
+    digest_of,
+    groups_of,
+    standing_for,
+    written_by_all,
+)
+from opd.pipelines.samples import Home, StepSamples
+from opd.pipelines.student import Student
+from opd.ranks import Ranks, path_of_rank
+from opd.rewards.runner import RewardRunner
+from opd.rollout.collect import EncodedPrompt, Generates, collect, stream
+from opd.storage.trajectories import TrajectoryUnion
+from opd.train.backend import Backend
+from opd.train.shares import PerSample
+from opd.types import DecodeStep, RolloutRequest, Sample, SampleGroup, no_ids
+
+FIELDS = ("token_ids", "rollout_logprobs", "policy_versions", "loss_mask")
+"""What a micro-batch reads of a store."""
+_MIB = 1 << 20
+_TOGETHER = 1 << 16
+"""Tokens of ended responses that wait, in the log and in memory, to be made durable together."""
+_REWARDED = 1 << 20
+"""Tokens in memory at a time, about, while responses are rewarded."""
+
+
+class DiskHome(Home):
+    """Where a stage's samples are until they are learnt from: on disk.
+
+    Args:
+        context: The stage.
+        student: Who writes and learns.
+        files: Where responses go.
+        route: Which teacher a sample will be read by; for whoever looks into the store.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        student: Student,
+        files: SampleFiles,
+        route: Callable[[Sample], str | None] = lambda sample: None,
+    ) -> None:
+        super().__init__(student)
+        self._files, self._route = files, route
+        self._owner = context.folder.owner(context.stage)
+        signals = context.folder.stage(context.stage) / "signals"
+        self._signals = path_of_rank(signals, context.ranks.rank)
+        self._opened = 0
+
+    @classmethod
+    @contextmanager
+    def of_stage(
+        cls,
+        context: StageContext,
+        student: Student,
+        route: Callable[[Sample], str | None] = lambda sample: None,
+    ) -> Iterator[DiskHome]:
+        """In the stage's folder, while the block runs."""
+        recipe = context.recipe
+        log, width = recipe.rollout.log, WIDTH[model_dtype(recipe)]
+        folder = context.folder.trajectories(context.stage)
+        # What has left the token log must not go with the power either, as far as that was promised.
+        durable = log is not None and log.fsync != "os"
+        # A micro-batch and the next share the memory. A teacher's hidden state is taken to be as wide as the
+        # student's.
+        a_token = 13 + student.backend.hidden_size * width
+        fitting = recipe.storage.trajectory_mb * _MIB // (2 * a_token)
+        student.backend.max_tokens = max(1, min(student.backend.max_tokens, fitting))
+        with SampleFiles.open(folder, context.ranks, keep=log is not None, durable=durable) as files:
+            yield cls(context, student, files, route)
+
+    def start(self, step: int) -> None:
+        self._files.retire_before(step)
+
+    def consumed(self) -> None:
+        self._files.retire_before(self._opened)
+
+    @contextmanager
+    def open(self, groups: Sequence[SampleGroup], index: int) -> Iterator[StepSamples]:
+        ranks = self._student.ranks
+        written = written_by_all(groups, ranks)
+        with self._files.view() as union, Scratch(self._signals) as signals:
+            everyone, rows = groups_of(union, written, ranks)
+            yield SamplesOnDisk(everyone, rows, union, signals, self._student.backend, ranks)
+        self._opened = index + 1
+
+    def write(
+        self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int
+    ) -> list[SampleGroup]:
+        """This rank's share of batch number `index`, in the order of the prompts, without tokens.
+
+        Each response goes to disk when it ends, and then leaves log and memory. What an earlier attempt has
+        written is not written again.
+        """
+        student = self._student
+        mine = prompts if student.writing.alone else student.writing.mine(prompts)
+        try:
+            (self._stream if student.generate is collect else self._generate)(engine, mine, size, index)
+        except BaseException:
+            student.barrier.abandon()  # the others need not wait for this rank's share
+            raise
+        student.barrier.wait()
+        groups = []
+        for prompt in mine:
+            found = self._files.group(prompt.uid, self._asked(prompt))
+            samples = [Sample(found[place], prompt.uid, prompt.domain, no_ids()) for place in range(size)]
+            groups.append(SampleGroup(prompt.uid, prompt.domain, samples))
+        return groups
+
+    def _stream(self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int) -> None:
+        """Sample what is not there yet; responses go to disk when they end, short ones several together."""
+        places: dict[str, int] = {}
+        asked: dict[str, str] = {}
+        missing = []
+        for prompt in prompts:
+            asked[prompt.uid] = self._asked(prompt)
+            known = self._files.group(prompt.uid, asked[prompt.uid])
+            for place in range(size):
+                if place not in known:
+                    sample = prompt.sample(place)
+                    places[sample.uid] = place
+                    missing.append(sample)
+        if not missing:
+            return
+        student = self._student
+        waiting: list[Sample] = []
+        tokens = 0
+        for ended in stream(engine, missing, student.sampling, student.seed):
+            waiting += ended
+            tokens += sum(len(sample.response_ids) for sample in ended)
+            if tokens >= _TOGETHER:
+                self._put(waiting, index, asked, places)
+                waiting, tokens = [], 0
+        self._put(waiting, index, asked, places)
+
+    def _generate(self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int) -> None:
+        """The recipe's own rollout of the prompts whose groups are not there: they come whole."""
+        student = self._student
+        missing = [p for p in prompts if len(self._files.group(p.uid, self._asked(p))) < size]
+        if not missing:
+            return
+        noted = _Noted(engine)
+        groups = student.generate(noted, missing, size, student.sampling, student.seed)
+        for prompt, group in zip(missing, groups, strict=True):
+            places = {sample.uid: place for place, sample in enumerate(group.samples)}
+            self._files.retire(self._files.group(prompt.uid, self._asked(prompt)).values())
+            self._put(group.samples, index, {prompt.uid: self._asked(prompt)}, places)
+        self._forget(noted.asked)
+
+    def _put(
+        self, samples: Sequence[Sample], index: int, asked: Mapping[str, str], places: Mapping[str, int]
+    ) -> None:
+        """To disk, and out of log and memory."""
+        for sample in samples:
+            sample.teacher = self._route(sample)
+        self._files.put(samples, index, asked, places)
+        for sample in samples:
+            sample.prompt_ids = sample.response_ids = sample.policy_versions = no_ids()
+            sample.rollout_logprobs, sample.loss_mask = np.zeros(0, np.float32), np.zeros(0, bool)
+        self._forget(sample.uid for sample in samples)
+
+    def _forget(self, uids: Iterable[str]) -> None:
+        if self._student.rollouts is not None:
+            self._student.rollouts.forget(uids)
+
+    def _asked(self, prompt: EncodedPrompt) -> str:
+        return digest_of(prompt.token_ids, self._student.sampling, self._student.seed, self._owner)
+
+
+class _Noted:
+    """An engine, and what it was asked for."""
+
+    def __init__(self, engine: Generates) -> None:
+        self._engine = engine
+        self.asked: list[str] = []
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+        self.asked += [request.uid for request in requests]
+        return self._engine.generate(requests)
+
+
+class SamplesOnDisk(StepSamples):
+    """The samples of one step, on disk. `groups` know everything of their samples but the values of tokens:
+    arrays have their lengths, and masks are right.
+
+    Args:
+        groups: Of all ranks, in the order of their prompts.
+        rows: Of each sample its row in `union.table`, by uid.
+        union: What all ranks have written.
+        signals: Where signals go.
+        backend: Who trains on them.
+        ranks: Of which each rewards what it has written.
+    """
+
+    on_disk = True
+
+    def __init__(
+        self,
+        groups: Sequence[SampleGroup],
+        rows: Mapping[str, int],
+        union: TrajectoryUnion,
+        signals: Scratch,
+        backend: Backend,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__(groups, backend, ranks)
+        self.union, self._rows, self._scratch = union, rows, signals
+        self._place = {group.uid: number for number, group in enumerate(self.groups)}
+
+    def reward(self, rewards: RewardRunner) -> None:
+        """Reward every sample; each rank does those of the groups it has written, some tokens at a time."""
+        found: dict[str, list[Any]] = {}
+        for lot in self._rewarded_together(rewards):
+            with self._reading(lot) as own:
+                rewards.score(own)
+                found |= {sample.uid: [sample.reward, sample.reward_parts] for sample in own}
+        for said in self.ranks.gather_json(found, "the rewards of a batch"):
+            found |= said
+        for sample in self.samples:
+            sample.reward, sample.reward_parts = found[sample.uid]
+
+    def drop_stale(self, version: int, limit: int | None) -> dict[str, float]:
+        """As in memory. Tokens are read only of samples that several policies have written."""
+        oldest = version - limit if limit is not None else None
+        found: dict[str, Any] = {}
+        for group in self._written():
+            for sample in group.samples:
+                found[sample.uid] = self._ages(sample, version, oldest)
+        for said in self.ranks.gather_json(found, "the ages of a batch"):
+            found |= said
+        samples = self.samples
+        ages = np.array([found[sample.uid] for sample in samples], np.float64).reshape(-1, 3)
+        tokens = sum(sample.trainable_tokens for sample in samples)
+        if not tokens or not ages[:, 1].max():
+            return {}
+        metrics = {"staleness/mean": float(ages[:, 0].sum() / tokens)}
+        metrics["staleness/max"] = float(ages[:, 1].max())
+        if oldest is not None:
+            metrics["staleness/dropped"] = 1.0 - float(ages[:, 2].sum() / tokens)
+            for sample, kept in zip(samples, ages[:, 2].astype(np.int64).tolist(), strict=True):
+                self._keep_recent(sample, kept, oldest)
+        return metrics
+
+    @contextmanager
+    def whole(self, group: SampleGroup) -> Iterator[SampleGroup]:
+        with self._reading(group.samples) as own:
+            yield replace(group, samples=own)
+
+    def lots(self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool) -> Iterator[list[Sample]]:
+        parts = self.backend.shares.in_step(samples, max_tokens, by_teacher=by_teacher)
+        return self.read(samples, parts)
+
+    def read(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
+        rows = [[self._rows[samples[place].uid] for place in part] for part in parts]
+        for part, batch in zip(parts, self.union.batches(rows, FIELDS), strict=True):
+            yield [self._heavy(batch, samples[place]) for place in part]
+
+    def fill(
+        self,
+        name: str,
+        samples: Sequence[Sample],
+        compute: PerSample,
+        what: str,
+        *,
+        by_teacher: bool = False,
+    ) -> None:
+        """As in memory, for this rank's alone: in lots of a micro-batch, if so asked of one teacher."""
+        for lot in self.lots(samples, self.backend.max_tokens, by_teacher=by_teacher):
+            for sample, values in zip(lot, compute(lot), strict=True):
+                self._scratch.put(name, sample.uid, values)
+
+    def keep(self, name: str, sample: Sample, values: np.ndarray) -> None:
+        self._scratch.put(name, sample.uid, values)
+
+    def signal(self, name: str, sample: Sample) -> np.ndarray:
+        return self._scratch.get(name, sample.uid)
+
+    def held(self) -> Iterator[list[Sample]]:
+        return self.lots(self.samples, self.backend.max_tokens, by_teacher=False)
+
+    def holds(self, group: SampleGroup) -> list[Sample]:
+        return self.backend.shares.mine(group.samples)
+
+    def told(self, mine: Any, what: str) -> list[Any]:
+        return self.backend.data.gather_json(mine, what)
+
+    @contextmanager
+    def _reading(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+        with self.union.lease([self._rows[sample.uid] for sample in samples]) as batch:
+            yield [self._heavy(batch, sample) for sample in samples]
+
+    def _heavy(self, batch: Any, light: Sample) -> Sample:
+        """What is on disk of a sample, with what is known of it by now."""
+        sample = batch.sample(self._rows[light.uid])
+        sample.teacher, sample.loss_mask = light.teacher, light.loss_mask
+        sample.reward, sample.reward_parts = light.reward, light.reward_parts
+        return sample
+
+    def _written(self) -> list[SampleGroup]:
+        """The groups that this rank has written."""
+        ranks = self.ranks
+        return [group for group in self.groups if self._place[group.uid] % ranks.size == ranks.rank]
+
+    def _ages(self, sample: Sample, version: int, oldest: int | None) -> tuple[int, int, int]:
+        """Of the tokens that count: the sum of their ages, the largest, and how many are recent enough."""
+        table, row = self.union.table, self._rows[sample.uid]
+        count = sample.trainable_tokens
+        first, last = int(table.first_version[row]), int(table.last_version[row])
+        if not count:
+            return 0, 0, 0
+        if first == last:
+            kept = count if oldest is None or first >= oldest else 0
+            return count * (version - first), version - first, kept
+        versions = self._versions(sample)[sample.loss_mask]
+        kept = count if oldest is None else int(np.count_nonzero(versions >= oldest))
+        ages = version - versions.astype(np.int64)
+        return int(ages.sum()), int(ages.max()), kept
+
+    def _keep_recent(self, sample: Sample, kept: int, oldest: int) -> None:
+        """Take tokens before version `oldest` out of the mask, so that `kept` are left."""
+        if kept == sample.trainable_tokens:
+            return
+        if not kept:
+            sample.loss_mask = standing_for(False, len(sample.response_ids))
+        else:
+            sample.loss_mask = sample.loss_mask & (self._versions(sample) >= oldest)
+
+    def _versions(self, sample: Sample) -> np.ndarray:
+        row = self._rows[sample.uid]
+        with self.union.lease([row]) as batch:
+            return np.array(batch.read(row, "policy_versions"))
+
+    def _rewarded_together(self, rewards: RewardRunner) -> Iterator[list[Sample]]:
+        """Samples that are rewarded together: a domain's if its function wants that, else some."""
+        own: dict[str, list[Sample]] = {}
+        for group in self._written():
+            own.setdefault(group.domain, []).extend(group.samples)
+        for domain, samples in own.items():
+            if rewards.together(domain):
+                yield samples
+                continue
+            waiting: list[Sample] = []
+            tokens = 0
+            for sample in samples:
+                waiting.append(sample)
+                tokens += len(sample.prompt_ids) + len(sample.response_ids)
+                if tokens >= _REWARDED:
+                    yield waiting
+                    waiting, tokens = [], 0
+            if waiting:
+                yield waiting

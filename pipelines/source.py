@@ -1,0 +1,249 @@
+"""Where a stage's samples come from: an engine that writes in turn or ahead of the learner, or somebody else.
+
+A source also hands the learner's weights to the engine, and tells the log what it may forget.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from opd.pipelines.context import StageContext
+from opd.pipelines.samples import Home, StepSamples
+from opd.pipelines.samples_on_disk import DiskHome
+from opd.pipelines.stage_rollout import StageRollout
+from opd.pipelines.student import Student
+from opd.rollout.ahead import RolloutAhead
+from opd.rollout.collect import EncodedPrompt, Generates
+from opd.train.backend import Backend
+from opd.types import Sample, SampleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a stage asks its student."""
+
+    prompts: Callable[[int], list[EncodedPrompt]]
+    """Of each batch, by its number."""
+    size: int
+    """How often each is answered."""
+    before: Callable[[Generates, list[EncodedPrompt]], Generates] = lambda engine, prompts: engine
+    """What stands before the engine while it answers some prompts."""
+    route: Callable[[Sample], str | None] = lambda sample: None
+    """Which teacher will read a sample."""
+    together: bool = False
+    """Whether somebody is given all samples of a step, which are in memory then."""
+
+
+class Given:
+    """Samples that nobody has to write: demonstrations, or what teachers wrote before.
+
+    Args:
+        make: The samples of a step, by its number.
+        backend: Who trains on them.
+    """
+
+    def __init__(self, make: Callable[[int], list[Sample]], backend: Backend) -> None:
+        self._make, self._backend = make, backend
+
+    def start(self, step: int) -> None:
+        """Nobody writes."""
+
+    def take(self, index: int) -> AbstractContextManager[StepSamples]:
+        groups = [SampleGroup(sample.uid, sample.domain, [sample]) for sample in self._make(index)]
+        return nullcontext(StepSamples(groups, self._backend))
+
+    def learnt(self, version: int, *, changed: bool = True) -> None:
+        """No engine waits for the weights."""
+
+    def consumed(self) -> None:
+        """There is no log."""
+
+    def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
+        return {}
+
+
+class Rollouts(ABC):
+    """What the student writes. Batch `k` is learnt from by weights of version `k`.
+
+    Args:
+        student: Who writes, and whose weights the engine is given.
+        log: The engine behind the stage's token log.
+        home: Where samples are until they are learnt from.
+        asked: What the student answers.
+    """
+
+    def __init__(self, student: Student, log: StageRollout, home: Home, asked: Asked) -> None:
+        self._student, self._rollouts, self.home, self._asked = student, log, home, asked
+
+    def write(self, engine: Generates, index: int) -> list[SampleGroup]:
+        """Batch number `index`, as its home knows it."""
+        prompts = self._asked.prompts(index)
+        engine = self._asked.before(engine, prompts)
+        return self.home.write(engine, prompts, self._asked.size, index)
+
+    def take(self, index: int) -> AbstractContextManager[StepSamples]:
+        """The samples of batch `index`, for as long as the block runs."""
+        return self.home.open(self._take(index), index)
+
+    @abstractmethod
+    def start(self, step: int) -> None:
+        """The learner's weights of version `step` are in place: after a resume the engine needs them."""
+        self.home.start(step)
+
+    @abstractmethod
+    def _take(self, index: int) -> list[SampleGroup]: ...
+
+    @abstractmethod
+    def learnt(self, version: int, *, changed: bool = True) -> None:
+        """The learner has reached `version`: give the engine its weights, if they have `changed`."""
+
+    @abstractmethod
+    def idle(self) -> AbstractContextManager[None]:
+        """The engine may be used for something else while the block runs."""
+
+    @abstractmethod
+    def consumed(self) -> None:
+        """A checkpoint holds what was learnt from every batch taken: the log may forget them."""
+        self.home.consumed()
+
+    @abstractmethod
+    def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
+        """See `StageRollout.take_counters`."""
+
+
+class InTurn(Rollouts):
+    """Write, learn, write."""
+
+    def start(self, step: int) -> None:
+        super().start(step)
+        self._student.start(step)
+
+    def _take(self, index: int) -> list[SampleGroup]:
+        return self.write(self._rollouts.engine, index)
+
+    def learnt(self, version: int, *, changed: bool = True) -> None:
+        if changed:
+            self._student.sync(version)
+
+    def idle(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def consumed(self) -> None:
+        self._rollouts.consumed()
+        super().consumed()
+
+    def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
+        return self._rollouts.take_counters(totals)
+
+
+class InParallel(Rollouts):
+    """Write while learning. `joined`: responses of several batches at once, as their age allows."""
+
+    max_ahead = 1
+    joined = False
+    _opened: RolloutAhead | None = None
+
+    @property
+    def ahead(self) -> RolloutAhead:
+        """The writer, from `start` on."""
+        if self._opened is None:
+            raise RuntimeError("start() comes before the first batch")
+        return self._opened
+
+    def start(self, step: int) -> None:
+        super().start(step)
+        self._student.start(step)
+        engine = self._rollouts.engine
+        self._opened = RolloutAhead(engine, self.write, step, self.max_ahead, joined=self.joined)
+
+    def _take(self, index: int) -> list[SampleGroup]:
+        return self.ahead.take(index)
+
+    def learnt(self, version: int, *, changed: bool = True) -> None:
+        with self.ahead.steps.between():
+            if changed:
+                self._student.sync(version)
+            self.ahead.learnt(version)
+
+    def idle(self) -> AbstractContextManager[None]:
+        return self.ahead.idle()
+
+    def consumed(self) -> None:
+        with self.ahead.steps.between():
+            self._rollouts.consumed(keep=self.ahead.untaken)
+        super().consumed()
+
+    def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
+        with self.ahead.steps.between():
+            return self._rollouts.take_counters(totals)
+
+    def close(self) -> None:
+        """Stop writing."""
+        self._student.barrier.abandon()
+        if self._opened is not None:
+            self._opened.close()
+
+
+class OneAhead(InParallel):
+    """Batch `k` is written by weights of version `k - 1`, always: the same tokens whoever is faster.
+
+    So weights that were learnt wait until the batch that was begun before them is written.
+    """
+
+    _pending: tuple[int, bool] | None = None
+
+    def _take(self, index: int) -> list[SampleGroup]:
+        self._hand_over()
+        return super()._take(index)
+
+    def learnt(self, version: int, *, changed: bool = True) -> None:
+        self._pending = (version, changed)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        if self._pending is not None:
+            self.ahead.wait(self._pending[0])  # else its writer could be held before it begins
+        with self.ahead.idle():
+            self._hand_over()
+            yield
+
+    def _hand_over(self) -> None:
+        if self._pending is None:
+            return
+        (version, changed), self._pending = self._pending, None
+        self.ahead.wait(version)
+        if changed:
+            self._student.sync(version)
+        self.ahead.learnt(version)
+
+
+@contextmanager
+def _parallel(rollouts: InParallel) -> Iterator[Rollouts]:
+    try:
+        yield rollouts
+    finally:
+        rollouts.close()
+
+
+def open_source(context: StageContext, student: Student, asked: Asked, stack: ExitStack) -> Rollouts:
+    """What `student` writes, by the recipe's `rollout.schedule` and `storage.trajectories`, until `stack` is
+    unwound. Every token is logged.
+    """
+    config = context.recipe.rollout
+    log = student.open_rollouts(context, stack)
+    home = Home(student)
+    if context.recipe.storage.trajectories == "disk" and not asked.together:
+        home = stack.enter_context(DiskHome.of_stage(context, student, asked.route))
+    if config.schedule == "in_turn":
+        return InTurn(student, log, home, asked)
+    if config.schedule == "ahead":
+        return stack.enter_context(_parallel(OneAhead(student, log, home, asked)))
+    rollouts = InParallel(student, log, home, asked)
+    rollouts.max_ahead = config.max_ahead
+    # Ranks tell each other a batch's responses in the order of the batches, and a `generate` of the recipe's
+    # own may hold state: there one batch is written at a time.
+    rollouts.joined = student.ranks.alone and config.generate is None
+    return stack.enter_context(_parallel(rollouts))
