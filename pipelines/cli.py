@@ -74,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         if not self.lists_fields:
             return super().format_help()
-        from opd.config.fields import listing
+        from opd.config.schema import listing
 
         return f"{super().format_help()}\n{listing()}"
 
@@ -237,7 +237,7 @@ def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 
 def _completion(shell: str) -> str:
     """A script for `shell`: after a command its options, and with one that takes recipes their fields."""
-    from opd.config.fields import described
+    from opd.config.schema import described
 
     parsers = _commands(build_parser())
     fields = " ".join(f"--{one.key}" for one in described() if ".NAME" not in one.key)

@@ -17,7 +17,7 @@ import numpy as np
 from opd.algorithms.advantages import OwnAdvantage
 from opd.algorithms.corrections import CorrectionSums, corrected
 from opd.algorithms.opd_term import opd_returns, with_opd_term
-from opd.config.corrections import CorrectionConfig
+from opd.config.rl import CorrectionConfig
 from opd.monitor.mismatch import MismatchSums
 from opd.pipelines.samples import StepSamples
 from opd.protocols import AdvantageEstimator

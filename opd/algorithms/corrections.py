@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from opd.config.corrections import CorrectionConfig, IcePop, MaskedIS, SequenceMaskedTIS, TruncatedIS
+from opd.config.rl import CorrectionConfig, IcePop, MaskedIS, SequenceMaskedTIS, TruncatedIS
 
 Arrays = Sequence[np.ndarray]
 MAX_LOG_RATIO = 20.0

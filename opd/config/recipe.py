@@ -10,10 +10,9 @@ from opd.config.base import Config, Name
 from opd.config.data import DomainConfig, RolloutConfig, TeacherConfig
 from opd.config.distill import DistillConfig
 from opd.config.launch import LaunchConfig, LocalLaunch
-from opd.config.lora import LoRAConfig
 from opd.config.rl import SpecialistConfig
 from opd.config.storage import StorageConfig
-from opd.config.train import BatchConfig, OptimConfig, TrainConfig
+from opd.config.train import BatchConfig, LoRAConfig, OptimConfig, TrainConfig
 from opd.redact import learn
 
 

@@ -1,13 +1,25 @@
-"""Which keys a recipe may have: a walk over the configuration models, for merging, overrides and messages."""
+"""Which keys a recipe may have: a walk over the configuration models, for merging, overrides and messages.
+
+Turns pydantic's errors into sentences that name the file or option, the dotted key and the way out.
+
+Every field of a recipe with type, default and sentence, for `opd run --help` and shell completion.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
 
 from opd.config.base import Config
+from opd.config.recipe import Recipe
 from opd.config.yaml_reader import KeyPath
 
 
@@ -78,3 +90,176 @@ def dotted(path: Iterable[str | int]) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
     return text.removeprefix(".")
+
+
+_SHOWN = 5
+
+
+def explain(error: ValidationError, schema: Any, data: Any, places: Mapping[KeyPath, str]) -> str:
+    """One sentence per wrong key, joined by semicolons.
+
+    `places` says where each key was written; its entry for the empty path serves keys nobody wrote.
+    """
+    sentences: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        path = _path(item["loc"], data, missing=item["type"] == "missing")
+        key = dotted(path)
+        if key not in sentences:
+            sentences[key] = f"{_place(path, places)}: {_sentence(item, path, schema, data)}"
+    shown = list(sentences.values())
+    more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return "; ".join(shown[:_SHOWN]) + more
+
+
+def _path(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> tuple[int | str, ...]:
+    """`loc` without the names of union members that pydantic puts into it."""
+    path: list[int | str] = []
+    for index, part in enumerate(loc):
+        inside: Any = dict(enumerate(data)) if isinstance(data, list) else data
+        if isinstance(inside, Mapping) and part in inside:
+            data = inside[part]
+        elif not (missing and index == len(loc) - 1):
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _place(path: tuple[int | str, ...], places: Mapping[KeyPath, str]) -> str:
+    words = tuple(str(part) for part in path)
+    return next(places[words[:length]] for length in range(len(words), -1, -1) if words[:length] in places)
+
+
+def _sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) -> str:
+    key, kind = dotted(path), item["type"]
+    if kind == "extra_forbidden":
+        return _unknown(path, schema, data)
+    if kind == "missing":
+        return f"`{key}` is missing; add it"
+    if kind == "value_error":
+        text = str(item["msg"]).removeprefix("Value error, ")
+        return text if key in ("", text[: len(key)]) else f"`{key}`: {text}"
+    if kind == "union_tag_not_found":
+        return f"`{key}.type` is missing; add it"
+    if kind in ("literal_error", "union_tag_invalid"):
+        return _choice(item, key)
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"`{key}` is {item['input']!r}, but takes a mapping of keys to values"
+    return f"`{key}` is {_short(item['input'])}: {_lower(str(item['msg']))}"
+
+
+def _unknown(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
+    *parents, last = (str(part) for part in path)
+    parent = follow(schema, parents)
+    members = models(parent)
+    owner = next((model for model in members if last in model.model_fields), None)
+    if owner is not None:
+        choice = dotted((*parents, "type"))
+        return f"`{dotted(path)}` belongs to type {tag(owner)!r}; set `{choice}` to it or remove the key"
+    here = sorted({name for model in members for name in model.model_fields})
+    close = nearest(last, here)
+    if close is None:
+        deeper = [inner for inner in key_paths(parent, None) if inner[-1] == last]
+        close = dotted(min(deeper, key=len)) if deeper else None
+    if close is None:
+        return f"unknown key `{dotted(path)}`; valid keys here are {', '.join(here)}"
+    return f"unknown key `{dotted(path)}`; did you mean `{dotted((*parents, close))}`?"
+
+
+def _choice(item: Any, key: str) -> str:
+    context = item.get("ctx", {})
+    if item["type"] == "union_tag_invalid":
+        key, given, choices = f"{key}.type", context["tag"], context["expected_tags"]
+    else:
+        given, choices = item["input"], context["expected"]
+    names = [name.strip().strip("'") for name in choices.replace(" or ", ", ").split(",")]
+    close = nearest(given, names) if isinstance(given, str) else None
+    hint = f"; did you mean {close!r}?" if close else ""
+    return f"`{key}` is {_short(given)}, but must be one of {', '.join(names)}{hint}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One field, or group of fields, as people are told of it."""
+
+    key: str
+    """Dotted, with NAME for keys of the user's own."""
+    kind: str
+    default: str
+    """As the command line takes it; empty for a group and for what has to be given."""
+    sentence: str
+
+
+def described(
+    model: type[Config] = Recipe, default: Any = None, prefix: str = "", only: str = ""
+) -> Iterator[Described]:
+    """Every field below `model` in order; where `type` chooses among models the fields of every choice.
+
+    `default` is the instance that stands in the recipe where nothing is given; `only` names that choice.
+    """
+    for name, field in model.model_fields.items():
+        if name == "type":
+            continue  # told with the field that has the choice
+        value = getattr(default, name) if isinstance(default, model) else field.get_default()
+        inside, free = models(field.annotation), models(below(field.annotation, "NAME"))
+        told = field.description or (inside or free)[0].__doc__ or ""
+        group = bool(inside or free)
+        shown = "" if group or value is PydanticUndefined else _written(value)
+        needed = ", has to be given" if value is PydanticUndefined else ""
+        kind = f"{_kind(field.annotation)}{only}{needed}"
+        yield Described(f"{prefix}{name}", kind, shown, " ".join(told.split()))
+        for one in inside:
+            where = f" (with type {tag(one)})" if len(inside) > 1 else only
+            yield from described(one, value, f"{prefix}{name}.", where)
+        for one in free:
+            yield from described(one, None, f"{prefix}{name}.NAME.", only)
+
+
+def listing() -> str:
+    """All fields, for a terminal."""
+    lines = ["fields of the recipe, each of them an option:"]
+    for one in described():
+        default = f" [{one.default}]" if one.default else ""
+        lines.append(f"  --{one.key}  {one.kind}{default}")
+        lines += textwrap.wrap(one.sentence, _WIDTH, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines) + "\n"
+
+
+def _kind(annotation: Any) -> str:
+    """`int`, `float or null`, `one of a, b`, `list of str`, `fields`, `fields by NAME`."""
+    kinds = dict.fromkeys(_word(arm) for arm in arms(annotation))
+    choices = [tag(model) for model in models(annotation) if tag(model) is not None]
+    words = ["one of " + ", ".join(map(str, choices))] if len(choices) > 1 else []
+    words += [word for word in kinds if not (words and word == "fields")]
+    null = type(None) in get_args(annotation)
+    return " or ".join([*words, *["null"] * null])
+
+
+def _word(arm: Any) -> str:
+    origin = get_origin(arm)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, get_args(arm)))
+    if origin in (list, tuple):
+        return f"list of {_word(get_args(arm)[0])}"
+    if origin is dict:
+        inner = arms(get_args(arm)[1])
+        return f"{_word(inner[0])} by NAME" if inner else "mapping"
+    if isinstance(arm, type) and issubclass(arm, Config):
+        return "fields"
+    return {Any: "anything"}.get(arm, getattr(arm, "__name__", str(arm)))
+
+
+def _written(value: Any) -> str:
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    return plain if isinstance(plain, str) else json.dumps(plain)

@@ -1,4 +1,9 @@
-"""What every trained stage needs: back end and ranks, optimiser and schedule, batching."""
+"""What every trained stage needs: back end and ranks, optimiser and schedule, batching, low-rank adapters.
+
+Low-rank adapters in place of full weights.
+
+What every trained stage needs: back end and ranks, optimiser and schedule, batching.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,19 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from opd.config.base import Config
+
+
+class LoRAConfig(Config):
+    """LoRA (arXiv 2106.09685): `W + alpha / rank * B A` with a frozen `W`, trained through `A` and `B`."""
+
+    rank: int = Field(default=16, gt=0, le=16_384)
+    """Columns of `B` and rows of `A`: what an adapter can express, and its size."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale of the adapters: `alpha / rank` times `B A` is added to the weight."""
+    targets: list[str] = Field(
+        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1
+    )
+    """Last names of the linear layers, in every decoder layer, that get an adapter."""
 
 
 class OptimConfig(Config):

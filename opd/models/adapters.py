@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from opd.config.lora import LoRAConfig
+from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, MissingExtraError, ModelError
 from opd.foreign import is_file_name
 from opd.models.causal_lm import CausalLM, weights_digest

@@ -1,7 +1,7 @@
 """`opd doctor`: what would go wrong with a recipe, before it does.
 
-`examine` runs the checks: `checks` of domains and settings, `early` of sizes, rewards and places to publish
-(all without torch), `models` and their tokenizers, `served` teachers and workers, `estimate` of memory and
+`examine` runs the checks: `checks` of domains, settings, sizes, rewards and places to publish (all without
+torch), `models` and their tokenizers, `served` teachers and workers, `estimate` of memory and
 disk, `kl` between the base and the teachers and what the rewards say of the base. `--parity` asks
 every back end for the same scores: `parity` has the back ends, `parity_ranks` two ranks for those that need
 them, `parity_table` what is compared and shown.

@@ -16,12 +16,14 @@ from opd.pipelines.doctor.checks import (
     check_domains,
     check_held_out,
     check_paths,
+    check_publishing,
+    check_rewards,
     check_run_dir,
     check_sampling,
     check_schedule,
+    check_sizes,
     number_of,
 )
-from opd.pipelines.doctor.early import check_publishing, check_rewards, check_sizes
 from opd.pipelines.doctor.estimate import check_precision, check_resources
 from opd.pipelines.doctor.kl import check_base, check_kl
 from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opd.config import Recipe
-from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
-from opd.pipelines.doctor.early import check_rewards
+from opd.pipelines.doctor.checks import Finding, attempt, check_rewards, given_teachers
 from opd.pipelines.precision import model_dtype
 from opd.types import RolloutRequest, Sample
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
-from opd.config.lora import LoRAConfig
 from opd.config.recipe import WEIGHT_MERGES
+from opd.config.train import LoRAConfig
 from opd.errors import ModelError, OpdError
 from opd.monitor.progress import doing
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers, number_of

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from opd.config.base import Config
-from opd.config.explain import explain
+from opd.config.schema import explain
 from opd.config.yaml_reader import read_yaml
 from opd.errors import ConfigError
 

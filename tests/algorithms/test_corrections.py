@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from opd.algorithms.corrections import correct
 from opd.algorithms.normalise import token_weights
-from opd.config.corrections import IcePop, MaskedIS, SequenceMaskedTIS, TruncatedIS
+from opd.config.rl import IcePop, MaskedIS, SequenceMaskedTIS, TruncatedIS
 
 ALL = [TruncatedIS(), MaskedIS(), MaskedIS(level="sequence"), IcePop(), SequenceMaskedTIS()]
 

@@ -11,8 +11,16 @@ from opd.config import Recipe
 from opd.config.schema import key_paths
 from opd.errors import StorageError
 from opd.pipelines.cli import main
-from opd.pipelines.doctor.checks import attempt, check_domains, check_held_out, check_paths
-from opd.pipelines.doctor.early import check_publishing, check_rewards, check_sizes, refuse_place
+from opd.pipelines.doctor.checks import (
+    attempt,
+    check_domains,
+    check_held_out,
+    check_paths,
+    check_publishing,
+    check_rewards,
+    check_sizes,
+    refuse_place,
+)
 from opd.pipelines.doctor.models import check_device
 
 REWARDS = """

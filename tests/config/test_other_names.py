@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from opd.config import Recipe
+from opd.config.load import parse_overrides
 from opd.config.other_names import ROWS, table
-from opd.config.overrides import parse_overrides
 from opd.config.schema import follow
 from opd.errors import ConfigError
 from opd.pipelines.cli import main

@@ -3,9 +3,8 @@ from pathlib import Path
 
 from opd.config import Recipe
 from opd.config.base import Config
-from opd.config.fields import described, listing
 from opd.config.load import dump_recipe, load_recipe
-from opd.config.schema import below, key_paths, models
+from opd.config.schema import below, described, key_paths, listing, models
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -11,7 +11,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from opd.config.lora import LoRAConfig
+from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, ModelError
 from opd.models.adapters import (
     BASE,

@@ -90,7 +90,7 @@ def test_a_command_ends_with_what_came_out_and_where_it_is(finished, tmp_path, c
     page = (finished / "report.html").read_text()
     assert f"<h1>{verdict}</h1>" in page
     assert table.splitlines()[0].split() == ["sampled", "accuracy,", "%", "sort", "add3", "mean", "kept"]
-    assert len(table.splitlines()) <= 7
+    assert len(table.splitlines()) <= 8
     assert f"merged model  {finished / 'merged'}\n" in places
     assert places.endswith(f"{finished / 'report.html'}")
 

@@ -13,7 +13,7 @@ import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 
-from opd.config.lora import LoRAConfig
+from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, StorageError, TeacherError
 from opd.models.adapters import FOLDER, AdaptedLM, save_adapted
 from opd.models.causal_lm import CausalLM

@@ -21,7 +21,7 @@ from rank_processes import joined, run_ranks
 from safetensors.torch import load_file, save_file
 
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig, TrainConfig
-from opd.config.lora import LoRAConfig
+from opd.config.train import LoRAConfig
 from opd.kernels.head import Head
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, torch_dtype
