@@ -14,10 +14,10 @@ from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import adapter_base, made_once
 from opd.models.tokenizers import load_tokenizer
+from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.context import StageContext
-from opd.pipelines.given import model_digests
 from opd.pipelines.precision import checkpoint_dtype
-from opd.pipelines.publish import publish_checkpoint
+from opd.pipelines.records.inputs import model_digests
 from opd.storage.sealed import digest_of
 from opd.teachers.published_adapter import publish_adapter
 

@@ -15,11 +15,11 @@ from opd.config import Recipe
 from opd.config.load import dump_recipe, load_recipe, located
 from opd.config.other_names import refuse_other_name
 from opd.errors import ConfigError, RunFolderError
-from opd.pipelines.ending import ERROR, ended, one_line
-from opd.pipelines.plan_command import PLAN_OPTIONS, add_options, plan_command
+from opd.pipelines.commands.ending import ERROR, ended, one_line
+from opd.pipelines.plan.command import PLAN_OPTIONS, add_options, plan_command
 
 if TYPE_CHECKING:
-    from opd.pipelines.run_folder import RunFolder
+    from opd.pipelines.records.run_folder import RunFolder
 
 _SWITCHES = {"--help", "--version", "--resume", "--dry-run", "--parity", "--json"}
 _WITH_VALUE = {"--out", "--domain", "--shards"} | PLAN_OPTIONS
@@ -295,7 +295,7 @@ def _compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _publish(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd publish takes a checkpoint, a URL and --shards; remove {overrides[0]}")
-    from opd.pipelines.publish import run_publish
+    from opd.pipelines.commands.publish import run_publish
 
     return run_publish(options.checkpoint, options.url, options.shards)
 
@@ -303,18 +303,18 @@ def _publish(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _wal(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd wal takes a folder and no settings; remove {overrides[0]}")
-    from opd.pipelines.wal_commands import wal_command
+    from opd.pipelines.commands.wal import wal_command
 
     return wal_command(options.action, options.folder, options.out)
 
 
 def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> int:
     stages = None if options.command == "run" else _stages(recipe, options)
-    from opd.pipelines.launch import end_with_launcher, is_rank, launch, wants_ranks
+    from opd.pipelines.launch.local import end_with_launcher, is_rank, launch, wants_ranks
 
     if is_rank(recipe):
         end_with_launcher()
-        from opd.pipelines.together import run_rank
+        from opd.pipelines.launch.ranks import run_rank
 
         return run_rank(recipe, _path(recipe, options), lambda: _open(recipe, options), stages)
     if wants_ranks(recipe):
@@ -335,7 +335,7 @@ def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> in
 
 
 def _path(recipe: Recipe, options: argparse.Namespace) -> Path:
-    from opd.pipelines.run_folder import default_path
+    from opd.pipelines.records.run_folder import default_path
 
     # Absolute from here on: code of the user's own may go to another folder.
     return (options.out or default_path(recipe)).absolute()
@@ -343,7 +343,7 @@ def _path(recipe: Recipe, options: argparse.Namespace) -> Path:
 
 def _open(recipe: Recipe, options: argparse.Namespace) -> RunFolder | None:
     """The run folder; `None` if the checks before a run have said why it cannot start."""
-    from opd.pipelines.run_folder import RunFolder
+    from opd.pipelines.records.run_folder import RunFolder
 
     path = _path(recipe, options)
     resumed = options.resume

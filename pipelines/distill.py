@@ -12,7 +12,7 @@ from opd.algorithms.normalise import weigh
 from opd.config import SampledTokenK1
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
-from opd.pipelines.evaluate import domain_accuracy
+from opd.pipelines.evaluation.accuracy import domain_accuracy
 from opd.pipelines.loop import Algorithm, Extent, Plan, Step, Update, train
 from opd.pipelines.merge_loss import (
     loss_terms,

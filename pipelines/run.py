@@ -11,18 +11,18 @@ from typing import Any
 from opd.config import Recipe
 from opd.models.hf_folder import CHECKSUMS
 from opd.monitor.progress import Progress
-from opd.pipelines.cards import write_cards
 from opd.pipelines.context import StageContext
-from opd.pipelines.evaluation_stage import measured, measurements
+from opd.pipelines.evaluation.stage import measured, measurements
 from opd.pipelines.helpers import Helpers
-from opd.pipelines.machine import settle
+from opd.pipelines.launch.machine import settle
+from opd.pipelines.launch.workers import run_side_by_side
+from opd.pipelines.records.cards import write_cards
+from opd.pipelines.records.results import write_results
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
-from opd.pipelines.results import write_results
-from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.served_engine import with_engine
 from opd.pipelines.stage_rollout import remove_log
 from opd.pipelines.stages import Stage, plan, summary, with_needs
-from opd.pipelines.workers import run_side_by_side
 from opd.ranks import Ranks
 from opd.rollout.preemption import Preemption
 
@@ -61,7 +61,7 @@ def _run(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
             for stage in stages:
                 folder.stage_done(stage.name, weights=True)
         if recipe.launch.type == "ray" and waiting:
-            from opd.pipelines.on_ray.supervise import run_on_ray
+            from opd.pipelines.launch.ray.supervise import run_on_ray
 
             run_on_ray(recipe, folder, waiting, progress)
             return

@@ -16,7 +16,7 @@ from opd.monitor.progress import clock
 from opd.pipelines.adapted import whole_model
 from opd.pipelines.context import StageContext, baseline_methods
 from opd.pipelines.distill import distill
-from opd.pipelines.evaluation_stage import evaluate
+from opd.pipelines.evaluation.stage import evaluate
 from opd.pipelines.grpo import train_grpo
 from opd.pipelines.loop import Extent
 from opd.pipelines.off_policy import distill_off_policy

@@ -13,9 +13,9 @@ from opd.config import Recipe, TopKKL
 from opd.errors import ConfigError
 from opd.monitor.progress import doing
 from opd.pipelines.adapted import published_with_base, whole_model
+from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.context import StageContext
 from opd.pipelines.precision import model_dtype
-from opd.pipelines.publish import publish_checkpoint
 from opd.protocols import Teacher
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.teachers.lora_teacher import published_teachers

@@ -16,7 +16,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.adapted import all_weights
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet, load_domains, student_tokenizer
-from opd.pipelines.evaluate import domain_accuracy
+from opd.pipelines.evaluation.accuracy import domain_accuracy
 from opd.pipelines.loop import Extent, LoopState, Step, train
 from opd.pipelines.off_policy import Supervised
 from opd.pipelines.precision import model_dtype

@@ -12,7 +12,7 @@ from opd.algorithms import weight_merge
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.context import StageContext
 from opd.pipelines.domains import DomainSet
-from opd.pipelines.evaluate import prompt_accuracy
+from opd.pipelines.evaluation.accuracy import prompt_accuracy
 from opd.pipelines.student import load_model, make_writer, sampling_params, tokenizer_of
 from opd.pipelines.teachers import whole_teacher
 from opd.protocols import RolloutEngine

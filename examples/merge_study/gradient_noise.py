@@ -21,7 +21,7 @@ from opd.config.load import load_recipe
 from opd.pipelines.context import StageContext
 from opd.pipelines.distill import Distill
 from opd.pipelines.loop import PhaseTimer, Step
-from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.samples import StepSamples
 from opd.train.torch_backend import TorchBackend
 

@@ -24,7 +24,7 @@ from opd.config import Recipe
 from opd.config.load import load_recipe
 from opd.models.causal_lm import CausalLM
 from opd.monitor.progress import Progress
-from opd.pipelines.machine import settle, threads_here
+from opd.pipelines.launch.machine import settle, threads_here
 from opd.pipelines.sample_files import Scratch, groups_of
 from opd.pipelines.samples_on_disk import SamplesOnDisk
 from opd.ranks import Ranks

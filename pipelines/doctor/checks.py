@@ -20,8 +20,8 @@ from opd.errors import ConfigError, StorageError, from_system
 from opd.foreign import machine_memory
 from opd.imports import import_function
 from opd.monitor.progress import doing
-from opd.pipelines.given import user_functions
-from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.records.inputs import user_functions
+from opd.pipelines.records.run_folder import RunFolder
 from opd.redact import redact
 from opd.retry import Retry
 
@@ -197,7 +197,7 @@ def _held_out(recipe: Recipe) -> int:
 
 def check_held_out(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Finding]:
     """Whether the evaluation asks enough prompts to know accuracies: a warning, or nothing."""
-    from opd.pipelines.statistics import FEW, Count, wilson
+    from opd.pipelines.evaluation.statistics import FEW, Count, wilson
 
     counts = {}
     for name, domain in domains.items():

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from opd.config import Recipe
+from opd.pipelines.commands.ending import one_line
 from opd.pipelines.doctor.checks import (
     Finding,
     attempt,
@@ -28,8 +29,7 @@ from opd.pipelines.doctor.estimate import check_precision, check_resources
 from opd.pipelines.doctor.kl import check_base, check_kl
 from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models
 from opd.pipelines.doctor.served import check_served
-from opd.pipelines.ending import one_line
-from opd.pipelines.run_folder import default_path
+from opd.pipelines.records.run_folder import default_path
 
 if TYPE_CHECKING:
     from opd.data.prompts import Domain

@@ -152,7 +152,7 @@ def by_servers(servers: Mapping[str, TeacherServerConfig]) -> Mode:
 @contextmanager
 def _published(source: str) -> Iterator[str]:
     """`source` published, for as long as the block runs if it was not."""
-    from opd.pipelines.publish import publish_checkpoint
+    from opd.pipelines.commands.publish import publish_checkpoint
     from opd.teachers.units import is_published
 
     if is_published(source):

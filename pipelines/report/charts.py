@@ -25,8 +25,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
+from opd.pipelines.evaluation.statistics import Interval, at_the_end
 from opd.pipelines.report.words import NARROW, amount, power
-from opd.pipelines.statistics import Interval, at_the_end
 
 
 @dataclass(frozen=True, slots=True)

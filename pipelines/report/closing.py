@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from opd.pipelines.evaluation.statistics import FEW, mean_accuracy
 from opd.pipelines.report.load import Accuracy, ModelResult, Run, load_run
 from opd.pipelines.report.verdict import retained, write_verdict
 from opd.pipelines.report.words import listing, model_label, percent
-from opd.pipelines.statistics import FEW, mean_accuracy
 
 LINES = 5
 """Most models in the table: base, specialists, merged student and the best of the others."""

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from opd.errors import ConfigError, RunFolderError
+from opd.pipelines.evaluation.statistics import at_the_end, mean_accuracy
+from opd.pipelines.records.run_folder import differences
 from opd.pipelines.report.closing import aligned
 from opd.pipelines.report.load import Run, load_run
 from opd.pipelines.report.verdict import compare, retained
 from opd.pipelines.report.words import model_label, point_bounds, points
-from opd.pipelines.run_folder import differences
-from opd.pipelines.statistics import at_the_end, mean_accuracy
 from opd.redact import redact
 from opd.storage.files import write_atomic
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from opd.pipelines.evaluation.statistics import Interval, at_the_end
 from opd.pipelines.report.charts import (
     MARKERS,
     Axis,
@@ -27,7 +28,6 @@ from opd.pipelines.report.words import (
     points,
     stage_label,
 )
-from opd.pipelines.statistics import Interval, at_the_end
 
 STILL = 0.02
 """A line whose values differ by no more than this share is not drawn but told."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from opd.errors import RunFolderError
 from opd.monitor.metrics import FILE_NAME as METRICS
-from opd.pipelines.run_folder import DONE, RunFolder
-from opd.pipelines.statistics import Count, Interval
+from opd.pipelines.evaluation.statistics import Count, Interval
+from opd.pipelines.records.run_folder import DONE, RunFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Run:
     folders: dict[str, dict[str, str]] = field(default_factory=dict)
     """Model -> its folder, digest, prompt format and loading lines, as far as each is known."""
     answers: dict[str, Any] = field(default_factory=dict)
-    """Domain -> a few answers side by side, as `opd.pipelines.answers.side_by_side` gives them."""
+    """Domain -> a few answers side by side, as `opd.pipelines.evaluation.answers.side_by_side` gives them."""
 
     @property
     def confidence(self) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
+from opd.pipelines.evaluation.statistics import Interval, mean_accuracy
 from opd.pipelines.report.figures import Cues, own_domain
 from opd.pipelines.report.load import Accuracy, ModelResult, Run
 from opd.pipelines.report.verdict import compare
@@ -24,7 +25,6 @@ from opd.pipelines.report.words import (
     points,
     stage_label,
 )
-from opd.pipelines.statistics import Interval, mean_accuracy
 
 COUNTS = {
     "head_loads": "Heads loaded",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from opd.pipelines.evaluation.statistics import Count, Interval, mean_accuracy, mean_difference, retention
 from opd.pipelines.report.load import ModelResult, Run
 from opd.pipelines.report.words import (
     NARROW,
@@ -19,7 +20,6 @@ from opd.pipelines.report.words import (
     point_bounds,
     points,
 )
-from opd.pipelines.statistics import Count, Interval, mean_accuracy, mean_difference, retention
 
 WEAK = 0.2
 """Teachers that are right in fewer than this share of their sampled answers are called weak."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opd.pipelines.statistics import Interval
+from opd.pipelines.evaluation.statistics import Interval
 
 NARROW = "\u202f"
 MINUS = "\u2212"

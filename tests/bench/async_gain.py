@@ -37,8 +37,8 @@ from async_student import DOMAINS, make_models, model_config, recipe
 from opd.config import Recipe
 from opd.monitor.metrics import read_metrics
 from opd.pipelines import distill
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "in turn": {"rollout": {"schedule": "in_turn"}, "threads": 1},

@@ -17,8 +17,8 @@ from recipes import tiny_recipe
 
 from opd.config import Recipe
 from opd.data.procedural import DigitTask, register
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 
 # Actors of a cluster on this machine find the tasks, too.
 _here, _others = str(Path(__file__).parent), os.environ.get("PYTHONPATH")

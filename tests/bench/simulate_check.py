@@ -32,10 +32,10 @@ from recipes import tiny_recipe
 from opd.config import Recipe
 from opd.models.causal_lm import CausalLM
 from opd.monitor.metrics import read_metrics
-from opd.pipelines.publish import publish_checkpoint
+from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.plan.simulate import Cluster, simulate
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
-from opd.pipelines.simulate import Cluster, simulate
 
 PHASES = ("rollout", "score", "train")
 SIGMA = math.sqrt(math.log(2))

@@ -18,12 +18,12 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
+from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.estimate import check_resources, disk_left, disk_parts, memory_parts, readable
 from opd.pipelines.doctor.examine import Finding, diagnose, examine
 from opd.pipelines.doctor.kl import mean_kl
 from opd.pipelines.doctor.models import Models, Shape, told_together, unreachable
-from opd.pipelines.publish import publish_checkpoint
-from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.records.run_folder import RunFolder
 from opd.teachers.torch_teacher import TorchTeacher
 from opd.types import Sample
 

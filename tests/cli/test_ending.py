@@ -16,7 +16,7 @@ from opd.errors import ConfigError, OpdError, PreemptedError, from_system
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines import cli
 from opd.pipelines.cli import main
-from opd.pipelines.ending import ended, one_line
+from opd.pipelines.commands.ending import ended, one_line
 from opd.storage.files import atomic_file, atomic_folder
 
 RECIPE = """\
@@ -168,7 +168,7 @@ def test_the_errors_of_workers_are_picklable_sentences():
 
 LEAVES = """
 import os, sys
-from opd.pipelines.ending import ended
+from opd.pipelines.commands.ending import ended
 from opd.imports import calling
 from opd.errors import OpdError
 import leaves

@@ -12,8 +12,8 @@ import pytest
 from recipes import tiny_recipe, write_recipe
 
 from opd.errors import ConfigError, PreemptedError, RanksError
-from opd.pipelines.ending import ended
-from opd.pipelines.launch import _outcome, _Rank, is_rank, launch, wants_ranks
+from opd.pipelines.commands.ending import ended
+from opd.pipelines.launch.local import _outcome, _Rank, is_rank, launch, wants_ranks
 from opd.rollout.preemption import Preemption
 
 SECONDS = 240
@@ -51,7 +51,7 @@ def test_under_torchrun_a_machine_says_an_error_once(monkeypatch, capsys, rank, 
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.delenv("OPD_RANK_REPORT", raising=False)
-    monkeypatch.setattr("opd.pipelines.launch._joined", joined)
+    monkeypatch.setattr("opd.pipelines.launch.local._joined", joined)
 
     def command() -> int:
         raise error

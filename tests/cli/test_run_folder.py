@@ -16,8 +16,9 @@ from opd.config.load import located, path_keys
 from opd.config.schema import key_paths
 from opd.errors import CheckpointError, RunFolderError
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines import machine, run_folder
-from opd.pipelines.run_folder import RunFolder, default_path
+from opd.pipelines.launch import machine
+from opd.pipelines.records import run_folder
+from opd.pipelines.records.run_folder import RunFolder, default_path
 
 
 def make_recipe(**changes) -> Recipe:
@@ -243,7 +244,7 @@ def test_resume_without_a_run_and_with_a_broken_config(tmp_path: Path):
 
 HOLD = """
 import sys
-from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.records.run_folder import RunFolder
 from opd.config import Recipe
 recipe = Recipe.model_validate_json(sys.argv[2])
 with RunFolder.create(sys.argv[1], recipe):

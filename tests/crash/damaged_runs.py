@@ -9,8 +9,8 @@ from recipes import tiny_recipe, write_recipe
 from opd.config import Recipe
 from opd.errors import PreemptedError
 from opd.pipelines.cli import main
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute
-from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import plan, with_needs
 from opd.rollout.preemption import Preemption
 

@@ -14,8 +14,8 @@ from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.distill import CustomDivergence
 from opd.errors import ConfigError, RolloutError, TrainingError
 from opd.pipelines.doctor.examine import examine
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 from opd.rollout.collect import EncodedPrompt, load_generate
 from opd.rollout.torch_engine import TorchEngine
 from opd.train.conversion import convert_batch

@@ -15,7 +15,7 @@ import torch
 
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
-from opd.pipelines.publish import publish_checkpoint
+from opd.pipelines.commands.publish import publish_checkpoint
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.streamed_teacher import Placement, StreamedTeacher
 from opd.teachers.torch_teacher import TorchTeacher

@@ -18,11 +18,11 @@ from opd.models.hf_folder import ORIGIN
 from opd.models.hf_weights import check_weights
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.adapted import whole_model
+from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.context import StageContext
 from opd.pipelines.doctor.examine import examine
-from opd.pipelines.publish import publish_checkpoint
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.teachers import published_teacher, streamed_source
 from opd.storage.published import PublishedModel
 from opd.teachers.published_adapter import is_adapter

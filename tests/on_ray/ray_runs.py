@@ -17,8 +17,8 @@ import yaml
 from opd.config import Recipe
 from opd.config.load import load_recipe
 from opd.models.causal_lm import CausalLM
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.warm_up import new_base
 
 MODEL = {

@@ -14,9 +14,9 @@ from ray_runs import write_recipe
 
 from opd.errors import LaunchError
 from opd.pipelines.cli import main
-from opd.pipelines.machine import out_of_memory
-from opd.pipelines.on_ray.cluster import probe
-from opd.pipelines.on_ray.processes import descendants, end_left_over
+from opd.pipelines.launch.machine import out_of_memory
+from opd.pipelines.launch.ray.cluster import probe
+from opd.pipelines.launch.ray.processes import descendants, end_left_over
 
 RAY = ["--launch.type", "ray"]
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from rank_processes import joined
 from recipes import tiny_recipe
 
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute
-from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import plan
 from opd.pipelines.student import Student
 from opd.ranks import Ranks

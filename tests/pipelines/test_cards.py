@@ -19,10 +19,10 @@ from opd.data.prompts import Prompt
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer, load_tokenizer
-from opd.pipelines.cards import Cards, example_prompts, loading_lines
-from opd.pipelines.evaluation_stage import measured
+from opd.pipelines.evaluation.stage import measured
+from opd.pipelines.records.cards import Cards, example_prompts, loading_lines
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline
-from opd.pipelines.run_folder import RunFolder
 
 DISTILL = {"steps": 2, "prompts_per_domain": 4}
 CARDS = ["base", "specialists/sort", "specialists/add3", "merged", "baselines/average", "baselines/dare"]

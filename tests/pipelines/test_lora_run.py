@@ -9,8 +9,8 @@ from recipes import tiny_recipe
 from safetensors.torch import load_file
 
 from opd.models.adapters import read_adapter
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 from opd.teachers.lora_teacher import SharedBase
 
 pytest.importorskip("peft")

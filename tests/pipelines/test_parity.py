@@ -18,9 +18,9 @@ from opd.config import Recipe
 from opd.errors import TeacherError
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.cli import main
+from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.parity import Difference, Scores, by_megatron, by_torch, difference
 from opd.pipelines.doctor.parity_table import ITSELF, check_parity, modes_of, problem_of
-from opd.pipelines.publish import publish_checkpoint
 from opd.types import Sample
 
 TOKENS = len(tiny.tokenizer())

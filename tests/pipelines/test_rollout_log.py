@@ -9,8 +9,8 @@ from recipes import tiny_recipe
 
 from opd.config import RolloutConfig
 from opd.monitor.metrics import read_metrics
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline
-from opd.pipelines.run_folder import RunFolder
 
 FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 3}
 SETTINGS = {"distill": FEW, "baselines": {"methods": []}, "evaluation": {"prompts_per_domain": 10}}

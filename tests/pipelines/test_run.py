@@ -11,8 +11,8 @@ from recipes import tiny_recipe, write_recipe
 from opd.models.causal_lm import CausalLM
 from opd.monitor.metrics import read_metrics
 from opd.pipelines.cli import main
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
-from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import plan, with_needs
 
 MODELS = ["base", "specialists/sort", "specialists/add3", "merged"] + [

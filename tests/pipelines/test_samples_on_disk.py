@@ -22,8 +22,8 @@ from opd.errors import RolloutError, StorageError, TrainingError
 from opd.models.checkpoint import save_checkpoint
 from opd.monitor.metrics import read_metrics
 from opd.pipelines import samples_on_disk
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.sample_files import SampleFiles, Scratch, groups_of, written_by_all
 from opd.pipelines.samples import StepSamples
 from opd.pipelines.samples_on_disk import FIELDS, SamplesOnDisk

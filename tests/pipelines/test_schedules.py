@@ -10,8 +10,8 @@ from recipes import tiny_recipe
 
 from opd.models.causal_lm import CausalLM
 from opd.monitor.metrics import read_metrics
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.student import Student
 from opd.train.torch_backend import TorchBackend
 

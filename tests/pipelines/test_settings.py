@@ -8,8 +8,8 @@ from recipes import tiny_recipe
 from opd.errors import OpdError
 from opd.models.causal_lm import CausalLM
 from opd.monitor.metrics import read_metrics
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 
 SPECIALIST = {"steps": 3, "prompts_per_step": 8, "group_size": 4, "minibatches": 2}
 DISTILL = {"steps": 2, "prompts_per_domain": 6}

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from opd.config import BatchConfig, OptimConfig, TrainConfig
 from opd.errors import ConfigError
-from opd.pipelines.launch import check_ranks
+from opd.pipelines.launch.local import check_ranks
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 from opd.ranks import Ranks
 from opd.train.backend import Training
 from opd.train.backends import open_backend

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from opd.models.adapters import BASE, read_adapter
 from opd.monitor.metrics import read_metrics
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 

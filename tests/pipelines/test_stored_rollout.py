@@ -23,8 +23,8 @@ from opd.pipelines import samples_on_disk
 from opd.pipelines.context import StageContext
 from opd.pipelines.distill import Distill
 from opd.pipelines.helpers import Writers
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.samples_on_disk import DiskHome
 from opd.pipelines.source import Rollouts
 from opd.pipelines.student import Student

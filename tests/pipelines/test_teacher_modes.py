@@ -10,9 +10,9 @@ from recipes import tiny_recipe
 from safetensors.torch import load_file
 
 from opd.config import Recipe
-from opd.pipelines.publish import publish_checkpoint
+from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
-from opd.pipelines.run_folder import RunFolder
 
 FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 3}
 

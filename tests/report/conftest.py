@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opd.pipelines.statistics import Count, recovery, wilson
+from opd.pipelines.evaluation.statistics import Count, recovery, wilson
 
 DOMAINS = ["sort", "reverse", "add3"]
 TOTAL = 500

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import RunFolderError
-from opd.pipelines.answers import side_by_side
+from opd.pipelines.evaluation.answers import side_by_side
+from opd.pipelines.evaluation.statistics import at_the_end
+from opd.pipelines.records.results import _teachers
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.report.charts import ROLES, SERIES, Axis
 from opd.pipelines.report.figures import Cues, gaps, learning, teachers
 from opd.pipelines.report.load import Run, StageResult, load_run
 from opd.pipelines.report.tables import ordered, teachers_table
-from opd.pipelines.results import _teachers
-from opd.pipelines.run_folder import RunFolder
-from opd.pipelines.statistics import at_the_end
 
 from .conftest import DOMAINS, RunMaker, metrics, results, write_lines
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import DataError
-from opd.pipelines.statistics import (
+from opd.pipelines.evaluation.statistics import (
     Count,
     contrast,
     difference,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from opd.pipelines.evaluation.statistics import Interval
 from opd.pipelines.report import words
 from opd.pipelines.report.charts import Axis
-from opd.pipelines.statistics import Interval
 
 
 @pytest.mark.parametrize(

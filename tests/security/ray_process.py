@@ -8,7 +8,7 @@ import os
 import sockets
 
 from opd.config.launch import RayLaunch
-from opd.pipelines.on_ray.cluster import Layout, open_cluster
+from opd.pipelines.launch.ray.cluster import Layout, open_cluster
 from opd.rollout.preemption import Preemption
 
 

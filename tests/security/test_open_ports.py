@@ -79,7 +79,7 @@ def test_ranks_listen_on_the_address_that_is_asked_for():
 def test_the_store_of_train_ranks_listens_on_loopback_alone():
     from recipes import tiny_recipe
 
-    from opd.pipelines.launch import _open_store
+    from opd.pipelines.launch.local import _open_store
 
     before = sockets.listening(os.getpid())
     store = _open_store(tiny_recipe(train={"ranks": 2}))

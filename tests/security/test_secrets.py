@@ -19,7 +19,7 @@ from recipes import tiny_recipe, write_recipe
 
 from opd import redact as redact_module
 from opd.errors import ConfigError, MissingExtraError, OpdError, RunFolderError, StorageError
-from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.records.run_folder import RunFolder
 from opd.redact import HIDDEN, hide, learn, redact, redacted
 
 SIGNS = st.characters(min_codepoint=33, max_codepoint=126)

@@ -13,7 +13,7 @@ from seaweedfs import aws_environment
 
 from opd.errors import StorageError
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.publish import publish_checkpoint
+from opd.pipelines.commands.publish import publish_checkpoint
 from opd.retry import Retry
 from opd.storage.published import PublishedModel
 from opd.storage.store_faults import StoreOptions

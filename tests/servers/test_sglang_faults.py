@@ -16,7 +16,7 @@ from sglang_server import free_ports
 
 from opd.config.served import TeacherServerConfig
 from opd.errors import TeacherError
-from opd.pipelines.publish import publish_checkpoint
+from opd.pipelines.commands.publish import publish_checkpoint
 from opd.teachers.sglang_teacher import Asked, SGLangTeacher
 from opd.teachers.streamed_teacher import Placement
 from opd.teachers.torch_teacher import TorchTeacher

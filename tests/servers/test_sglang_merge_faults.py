@@ -9,8 +9,8 @@ from fault_proxy import fault_proxy
 from recipes import tiny_recipe
 from safetensors.torch import load_file
 
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 
 
 def merge(out, served_models, servers=None):

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from opd.errors import ConfigError, RolloutError
 from opd.pipelines.context import StageContext
 from opd.pipelines.doctor.served import check_served
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.served_engine import with_engine
 from opd.rollout.sglang_proof import check_form
 

@@ -16,10 +16,10 @@ from opd.config.served import TeacherServerConfig
 from opd.errors import ConfigError, TeacherError
 from opd.kernels.ops import linear_kl, linear_logprobs, linear_topk
 from opd.models.causal_lm import CausalLM
+from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.served import check_served
-from opd.pipelines.publish import publish_checkpoint
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline
-from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.score_ahead import ScoreAhead
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from opd.config import Recipe
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute
-from opd.pipelines.run_folder import RunFolder
 from opd.pipelines.stages import plan
 from opd.pipelines.warm_up import new_base
 

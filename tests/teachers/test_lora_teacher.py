@@ -18,7 +18,7 @@ from opd.errors import CheckpointError, StorageError, TeacherError
 from opd.models.adapters import FOLDER, AdaptedLM, save_adapted
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.publish import publish_checkpoint
+from opd.pipelines.commands.publish import publish_checkpoint
 from opd.teachers.lora_teacher import LoRATeacher, published_teachers
 from opd.teachers.published_adapter import PublishedAdapter, is_adapter, publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import RolloutError
-from opd.pipelines.on_ray.actors import ActorSpec
-from opd.pipelines.on_ray.cluster import import_ray
+from opd.pipelines.launch.ray.actors import ActorSpec
+from opd.pipelines.launch.ray.cluster import import_ray
 from opd.types import DecodeStep, RolloutRequest
 
 CHUNK_SECONDS = 0.02
@@ -18,7 +18,7 @@ CHUNK_SECONDS = 0.02
 
 
 class EngineActor:
-    """What `opd.pipelines.on_ray.ray_engine` talks to. One method runs at a time."""
+    """What `opd.pipelines.launch.ray.ray_engine` talks to. One method runs at a time."""
 
     def __init__(self, spec: ActorSpec) -> None:
         self._recipe = spec.begin("opd.pipelines.student")

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from opd.pipelines.simulate.cluster import Cluster, layer_cost, load_cluster, memory_per_rank, scoring_ranks
-from opd.pipelines.simulate.run import Simulated, simulate
+from opd.pipelines.plan.simulate.cluster import (
+    Cluster,
+    layer_cost,
+    load_cluster,
+    memory_per_rank,
+    scoring_ranks,
+)
+from opd.pipelines.plan.simulate.run import Simulated, simulate
 
 
 def print_simulation(path: Path) -> int:

@@ -16,8 +16,8 @@ from typing import Any
 from opd.config import Recipe
 from opd.errors import OpdError, RunFolderError
 from opd.pipelines.helpers import Writers
-from opd.pipelines.on_ray.actors import ActorSpec, Remote, no_memory
-from opd.pipelines.on_ray.cluster import import_ray
+from opd.pipelines.launch.ray.actors import ActorSpec, Remote, no_memory
+from opd.pipelines.launch.ray.cluster import import_ray
 from opd.protocols import Teacher
 from opd.rollout.preemption import Preemption
 
@@ -58,14 +58,14 @@ class RayHelpers:
 
     def writers(self, model: Path) -> Writers:
         """See the protocol."""
-        from opd.pipelines.on_ray.ray_engine import Fleet
+        from opd.pipelines.launch.ray.ray_engine import Fleet
 
         return Fleet(self.engines, model, self.note).writers()
 
     def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
         """See the protocol."""
         from opd.models.causal_lm import torch_device
-        from opd.pipelines.on_ray.teacher import ray_teachers
+        from opd.pipelines.launch.ray.teacher import ray_teachers
 
         if not self.teachers_:
             return None
@@ -74,8 +74,8 @@ class RayHelpers:
 
 
 class TrainerActor:
-    """What `opd.pipelines.on_ray.supervise` talks to. `run` holds it until a stage has ended; the methods of
-    the control group answer meanwhile.
+    """What `supervise` talks to. `run` holds it until a stage has ended; the methods of the control group
+    answer meanwhile.
     """
 
     def __init__(self, spec: ActorSpec) -> None:
@@ -101,7 +101,7 @@ class TrainerActor:
         """Run `stage` from its newest checkpoint, alone or, with a `rendezvous`, as one of several ranks;
         returns ("done", result), ("error", class, arguments) for an `OpdError`, or ("crash", words).
         """
-        from opd.pipelines.machine import out_of_memory
+        from opd.pipelines.launch.machine import out_of_memory
 
         helpers = RayHelpers(self._recipe, stage, engines, teachers, self._note)
         try:
@@ -118,8 +118,8 @@ class TrainerActor:
             return "error", "TrainingError", (no_memory(self._spec.name, reason),)
 
     def _execute(self, stage: str, helpers: RayHelpers, rendezvous: Rendezvous | None) -> dict[str, Any]:
+        from opd.pipelines.records.run_folder import RunFolder
         from opd.pipelines.run import execute
-        from opd.pipelines.run_folder import RunFolder
         from opd.pipelines.stages import plan
         from opd.ranks import Ranks, joined
 

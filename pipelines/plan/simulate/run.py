@@ -12,7 +12,7 @@ from itertools import count
 
 import numpy as np
 
-from opd.pipelines.simulate.cluster import (
+from opd.pipelines.plan.simulate.cluster import (
     Cluster,
     Decode,
     LayerCost,

@@ -17,7 +17,7 @@ from opd.errors import OpdError
 from opd.models.adapters import FOLDER, has_adapter
 from opd.models.checkpoint import model_card
 from opd.models.hf_folder import CARD
-from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.records.run_folder import RunFolder
 from opd.storage.files import write_atomic
 
 PEEK = 16

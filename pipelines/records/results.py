@@ -12,12 +12,12 @@ import torch
 
 from opd import installed_version
 from opd.config import Recipe
-from opd.pipelines.answers import side_by_side
-from opd.pipelines.cards import Cards, made_here
-from opd.pipelines.evaluation_stage import kept_answers, measured
-from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.evaluation.answers import side_by_side
+from opd.pipelines.evaluation.stage import kept_answers, measured
+from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
+from opd.pipelines.records.cards import Cards, made_here
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages import plan, specialist_stage
-from opd.pipelines.statistics import Count, at_the_end, recovery
 
 
 def write_results(recipe: Recipe, folder: RunFolder) -> Path:

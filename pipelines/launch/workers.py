@@ -17,7 +17,7 @@ from opd import errors
 from opd.config import Recipe
 from opd.errors import OpdError, from_system
 from opd.monitor.progress import Progress
-from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages import Stage, plan
 from opd.rollout.preemption import Preemption
 from opd.streams import GuardedStream

@@ -14,8 +14,8 @@ import torch
 
 from opd.errors import TeacherError
 from opd.kernels.head import Head
-from opd.pipelines.on_ray.actors import ActorLostError, ActorSpec, Packed, PackedHead, Remote
-from opd.pipelines.on_ray.cluster import one_line
+from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, Packed, PackedHead, Remote
+from opd.pipelines.launch.ray.cluster import one_line
 from opd.protocols import Teacher
 from opd.types import HiddenStates, Sample
 
@@ -41,7 +41,7 @@ class Asked:
 
 
 class TeacherActor:
-    """What `opd.pipelines.on_ray.teacher` talks to. Every method is told the assignment, so an actor that
+    """What `opd.pipelines.launch.ray.teacher` talks to. Every method is told the assignment, so an actor that
     was started anew needs nothing else. One method runs at a time.
     """
 
@@ -87,7 +87,7 @@ class TeacherActor:
 
     def _open(self, assignment: Assignment) -> Mapping[str, Teacher]:
         from opd.pipelines.context import StageContext
-        from opd.pipelines.run_folder import RunFolder
+        from opd.pipelines.records.run_folder import RunFolder
         from opd.pipelines.teachers import open_teachers
         from opd.rollout.preemption import Preemption
 

@@ -13,11 +13,11 @@ from opd import errors
 from opd.config import RayLaunch, Recipe
 from opd.errors import ConfigError, LaunchError, OpdError
 from opd.monitor.progress import Progress
-from opd.pipelines.launch import check_ranks
-from opd.pipelines.on_ray.actors import PING_SECONDS, ActorLostError, ActorSpec, Remote, start_actors
-from opd.pipelines.on_ray.cluster import Cluster, Layout, open_cluster, reserve, role_of
-from opd.pipelines.on_ray.trainer import Rendezvous
-from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.launch.local import check_ranks
+from opd.pipelines.launch.ray.actors import PING_SECONDS, ActorLostError, ActorSpec, Remote, start_actors
+from opd.pipelines.launch.ray.cluster import Cluster, Layout, open_cluster, reserve, role_of
+from opd.pipelines.launch.ray.trainer import Rendezvous
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages import Stage, summary
 from opd.rollout.preemption import Preemption
 

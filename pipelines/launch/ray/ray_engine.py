@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
 from opd.pipelines.helpers import Writers
-from opd.pipelines.on_ray.actors import ActorLostError, Packed, Remote
-from opd.pipelines.on_ray.cluster import import_ray, one_line
+from opd.pipelines.launch.ray.actors import ActorLostError, Packed, Remote
+from opd.pipelines.launch.ray.cluster import import_ray, one_line
 from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.weight_sync import buckets
 from opd.types import DecodeStep, RolloutRequest

@@ -110,7 +110,7 @@ def one_line(text: str) -> str:
 
 def complain(error: OpdError) -> None:
     """Say a user's error, or leave it to the process that started this rank."""
-    from opd.pipelines.launch import report
+    from opd.pipelines.launch.local import report
 
     if not report(error) and not _said_by_another(error):
         _say(f"error: {error}")
@@ -122,7 +122,7 @@ def _said_by_another(error: OpdError) -> bool:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
         return False
-    from opd.pipelines.launch import is_joined
+    from opd.pipelines.launch.local import is_joined
 
     return isinstance(error, RanksError) or not is_joined()
 
@@ -143,7 +143,7 @@ def _failed(error: BaseException, resumes: bool) -> int:
 def _no_memory(error: BaseException, resumes: bool) -> OpdError | None:
     if "torch" not in sys.modules:
         return None
-    from opd.pipelines.machine import out_of_memory
+    from opd.pipelines.launch.machine import out_of_memory
 
     reason = out_of_memory(error)
     if reason is None:

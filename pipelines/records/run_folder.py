@@ -37,8 +37,8 @@ from opd.config.load import located, path_keys
 from opd.errors import DataError, RunFolderError
 from opd.models.hf_folder import CHECKSUMS, adapter_base, check_folder, check_small_files
 from opd.monitor.metrics import read_metrics
-from opd.pipelines.given import Given, given_inputs
-from opd.pipelines.machine import threads_here
+from opd.pipelines.launch.machine import threads_here
+from opd.pipelines.records.inputs import Given, given_inputs
 from opd.redact import redacted
 from opd.storage.files import FileLock, write_atomic
 from opd.storage.sealed import (

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from opd.errors import StorageError
 from opd.pipelines.doctor.checks import number_of
-from opd.pipelines.run_folder import DONE
+from opd.pipelines.records.run_folder import DONE
 from opd.storage.wal import LogReport, TokenWAL, read_log
 from opd.types import LoggedRequest
 

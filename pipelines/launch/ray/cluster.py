@@ -16,7 +16,7 @@ from typing import Any
 
 from opd.config import ActorResources, RayLaunch
 from opd.errors import LaunchError, MissingExtraError, PreemptedError
-from opd.pipelines.on_ray.processes import Processes, descendants, end_left_over, own_folder
+from opd.pipelines.launch.ray.processes import Processes, descendants, end_left_over, own_folder
 from opd.rollout.preemption import Preemption
 
 GOODBYE_SECONDS = 5.0

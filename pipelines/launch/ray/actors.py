@@ -24,8 +24,8 @@ from opd.config import RayLaunch, Recipe
 from opd.errors import LaunchError
 from opd.kernels.head import Head
 from opd.models.causal_lm import raw_bytes
-from opd.pipelines.on_ray.cluster import Layout, import_ray, one_line, options_of, role_of
-from opd.pipelines.run_folder import RunFolder
+from opd.pipelines.launch.ray.cluster import Layout, import_ray, one_line, options_of, role_of
+from opd.pipelines.records.run_folder import RunFolder
 from opd.rollout.preemption import Preemption
 from opd.streams import guard_streams
 
@@ -59,7 +59,7 @@ class ActorSpec:
         _write_into(log)
         print(f"{time.strftime('%F %T')} {self.name} is process {os.getpid()}", flush=True)
         importlib.import_module(module)
-        from opd.pipelines.machine import settle
+        from opd.pipelines.launch.machine import settle
 
         recipe = Recipe.model_validate_json(self.recipe_json)
         settle(RunFolder.attach(self.folder).threads(recipe), recipe.runtime.tf32)
@@ -122,7 +122,7 @@ class Remote:
 
     def _raised(self, error: Any) -> Exception:
         """What the method raised, out of Ray's own error."""
-        from opd.pipelines.machine import out_of_memory
+        from opd.pipelines.launch.machine import out_of_memory
 
         cause = getattr(error, "cause", None)
         if not isinstance(cause, Exception):
@@ -214,9 +214,9 @@ def start_actors(
     ray = import_ray()
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from opd.pipelines.on_ray.engine import EngineActor
-    from opd.pipelines.on_ray.teacher import TeacherActor
-    from opd.pipelines.on_ray.trainer import TrainerActor
+    from opd.pipelines.launch.ray.engine import EngineActor
+    from opd.pipelines.launch.ray.teacher import TeacherActor
+    from opd.pipelines.launch.ray.trainer import TrainerActor
 
     classes = {"trainer": TrainerActor, "engine": EngineActor, "teacher": TeacherActor}
     made: dict[str, Remote] = {}

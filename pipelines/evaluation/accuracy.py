@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from opd.config import Recipe
-from opd.pipelines.answers import keep, length_quantiles
 from opd.pipelines.domains import DomainSet
-from opd.pipelines.statistics import Count, wilson
+from opd.pipelines.evaluation.answers import keep, length_quantiles
+from opd.pipelines.evaluation.statistics import Count, wilson
 from opd.pipelines.student import sampling_params
 from opd.protocols import RolloutEngine
 from opd.rollout.collect import EncodedPrompt
