@@ -90,9 +90,7 @@ class StageContext:
 
     def teacher_source(self, name: str) -> str:
         """Folder or URL of a teacher: one of the recipe's own, or the specialist of that domain."""
-        if name in self.recipe.teachers:
-            return self.recipe.teachers[name].path
-        return str(self.model(f"specialist:{name}"))
+        return self.recipe.given_teachers().get(name) or str(self.model(f"specialist:{name}"))
 
 
 def model_stage(name: str) -> str:

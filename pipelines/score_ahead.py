@@ -20,8 +20,8 @@ def scoring_ahead(
     """`engine`, telling the teachers what ends, where that helps: with served teachers and batches written in
     turn. Batches written ahead are written in another thread than the one that scores.
     """
-    served = any(teacher.server is not None for teacher in recipe.teachers.values())
-    if served and recipe.rollout.schedule == "in_turn":
+    elsewhere = any(teacher.elsewhere for teacher in recipe.teachers.values())
+    if elsewhere and recipe.rollout.schedule == "in_turn":
         return ScoreAhead(engine, schedule, prompts)
     return engine
 

@@ -1,16 +1,15 @@
-"""The teachers of a merge: published, streamed, and their hidden states kept within a quota."""
+"""The teachers of a merge: what they are read from, and their hidden states kept within a quota."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
-from opd.config import Recipe, TopKKL
-from opd.errors import ConfigError
+from opd.config import Recipe
+from opd.config.teachers import Reads
 from opd.monitor.progress import doing
 from opd.pipelines.adapted import published_with_base, whole_model
 from opd.pipelines.commands.publish import publish_checkpoint
@@ -18,13 +17,9 @@ from opd.pipelines.context import StageContext
 from opd.pipelines.precision import model_dtype
 from opd.protocols import Teacher
 from opd.storage.hidden_cache import HiddenStateCache
-from opd.teachers.lora_teacher import published_teachers
-from opd.teachers.megatron_teacher import megatron_teachers
+from opd.teachers.kinds import Opening, Placement, open_kinds
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
-from opd.teachers.sglang_teacher import Asked, SGLangTeacher
-from opd.teachers.streamed_teacher import Placement
-from opd.teachers.torch_teacher import TorchTeacher
 from opd.teachers.units import download, is_published
 
 MIB = 1 << 20
@@ -48,21 +43,18 @@ def open_schedule(
         # The background threads of the teachers gather in a group of their own.
         reading = None if group is None else dist.new_group(dist.get_process_group_ranks(group))
         assert not isinstance(reading, int)  # what a process outside of the group would get
-        served = {name: t for name, t in recipe.teachers.items() if name in router.teachers and t.server}
-        local = [name for name in router.teachers if name not in served]
+        local = [name for name in router.teachers if not recipe.teacher(name).elsewhere]
         helpers = context.helpers
-        elsewhere = helpers.teachers(local, vocabulary) if helpers is not None and local else None
-        if elsewhere is None and local:
-            if not context.ranks.alone:
-                context.ranks.main_first(lambda: _fetch(context, local))
-            elsewhere = open_teachers(context, local, vocabulary, reading, stack)
-        found = dict(elsewhere or {})
-        for name in served:
-            found[name] = teacher = open_served(context, name, vocabulary)
-            stack.callback(teacher.close)
+        found = dict((helpers.teachers(local, vocabulary) if helpers is not None and local else None) or {})
+        here = [name for name in router.teachers if name not in found]
+        if not context.ranks.alone:
+            # What teachers are read from is published and fetched by one rank for all.
+            context.ranks.main_first(lambda: _sources(context, here))
+        found |= open_teachers(context, here, vocabulary, reading, stack)
         teachers = {name: found[name] for name in router.teachers}
+        cached = {name: cache_variant(recipe, name) for name in teachers if recipe.teacher(name).streams}
         cache = None
-        if recipe.distill.teachers == "streamed" and recipe.storage.cache_mb:
+        if cached and recipe.storage.cache_mb:
             # What a power cut takes from the cache is computed again: it need not be flushed.
             files = HiddenStateCache(
                 context.of_rank(context.folder.cache(context.stage)),
@@ -70,23 +62,8 @@ def open_schedule(
                 durable=False,
                 on_warning=context.note,
             )
-            # Back ends round differently: what one has computed is not what another would.
-            backend = "" if recipe.distill.backend == "torch" else f"/{recipe.distill.backend}"
-            cache = CachedScores(stack.enter_context(files), variant=model_dtype(recipe) + backend)
+            cache = CachedScores(stack.enter_context(files), variants=cached)
         yield TeacherSchedule(teachers, router, cache=cache, group=group)
-
-
-def _fetch(context: StageContext, names: list[str]) -> None:
-    """What `open_teachers` publishes and downloads, which one rank does for all."""
-    distill = context.recipe.distill
-    whole = distill.teachers == "resident"
-    for name in names:
-        if not whole:
-            streamed_source(context, name)
-        elif distill.backend == "torch":
-            whole_teacher(context, name)
-        else:
-            _whole_source(context, name)
 
 
 def open_teachers(
@@ -96,80 +73,33 @@ def open_teachers(
     group: dist.ProcessGroup | None,
     stack: ExitStack,
 ) -> Mapping[str, Teacher]:
+    """The recipe's teachers of these names in this process, each of its kind, until `stack` ends."""
     recipe = context.recipe
     batch = recipe.distill.batch
     placement = Placement(
         model_dtype(recipe), recipe.model.device, batch.max_tokens, vocabulary, batch.sequence_chunk
     )
-    if recipe.distill.backend == "megatron":
-        return stack.enter_context(_megatron_teachers(context, names, placement))
-    if recipe.distill.teachers == "resident":
-        return {
-            name: TorchTeacher(
-                name,
-                whole_teacher(context, name),
-                dtype=placement.dtype,
-                device=placement.device,
-                max_tokens=placement.max_tokens,
-                vocabulary=vocabulary,
-                sequence_chunk=placement.sequence_chunk,
-            )
-            for name in names
-        }
-    streamed = published_teachers(
-        {name: streamed_source(context, name) for name in names},
-        placement,
-        prefetch_bytes=recipe.storage.prefetch_mb * MIB,
-        group=group,
-    )
-    for teacher in streamed.values():
-        stack.callback(teacher.close)
-    return streamed
+    opening = Opening(recipe, placement, _sources(context, names), group)
+    return stack.enter_context(open_kinds(names, opening))
 
 
-def _megatron_teachers(
-    context: StageContext, names: list[str], placement: Placement
-) -> AbstractContextManager[Mapping[str, Teacher]]:
-    keep = context.recipe.distill.teachers == "resident"
-    source = partial(_whole_source if keep else published_teacher, context)
-    return megatron_teachers(
-        {name: str(source(name)) for name in names},
-        placement,
-        tensor_parallel=context.recipe.distill.megatron.tensor_parallel,
-        keep=keep,
-    )
-
-
-def open_served(context: StageContext, name: str, vocabulary: int) -> SGLangTeacher:
-    """Teacher `name` of the recipe, which runs on servers; its head is read from what is published.
-
-    Raises `ConfigError` if its signal does not fit the loss.
+def cache_variant(recipe: Recipe, name: str) -> str:
+    """What the hidden states of a teacher depend on besides its weights: kinds round differently, so that
+    what one has computed is not what another would.
     """
-    recipe = context.recipe
-    server, loss = recipe.teachers[name].server, recipe.distill.loss
-    assert server is not None
-    check_signal(recipe, name)
-    return SGLangTeacher(
-        name,
-        published_teacher(context, name),
-        server,
-        asked=Asked(recipe.rollout.temperature, loss.k if isinstance(loss, TopKKL) else 1),
-        placement=Placement(model_dtype(recipe), recipe.model.device, vocabulary=vocabulary),
-    )
+    kind = recipe.teacher(name).type
+    return model_dtype(recipe) + ("" if kind == "streamed" else f"/{kind}")
 
 
-def check_signal(recipe: Recipe, name: str) -> None:
-    """`ConfigError` if the loss needs more than the servers of teacher `name` are asked for."""
-    server, distill = recipe.teachers[name].server, recipe.distill
-    if server is None or server.signal == "hidden":
-        return
-    enough = distill.loss.type in ("k1", "k2") or (distill.loss.type, server.signal) == ("topk", "topk")
-    if not enough or distill.mixture == "geometric":
-        what = f"distill.loss {distill.loss.type} with mixture {distill.mixture}"
-        raise ConfigError(
-            f"teachers.{name}.server.signal is {server.signal}, which is too little for {what}; set it to"
-            " hidden, or choose another loss."
-        )
+def _sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:
+    """What each teacher is read from, published or fetched first where that is needed, once."""
+    ways: dict[Reads, Callable[[StageContext, str], str | Path]] = {
+        "folder": whole_teacher,
+        "whole": _whole_source,
+        "published": published_teacher,
+        "adapted": streamed_source,
+    }
+    return {name: str(ways[context.recipe.teacher(name).reads](context, name)) for name in names}
 
 
 def wait_shares(metrics: Mapping[str, float], seconds: float) -> dict[str, float]:

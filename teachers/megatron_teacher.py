@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import accumulate, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +23,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from opd.errors import ModelError, TeacherError
+from opd.config import Recipe
+from opd.config.teachers import MegatronTeacherConfig
+from opd.errors import MissingExtraError, ModelError, TeacherError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
 from opd.megatron.convert import assemble, check_tensors, head_shard, read_from, tokens_of
@@ -34,8 +37,8 @@ from opd.storage.checkpoint_source import read_headers
 from opd.storage.published import PublishedModel
 from opd.storage.sealed import file_digest
 from opd.teachers.gather import UnitGather
-from opd.teachers.streamed_teacher import Placement
-from opd.teachers.units import unit_tensors
+from opd.teachers.kinds import Opening, Placement, TeacherKind
+from opd.teachers.units import is_published, small_files, unit_tensors
 from opd.train.packing import pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
 
@@ -169,8 +172,6 @@ class PublishedSource:
 
 def open_source(source: str, group: dist.ProcessGroup, device: torch.device) -> WeightSource:
     """The weights at a URL of a published model, or in a Hugging Face folder."""
-    from opd.teachers.units import is_published
-
     return PublishedSource(source, group, device) if is_published(source) else FolderSource(source)
 
 
@@ -193,7 +194,7 @@ def _published_form(published: PublishedModel) -> MegatronForm:
     if entry.bias or entry.scale != 1.0 or entry.softcap is not None:
         raise TeacherError(
             f"published model {published.manifest.digest[:12]} has a head with bias, scale or softcap, which"
-            " a Megatron-Core teacher cannot have; leave distill.backend at torch for it."
+            " a Megatron-Core teacher cannot have; give it the type streamed or local."
         )
     return form
 
@@ -416,3 +417,34 @@ def megatron_teachers(
                 name, source, tags, max_tokens=placement.max_tokens, vocabulary=placement.vocabulary
             )
         yield teachers
+
+
+@contextmanager
+def _open(
+    teachers: Mapping[str, MegatronTeacherConfig], opening: Opening
+) -> Iterator[dict[str, MegatronTeacher]]:
+    alike: dict[tuple[int, bool], dict[str, str]] = {}
+    for name, settings in teachers.items():
+        together = alike.setdefault((settings.tensor_parallel, settings.keep), {})
+        together[name] = opening.sources[name]
+    with ExitStack() as stack:
+        found: dict[str, MegatronTeacher] = {}
+        for (ranks, keep), sources in alike.items():
+            made = megatron_teachers(sources, opening.placement, tensor_parallel=ranks, keep=keep)
+            found |= stack.enter_context(made)
+        yield found
+
+
+def _check(name: str, settings: MegatronTeacherConfig, recipe: Recipe) -> Iterator[str]:
+    """Whether Megatron-Core is there and knows the teacher's architecture."""
+    if find_spec("megatron") is None:
+        raise MissingExtraError(f"teacher {name} on Megatron-Core", "megatron")
+    source = settings.path or recipe.model.path
+    if source is not None:
+        with small_files(source) as folder:
+            form = MegatronForm.from_config(read_config(folder))
+        form.check_divisible(settings.tensor_parallel)
+        yield f"{form.family} on Megatron-Core, tensor parallel size {settings.tensor_parallel}"
+
+
+KIND = TeacherKind(_open, _check)

@@ -266,8 +266,8 @@ class TeacherSchedule:
 
     @property
     def caches(self) -> bool:
-        """Whether hidden states outlive `forget` and `release`."""
-        return self._cache is not None
+        """Whether the hidden states of all teachers outlive `forget` and `release`."""
+        return all(self._cache_of(name) is not None for name in self._teachers)
 
     def assign(self, samples: Sequence[Sample]) -> None:
         """Write each sample's route into `sample.teacher`."""
@@ -388,16 +388,20 @@ class TeacherSchedule:
         after = self._plan.index(route.name) + 1
         return self._routes[self._plan[after]].teachers if after < len(self._plan) else ()
 
+    def _cache_of(self, name: str) -> ScoreCache | None:
+        return self._cache if self._cache is not None and self._cache.keeps(name) else None
+
     def _not_cached(self, name: str, samples: Sequence[Sample]) -> list[Sample]:
         """The samples teacher `name` has to run on; the rows of its others are taken from the cache."""
         answered = (s for s in samples if len(s.response_ids))
         mine = [s for s in answered if name in self._routes[s.teacher or ""].teachers]
         mine = [s for s in mine if (name, s.uid) not in self._rows and not self._given.has(name, s)]
-        if self._cache is None:
+        cache = self._cache_of(name)
+        if cache is None:
             return mine
         waiting = []
         for sample in mine:
-            rows = self._cache.find(self._teachers[name], sample)
+            rows = cache.find(self._teachers[name], sample)
             if rows is None:
                 waiting.append(sample)
             else:
@@ -430,8 +434,9 @@ class TeacherSchedule:
     def _score(self, name: str, mine: Sequence[Sample]) -> None:
         teacher = self._teachers[name]
         begin = time.perf_counter()
-        if self._cache is not None and isinstance(teacher, Piecewise) and cuts(teacher, mine):
-            kept = self._cache.store_pieces(teacher, teacher.score_pieces(mine))
+        cache = self._cache_of(name)
+        if cache is not None and isinstance(teacher, Piecewise) and cuts(teacher, mine):
+            kept = cache.store_pieces(teacher, teacher.score_pieces(mine))
             self._rows |= {(name, uid): rows for uid, rows in kept.items()}
             targets = None
         else:
@@ -454,8 +459,8 @@ class TeacherSchedule:
                 f"teacher {name} returned hidden states that are not finite; check its weights and dtype."
             )
         rows = list(targets.rows.split(counts))
-        if self._cache is not None:
-            rows = self._cache.store(teacher, mine, rows)
+        if cache is not None:
+            rows = cache.store(teacher, mine, rows)
         self._rows |= {(name, sample.uid): own for sample, own in zip(mine, rows, strict=True)}
 
 

@@ -6,7 +6,7 @@ node's cache: computed once, then mapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Protocol, runtime_checkable
 
@@ -115,7 +115,11 @@ def _streams(name: str, targets: TokenLogprobs | TopKLogprobs) -> tuple[Tensor, 
 
 
 class ScoreCache(Protocol):
-    """Hidden states that outlive a mini-batch; `opd.teachers.score_cache` has one."""
+    """Hidden states that outlive a mini-batch; `CachedScores` is one."""
+
+    def keeps(self, name: str) -> bool:
+        """Whether it takes the hidden states of teacher `name`; of others nothing is asked of it."""
+        ...
 
     def find(self, teacher: Teacher, sample: Sample) -> Tensor | None:
         """The rows [R, D] of `sample` under `teacher`, valid until `release`; `None` if unknown."""
@@ -146,13 +150,18 @@ class CachedScores:
 
     Args:
         cache: Where rows are kept, within its quota.
-        variant: What changes a teacher's rows besides its digest and the tokens: the dtype it computes in.
+        variants: What changes a teacher's rows besides its digest and the tokens, such as the dtype it
+            computes in, by its name. Nothing is kept of teachers that are not named here; `None` keeps all.
     """
 
-    def __init__(self, cache: HiddenStateCache, *, variant: str = "") -> None:
+    def __init__(self, cache: HiddenStateCache, *, variants: Mapping[str, str] | None = None) -> None:
         self.cache = cache
-        self.variant = variant
+        self.variants = variants
         self._leases: list[tuple[str, Lease]] = []
+
+    def keeps(self, name: str) -> bool:
+        """Whether `name` has a variant."""
+        return self.variants is None or name in self.variants
 
     def find(self, teacher: Teacher, sample: Sample) -> Tensor | None:
         """[R, D] on the CPU, valid until `release`; `None` if the cache has no rows, or no whole ones."""
@@ -240,7 +249,8 @@ class CachedScores:
         self._leases = [held for held in self._leases if held[0] not in gone]
 
     def _key(self, teacher: Teacher, sample: Sample) -> bytes:
-        return cache_key(teacher.digest, sample.token_ids, len(sample.prompt_ids) - 1, self.variant)
+        variant = "" if self.variants is None else self.variants[teacher.name]
+        return cache_key(teacher.digest, sample.token_ids, len(sample.prompt_ids) - 1, variant)
 
     def _record(self, teacher: Teacher, sample: Sample) -> CacheRecord:
         return CacheRecord(uid=sample.uid, teacher=teacher.name, version=teacher.digest[:16])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError
 from opd.foreign import decoding
 from opd.kernels.ops import linear_logprobs
@@ -199,6 +200,20 @@ def _compare(
             f"{owner}: {server.url} serves another model, vocabulary or other weights than the recipe's: its"
             f" log-probabilities differ by up to {apart:.3g} nats from what {source}."
         )
+
+
+def expected_of(model: PublishedModel | Mapping[str, Any], settings: SGLangTeacherConfig) -> Expected:
+    """What the servers of a teacher must be: the published `model`, or the one of a configuration."""
+    if isinstance(model, PublishedModel):
+        head = model.manifest.head
+        described, shape = model.manifest.config, HeadShape(head.vocabulary, head.hidden)
+        rebuild = rebuild_with(model)
+    else:
+        text = model.get("text_config", model)
+        described, shape = model, HeadShape(text["vocab_size"], text["hidden_size"])
+        rebuild = None
+    hidden = settings.signal == "hidden"
+    return Expected(described, shape, hidden, rebuild, settings.weight_version, settings.checksum)
 
 
 def rebuild_with(published: PublishedModel) -> Rebuild:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,12 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from opd.config.served import ServerConfig, TeacherServerConfig
-from opd.errors import ConfigError, TeacherError
+from opd.config import Recipe, TopKKL
+from opd.config.served import ServerConfig
+from opd.config.teachers import SGLangTeacherConfig
+from opd.errors import ConfigError, OpdError, TeacherError
 from opd.kernels.head import Head
 from opd.models.causal_lm import torch_device, torch_dtype
+from opd.models.hf_folder import read_object
 from opd.monitor.progress import doing
-from opd.served.http_client import SERVERS, Patience, PoolOptions, Server
+from opd.served.http_client import SERVERS, Patience, PoolOptions, RefusedError, Server, UnavailableError
 from opd.served.http_pool import HTTPPool, LoopThread
 from opd.served.sglang_answers import (
     Question,
@@ -30,9 +34,9 @@ from opd.served.sglang_answers import (
     top_logprobs_of,
 )
 from opd.storage.published import PublishedModel
-from opd.teachers.sglang_identity import Expected, HeadShape, admit, check_versions, rebuild_with
-from opd.teachers.streamed_teacher import Placement
-from opd.teachers.units import read_head
+from opd.teachers.kinds import Opening, Placement, TeacherKind
+from opd.teachers.sglang_identity import Expected, admit, check_versions, checksum, expected_of
+from opd.teachers.units import is_published, read_head, small_files
 from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
 
 
@@ -63,7 +67,7 @@ def check_temperature(name: str, signal: str, temperature: float) -> None:
     if signal != "hidden" and temperature != 1.0:
         raise ConfigError(
             f"teacher {name}: servers give log-probabilities at temperature 1 only, but rollout.temperature"
-            f" is {temperature:g}; set teachers.{name}.server.signal to hidden, or the temperature to 1."
+            f" is {temperature:g}; set teachers.{name}.signal to hidden, or the temperature to 1."
         )
 
 
@@ -84,7 +88,7 @@ class SGLangTeacher:
     """
 
     def __init__(
-        self, name: str, url: str, config: TeacherServerConfig, *, asked: Asked, placement: Placement
+        self, name: str, url: str, config: SGLangTeacherConfig, *, asked: Asked, placement: Placement
     ) -> None:
         self.name, self.url = name, url
         self.signal, self._asked, self._placement = config.signal, asked, placement
@@ -96,16 +100,9 @@ class SGLangTeacher:
         if self.signal != "hidden" and rows != self._vocabulary:
             raise ConfigError(
                 f"teacher {name}: its head has {rows} rows for {self._vocabulary} tokens, and a server's"
-                f" log-probabilities count the padding; set teachers.{name}.server.signal to hidden."
+                f" log-probabilities count the padding; set teachers.{name}.signal to hidden."
             )
-        self._expected = Expected(
-            self.published.manifest.config,
-            HeadShape(rows, self._head.hidden),
-            self.signal == "hidden",
-            rebuild_with(self.published),
-            config.weight_version,
-            config.checksum,
-        )
+        self._expected = expected_of(self.published, config)
         self.pool = HTTPPool(f"teacher {name}", pool_options(config), TeacherError, self._admit)
         self._begun: dict[str, tuple[Question, Future[Any]]] = {}
 
@@ -263,3 +260,72 @@ class SGLangTeacher:
         logprobs = np.concatenate([none.reshape(0, 1).repeat(width, 1), *(values for _, values, _ in found)])
         sampled = np.concatenate([none, *(own for _, _, own in found)])
         return TopKLogprobs(*(torch.from_numpy(part).to(device) for part in (ids, logprobs, sampled)))
+
+
+def check_signal(name: str, settings: SGLangTeacherConfig, recipe: Recipe) -> None:
+    """`ConfigError` if the loss needs more than the servers of teacher `name` are asked for."""
+    distill = recipe.distill
+    if settings.signal == "hidden":
+        return
+    enough = distill.loss.type in ("k1", "k2") or (distill.loss.type, settings.signal) == ("topk", "topk")
+    if not enough or distill.mixture == "geometric":
+        what = f"distill.loss {distill.loss.type} with mixture {distill.mixture}"
+        raise ConfigError(
+            f"teachers.{name}.signal is {settings.signal}, which is too little for {what}; set it to hidden,"
+            " or choose another loss."
+        )
+
+
+@contextmanager
+def _open(
+    teachers: Mapping[str, SGLangTeacherConfig], opening: Opening
+) -> Iterator[dict[str, SGLangTeacher]]:
+    recipe, found = opening.recipe, {}
+    loss = recipe.distill.loss
+    asked = Asked(recipe.rollout.temperature, loss.k if isinstance(loss, TopKKL) else 1)
+    with ExitStack() as stack:
+        for name, settings in teachers.items():
+            check_signal(name, settings, recipe)
+            url = opening.sources[name]
+            found[name] = teacher = SGLangTeacher(
+                name, url, settings, asked=asked, placement=opening.placement
+            )
+            stack.callback(teacher.close)
+        yield found
+
+
+def _check(name: str, settings: SGLangTeacherConfig, recipe: Recipe) -> Iterator[str | OpdError]:
+    """Every server: identity, settings, a few scored tokens."""
+    check_signal(name, settings, recipe)
+    check_temperature(name, settings.signal, recipe.rollout.temperature)
+    pool = HTTPPool(f"teacher {name}", pool_options(settings), TeacherError)
+    with ExitStack() as stack:
+        if is_published(settings.path):
+            published = stack.enter_context(PublishedModel.open(settings.path))
+            expected = expected_of(published, settings)
+        else:
+            with small_files(settings.path) as folder:
+                expected = expected_of(read_object(folder / "config.json"), settings)
+        loop = LoopThread(f"doctor-{name}")
+        stack.callback(loop.close)
+        stack.callback(lambda: loop.run(pool.close()))
+        for server in pool.servers:
+            try:
+                yield loop.run(_visit(pool, server, expected))
+            except OpdError as error:
+                yield error
+
+
+async def _visit(pool: HTTPPool, server: Server, expected: Expected) -> str:
+    try:
+        await admit(pool, server, expected)
+        held = await checksum(pool, server)
+    except UnavailableError as trouble:
+        raise TeacherError(f"{pool.owner}: {trouble}; start the server or correct its URL.") from None
+    except RefusedError as refusal:
+        raise TeacherError(f"{pool.owner}: {refusal}; check its URL and key.") from None
+    compared = "outputs match the published head" if expected.rebuild else "outputs as the first server's"
+    return f"{server.url}: weight version {expected.weight_version}, checksum {held}, {compared}"
+
+
+KIND = TeacherKind(_open, _check)

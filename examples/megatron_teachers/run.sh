@@ -12,6 +12,6 @@ run_into "$out" run "$recipe"
 # The same base and teachers for what follows.
 given=(--base null --model.config null --model.path "$out/base" --teachers
   "{reverse: {path: $out/specialists/reverse}, add3: {path: $out/specialists/add3}}")
-run_into "$out-torch" run "$recipe" "${given[@]}" --distill.backend torch
+run_into "$out-torch" run "$recipe" "${given[@]}" --distill.teachers streamed
 .venv/bin/opd doctor "$recipe" --parity "${given[@]}"
 "$python" examples/megatron_teachers/compare.py "$out" "$out-torch"

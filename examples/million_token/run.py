@@ -30,9 +30,10 @@ from opd.pipelines.samples_on_disk import SamplesOnDisk
 from opd.ranks import Ranks
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.trajectories import TrajectoryUnion
+from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
-from opd.teachers.streamed_teacher import Placement, streamed_teachers
+from opd.teachers.streamed_teacher import streamed_teachers
 from opd.train.backend import Training
 from opd.train.distill_terms import build_distill_term
 from opd.train.torch_backend import TorchBackend

@@ -41,8 +41,8 @@ done
 url() { echo "http://127.0.0.1:${ports[$1]}"; }
 # Over merge.yaml and student.yaml: where the models and the servers of this run are.
 given=(--model.path "$first/base" --teachers
-  "{reverse: {path: $first/specialists/reverse, server: {urls: ['$(url 0)']}},
-    add3: {path: $first/specialists/add3, server: {urls: ['$(url 1)']}}}")
+  "{reverse: {type: sglang, path: $first/specialists/reverse, urls: ['$(url 0)']},
+    add3: {type: sglang, path: $first/specialists/add3, urls: ['$(url 1)']}}")
 $resume || .venv/bin/opd doctor "$here/recipe.yaml" "$here/merge.yaml" "${given[@]}" --run_dir "$out/merge"
 run_into "$out/merge" run "$here/recipe.yaml" "$here/merge.yaml" "${given[@]}"
 run_into "$out/merge-served" run "$here/recipe.yaml" "$here/merge.yaml" "$here/student.yaml" "${given[@]}" \

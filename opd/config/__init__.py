@@ -1,6 +1,6 @@
 """Recipes: YAML -> strict pydantic models. Importable without torch."""
 
-from opd.config.data import DomainConfig, RolloutConfig, TeacherConfig
+from opd.config.data import DomainConfig, RolloutConfig
 from opd.config.distill import DistillConfig, FullVocabularyKL, SampledTokenK1, SampledTokenK2, TopKKL
 from opd.config.launch import ActorResources, LaunchConfig, LocalLaunch, RayLaunch
 from opd.config.recipe import (
@@ -12,6 +12,7 @@ from opd.config.recipe import (
     WarmupConfig,
 )
 from opd.config.rl import PolicyLossConfig, ReferenceKLConfig, SpecialistConfig
+from opd.config.teachers import TeacherConfig
 from opd.config.train import BatchConfig, OptimConfig, TrainConfig
 
 __all__ = [

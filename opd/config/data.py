@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from opd.config.base import Config
-from opd.config.served import EngineConfig, TeacherServerConfig, TorchEngineConfig
+from opd.config.served import EngineConfig, TorchEngineConfig
 from opd.config.storage import TokenLogConfig
 
 
@@ -32,15 +32,6 @@ class DomainConfig(Config):
     in the model's positions: it is left out, counted and named; loses its beginning; or stops the run."""
     prompts: int = Field(default=20_000, gt=0, le=10_000_000)
     """How many training prompts a generated source makes."""
-
-
-class TeacherConfig(Config):
-    """A teacher that already exists; specialists trained by the run need no entry."""
-
-    path: str = Field(min_length=1)
-    """A Hugging Face folder, or the URL of a published teacher (`opd publish`)."""
-    server: TeacherServerConfig | None = None
-    """Servers that run the model at `path`; `null` runs it in this process, as `distill` says."""
 
 
 class RolloutConfig(Config):

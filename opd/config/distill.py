@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from opd.config.base import Config
 from opd.config.rl import AdvantageConfig, GRPOAdvantage, PolicyLossConfig
+from opd.config.teachers import StreamedTeacherConfig, TeachersConfig
 from opd.config.train import BatchConfig, OptimConfig
 
 
@@ -68,13 +69,6 @@ DistillLossConfig = Annotated[
 ]
 
 
-class MegatronConfig(Config):
-    """Teachers on Megatron-Core, with `backend: megatron`."""
-
-    tensor_parallel: int = Field(default=1, gt=0, le=4096)
-    """Ranks that share a teacher. Above 1 needs that many processes with a process group."""
-
-
 class DistillConfig(Config):
     """Multi-teacher on-policy distillation of the student."""
 
@@ -92,14 +86,10 @@ class DistillConfig(Config):
     normalise: Literal["teacher", "token"] = "teacher"
     """`teacher`: every teacher's tokens are averaged first, so that short answers keep their share of the
     gradient; `token`: every token weighs the same."""
-    teachers: Literal["streamed", "resident"] = "streamed"
-    """`streamed`: layers are read from published shards as they are needed, so that any number of teachers
-    takes the memory of one; `resident`: every teacher stays in memory, faster where they all fit."""
-    backend: Literal["torch", "megatron"] = "torch"
-    """What teachers run on. `torch`: Hugging Face models; `megatron`: Megatron-Core (extra `megatron`), where
-    teachers of one architecture take turns on one module. `streamed` then reads a teacher's shards whenever
-    its turn comes, `resident` keeps every teacher's weights in host memory."""
-    megatron: MegatronConfig = MegatronConfig()
+    teachers: TeachersConfig = StreamedTeacherConfig()
+    """The kind of the teachers that have no `type` of their own, and of the specialists that the run trains:
+    `streamed`, `local`, or a mapping with a `type` and its settings (`{type: megatron, tensor_parallel:
+    2}`)."""
     to_batch: str | None = None
     """Dotted path of `convert(batch) -> batch`, the last word on every batch before the trainer."""
     rl_coef: float = Field(default=0.0, ge=0)
@@ -117,6 +107,10 @@ class DistillConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> DistillConfig:
+        if self.teachers.path is not None:
+            raise ValueError(
+                "distill.teachers says of which kind teachers are, and has no path; give teachers.NAME.path"
+            )
         reverse = isinstance(self.loss, FullVocabularyKL) and self.loss.kind == "reverse"
         if self.mixture == "arithmetic" and not (reverse or isinstance(self.loss, SampledTokenK1)):
             raise ValueError(

@@ -47,7 +47,7 @@ class RayLaunch(Config):
     dies costs time alone."""
     teachers: int = Field(default=1, ge=0, le=4096)
     """Teacher actors; the teachers are dealt out to them in turn. 0 keeps them in the trainer. Served ones
-    (`teachers.NAME.server`) are elsewhere already."""
+    (`type: sglang`) are elsewhere already."""
     trainer: ActorResources = ActorResources()
     engine: ActorResources = ActorResources()
     teacher: ActorResources = ActorResources()

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from opd.config.base import Config
+from opd.config.other_names import former
 from opd.config.recipe import Recipe
 from opd.config.schema import arms, below, dotted, explain, follow, key_paths, models, tag
 from opd.config.yaml_reader import MAX_DEPTH, KeyPath, complaint, parse_value, read_yaml, write_yaml
@@ -70,6 +71,9 @@ def _resolve(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
     if found:
         names = ", ".join(f"--{dotted(path)}" for path in found)
         raise ConfigError(f"{option} is ambiguous; give one of {names}")
+    now = former(given)
+    if now is not None:
+        raise ConfigError(f"{option} is no setting any more; {now}")
     raise ConfigError(f"{option}: a recipe has no such setting; {_suggestion(given, paths)}")
 
 

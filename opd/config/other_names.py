@@ -6,7 +6,7 @@ One table. The command line answers such an option with its row; `table()` is th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from opd.errors import ConfigError
@@ -33,8 +33,8 @@ _GRPO, _CLIP = "specialist", "specialist.policy_loss"
 
 ROWS = (
     Row(
-        ("teachers.NAME.path", "teachers.NAME.server"),
-        "`path` alone runs the teacher in the job, `server` asks SGLang; every `opd run` distills",
+        ("teachers.NAME.path", "teachers.NAME.type"),
+        "in the job, or with `type: sglang` on servers; every `opd run` distills",
         ("use-opd", "opd-type"),
     ),
     Row(("teachers.NAME.path",), "", ("opd-teacher-load",), ("teacher_model_name_or_path",)),
@@ -251,6 +251,23 @@ def refuse_other_name(option: str) -> None:
     fields = " or ".join(f"--{field}" for field in row.here)
     note = f" ({row.note.replace('`', '')})" if row.note else ""
     raise ConfigError(f"{option} is {library}'s name; here it is {fields}{note}")
+
+
+FORMER = {
+    "teachers.*.server": "write the servers beside the path, `{type: sglang, path: ..., urls: [...]}`",
+    "distill.backend": "set `distill.teachers` to `{type: megatron}`, or leave it out for torch",
+    "distill.megatron": "set `distill.teachers` to `{type: megatron, tensor_parallel: ...}`",
+}
+"""Settings of earlier releases, and what says the same now."""
+
+
+def former(path: Sequence[str | int]) -> str | None:
+    """What to write in place of the setting at `path`, if an earlier release had it."""
+    for pattern, now in FORMER.items():
+        parts = pattern.split(".")
+        if len(path) >= len(parts) and all(a in ("*", str(b)) for a, b in zip(parts, path, strict=False)):
+            return now
+    return None
 
 
 def table() -> Iterator[str]:

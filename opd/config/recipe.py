@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from opd.config.base import Config, Name
-from opd.config.data import DomainConfig, RolloutConfig, TeacherConfig
+from opd.config.data import DomainConfig, RolloutConfig
 from opd.config.distill import DistillConfig
 from opd.config.launch import LaunchConfig, LocalLaunch
 from opd.config.rl import SpecialistConfig
 from opd.config.storage import StorageConfig
+from opd.config.teachers import KINDS_HERE, StreamedTeacherConfig, TeacherConfig, TeacherSettings
 from opd.config.train import BatchConfig, LoRAConfig, OptimConfig, TrainConfig
 from opd.redact import learn
 
@@ -150,6 +152,8 @@ class Recipe(Config):
     model: ModelConfig
     domains: dict[Name, DomainConfig] = Field(min_length=1)
     teachers: dict[Name, TeacherConfig] = {}
+    """Teachers that exist already, by `path`. One without `type` is of the kind of `distill.teachers`;
+    specialists that the run trains need no entry."""
     base: WarmupConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     specialist: SpecialistConfig = SpecialistConfig()
@@ -169,6 +173,14 @@ class Recipe(Config):
         total = sum(weights.values())
         return {name: weight / total for name, weight in weights.items()}
 
+    def teacher(self, name: str) -> TeacherSettings:
+        """Kind and settings of a teacher."""
+        return self.teachers.get(name, self.distill.teachers)
+
+    def given_teachers(self) -> dict[str, str]:
+        """Folder or URL of each teacher that this run does not train."""
+        return {name: entry.path for name, entry in self.teachers.items() if entry.path is not None}
+
     def main_teacher(self, domain: str) -> str:
         """The teacher of `domain` with the largest weight."""
         weights = self.teacher_weights(domain)
@@ -177,11 +189,35 @@ class Recipe(Config):
     def specialist_domains(self) -> list[str]:
         """Domains whose specialist this run trains: those some domain names as teacher without a path."""
         named = {name for domain in self.domains for name in self.teacher_weights(domain)}
-        return [domain for domain in self.domains if domain in named and domain not in self.teachers]
+        given = self.given_teachers()
+        return [domain for domain in self.domains if domain in named and domain not in given]
 
     def model_post_init(self, context: Any, /) -> None:
         """Whoever has the recipe, in whatever process, writes its secrets nowhere."""
         learn(self.model_dump(mode="json"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kinds_of_teachers(cls, data: Any) -> Any:
+        """An entry without `type` takes it, and the settings beside it, from `distill.teachers`."""
+        entries = data.get("teachers") if isinstance(data, Mapping) else None
+        if not isinstance(entries, Mapping):
+            return data
+        distill = data.get("distill", {})
+        if isinstance(distill, DistillConfig):
+            distill = distill.model_dump()
+        chosen = distill.get("teachers") if isinstance(distill, Mapping) else None
+        chosen = {"type": chosen} if isinstance(chosen, str) else chosen
+        chosen = chosen if isinstance(chosen, Mapping) else {}
+        # Whatever is wrong with `distill.teachers` is said of it alone.
+        kind = KINDS_HERE.get(str(chosen.get("type")), StreamedTeacherConfig)
+        own = {key: chosen[key] for key in kind.model_fields if key in chosen and key != "path"}
+        own["type"] = kind.model_fields["type"].default
+        typed = {
+            name: {**own, **entry} if isinstance(entry, Mapping) and "type" not in entry else entry
+            for name, entry in entries.items()
+        }
+        return {**data, "teachers": typed}
 
     @model_validator(mode="after")
     def _responses_end(self) -> Recipe:
@@ -227,6 +263,12 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _teachers_exist(self) -> Recipe:
+        for name, entry in self.teachers.items():
+            if entry.path is None and name not in self.domains:
+                raise ValueError(
+                    f"teachers.{name} has no path, and this recipe has no domain of that name to train it on;"
+                    f" add teachers.{name}.path"
+                )
         for domain, config in self.domains.items():
             if isinstance(config.teacher, dict) and (not config.teacher or min(config.teacher.values()) <= 0):
                 raise ValueError(f"domains.{domain}.teacher: give teachers with positive weights")

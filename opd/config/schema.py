@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from opd.config.base import Config
+from opd.config.other_names import former
 from opd.config.recipe import Recipe
 from opd.config.yaml_reader import KeyPath
 
@@ -148,6 +149,9 @@ def _sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) ->
 
 
 def _unknown(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
+    now = former(path)
+    if now is not None:
+        return f"`{dotted(path)}` is no setting any more; {now}"
     *parents, last = (str(part) for part in path)
     parent = follow(schema, parents)
     members = models(parent)

@@ -32,22 +32,6 @@ class ServerConfig(Config):
     """Tokens of requests given to one server at once; the others wait here."""
 
 
-class TeacherServerConfig(ServerConfig):
-    """SGLang servers of a teacher."""
-
-    signal: Literal["hidden", "topk", "sampled"] = "hidden"
-    """What is asked for. `hidden`: last hidden states, from which the published head rebuilds the whole
-    vocabulary here, at any temperature; `topk`: the `distill.loss.k` most likely tokens; `sampled`: the
-    student's own tokens alone. A server gives log-probabilities at temperature 1 only, so the last two need
-    `rollout.temperature: 1`."""
-    weight_version: str | None = None
-    """The version the servers must report; `null` takes what they report first. Either way a change stops the
-    run."""
-    checksum: str | None = None
-    """The servers' own checksum over all weights, which `opd doctor` prints; `null` compares the model's
-    outputs alone."""
-
-
 class TorchEngineConfig(Config):
     """The student writes in the process that trains it."""
 

@@ -99,7 +99,7 @@ def _check_world(tensor_parallel: int) -> None:
         if tensor_parallel != 1:
             raise TeacherError(
                 f"tensor parallel size {tensor_parallel} needs {tensor_parallel} processes with a process"
-                " group, and this one has none; make it first, or set distill.megatron.tensor_parallel to 1."
+                " group, and this one has none; make it first, or set its tensor_parallel to 1."
             )
         return
     if dist.get_world_size() % tensor_parallel:

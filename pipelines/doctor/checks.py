@@ -217,10 +217,15 @@ def check_held_out(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Findin
     return [Finding("warning", "held-out prompts", detail, {"points": half})]
 
 
+def used_teachers(recipe: Recipe) -> list[str]:
+    """The teachers that some domain uses, in the recipe's order."""
+    return list(dict.fromkeys(name for domain in recipe.domains for name in recipe.teacher_weights(domain)))
+
+
 def given_teachers(recipe: Recipe) -> Mapping[str, str]:
     """Folders or URLs of the teachers that some domain uses and this run does not train."""
-    used = dict.fromkeys(name for domain in recipe.domains for name in recipe.teacher_weights(domain))
-    return {name: recipe.teachers[name].path for name in used if name in recipe.teachers}
+    given = recipe.given_teachers()
+    return {name: given[name] for name in used_teachers(recipe) if name in given}
 
 
 _DRAWS = 50_000_000
@@ -324,7 +329,7 @@ def check_publishing(recipe: Recipe) -> list[Finding]:
 
 def _check_publishing(recipe: Recipe) -> list[Finding]:
     title, url = "storage.published", recipe.storage.published
-    if url is None or recipe.distill.teachers != "streamed":
+    if url is None or not any(recipe.teacher(name).streams for name in used_teachers(recipe)):
         return []
     own = [path for path in (recipe.model.path, *given_teachers(recipe).values()) if path is not None]
     refuse_place(url, own)

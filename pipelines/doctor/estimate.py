@@ -9,7 +9,7 @@ from pathlib import Path
 from opd.config import BatchConfig, Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.foreign import machine_memory
-from opd.pipelines.doctor.checks import Finding, existing_parent
+from opd.pipelines.doctor.checks import Finding, existing_parent, used_teachers
 from opd.pipelines.doctor.models import Models, Shape
 from opd.pipelines.precision import (
     WIDTH,
@@ -88,15 +88,14 @@ def _copies(recipe: Recipe, student: Shape, learns: int, width: int) -> int:
 
 
 def _teachers(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], width: int) -> int:
-    trained = len(
-        {name for domain in recipe.domains for name in recipe.teacher_weights(domain)} - set(teachers)
-    )
-    whole = (trained * student.parameters + sum(shape.parameters for shape in teachers.values())) * width
-    if recipe.distill.teachers != "streamed":
-        return whole
+    shapes = {name: teachers.get(name, student) for name in used_teachers(recipe)}
+    sizes = {name: shape.parameters * width for name, shape in shapes.items()}
+    streamed = [name for name in sizes if recipe.teacher(name).streams]
     # What is read ahead, and two heads, the one in use and the next.
-    largest = max(shape.vocabulary * shape.hidden_size for shape in (student, *teachers.values()))
-    return min(whole, recipe.storage.prefetch_mb * _MIB + 2 * largest * width)
+    largest = max(shape.vocabulary * shape.hidden_size for shape in (student, *shapes.values()))
+    window = recipe.storage.prefetch_mb * _MIB + 2 * largest * width
+    kept = sum(size for name, size in sizes.items() if name not in streamed)
+    return kept + min(sum(sizes[name] for name in streamed), window)
 
 
 def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts:
@@ -113,14 +112,19 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
         "model folders": folders * weights + (folders - 2 - len(methods)) * lora * learns * own,
         "checkpoints": recipe.runtime.keep_checkpoints * checkpoints,
     }
-    streamed = recipe.distill.teachers == "streamed"
+    used = used_teachers(recipe)
+    streamed = {name for name in used if recipe.teacher(name).streams}
     if streamed and recipe.storage.published is None:
-        own_teachers = (weights + specialists * learns * own) if lora else specialists * weights
-        parts["published teachers"] = own_teachers * bool(specialists) + sum(
-            shape.stored for shape in teachers.values() if not shape.published
+        ours = len(streamed - set(teachers))
+        own_teachers = (weights + ours * learns * own) if lora else ours * weights
+        parts["published teachers"] = own_teachers * bool(ours) + sum(
+            shape.stored for name, shape in teachers.items() if name in streamed and not shape.published
         )
-    if not streamed or {*methods} & {*WEIGHT_MERGES, "off_policy"}:
-        parts["fetched teachers"] = sum(shape.stored for shape in teachers.values() if shape.published)
+    fetched = set(used) if {*methods} & {*WEIGHT_MERGES, "off_policy"} else set(used) - streamed
+    if fetched:
+        parts["fetched teachers"] = sum(
+            shape.stored for name, shape in teachers.items() if name in fetched and shape.published
+        )
     if streamed:
         parts["hidden states"] = recipe.storage.cache_mb * _MIB
     return parts

@@ -28,7 +28,7 @@ from opd.pipelines.doctor.checks import (
 from opd.pipelines.doctor.estimate import check_precision, check_resources
 from opd.pipelines.doctor.kl import check_base, check_kl
 from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models
-from opd.pipelines.doctor.served import check_served
+from opd.pipelines.doctor.served import check_kinds, check_workers
 from opd.pipelines.records.run_folder import default_path
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     if any(finding.title == DEVICE and finding.level == "error" for finding in findings):
         return findings
     findings += check_models(recipe, domains, models)
-    findings += check_served(recipe)
+    findings += check_kinds(recipe) + check_workers(recipe)
     if models.student is None:
         return findings
     findings += attempt("precision", lambda: check_precision(recipe, models))

@@ -63,16 +63,16 @@ def check_base(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) ->
 
 
 def _open(recipe: Recipe, name: str, source: str, vocabulary: int) -> Teacher:
-    from opd.teachers.lora_teacher import published_teachers
-    from opd.teachers.streamed_teacher import Placement
-    from opd.teachers.torch_teacher import TorchTeacher
+    from opd.teachers.kinds import Placement
+    from opd.teachers.local_teacher import LocalTeacher
+    from opd.teachers.streamed_teacher import streamed_teachers
     from opd.teachers.units import is_published
 
     dtype, device = model_dtype(recipe), recipe.model.device
     if is_published(source):
         placement = Placement(dtype, device, recipe.distill.batch.max_tokens, vocabulary)
-        return published_teachers({name: source}, placement)[name]
-    return TorchTeacher(name, source, dtype=dtype, device=device, vocabulary=vocabulary)
+        return streamed_teachers({name: source}, placement)[name]
+    return LocalTeacher(name, source, dtype=dtype, device=device, vocabulary=vocabulary)
 
 
 def _check(

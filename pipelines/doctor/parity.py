@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
-from opd.config.served import TeacherServerConfig
+from opd.config import Recipe
 from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl, linear_logprobs
 from opd.protocols import Teacher
-from opd.teachers.streamed_teacher import Placement
+from opd.teachers.kinds import Placement
 from opd.types import HiddenStates, Sample, TokenLogprobs, TopKLogprobs
 
 TEMPERATURES = (1.0, 0.7)
@@ -105,19 +105,19 @@ def scores_of(problem: Problem, teacher: Teacher) -> Scores:
 
 def by_torch(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
     """Hugging Face models in this process; published ones are streamed."""
-    from opd.teachers.lora_teacher import published_teachers
-    from opd.teachers.torch_teacher import TorchTeacher
+    from opd.teachers.local_teacher import LocalTeacher
+    from opd.teachers.streamed_teacher import streamed_teachers
     from opd.teachers.units import is_published
 
     place, found = problem.placement, {}
     for name, source in sources.items():
         if is_published(source):
-            teacher = published_teachers({name: source}, place)[name]
+            teacher = streamed_teachers({name: source}, place)[name]
             found[name] = scores_of(problem, teacher)
             teacher.close()
             continue
         options = {"dtype": place.dtype, "device": place.device, "max_tokens": place.max_tokens}
-        found[name] = scores_of(problem, TorchTeacher(name, source, vocabulary=place.vocabulary, **options))
+        found[name] = scores_of(problem, LocalTeacher(name, source, vocabulary=place.vocabulary, **options))
     return found
 
 
@@ -129,22 +129,20 @@ def by_megatron(problem: Problem, sources: Mapping[str, str]) -> dict[str, Score
         return {name: scores_of(problem, teacher) for name, teacher in teachers.items()}
 
 
-def by_servers(servers: Mapping[str, TeacherServerConfig]) -> Mode:
-    """The mode that asks SGLang servers, of those teachers that have some."""
+def by_kind(recipe: Recipe, type: str) -> Mode:
+    """The mode of the recipe's own teachers of that kind, opened as a merge does."""
 
     def score(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
-        from opd.teachers.sglang_teacher import Asked, SGLangTeacher
+        from opd.teachers.kinds import Opening, open_kinds
 
-        found = {}
-        for name in servers.keys() & sources.keys():
-            with _published(sources[name]) as url:
-                config, asked = servers[name], Asked()
-                teacher = SGLangTeacher(name, url, config, asked=asked, placement=problem.placement)
-                try:
-                    found[name] = scores_of(problem, teacher)
-                finally:
-                    teacher.close()
-        return found
+        mine = [name for name in sources if name in recipe.teachers and recipe.teacher(name).type == type]
+        with ExitStack() as stack:
+            read = {name: sources[name] for name in mine}
+            for name in mine:
+                if recipe.teacher(name).streams:
+                    read[name] = stack.enter_context(_published(sources[name]))
+            opened = stack.enter_context(open_kinds(mine, Opening(recipe, problem.placement, read)))
+            return {name: scores_of(problem, teacher) for name, teacher in opened.items()}
 
     return score
 

@@ -28,8 +28,8 @@ from opd.errors import OpdError, TeacherError
 from opd.kernels import vocab_parallel
 from opd.kernels.head import Head
 from opd.pipelines.doctor.parity import TEMPERATURES, Problem, Scores
+from opd.teachers.kinds import Placement
 from opd.teachers.megatron_teacher import MegatronTeacher, cut_like, megatron_teachers
-from opd.teachers.streamed_teacher import Placement
 from opd.types import Sample
 
 RANKS = 2

@@ -24,14 +24,14 @@ from opd.pipelines.doctor.parity import (
     Mode,
     Problem,
     Scores,
+    by_kind,
     by_megatron,
-    by_servers,
     by_torch,
     difference,
 )
 from opd.pipelines.doctor.parity_ranks import RANKS, by_two_ranks
 from opd.pipelines.precision import model_dtype
-from opd.teachers.streamed_teacher import Placement
+from opd.teachers.kinds import Placement
 from opd.types import Sample
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def modes_of(recipe: Recipe) -> dict[str, Mode]:
         on_gpu = recipe.model.device != "cpu" and torch.cuda.is_available()
         if not on_gpu or torch.cuda.device_count() >= RANKS:
             modes["megatron TP 2"] = by_two_ranks
-    servers = {name: t.server for name, t in recipe.teachers.items() if t.server is not None}
-    if servers:
-        modes["sglang"] = by_servers(servers)
+    for settings in recipe.teachers.values():
+        if settings.type not in ("local", "streamed", "megatron"):
+            modes[settings.type] = by_kind(recipe, settings.type)
     return modes
 
 

@@ -212,8 +212,7 @@ def _teachers(recipe: Recipe, folder: RunFolder) -> dict[str, dict[str, str]]:
     rows = {}
     for name in names:
         weights = {domain: recipe.teacher_weights(domain).get(name, 0.0) for domain in recipe.domains}
-        given = recipe.teachers.get(name)
-        path = given.path if given is not None else str(folder.specialist(name).absolute())
+        path = recipe.given_teachers().get(name) or str(folder.specialist(name).absolute())
         taught = ", ".join(d if w == 1 else f"{d} ({w:g})" for d, w in weights.items() if w)
         rows[name] = {"model": path, "teaches": taught}
     return rows

@@ -73,9 +73,10 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if source is not None:
             yield f"model.{where}", source
     used = dict.fromkeys(name for domain in recipe.domains for name in recipe.teacher_weights(domain))
+    given = recipe.given_teachers()
     for name in used:
-        if name in recipe.teachers:
-            yield f"teachers.{name}.path", recipe.teachers[name].path
+        if name in given:
+            yield f"teachers.{name}.path", given[name]
     for name, domain in recipe.domains.items():
         if Path(domain.source).is_file():
             yield f"domains.{name}.source", domain.source

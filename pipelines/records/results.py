@@ -89,8 +89,8 @@ def _folders(recipe: Recipe, folder: RunFolder, finished: dict[str, Any]) -> dic
             used = cards.use(folder.model(recipe, name), [domain] if domain else list(recipe.domains))
             found[name] = {"folder": str(folder.model(recipe, name).absolute()), **used}
             found[name] |= {"digest": finished[stage]["digest"]} if "digest" in finished[stage] else {}
-    for name, teacher in recipe.teachers.items():
-        found[f"teacher:{name}"] = {"folder": teacher.path}
+    for name, path in recipe.given_teachers().items():
+        found[f"teacher:{name}"] = {"folder": path}
     return found
 
 

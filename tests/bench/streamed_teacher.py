@@ -33,9 +33,10 @@ from seaweedfs import BUCKET, aws_environment, seaweedfs
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.storage.published import PublishedModel
+from opd.teachers.kinds import Placement
 from opd.teachers.layer_stream import LayerStream
-from opd.teachers.streamed_teacher import Placement, StreamedTeacher
-from opd.teachers.torch_teacher import TorchTeacher
+from opd.teachers.local_teacher import LocalTeacher
+from opd.teachers.streamed_teacher import StreamedTeacher
 from opd.types import Sample
 
 SHAPE = {
@@ -108,7 +109,7 @@ def measure(options: argparse.Namespace, folder: Path, proxy: FaultProxy) -> lis
     """One row for each speed of the link."""
     url, window = f"s3://{BUCKET}/teacher", options.prefetch_mib * 2**20
     samples = tiny.samples([(40, 60)] * (options.tokens // 100))
-    loaded = TorchTeacher("t", folder / "checkpoint", max_tokens=MAX_TOKENS)
+    loaded = LocalTeacher("t", folder / "checkpoint", max_tokens=MAX_TOKENS)
     expected = loaded.score(samples).rows
     compute = seconds(lambda: loaded.score(samples), options.rounds)
     with PublishedModel.open(url) as model:

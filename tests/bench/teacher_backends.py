@@ -53,12 +53,12 @@ def merge(kind: str, run: Path, out: Path, urls: Mapping[str, str], steps: int) 
     for path in sorted((run / "specialists").iterdir()):
         teachers[path.name] = {"path": str(path.absolute())}
         if path.name in urls:
-            teachers[path.name]["server"] = {"urls": [urls[path.name]]}
+            teachers[path.name] |= {"type": "sglang", "urls": [urls[path.name]]}
     changes = {
         "model": {"config": None, "path": str((run / "base").absolute())},
         "base": None,
         "teachers": teachers,
-        "distill": {"steps": steps, "backend": "megatron" if kind == "megatron" else "torch"},
+        "distill": {"steps": steps, "teachers": "megatron" if kind == "megatron" else "streamed"},
         "baselines": {"methods": []},
         "evaluation": {"every": 0},
         "runtime": {"workers": 1},

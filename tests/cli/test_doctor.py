@@ -24,7 +24,7 @@ from opd.pipelines.doctor.examine import Finding, diagnose, examine
 from opd.pipelines.doctor.kl import mean_kl
 from opd.pipelines.doctor.models import Models, Shape, told_together, unreachable
 from opd.pipelines.records.run_folder import RunFolder
-from opd.teachers.torch_teacher import TorchTeacher
+from opd.teachers.local_teacher import LocalTeacher
 from opd.types import Sample
 
 LLAMA = {
@@ -368,7 +368,7 @@ def test_mean_kl_is_the_divergence_of_the_models_own_logits(student, tmp_path):
         for number, (prompt, response) in enumerate(sequences)
     ]
     vocabulary = models[0].vocab_size
-    teacher = TorchTeacher("other", other, vocabulary=vocabulary)
+    teacher = LocalTeacher("other", other, vocabulary=vocabulary)
     value = mean_kl(models[0], teacher, samples, vocabulary, 0.8)
     assert value == pytest.approx(float(np.mean(expected)), rel=1e-4)
     assert value > 1e-6

@@ -25,7 +25,7 @@ OTHER_ARMS = {
     "specialist": {"advantage": {"type": "custom"}, "policy_loss": {"correction": {"type": "icepop"}}},
     "rollout": {"engine": {"type": "sglang"}},
     "launch": {"type": "ray"},
-    "teachers": {"t": {"server": {}}},
+    "teachers": {"t": {"type": "sglang"}},
     "model": {"lora": {}},
     "domains": {"sort": {}},
 }

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from opd.config import DistillConfig, FullVocabularyKL, LocalLaunch, RayLaunch, Recipe, TopKKL
 from opd.config.load import complete, dump_recipe, load_recipe, merge
+from opd.config.teachers import LocalTeacherConfig, MegatronTeacherConfig
 from opd.errors import ConfigError
 
 MINIMAL = """\
@@ -99,7 +100,15 @@ def test_the_order_of_two_options_of_one_union_does_not_matter(write):
         ("distill: {mixture: one_hat}", ["`distill.mixture` is 'one_hat'", "did you mean 'one_hot'?"]),
         ("distill: {steps: -1}", ["`distill.steps` is -1", "greater than 0"]),
         ("baselines: {methods: [tis]}", ["`baselines.methods[0]` is 'tis'", "did you mean 'ties'?"]),
-        ("teachers: {a: {}}", ["recipe.yaml:7", "`teachers.a.path` is missing"]),
+        ("teachers: {a: {}}", ["teachers.a has no path", "no domain of that name"]),
+        ("teachers: {a: {type: sglang, urls: [u]}}", ["recipe.yaml:7", "`teachers.a.path` is missing"]),
+        ("teachers: {a: {path: p, urls: [u]}}", ["`teachers.a.urls` belongs to type 'sglang'"]),
+        ("teachers: {a: {path: p, type: streaming}}", ["must be one of local, streamed", "'streamed'?"]),
+        ("teachers: {a: {path: p, server: {urls: [u]}}}", ["`teachers.a.server` is no", "{type: sglang,"]),
+        ("distill: {teachers: resident}", ["resident teachers are called local now"]),
+        ("distill: {backend: megatron}", ["`distill.backend` is no setting", "{type: megatron}"]),
+        ("distill: {megatron: {tensor_parallel: 2}}", ["`distill.megatron` is no setting any more"]),
+        ("distill: {teachers: {path: p}}", ["has no path; give teachers.NAME.path"]),
         ("distill: [1]", ["`distill` is [1], but takes a mapping"]),
         ("seed: 1\nseed: 2", ["recipe.yaml:8", "'seed' appears twice"]),
         ("1: 2", ["recipe.yaml:7", "'1' is not text"]),
@@ -221,3 +230,16 @@ def test_adapters_are_refused_where_they_cannot_be_trained(write, settings, comp
     assert recipe.model.lora is not None
     assert (recipe.model.lora.rank, recipe.model.lora.alpha) == (4, 32.0)
     assert complaint in refusal([write(text + settings)])
+
+
+def test_a_teacher_without_type_is_of_the_kind_of_the_merge(write):
+    text = MINIMAL + "  add3: {source: 'procedural:add3'}\nteachers: {sort: {path: p}, add3: {type: local}}\n"
+    recipe = load_recipe(
+        [write(text)], ["--distill.teachers.type", "megatron", "--distill.teachers.keep", "true"]
+    )
+    assert recipe.teachers["sort"] == MegatronTeacherConfig(path="p", keep=True)
+    assert recipe.teacher("add3") == LocalTeacherConfig()
+    assert recipe.specialist_domains() == ["reverse", "add3"]
+    assert load_recipe([write(text)], ["--distill.teachers", "local"]).teacher("sort").type == "local"
+    with pytest.raises(ConfigError, match=r"--distill.backend is no setting any more; set"):
+        load_recipe([write(text)], ["--distill.backend", "torch"])

@@ -16,9 +16,10 @@ import torch
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.commands.publish import publish_checkpoint
+from opd.teachers.kinds import Placement
 from opd.teachers.layer_stream import LayerStream
-from opd.teachers.streamed_teacher import Placement, StreamedTeacher
-from opd.teachers.torch_teacher import TorchTeacher
+from opd.teachers.local_teacher import LocalTeacher
+from opd.teachers.streamed_teacher import StreamedTeacher
 from opd.types import Sample, Status
 from tests.gpu import models
 from tests.gpu.clock import Place
@@ -104,7 +105,7 @@ def samples(tokens: int, vocabulary: int, length: int) -> list[Sample]:
 
 def _loaded(folder: Path, asked: list[Sample], place: Place) -> tuple[torch.Tensor, float]:
     """The rows of a teacher that is in memory as a whole, and the milliseconds they take."""
-    teacher = TorchTeacher("t", folder, dtype="bfloat16", device=str(place.device), max_tokens=8192)
+    teacher = LocalTeacher("t", folder, dtype="bfloat16", device=str(place.device), max_tokens=8192)
     rows = teacher.score(asked).rows
     return rows, place.milliseconds(lambda: teacher.score(asked), rounds=3, warm_ups=1)
 

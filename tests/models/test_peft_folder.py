@@ -25,8 +25,8 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.teachers import published_teacher, streamed_source
 from opd.storage.published import PublishedModel
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.published_adapter import is_adapter
-from opd.teachers.torch_teacher import TorchTeacher
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -66,7 +66,7 @@ def test_it_is_loaded_as_peft_would_merge_it(base, tmp_path, config):
         dict(CausalLM.from_pretrained(base).weights())["model.layers.0.mlp.down_proj.weight"],
     )
     assert load_tokenizer(folder).get_vocab() == tiny.tokenizer().get_vocab()
-    assert TorchTeacher("t", folder, vocabulary=10).load_head().vocabulary == 10
+    assert LocalTeacher("t", folder, vocabulary=10).load_head().vocabulary == 10
 
 
 def test_its_base_may_lie_beside_it(base, tmp_path):
@@ -177,7 +177,7 @@ def merged_by(recipe: Recipe, path: Path) -> str:
         return folder.stage_done("merge")["digest"]
 
 
-@pytest.mark.parametrize("teachers", ["streamed", "resident"])
+@pytest.mark.parametrize("teachers", ["streamed", "local"])
 def test_adapters_as_teachers_are_the_models_they_make(start, tmp_path, teachers):
     adapters, whole = {}, {}
     for seed, name in enumerate(("one", "two")):

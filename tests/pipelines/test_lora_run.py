@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from opd.models.adapters import read_adapter
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.teachers.lora_teacher import SharedBase
+from opd.teachers.streamed_teacher import SharedBase
 
 pytest.importorskip("peft")
 
@@ -77,9 +77,9 @@ def test_each_step_reads_the_base_once(trained, monkeypatch):
     assert passes == [len(DOMAINS)] * FEW["steps"]
     assert streamed["digest"] == json.loads((trained / "stages/merge/done.json").read_text())["digest"]
 
-    settings |= {"distill": FEW | {"teachers": "resident"}}
-    with RunFolder.create(trained.parent / "resident", recipe(**settings)) as folder:
+    settings |= {"distill": FEW | {"teachers": "local"}}
+    with RunFolder.create(trained.parent / "local", recipe(**settings)) as folder:
         run_stage(recipe(**settings), folder, "merge")
-        resident = folder.stage_done("merge") or {}
+        local = folder.stage_done("merge") or {}
     # The merged folders are what the base and the adapters are together, bit for bit.
-    assert resident["digest"] == streamed["digest"]
+    assert local["digest"] == streamed["digest"]

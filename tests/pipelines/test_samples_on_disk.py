@@ -32,9 +32,9 @@ from opd.rewards.functions import wrap_reward
 from opd.rewards.runner import RewardRunner
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.trajectories import TrajectoryBatch, TrajectoryUnion
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
-from opd.teachers.torch_teacher import TorchTeacher
 from opd.train.distill_terms import build_distill_term
 from opd.train.shares import Shares
 from opd.train.torch_backend import TorchBackend
@@ -69,7 +69,7 @@ def teachers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("teachers")
     for i, name in enumerate(("a", "b")):
         save_checkpoint(tiny.model(seed=10 + i), tiny.tokenizer(), folder / name, {})
-    return {name: TorchTeacher(name, folder / name, sequence_chunk=16) for name in ("a", "b")}
+    return {name: LocalTeacher(name, folder / name, sequence_chunk=16) for name in ("a", "b")}
 
 
 def open_schedule(teachers, cache=None) -> TeacherSchedule:

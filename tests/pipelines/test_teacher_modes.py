@@ -1,4 +1,4 @@
-"""Streamed, resident and already published teachers end with the same student."""
+"""Streamed, local and already published teachers end with the same student."""
 
 import json
 import shutil
@@ -46,12 +46,12 @@ def folders(trained: Path) -> dict:
     return {name: {"path": str(trained / "specialists" / name)} for name in ("sort", "add3")}
 
 
-def test_resident_teachers_give_the_same_weights(trained, tmp_path):
+def test_local_teachers_give_the_same_weights(trained, tmp_path):
     streamed = json.loads((trained / "stages/merge/done.json").read_text())
-    resident = merge_again(trained, tmp_path / "resident", folders(trained), teachers="resident")
-    assert resident["digest"] == streamed["digest"]
+    local = merge_again(trained, tmp_path / "local", folders(trained), teachers="local")
+    assert local["digest"] == streamed["digest"]
     assert streamed["counters"]["bytes_read"] > 0
-    assert "bytes_read" not in resident["counters"] or resident["counters"]["bytes_read"] == 0
+    assert "bytes_read" not in local["counters"] or local["counters"]["bytes_read"] == 0
 
 
 def test_published_teachers_give_the_same_weights_and_are_evaluated(trained, tmp_path):
@@ -59,6 +59,7 @@ def test_published_teachers_give_the_same_weights_and_are_evaluated(trained, tmp
     for name in ("sort", "add3"):
         urls[name] = {"path": f"file://{tmp_path}/store/{name}"}
         publish_checkpoint(trained / "specialists" / name, urls[name]["path"], shards=2)
+    urls["sort"]["type"] = "local"  # fetched as a whole, beside one that is streamed
     done = merge_again(trained, tmp_path / "run", urls)
     assert done["digest"] == json.loads((trained / "stages/merge/done.json").read_text())["digest"]
     models = {m["name"]: m for m in json.loads((tmp_path / "run/results.json").read_text())["models"]}
@@ -79,7 +80,7 @@ def measured_with_swapped_teachers(run: Path, recipe: Recipe) -> dict:
     return {m["name"]: m["domains"] for m in json.loads((run / "results.json").read_text())["models"]}
 
 
-@pytest.mark.parametrize("mode", ["streamed", "resident"])
+@pytest.mark.parametrize("mode", ["streamed", "local"])
 def test_megatron_teachers_give_the_same_student(trained, tmp_path, mode):
     pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)
     before = dist.is_initialized()  # a test before this one in the same process may have made a group

@@ -19,8 +19,8 @@ from opd.models.hf_folder import read_config
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.examine import examine
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.skeleton import Skeleton
-from opd.teachers.torch_teacher import TorchTeacher
 
 ROOT = Path(__file__).parents[2]
 CODE = """
@@ -81,7 +81,7 @@ ENTRIES = {
     "load": lambda folder, tmp: CausalLM.from_pretrained(folder),
     "config": lambda folder, tmp: read_config(folder),
     "tokenizer": lambda folder, tmp: load_tokenizer(folder),
-    "teacher": lambda folder, tmp: TorchTeacher("t", folder, vocabulary=10).load_head(),
+    "teacher": lambda folder, tmp: LocalTeacher("t", folder, vocabulary=10).load_head(),
     "publish": lambda folder, tmp: publish_checkpoint(folder, tmp / "published"),
 }
 

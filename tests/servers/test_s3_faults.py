@@ -17,8 +17,9 @@ from opd.pipelines.commands.publish import publish_checkpoint
 from opd.retry import Retry
 from opd.storage.published import PublishedModel
 from opd.storage.store_faults import StoreOptions
+from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
-from opd.teachers.streamed_teacher import Placement, StreamedTeacher, streamed_teachers
+from opd.teachers.streamed_teacher import StreamedTeacher, streamed_teachers
 
 NAMES = ["a", "b"]
 OPTIONS = StoreOptions(

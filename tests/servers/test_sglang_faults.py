@@ -14,12 +14,12 @@ from fault_proxy import fault_proxy
 from served_models import PADDED, QWEN3, recipe_tokenizer, write_model
 from sglang_server import free_ports
 
-from opd.config.served import TeacherServerConfig
+from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError
 from opd.pipelines.commands.publish import publish_checkpoint
+from opd.teachers.kinds import Placement
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.sglang_teacher import Asked, SGLangTeacher
-from opd.teachers.streamed_teacher import Placement
-from opd.teachers.torch_teacher import TorchTeacher
 
 TOKENS = len(recipe_tokenizer())
 SAMPLES = [(3, 4), (1, 1), (2, 60), (9, 7), (40, 1), (9, 3), (5, 5), (30, 30)]
@@ -46,7 +46,7 @@ def served(published):
     made = []
 
     def make(urls, model="a", **settings):
-        config = TeacherServerConfig(urls=urls, **(QUICK | settings))
+        config = SGLangTeacherConfig(path=published[model], urls=urls, **(QUICK | settings))
         vocabulary = TOKENS if config.signal == "hidden" else PADDED
         placement = Placement(vocabulary=vocabulary)
         made.append(SGLangTeacher(model, published[model], config, asked=Asked(top_k=5), placement=placement))
@@ -60,7 +60,7 @@ def served(published):
 @pytest.fixture
 def due(served_models):
     """The right hidden states of `SAMPLES`."""
-    return TorchTeacher("a", served_models["a"], vocabulary=TOKENS).score(tiny.samples(SAMPLES)).rows
+    return LocalTeacher("a", served_models["a"], vocabulary=TOKENS).score(tiny.samples(SAMPLES)).rows
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_another_width_or_family_behind_the_url_stops_the_run(sglang, tmp_path):
 def wrong_teacher(sglang, folder, **changes) -> SGLangTeacher:
     write_model(folder / "model", seed=0, **(QWEN3 | {"vocab_size": PADDED} | changes))
     publish_checkpoint(folder / "model", folder / "published")
-    config = TeacherServerConfig(urls=[sglang.url], **QUICK)
+    config = SGLangTeacherConfig(path=str(folder / "published"), urls=[sglang.url], **QUICK)
     return SGLangTeacher(
         "a", str(folder / "published"), config, asked=Asked(), placement=Placement(vocabulary=TOKENS)
     )

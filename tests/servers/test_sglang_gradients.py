@@ -43,16 +43,16 @@ def first_gradients(recipe, start, out) -> tuple[dict[str, torch.Tensor], dict[s
 def test_every_back_end_gives_the_same_gradient(sglang, served_models, tmp_path, temperature):
     """Two teachers, of which one is served, or both on one Megatron-Core module."""
     pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)
-    served = {"path": str(served_models["a"]), "server": {"urls": [sglang.url]}}
+    served = {"path": str(served_models["a"]), "type": "sglang", "urls": [sglang.url]}
     write_model(tmp_path / "two", seed=7, **QWEN3, vocab_size=PADDED)
     here = {"one": {"path": str(served_models["a"])}, "two": {"path": str(tmp_path / "two")}}
     cases = {
-        "torch": (here, "torch"),
-        "sglang": (here | {"one": served}, "torch"),
+        "torch": (here, "streamed"),
+        "sglang": (here | {"one": served}, "streamed"),
         "megatron": (here, "megatron"),
     }
     found = {}
-    for name, (teachers, backend) in cases.items():
+    for name, (teachers, kind) in cases.items():
         recipe = tiny_recipe(
             model={"path": str(served_models["b"])},
             base=None,
@@ -63,7 +63,7 @@ def test_every_back_end_gives_the_same_gradient(sglang, served_models, tmp_path,
             },
             teachers=teachers,
             rollout={"max_new_tokens": 8, "max_sequence": 32, "temperature": temperature},
-            distill={"steps": 1, "prompts_per_domain": 6, "backend": backend},
+            distill={"steps": 1, "prompts_per_domain": 6, "teachers": kind},
             baselines={"methods": []},
         )
         found[name] = first_gradients(recipe, served_models["b"], tmp_path / name)

@@ -18,13 +18,13 @@ def merge(out, served_models, servers=None):
     entry = {"path": str(served_models["a"])}
     if servers:
         patience = {"attempts": 10, "timeout": 20.0, "connect_timeout": 1.0}
-        entry["server"] = {"urls": [server.endpoint for server in servers], **patience}
+        entry |= {"type": "sglang", "urls": [server.endpoint for server in servers], **patience}
     recipe = tiny_recipe(
         model={"path": str(served_models["b"])},
         base=None,
         teachers={"sort": entry, "add3": entry},
         rollout={"max_new_tokens": 8, "max_sequence": 32},
-        distill={"steps": 4, "prompts_per_domain": 6, "teachers": "resident", "to_batch": models.STOPS_AT},
+        distill={"steps": 4, "prompts_per_domain": 6, "teachers": "local", "to_batch": models.STOPS_AT},
         baselines={"methods": []},
     )
     with RunFolder.create(out, recipe) as folder:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from opd.errors import ConfigError, RolloutError
 from opd.pipelines.context import StageContext
-from opd.pipelines.doctor.served import check_served
+from opd.pipelines.doctor.served import check_workers
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.served_engine import with_engine
@@ -144,12 +144,12 @@ def test_the_doctor_looks_at_every_worker(sglang, served_models):
     absent = "http://127.0.0.1:9"
     engine = {"type": "sglang", "urls": [sglang.url, absent], "connect_timeout": 1.0}
     settings = {"base": None, "rollout": {"engine": engine}}
-    findings = check_served(tiny_recipe(model={"path": str(served_models["a"])}, **settings))
+    findings = check_workers(tiny_recipe(model={"path": str(served_models["a"])}, **settings))
     assert [finding.level for finding in findings] == ["ok", "error"]
     assert f"{sglang.url} serves" in findings[0].detail
     assert f"{absent}/model_info failed" in findings[1].detail
     other = {"model_type": "qwen3", "hidden_size": 48, "num_hidden_layers": 2}
-    findings = check_served(tiny_recipe(model={"config": other}, **settings))
+    findings = check_workers(tiny_recipe(model={"config": other}, **settings))
     assert "with hidden_size 32, the student has 48" in findings[0].detail
 
 

@@ -12,21 +12,21 @@ from served_models import PADDED, recipe_tokenizer
 from sglang_server import free_ports
 
 from opd.config.distill import DistillConfig
-from opd.config.served import TeacherServerConfig
+from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import ConfigError, TeacherError
 from opd.kernels.ops import linear_kl, linear_logprobs, linear_topk
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.doctor.served import check_served
+from opd.pipelines.doctor.served import check_kinds
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline
 from opd.pipelines.score_ahead import ScoreAhead
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine
+from opd.teachers.kinds import Placement
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
 from opd.teachers.sglang_teacher import Asked, SGLangTeacher
-from opd.teachers.streamed_teacher import Placement
-from opd.teachers.torch_teacher import TorchTeacher
 from opd.types import SamplingParams
 
 LENGTHS = [(3, 4), (1, 1), (5, 0), (2, 60), (9, 7), (40, 1), (9, 3)]
@@ -48,7 +48,7 @@ def served(sglang, published):
     made = []
 
     def make(signal="hidden", *, vocabulary=TOKENS, asked=Asked(), **settings):  # noqa: B008
-        config = TeacherServerConfig(urls=[sglang.url], signal=signal, **settings)
+        config = SGLangTeacherConfig(path=published["a"], urls=[sglang.url], signal=signal, **settings)
         placement = Placement(vocabulary=vocabulary)
         made.append(SGLangTeacher("a", published["a"], config, asked=asked, placement=placement))
         return made[-1]
@@ -61,7 +61,7 @@ def served(sglang, published):
 @pytest.fixture(scope="module")
 def here(served_models):
     """Makes the same teacher in this process."""
-    return lambda vocabulary=TOKENS: TorchTeacher("a", served_models["a"], vocabulary=vocabulary)
+    return lambda vocabulary=TOKENS: LocalTeacher("a", served_models["a"], vocabulary=vocabulary)
 
 
 def response_ids(samples) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_hidden_states_rebuild_the_whole_vocabulary(served, here, temperature):
         for rows, head in zip((got, due), heads, strict=True)
     ]
     torch.testing.assert_close(*logprobs, atol=1e-4, rtol=0)
-    student = TorchTeacher("student", reference.path, vocabulary=TOKENS)
+    student = LocalTeacher("student", reference.path, vocabulary=TOKENS)
     rows = student.score(samples).rows * 1.1
     kls = [
         linear_kl(rows, heads[1], t, h, temperature=temperature)
@@ -179,13 +179,13 @@ def test_a_merge_with_served_teachers_is_the_same(sglang, served_models, tmp_pat
         "model": {"path": str(served_models["b"])},
         "base": None,
         "rollout": {"max_new_tokens": 5, "max_sequence": 32, "temperature": 0.7},
-        "distill": few | {"loss": loss, "teachers": "resident"},
+        "distill": few | {"loss": loss, "teachers": "local"},
         "baselines": {"methods": []},
         "evaluation": {"prompts_per_domain": 8},
     }
     found = []
-    for server in (None, {"urls": [sglang.url]}):
-        entry = {"path": str(served_models["a"])} | ({"server": server} if server else {})
+    for server in (None, {"type": "sglang", "urls": [sglang.url]}):
+        entry = {"path": str(served_models["a"])} | (server or {})
         changes = settings | {"teachers": {"sort": entry, "add3": entry}}
         found.append(merge(changes, tmp_path / ("served" if server else "here")))
     (_, here), (_, there) = found
@@ -198,7 +198,7 @@ def test_a_merge_with_served_teachers_is_the_same(sglang, served_models, tmp_pat
 
 
 def served_recipe(urls, path, **server):
-    entry = {"path": str(path), "server": {"urls": urls, "patience": 1.0, **server}}
+    entry = {"type": "sglang", "path": str(path), "urls": urls, "patience": 1.0, **server}
     return tiny_recipe(
         model={"path": str(path)},
         base=None,
@@ -211,17 +211,17 @@ def served_recipe(urls, path, **server):
 def test_the_doctor_looks_at_every_server(sglang, served_models, published, kind):
     path = served_models["a"] if kind == "folder" else published["a"]
     absent = f"http://127.0.0.1:{free_ports(1)[0][0]}"
-    findings = check_served(served_recipe([sglang.url, absent], path))
+    findings = check_kinds(served_recipe([sglang.url, absent], path))
     assert [finding.level for finding in findings] == ["ok", "error"] * 2
     assert "weight version default, checksum " in findings[0].detail
     assert ("match the published head" in findings[0].detail) == (kind == "published")
     assert f"{absent}/model_info failed" in findings[1].detail
-    wrong = check_served(served_recipe([sglang.url], path, weight_version="7"))
+    wrong = check_kinds(served_recipe([sglang.url], path, weight_version="7"))
     assert "holds weight version default, but 7 is due" in wrong[0].detail
 
 
 def test_the_doctor_refuses_a_signal_that_is_too_little(served_models):
-    findings = check_served(served_recipe(["http://127.0.0.1:1"], served_models["a"], signal="sampled"))
+    findings = check_kinds(served_recipe(["http://127.0.0.1:1"], served_models["a"], signal="sampled"))
     assert {finding.level for finding in findings} == {"error"}
     assert "too little for distill.loss full" in findings[0].detail
 

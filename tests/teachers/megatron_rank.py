@@ -17,8 +17,8 @@ from rank_processes import do_tasks
 from safetensors.torch import save_file
 
 from opd.kernels import vocab_parallel
+from opd.teachers.kinds import Placement
 from opd.teachers.megatron_teacher import MegatronTeacher, cut_like, megatron_teachers
-from opd.teachers.streamed_teacher import Placement
 
 VOCABULARY = 13
 """Of the tokenizer; the heads have 15 rows, so both ranks hold padding or tokens that are cut off."""

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 
 from opd.config import DistillConfig
 from opd.storage.published import PublishedModel
+from opd.teachers.kinds import Placement
 from opd.teachers.layer_stream import LayerStream
-from opd.teachers.lora_teacher import published_teachers
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.skeleton import Skeleton
-from opd.teachers.streamed_teacher import Placement
+from opd.teachers.streamed_teacher import streamed_teachers
 from opd.train.distill_terms import build_distill_term
 from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, Sample, TokenTerms
@@ -67,7 +67,7 @@ def gradient(schedule: TeacherSchedule, mine: list[Sample]) -> dict[str, torch.T
 def one_step(rank: int, task: dict, folder: Path) -> dict:
     """The gradient summed over ranks, and the counters."""
     urls = task["urls"][rank] if isinstance(task["urls"], list) else task["urls"]
-    teachers = published_teachers(
+    teachers = streamed_teachers(
         urls, Placement(max_tokens=16), prefetch_bytes=task["prefetch_bytes"], group=dist.new_group()
     )
     if task.get("dies") == rank:

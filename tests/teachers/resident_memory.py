@@ -14,8 +14,9 @@ from pathlib import Path
 import tiny
 import torch
 
+from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
-from opd.teachers.streamed_teacher import Placement, streamed_teachers
+from opd.teachers.streamed_teacher import streamed_teachers
 
 WINDOW = 2 * 2**20
 

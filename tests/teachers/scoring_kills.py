@@ -21,9 +21,10 @@ import tiny
 import torch
 
 from opd.storage.hidden_cache import HiddenStateCache
+from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
-from opd.teachers.streamed_teacher import Placement, StreamedTeacher, streamed_teachers
+from opd.teachers.streamed_teacher import StreamedTeacher, streamed_teachers
 from opd.types import Sample
 
 QUOTA = 20 * 4096

@@ -13,9 +13,10 @@ from tiny_published import publish
 
 from opd.errors import StorageError
 from opd.storage.hidden_cache import HiddenStateCache
+from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
-from opd.teachers.streamed_teacher import Placement, streamed_teachers
+from opd.teachers.streamed_teacher import streamed_teachers
 
 NAMES = ["a", "b"]
 

@@ -14,10 +14,11 @@ import torch
 from opd.errors import TeacherError
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.rows_writer import RowsWriter
+from opd.teachers.kinds import Placement
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores, row_pieces
-from opd.teachers.streamed_teacher import Placement, streamed_teachers
-from opd.teachers.torch_teacher import TorchTeacher
+from opd.teachers.streamed_teacher import streamed_teachers
 
 LENGTHS = [(3, 4), (5, 60), (2, 0), (20, 33), (4, 5)]
 CHUNK = 16
@@ -31,7 +32,7 @@ def samples():
 def teacher_of(kind: str, family, chunk: int | None):
     checkpoint, url = family
     if kind == "torch":
-        return TorchTeacher("t", checkpoint, max_tokens=40, sequence_chunk=chunk)
+        return LocalTeacher("t", checkpoint, max_tokens=40, sequence_chunk=chunk)
     return streamed_teachers({"t": url}, Placement(max_tokens=40, sequence_chunk=chunk))["t"]
 
 

@@ -19,11 +19,11 @@ from opd.models.adapters import FOLDER, AdaptedLM, save_adapted
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.teachers.lora_teacher import LoRATeacher, published_teachers
+from opd.teachers.kinds import Placement
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.published_adapter import PublishedAdapter, is_adapter, publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule
-from opd.teachers.streamed_teacher import Placement, StreamedTeacher
-from opd.teachers.torch_teacher import TorchTeacher
+from opd.teachers.streamed_teacher import LoRATeacher, StreamedTeacher, streamed_teachers
 from opd.teachers.units import download, is_published, small_files
 
 pytest.importorskip("peft")
@@ -44,7 +44,7 @@ class Made:
     urls: dict[str, str]
 
     def teachers(self, **options) -> dict[str, StreamedTeacher | LoRATeacher]:
-        return published_teachers(self.urls, Placement(max_tokens=16), prefetch_bytes=30_000, **options)
+        return streamed_teachers(self.urls, Placement(max_tokens=16), prefetch_bytes=30_000, **options)
 
 
 def adapt(base: Path, folder: Path, seed: int) -> Path:
@@ -73,13 +73,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(base, base_url, merged, urls)
 
 
-def loaded(made: Made) -> dict[str, TorchTeacher]:
-    return {name: TorchTeacher(name, folder, max_tokens=16) for name, folder in made.merged.items()}
+def loaded(made: Made) -> dict[str, LocalTeacher]:
+    return {name: LocalTeacher(name, folder, max_tokens=16) for name, folder in made.merged.items()}
 
 
 def test_hidden_states_are_those_of_the_merged_models(made: Made) -> None:
     samples = tiny.samples([(3, 4), (5, 2), (2, 7), (6, 1)])
-    plain = TorchTeacher("base", made.base, max_tokens=16).score(samples).rows
+    plain = LocalTeacher("base", made.base, max_tokens=16).score(samples).rows
     teachers = made.teachers()
     for name, whole in loaded(made).items():
         expected = whole.score(samples).rows
@@ -141,11 +141,11 @@ def test_ranks_that_share_the_reading_make_the_same_step(made: Made, tmp_path: P
 
 def test_adapters_stand_beside_whole_models_on_one_stream(made: Made) -> None:
     urls = {"a": made.urls["a"], "whole": made.base_url}
-    teachers = published_teachers(urls, Placement(max_tokens=16), prefetch_bytes=30_000)
+    teachers = streamed_teachers(urls, Placement(max_tokens=16), prefetch_bytes=30_000)
     samples = tiny.samples([(3, 4), (5, 2)])
     assert isinstance(teachers["whole"], StreamedTeacher)
     assert is_adapter(made.urls["a"])
-    base = TorchTeacher("base", made.base, max_tokens=16)
+    base = LocalTeacher("base", made.base, max_tokens=16)
     assert torch.equal(teachers["whole"].score(samples).rows, base.score(samples).rows)
     own = loaded(made)["a"].score(samples).rows
     torch.testing.assert_close(teachers["a"].score(samples).rows, own, rtol=1e-5, atol=1e-6)
@@ -205,4 +205,4 @@ def test_an_adapter_never_runs_on_another_base(made: Made, tmp_path: Path) -> No
     document["base"]["url"] = f"{tmp_path / 'published'}/{published.manifest.version}"
     (url / "adapter.json").write_text(json.dumps(document))
     with pytest.raises(TeacherError, match="is an adapter on a base of digest"):
-        published_teachers({"a": str(url)}, Placement())
+        streamed_teachers({"a": str(url)}, Placement())

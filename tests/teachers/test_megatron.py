@@ -14,10 +14,10 @@ pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type
 import megatron_models as models
 
 from opd.megatron.form import MegatronForm
+from opd.teachers.kinds import Placement
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.megatron_teacher import megatron_teachers
 from opd.teachers.schedule import Router, TeacherSchedule
-from opd.teachers.streamed_teacher import Placement
-from opd.teachers.torch_teacher import TorchTeacher
 
 SAMPLES = tiny.samples(models.LENGTHS)
 
@@ -50,7 +50,7 @@ def test_logits_are_those_of_transformers(family, tmp_path):
 
 def test_bfloat16_rounds_as_transformers_does(pair):
     checkpoint, _ = pair["a"]
-    loaded = TorchTeacher("t", checkpoint, dtype="bfloat16")
+    loaded = LocalTeacher("t", checkpoint, dtype="bfloat16")
     with megatron_teachers({"t": str(checkpoint)}, Placement(dtype="bfloat16")) as teachers:
         found, expected = teachers["t"].score(SAMPLES).rows, loaded.score(SAMPLES).rows
         assert found.dtype == expected.dtype == torch.bfloat16
@@ -107,7 +107,7 @@ def test_a_schedule_runs_them_as_any_teacher(pair):
     samples = tiny.samples(models.LENGTHS, teachers=["a", "c"] * 3)
     views = {}
     with megatron_teachers({name: str(pair[name][0]) for name in "abc"}, Placement()) as teachers:
-        torch_teachers = {name: TorchTeacher(name, pair[name][0]) for name in "abc"}
+        torch_teachers = {name: LocalTeacher(name, pair[name][0]) for name in "abc"}
         for kind, set_of_teachers in (("megatron", teachers), ("torch", torch_teachers)):
             schedule = TeacherSchedule(set_of_teachers, router)
             schedule.assign(samples)

@@ -17,7 +17,7 @@ import megatron_rank
 
 from opd.kernels.ops import linear_kl
 from opd.storage.published import PublishedModel
-from opd.teachers.torch_teacher import TorchTeacher
+from opd.teachers.local_teacher import LocalTeacher
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ def test_logits_are_those_of_transformers_on_both_ranks(saved, two_ranks, family
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3_moe"])
 def test_the_vocabulary_parallel_kl_is_that_of_whole_heads(saved, two_ranks, family):
-    teacher = TorchTeacher("t", saved[family][1], vocabulary=V)
+    teacher = LocalTeacher("t", saved[family][1], vocabulary=V)
     student = tiny.model(seed=77, hidden_size=32)
     input_ids, position_ids, cu_seqlens, at = models.packed()
     hidden = student.hidden(input_ids, position_ids, cu_seqlens)[at].detach().requires_grad_()

@@ -14,8 +14,8 @@ from tiny_published import publish
 
 from opd.errors import TeacherError
 from opd.storage.published import PublishedModel
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
-from opd.teachers.torch_teacher import TorchTeacher
 
 NAMES = ["a", "b", "c"]
 STEPS = 2
@@ -65,7 +65,7 @@ def teachers(tmp_path_factory):
 def expected(teachers):
     """The gradient of one process with all teachers loaded and all samples."""
     loaded = {
-        name: TorchTeacher(name, checkpoint, max_tokens=16) for name, (checkpoint, _) in teachers.items()
+        name: LocalTeacher(name, checkpoint, max_tokens=16) for name, (checkpoint, _) in teachers.items()
     }
     schedule = TeacherSchedule(loaded, Router({name: {name: 1.0} for name in NAMES}, "one_hot"))
     return ranks.gradient(schedule, ranks.samples(NAMES))
@@ -150,7 +150,7 @@ def test_three_ranks_of_two_shards(teachers, expected, tmp_path):
     check_gradients(tmp_path, 3, expected)
 
 
-class Collective(TorchTeacher):
+class Collective(LocalTeacher):
     """A loaded teacher that says it needs every rank."""
 
     collective, bytes_read, stall_seconds = True, 0, 0.0

@@ -6,8 +6,8 @@ import torch
 from opd.config import DistillConfig
 from opd.errors import CheckpointError, TeacherError
 from opd.models.checkpoint import save_checkpoint
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
-from opd.teachers.torch_teacher import TorchTeacher
 from opd.train.distill_terms import build_distill_term
 from opd.train.torch_backend import TorchBackend
 from opd.types import HiddenStates, RolloutBatch, TokenLogprobs, TokenTerms
@@ -21,7 +21,7 @@ def teachers(tmp_path):
     made = {}
     for i, name in enumerate(WEIGHTS):
         save_checkpoint(tiny.model(seed=10 + i), tiny.tokenizer(), tmp_path / name, {})
-        made[name] = TorchTeacher(name, tmp_path / name, max_tokens=9)
+        made[name] = LocalTeacher(name, tmp_path / name, max_tokens=9)
     return made
 
 
@@ -146,4 +146,4 @@ def test_a_teacher_that_gives_logprobs_is_asked_once_a_step():
 
 def test_a_missing_teacher_folder_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="nowhere"):
-        TorchTeacher("t", tmp_path / "nowhere").score(tiny.samples([(2, 2)]))
+        LocalTeacher("t", tmp_path / "nowhere").score(tiny.samples([(2, 2)]))

@@ -13,10 +13,11 @@ import torch
 from tiny_published import publish
 
 from opd.storage.hidden_cache import HiddenStateCache
+from opd.teachers.kinds import Placement
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
-from opd.teachers.streamed_teacher import Placement, streamed_teachers
-from opd.teachers.torch_teacher import TorchTeacher
+from opd.teachers.streamed_teacher import streamed_teachers
 
 SHAPE = {
     "hidden_size": 256,
@@ -42,7 +43,7 @@ def teachers(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(teachers):
     """The gradient with all teachers loaded and the batch in its own order."""
-    loaded = {name: TorchTeacher(name, folder, max_tokens=16) for name, (folder, _) in teachers.items()}
+    loaded = {name: LocalTeacher(name, folder, max_tokens=16) for name, (folder, _) in teachers.items()}
     schedule = TeacherSchedule(loaded, ROUTER)
     schedule.sort = lambda batch: batch
     grads = ranks.gradient(schedule, ranks.samples(DOMAINS))
@@ -123,10 +124,10 @@ def test_rows_of_the_cache_spare_the_teachers(teachers, expected, tmp_path):
 
 def test_another_teacher_dtype_or_response_is_no_hit(teachers, tmp_path):
     with HiddenStateCache(tmp_path / "cache", quota_bytes=10**7) as cache:
-        one, two = (TorchTeacher(name, teachers[name][0]) for name in ("t0", "t1"))
+        one, two = (LocalTeacher(name, teachers[name][0]) for name in ("t0", "t1"))
         samples = tiny.samples([(3, 4), (2, 5)])
         rows = list(one.score(samples).rows.split([4, 5]))
-        scores = CachedScores(cache, variant="float32")
+        scores = CachedScores(cache, variants={"t0": "float32", "t1": "float32"})
         kept = scores.store(one, samples, rows)
         assert all(torch.equal(a, b) for a, b in zip(kept, rows, strict=True))
         found = scores.find(one, samples[0])
@@ -134,7 +135,7 @@ def test_another_teacher_dtype_or_response_is_no_hit(teachers, tmp_path):
         assert torch.equal(found, rows[0])
         scores.release()
         assert scores.find(two, samples[0]) is None
-        assert CachedScores(cache, variant="bfloat16").find(one, samples[0]) is None
+        assert CachedScores(cache, variants={"t0": "bfloat16"}).find(one, samples[0]) is None
         samples[0].response_ids = np.append(samples[0].response_ids, np.int32(1))
         assert scores.find(one, samples[0]) is None
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from opd.errors import ModelError, StorageError, TeacherError
 from opd.storage.published import PublishedModel
-from opd.teachers.streamed_teacher import Placement, streamed_teachers
-from opd.teachers.torch_teacher import TorchTeacher
+from opd.teachers.kinds import Placement
+from opd.teachers.local_teacher import LocalTeacher
+from opd.teachers.streamed_teacher import streamed_teachers
 
 SAMPLES = tiny.samples([(3, 4), (5, 6), (2, 0), (7, 12), (1, 1), (4, 9)])
 
@@ -26,7 +27,7 @@ def stream(url, *, prefetch_bytes=4096, **placement):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_streams_to_the_same_bits(published_family, dtype):
     checkpoint, url = published_family
-    loaded = TorchTeacher("t", checkpoint, max_tokens=16, dtype=dtype, vocabulary=13)
+    loaded = LocalTeacher("t", checkpoint, max_tokens=16, dtype=dtype, vocabulary=13)
     streamed = stream(url, max_tokens=16, dtype=dtype, vocabulary=13)
     expected, found = loaded.score(SAMPLES).rows, streamed.score(SAMPLES).rows
     assert found.dtype == expected.dtype
@@ -47,7 +48,7 @@ def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     checkpoint = save_checkpoint(tiny.model(num_hidden_layers=3), tiny.tokenizer(), folder / "c", {})
     publish_checkpoint(checkpoint, folder / "p", shards=2)
-    return TorchTeacher("t", checkpoint), folder / "p"
+    return LocalTeacher("t", checkpoint), folder / "p"
 
 
 @settings(max_examples=25)

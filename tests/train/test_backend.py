@@ -6,8 +6,8 @@ import torch
 from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.distill import FullVocabularyKL, SampledTokenK2, TopKKL
 from opd.errors import CheckpointError, TrainingError
+from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
-from opd.teachers.torch_teacher import TorchTeacher
 from opd.train.distill_terms import build_distill_term
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
 from opd.train.torch_backend import TorchBackend
@@ -40,7 +40,7 @@ def schedule(tmp_path):
     teachers = {}
     for i, name in enumerate(("a", "b")):
         save_checkpoint(tiny.model(seed=10 + i), tiny.tokenizer(), tmp_path / name, {})
-        teachers[name] = TorchTeacher(name, tmp_path / name)
+        teachers[name] = LocalTeacher(name, tmp_path / name)
     return TeacherSchedule(teachers, Router({"a": {"a": 1.0}, "b": {"b": 1.0}}, "one_hot"))
 
 

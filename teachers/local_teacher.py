@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from opd.config.teachers import LocalTeacherConfig
 from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
 from opd.models.long_sequence import LayerMemory
+from opd.teachers.kinds import Opening, TeacherKind
 from opd.teachers.score_cache import RowPieces, row_pieces
 from opd.train.packing import pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
 
 
-class TorchTeacher:
+class LocalTeacher:
     """A frozen Hugging Face folder.
 
     Args:
@@ -87,3 +90,23 @@ class TorchTeacher:
     @cached_property
     def _digest(self) -> str:
         return self.model.digest()
+
+
+@contextmanager
+def _open(teachers: Mapping[str, LocalTeacherConfig], opening: Opening) -> Iterator[dict[str, LocalTeacher]]:
+    place = opening.placement
+    yield {
+        name: LocalTeacher(
+            name,
+            opening.sources[name],
+            dtype=place.dtype,
+            device=place.device,
+            max_tokens=place.max_tokens,
+            vocabulary=place.vocabulary,
+            sequence_chunk=place.sequence_chunk,
+        )
+        for name in teachers
+    }
+
+
+KIND = TeacherKind(_open)
