@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from opd.kernels.divergences import DIVERGENCES
 from opd.kernels.head import FLOATS, Head
-
-KINDS = ("reverse", "forward", "jsd")
 
 
 def check_hidden(name: str, hidden: Tensor, head: Head) -> None:
@@ -65,10 +64,10 @@ def check_vocabularies(student: int, teacher: int) -> None:
 
 
 def check_divergence(kind: str, beta: float) -> None:
-    """A known kind, and for `jsd` a mixture weight strictly between 0 and 1."""
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
-    if kind == "jsd" and not 0 < beta < 1:
+    """A known kind, and where it has a weight `beta` one strictly between 0 and 1."""
+    if kind not in DIVERGENCES:
+        raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(DIVERGENCES)}")
+    if DIVERGENCES[kind].uses_beta and not 0 < beta < 1:
         raise ValueError(
             f"beta is {beta}; it must lie strictly between 0 and 1 (use forward or reverse at the ends)"
         )

@@ -13,18 +13,21 @@ finite. Empty input (no tokens) works. No operation has a second derivative.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Literal
+from functools import lru_cache
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from opd.kernels import checks
-from opd.kernels.choice import implementation
+from opd.kernels import checks, chunked, reference, tilelang_target, triton_rows
 from opd.kernels.head import Head
 
 __all__ = [
     "Head",
-    "Kind",
     "geometric_floor",
     "implementation",
     "linear_kl",
@@ -38,7 +41,41 @@ __all__ = [
     "topk_log_probs",
 ]
 
-Kind = Literal["reverse", "forward", "jsd"]
+IMPLEMENTATIONS = ("auto", "chunked", "reference", "tilelang", "triton")
+_COMPILED = {"tilelang": "opd.kernels.tilelang_fused", "triton": "opd.kernels.triton_rows"}
+
+
+def implementation() -> Any:
+    """What has the operations: the one that the environment variable `OPD_KERNELS` names. Asking for one that
+    is not there is a `ValueError`, never a fallback.
+
+    `auto` is `triton` on a machine whose GPU can run it, else `chunked`: on a CPU the compiled kernels gain a
+    few percent and their first use waits for a compiler.
+    """
+    name = os.environ.get("OPD_KERNELS", "auto")
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"OPD_KERNELS is {name!r}; set it to one of {', '.join(IMPLEMENTATIONS)}, or unset it"
+        )
+    if name == "reference":
+        return reference
+    if name == "chunked" or (name == "auto" and triton_rows.missing() is not None):
+        return chunked
+    name = "triton" if name == "auto" else name
+    if name == "triton":
+        reason = triton_rows.missing()
+    else:
+        reason = tilelang_target.missing("cuda" if torch.cuda.is_available() else "cpu")
+    if reason is not None:
+        raise ValueError(f"OPD_KERNELS is {name!r}, which cannot run here: {reason}")
+    return _compiled(name)
+
+
+@lru_cache(maxsize=2)
+def _compiled(name: str) -> SimpleNamespace:
+    """The operations of `chunked`, those that `name` has kernels for in its way."""
+    own = import_module(_COMPILED[name]).OPERATIONS
+    return SimpleNamespace(name=name, **{op: getattr(chunked, op) for op in chunked.__all__} | own)
 
 
 def linear_kl(
@@ -47,7 +84,7 @@ def linear_kl(
     teacher_hidden: Tensor,
     teacher_head: Head,
     *,
-    kind: Kind = "reverse",
+    kind: str = "reverse",
     beta: float = 0.5,
     temperature: float = 1.0,
     weight: Tensor | None = None,
@@ -55,17 +92,17 @@ def linear_kl(
 ) -> Tensor:
     """Per-token divergence `[T]` over the whole vocabulary between student `p` and teacher `t`.
 
-    `kind`: `reverse` is KL(p || t) (MiniLLM, Gu et al. 2024), `forward` is KL(t || p), `jsd` is the
-    generalised Jensen-Shannon divergence `beta KL(t || m) + (1 - beta) KL(p || m)` with `m = beta t + (1 -
-    beta) p` (GKD, Agarwal et al. 2024, section 2). Differentiable in `student_hidden` `[T, Ds]` and the
-    student head's weight and bias; `teacher_hidden` `[T, Dt]` and `teacher_head` get no gradient. Both
-    heads need the same vocabulary.
+    `kind` is a name of `opd.kernels.divergences`: `reverse` is KL(p || t) (MiniLLM, Gu et al. 2024),
+    `forward` is KL(t || p), `jsd` is the generalised Jensen-Shannon divergence `beta KL(t || m) + (1 - beta)
+    KL(p || m)` with `m = beta t + (1 - beta) p` (GKD, Agarwal et al. 2024, section 2). Differentiable in
+    `student_hidden` `[T, Ds]` and the student head's weight and bias; `teacher_hidden` `[T, Dt]` and
+    `teacher_head` get no gradient. Both heads need the same vocabulary.
 
     `weight` `[T]` declares the gradient the caller will send in: `loss = (weight * kl).sum()`. Tokens of
     weight 0 are skipped: their value and gradient are 0 whatever arrives. The gradient is computed together
-    with the values and is free in the backward if what arrives is a multiple of `weight` (of ones if
-    `None`); anything else is still right, at the price of a second computation. The result is not
-    multiplied by `weight`.
+    with the values and is free in the backward if what arrives is a multiple of `weight` (of ones if `None`);
+    anything else is still right, at the price of a second computation. The result is not multiplied by
+    `weight`.
 
     At most `chunk` tokens have their logits in memory, two buffers `[chunk, V]`: `[T, V]` is never held.
     """
@@ -97,7 +134,7 @@ def score_kl(
     teacher_hidden: Tensor,
     teacher_head: Head,
     *,
-    kind: Kind = "reverse",
+    kind: str = "reverse",
     beta: float = 0.5,
     temperature: float = 1.0,
     chunk: int = 1024,
@@ -186,7 +223,7 @@ def logits_kl(
     student_logits: Tensor,
     teacher_logits: Tensor,
     *,
-    kind: Kind = "reverse",
+    kind: str = "reverse",
     beta: float = 0.5,
     temperature: float = 1.0,
 ) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from opd.kernels.divergences import DIVERGENCES
 from opd.kernels.head import Head, statistics_dtype
 
 
@@ -33,7 +34,7 @@ def linear_kl(
     student = _logprobs(student_hidden[rows], student_head, temperature, dtype)
     with torch.no_grad():
         teacher = _logprobs(teacher_hidden[rows], teacher_head, temperature, dtype)
-    return _scatter(_divergence(student, teacher, kind, beta), rows, len(student_hidden))
+    return _scatter(DIVERGENCES[kind].formula(student, teacher, beta), rows, len(student_hidden))
 
 
 @torch.no_grad()
@@ -80,7 +81,7 @@ def linear_mixture_kl(
             for hidden, head, share in zip(teacher_hiddens, teacher_heads, weights, strict=True)
         ]
         mixture = torch.stack(parts).logsumexp(dim=0)
-    return _scatter(_divergence(student, mixture, "reverse", 0.5), rows, len(student_hidden))
+    return _scatter(DIVERGENCES["reverse"].formula(student, mixture, 0.5), rows, len(student_hidden))
 
 
 def logits_kl(
@@ -90,7 +91,7 @@ def logits_kl(
     dtype = statistics_dtype(student_logits, teacher_logits)
     student = (student_logits.to(dtype) / temperature).log_softmax(dim=1)
     teacher = (teacher_logits.detach().to(dtype) / temperature).log_softmax(dim=1)
-    return _divergence(student, teacher, kind, beta)
+    return DIVERGENCES[kind].formula(student, teacher, beta)
 
 
 def linear_logprobs(hidden: Tensor, head: Head, ids: Tensor, *, temperature: float, chunk: int) -> Tensor:
@@ -151,18 +152,6 @@ def _topk(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _logprobs(hidden: Tensor, head: Head, temperature: float, dtype: torch.dtype) -> Tensor:
     return (head.logits(hidden.to(dtype)) / temperature).log_softmax(dim=1)
-
-
-def _divergence(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:
-    """Between log-probabilities `[T, V]`; `[T]`."""
-    if kind == "reverse":
-        return (student.exp() * (student - teacher)).sum(dim=1)
-    if kind == "forward":
-        return (teacher.exp() * (teacher - student)).sum(dim=1)
-    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log(1 - beta))
-    from_teacher = (teacher.exp() * (teacher - mixture)).sum(dim=1)
-    from_student = (student.exp() * (student - mixture)).sum(dim=1)
-    return beta * from_teacher + (1 - beta) * from_student
 
 
 def _gather(logprobs: Tensor, ids: Tensor) -> Tensor:

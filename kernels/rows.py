@@ -1,4 +1,4 @@
-"""Row kernels: logits of a chunk of tokens -> divergence and its gradient, in place.
+"""Rows of logits in place: blocks, maxima, log-softmax, and the statistics of single tokens.
 
 Every function overwrites its arguments, holds no state and treats each row alone. All subtract the row's
 maximum first, so nothing overflows at any finite logit, and none forms a log-probability where a difference
@@ -108,7 +108,8 @@ def log_softmax_(logits: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
 
 
 class RowKernel(Protocol):
-    """What turns a chunk's logits into divergences and gradient; `divergence_` is the one in PyTorch.
+    """What turns a chunk's logits into divergences and gradient; `opd.kernels.divergences.divergence_` is the
+    one in PyTorch.
 
     A compiled kernel with the same signature takes its place (see `opd.kernels.chunked.linear_kl`).
     """
@@ -131,85 +132,6 @@ class RowKernel(Protocol):
 def first_halves(logits: Tensor) -> Tensor:
     """`[R, V]` bfloat16 in the first half of each row of contiguous float32 `logits` `[R, V]`."""
     return logits.view(torch.bfloat16)[:, : logits.shape[1]]
-
-
-def divergence_(
-    student: Tensor,
-    teacher: Tensor,
-    kind: str,
-    beta: float,
-    coef: Tensor | None,
-    /,
-    columns: Columns = ALL_COLUMNS,
-) -> Tensor:
-    """Divergence of each row `[R]` between two chunks of logits `[R, V]`, both overwritten.
-
-    With `coef` `[R]`, `student` is left holding `coef * d divergence / d student logits`.
-    """
-    values = student.new_empty(len(student))
-    for block in columns.blocks(student):
-        column = None if coef is None else coef[block].unsqueeze(1)
-        if kind == "reverse":
-            value = _reverse_kl_(student[block], teacher[block], column, columns)
-        elif kind == "forward":
-            value = _forward_kl_(student[block], teacher[block], column, columns)
-        else:
-            value = _jsd_(student[block], teacher[block], beta, column, columns)
-        values[block] = value.squeeze(1)
-    # A divergence is never negative; rounding may say so by a few 1e-8. NaN passes through.
-    return values.clamp_min_(0)
-
-
-def _reverse_kl_(student: Tensor, teacher: Tensor, coef: Tensor | None, columns: Columns) -> Tensor:
-    """KL(p || t) = E_p[d] - log(l_s / l_t) with d the difference of shifted logits; g = p (d - E_p[d])."""
-    shift_both_(student, teacher, columns)
-    scratch = torch.exp(teacher)
-    sum_t = scratch.sum(dim=1, keepdim=True)
-    difference = torch.sub(student, teacher, out=teacher)
-    exp_s = student.exp_()
-    sum_s = exp_s.sum(dim=1, keepdim=True)
-    mean = torch.mul(exp_s, difference, out=scratch).sum(dim=1, keepdim=True)
-    sum_s, sum_t, mean = columns.sum(sum_s, sum_t, mean)
-    mean = mean / sum_s
-    if coef is not None:
-        student.mul_(difference.sub_(mean)).mul_(coef / sum_s)
-    return mean - (sum_s / sum_t).log_()
-
-
-def _forward_kl_(student: Tensor, teacher: Tensor, coef: Tensor | None, columns: Columns) -> Tensor:
-    """KL(t || p) = E_t[d] - log(l_t / l_s) with d = teacher - student; g = p - t."""
-    shift_both_(student, teacher, columns)
-    exp_s = torch.exp(student)
-    sum_s = exp_s.sum(dim=1, keepdim=True)
-    difference = torch.sub(teacher, student, out=student)
-    exp_t = teacher.exp_()
-    sum_t = exp_t.sum(dim=1, keepdim=True)
-    mean = difference.mul_(exp_t).sum(dim=1, keepdim=True)
-    sum_s, sum_t, mean = columns.sum(sum_s, sum_t, mean)
-    if coef is not None:
-        torch.mul(exp_s, coef / sum_s, out=student).addcmul_(exp_t, coef / sum_t, value=-1)
-    return mean / sum_t - (sum_t / sum_s).log_()
-
-
-def _jsd_(student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, columns: Columns) -> Tensor:
-    """beta KL(t || m) + (1 - beta) KL(p || m); g = (1 - beta) p (u - E_p[u]) with u = log(p / m).
-
-    In the log-ratio r = log p - log t: u = -log(1 + beta (e^-r - 1)), log(t / m) = -log(1 + (1-beta) (e^r -
-    1)).
-    """
-    shift_both_(student, teacher, columns)
-    exp_s, exp_t = torch.exp(student), torch.exp(teacher)
-    sum_s, sum_t = columns.sum(exp_s.sum(dim=1, keepdim=True), exp_t.sum(dim=1, keepdim=True))
-    ratio = student.sub_(teacher).sub_((sum_s / sum_t).log_()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    log_t_over_m = torch.expm1(ratio, out=teacher).mul_(1 - beta).log1p_().neg_()
-    mean_t = exp_t.mul_(log_t_over_m).sum(dim=1, keepdim=True)
-    log_p_over_m = ratio.neg_().expm1_().mul_(beta).log1p_().neg_()
-    mean_s = torch.mul(exp_s, log_p_over_m, out=teacher).sum(dim=1, keepdim=True)
-    mean_t, mean_s = columns.sum(mean_t, mean_s)
-    mean_t, mean_s = mean_t / sum_t, mean_s / sum_s
-    if coef is not None:
-        log_p_over_m.sub_(mean_s).mul_(exp_s).mul_((1 - beta) * coef / sum_s)
-    return beta * mean_t + (1 - beta) * mean_s
 
 
 def token_statistics_(

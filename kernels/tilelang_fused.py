@@ -13,15 +13,17 @@ inputs' dtype, for the two library matmuls that make `dH` and `dW` of it. Traini
 # No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
 # pyright: reportInvalidTypeForm=false
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from opd.kernels import chunked
 from opd.kernels.checks import check_divergence, check_pair
 from opd.kernels.head import Head
 from opd.kernels.rows import MAX_LOG_RATIO
-from opd.kernels.tilelang_rows import MASKED
+from opd.kernels.tilelang_rows import MASKED, divergence_
 from opd.kernels.tilelang_target import CPU, CUDA, Target, build, functions, language, target_of
 
 
@@ -456,3 +458,30 @@ def _side(hidden: Tensor, head: Head, temperature: float) -> _Side:
 def _problem(first: _Side, second: _Side) -> Problem:
     dtype = str(first.arrays[0].dtype).removeprefix("torch.")
     return Problem(dtype, first.arrays[0].shape[1], second.arrays[0].shape[1], first.capped, second.capped)
+
+
+def score_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    *,
+    kind: str,
+    beta: float,
+    temperature: float,
+    chunk: int,
+) -> Tensor:
+    """See `opd.kernels.ops.score_kl`."""
+    models = (student_hidden, student_head, teacher_hidden, teacher_head)
+    if kind not in _TERMS:
+        return chunked.score_kl(*models, kind=kind, beta=beta, temperature=temperature, chunk=chunk)
+    return fused_kl(*models, kind=kind, beta=beta, temperature=temperature).values
+
+
+OPERATIONS = {
+    "linear_kl": partial(chunked.linear_kl, row_kernel=divergence_),
+    "linear_mixture_kl": partial(chunked.linear_mixture_kl, row_kernel=divergence_),
+    "logits_kl": partial(chunked.logits_kl, row_kernel=divergence_),
+    "score_kl": score_kl,
+}
+"""The operations with compiled kernels; the others are those of `opd.kernels.chunked`."""

@@ -1,6 +1,6 @@
 """The streaming row kernel: two blocks of logits -> divergences and, in place, their gradient.
 
-Compiled, with the signature and contract of `opd.kernels.rows.divergence_`. One sweep over both blocks
+Compiled, with the signature and contract of `opd.kernels.divergences.divergence_`. One sweep over both blocks
 collects each row's statistics; a second one writes the gradient. The Jensen-Shannon divergence is a sum over
 tokens only once both normalisers are known, so it takes a sweep of its own for the value.
 
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from opd.kernels import divergences
 from opd.kernels.rows import MAX_LOG_RATIO
 from opd.kernels.tilelang_target import Target, build, functions, language, target_of
 
@@ -190,7 +191,7 @@ def divergence_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: 
     """Divergence of each row `[R]` between two chunks of logits `[R, V]`, both overwritten.
 
     With `coef` `[R]`, `student` is left holding `coef * d divergence / d student logits`. A row's result does
-    not depend on the other rows or on how many threads work.
+    not depend on the other rows or on how many threads work. A kind without a kernel here is PyTorch's.
 
     Raises `TypeError` for logits that are neither float32 nor float64, `ValueError` for rows that are not
     contiguous, and `RuntimeError` where TileLang or a compiler is missing.
@@ -199,6 +200,8 @@ def divergence_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: 
         raise TypeError(
             f"logits are {student.dtype} and {teacher.dtype}; give float32 or float64, both the same"
         )
+    if kind not in _GRADIENTS:
+        return divergences.divergence_(student, teacher, kind, beta, coef)
     if not (student.is_contiguous() and teacher.is_contiguous()):
         raise ValueError("logits given to a compiled row kernel must be contiguous; call .contiguous() first")
     target = target_of(student)

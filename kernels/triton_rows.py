@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opd.kernels import rows
+from opd.kernels import chunked, divergences, rows
 from opd.kernels.rows import MAX_LOG_RATIO
 
 KINDS = ("reverse", "forward", "jsd")
+"""Those of `opd.kernels.divergences` that have a kernel here."""
 # A row's tile: 8 logits of each model a lane. More lanes would leave a small vocabulary idle, more logits a
 # lane would spill the statistics.
 TILE = 2048
@@ -55,12 +56,13 @@ def divergence_(
 
     `student` is overwritten where a gradient is asked for, `teacher` by the Jensen-Shannon divergence. With
     `rounded` `[R, V]` bfloat16 the gradient goes there; it may be the memory of `student`'s own rows, so that
-    row `r` begins where `student[r]` does. Logits that are not float32 on a GPU, and any kind that failed its
-    proof, are PyTorch's.
+    row `r` begins where `student[r]` does. Logits that are not float32 on a GPU, and any kind that has no
+    kernel here or failed its proof, are PyTorch's.
     """
-    if student.is_cuda and student.dtype == torch.float32 and trusted(kind, student.shape[1], student.device):
+    fits = kind in KINDS and student.is_cuda and student.dtype == torch.float32
+    if fits and trusted(kind, student.shape[1], student.device):
         return launch(student, teacher, kind, beta, coef, rounded)
-    values = rows.divergence_(student, teacher, kind, beta, coef)
+    values = divergences.divergence_(student, teacher, kind, beta, coef)
     if rounded is not None:
         rounded.copy_(student.to(torch.bfloat16))  # not in place: the two may share memory
     return values
@@ -127,7 +129,7 @@ def _fault(kind: str, vocabulary: int, device: torch.device) -> str | None:
     student[1, vocabulary // 2] = float("nan")
     coef = torch.rand(PROOF_ROWS, **options)
     wide = student.double(), teacher.double()
-    values = rows.divergence_(*wide, kind, 0.3, coef.double())
+    values = divergences.divergence_(*wide, kind, 0.3, coef.double())
     ours = student.clone()
     try:
         got = launch(ours, teacher.clone(), kind, 0.3, coef, None)
@@ -257,3 +259,12 @@ def _kernel() -> Any:
                 tl.store(out + at, g.to(out.dtype.element_ty), mask=inside)
 
     return row
+
+
+OPERATIONS = {
+    "linear_kl": partial(chunked.linear_kl, row_kernel=divergence_, rounds=True),
+    "linear_mixture_kl": partial(chunked.linear_mixture_kl, row_kernel=divergence_, rounds=True),
+    "logits_kl": partial(chunked.logits_kl, row_kernel=divergence_),
+    "score_kl": partial(chunked.score_kl, row_kernel=divergence_),
+}
+"""The operations with these row kernels; the others are those of `opd.kernels.chunked`."""

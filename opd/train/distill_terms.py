@@ -199,7 +199,7 @@ class TopKTerm(DistillTerm):
         if view.top_ids is None or view.top_logprobs is None or view.top_ids.shape[1] != k:
             raise TeacherError(
                 f"teacher {view.name} gave no log-probabilities of its {k} most likely tokens; set"
-                f" teachers.{view.name}.server.signal to topk or hidden."
+                f" teachers.{view.name}.signal to topk or hidden."
             )
         return view.top_ids, view.top_logprobs
 
@@ -210,7 +210,7 @@ def _whole(view: View) -> TeacherView:
         return view
     raise TeacherError(
         f"teacher {view.name} gave log-probabilities of a few tokens, but this loss or mixture needs the"
-        f" whole vocabulary; set teachers.{view.name}.server.signal to hidden."
+        f" whole vocabulary; set teachers.{view.name}.signal to hidden."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from kl_problems import KINDS, true_divergence
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opd.config import FullVocabularyKL
 from opd.kernels import chunked
+from opd.kernels.divergences import DIVERGENCES, Divergence, divergence_
 from opd.kernels.head import Head
-from opd.kernels.ops import linear_kl
-from opd.kernels.rows import divergence_
+from opd.kernels.ops import linear_kl, score_kl
+
+REVERSE = DIVERGENCES["reverse"]
 
 
 def small(dtype: torch.dtype = torch.float32, tokens: int = 7) -> tuple[Tensor, Head, Tensor, Head]:
@@ -186,3 +190,28 @@ def test_precision_over_a_large_vocabulary(kernels: str, kind: str, spread: floa
     torch.testing.assert_close(
         values.double(), exact, rtol=1e-5, atol=2e-6 if kernels == "reference" else 2e-7
     )
+
+
+def test_a_divergence_without_a_compiled_kernel_runs_everywhere(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One entry of `DIVERGENCES` is all that an implementation asks for."""
+
+    def rows(*given) -> Tensor:
+        value = REVERSE.rows(*given)
+        given[0].mul_(3)
+        return 3 * value
+
+    monkeypatch.setitem(DIVERGENCES, "thrice", Divergence(lambda *given: 3 * REVERSE.formula(*given), rows))
+    student, head, teacher, teacher_head = small()
+    found = []
+    for kind, factor in (("reverse", 3.0), ("thrice", 1.0)):
+        values = linear_kl(student, head, teacher, teacher_head, kind=kind)
+        gradients = torch.autograd.grad(values.sum(), (student, head.weight))
+        found.append([factor * tensor for tensor in (values, *gradients)])
+        found[-1].append(factor * score_kl(student.detach(), head, teacher, teacher_head, kind=kind))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_recipe_knows_every_divergence() -> None:
+    assert get_args(FullVocabularyKL.model_fields["kind"].annotation) == tuple(DIVERGENCES)

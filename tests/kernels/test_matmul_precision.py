@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.kernels import chunked, ops, projection, reference, triton_ops
+from opd.kernels import chunked, ops, projection, reference, triton_rows
+from opd.kernels.divergences import divergence_
 from opd.kernels.head import Head
-from opd.kernels.rows import divergence_
 
 TOKENS, WIDTH, VOCABULARY = 40, 48, 2500
 
@@ -149,11 +149,11 @@ def test_a_kernel_that_rounds_its_gradient_changes_no_bit(kind: str, dtype: torc
     hidden, weight = (torch.randn(n, 24, generator=generator).to(dtype) for n in (50, 77))
     other, other_weight = (torch.randn(n, 16, generator=generator).to(dtype) for n in (50, 77))
     token_weight = torch.rand(50, generator=generator)
-    for module in (chunked, triton_ops):
+    for linear_kl in (chunked.linear_kl, triton_rows.OPERATIONS["linear_kl"]):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         head = Head(leaves[1], **form)
         options = {"kind": kind, "beta": 0.3, "temperature": 0.7, "weight": token_weight, "chunk": 32}
-        values = module.linear_kl(leaves[0], head, other, Head(other_weight), **options)
+        values = linear_kl(leaves[0], head, other, Head(other_weight), **options)
         (values * token_weight).sum().backward()
         found.append([values.detach(), *(leaf.grad for leaf in leaves)])
     for plain, rounding in zip(*found, strict=True):

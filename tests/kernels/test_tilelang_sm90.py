@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from opd.kernels import tilelang_fused, tilelang_rows, tilelang_target
+from opd.kernels.divergences import divergence_
 from opd.kernels.head import Head
-from opd.kernels.rows import divergence_
 
 CUDA = tilelang_target.CUDA
 BF16 = tilelang_fused.Problem("bfloat16", 2048, 4096, False, True)
