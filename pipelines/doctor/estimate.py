@@ -112,7 +112,7 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
         "model folders": folders * weights + (folders - 2 - len(methods)) * lora * learns * own,
         "checkpoints": recipe.runtime.keep_checkpoints * checkpoints,
     }
-    used = used_teachers(recipe)
+    used = {*used_teachers(recipe), *teachers}
     streamed = {name for name in used if recipe.teacher(name).streams}
     if streamed and recipe.storage.published is None:
         ours = len(streamed - set(teachers))
@@ -120,7 +120,7 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
         parts["published teachers"] = own_teachers * bool(ours) + sum(
             shape.stored for name, shape in teachers.items() if name in streamed and not shape.published
         )
-    fetched = set(used) if {*methods} & {*WEIGHT_MERGES, "off_policy"} else set(used) - streamed
+    fetched = used if {*methods} & {*WEIGHT_MERGES, "off_policy"} else used - streamed
     if fetched:
         parts["fetched teachers"] = sum(
             shape.stored for name, shape in teachers.items() if name in fetched and shape.published

@@ -80,11 +80,11 @@ def measured_with_swapped_teachers(run: Path, recipe: Recipe) -> dict:
     return {m["name"]: m["domains"] for m in json.loads((run / "results.json").read_text())["models"]}
 
 
-@pytest.mark.parametrize("mode", ["streamed", "local"])
-def test_megatron_teachers_give_the_same_student(trained, tmp_path, mode):
+@pytest.mark.parametrize("keep", [False, True])
+def test_megatron_teachers_give_the_same_student(trained, tmp_path, keep):
     pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)
     before = dist.is_initialized()  # a test before this one in the same process may have made a group
-    merge_again(trained, tmp_path / "run", folders(trained), backend="megatron", teachers=mode)
+    merge_again(trained, tmp_path / "run", folders(trained), teachers={"type": "megatron", "keep": keep})
     ours = load_file(tmp_path / "run/merged/model.safetensors")
     theirs = load_file(trained / "merged/model.safetensors")
     start = load_file(trained / "base/model.safetensors")
