@@ -29,6 +29,9 @@ class GuardedStream:
         for line in lines:
             self.write(line)
 
+    def flush(self) -> None:
+        self._stream.flush()
+
     def close(self) -> None:
         """Stays open: what the command still has to say goes here, whoever else is done with it."""
         self._stream.flush()

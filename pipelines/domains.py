@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -106,9 +107,11 @@ class DomainSet:
         rewards = RewardRunner(functions, tokenizer, timeout=recipe.rollout.reward_timeout, stops=stops)
         cursors = {name: PromptCursor(d.train, recipe.seed, name) for name, d in domains.items()}
 
+        bos: Any = tokenizer.bos_token_id  # one number, though its annotation allows more
+
         def encode(prompt: Prompt) -> EncodedPrompt:
             ids = encode_prompt(prompt, tokenizer, template)
-            ids = truncated(ids, room.tokens, tokenizer.bos_token_id)
+            ids = truncated(ids, room.tokens, bos)
             shown = {"prompt": prompt.text} if prompt.text is not None else {}
             return EncodedPrompt(prompt.key, prompt.domain, ids, prompt.label, prompt.metadata | shown)
 

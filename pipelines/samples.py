@@ -208,5 +208,5 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     if any(len(group.samples) > 1 for group in groups):
         metrics["frac_reward_zero_std"] = zero_variance_fraction(groups)
     for domain in dict.fromkeys(s.domain for s in samples):
-        metrics[f"reward/{domain}"] = float(np.mean([s.reward for s in samples if s.domain == domain]))
+        metrics[f"reward/{domain}"] = float(rewards[[s.domain == domain for s in samples]].mean())
     return metrics

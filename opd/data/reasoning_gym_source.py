@@ -51,8 +51,8 @@ def load_reasoning_gym(
 
 def _create(task: str, name: str, params: dict[str, Any]) -> Any:
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        import reasoning_gym  # pyright: ignore[reportMissingImports]
+        from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingExtraError(f"the source reasoning-gym:{task}", "reasoning-gym") from error
     if task not in DATASETS:

@@ -185,7 +185,7 @@ def _serve() -> None:
         asked = json.loads(request)
         day = asked["day"]
         clock.now = datetime.now if day is None else partial(datetime.fromisoformat, day)
-        stand_in = SimpleNamespace(chat_template=asked["template"], special_tokens_map=asked["special"])
+        stand_in: Any = SimpleNamespace(chat_template=asked["template"], special_tokens_map=asked["special"])
         stand_in.get_chat_template = partial(PreTrainedTokenizerBase.get_chat_template, stand_in)
         # Nothing answers this signal: it ends the process, in the middle of whatever a library computes.
         signal.setitimer(signal.ITIMER_PROF, asked["seconds"])

@@ -219,7 +219,7 @@ def _made_of(folder: Path, origin: str) -> bool:
     mend = "it is made again."
     try:
         found = read_sealed(folder / ORIGIN, mend, CheckpointError)
-        check_files(folder, {CHECKSUMS: found.get(CHECKSUMS)}, mend, CheckpointError)
+        check_files(folder, {CHECKSUMS: str(found.get(CHECKSUMS))}, mend, CheckpointError)
         check_folder(folder)
     except OSError:  # as every `CheckpointError` is
         return False

@@ -215,8 +215,9 @@ def stops_of(
     """
     said: dict[int, list[str]] = {int(token): ["rollout.stop_ids"] for token in added}
     own: list[tuple[str, list[int]]] = []
-    if tokenizer.eos_token_id is not None:
-        own.append(("tokenizer", [int(tokenizer.eos_token_id)]))
+    eos: Any = tokenizer.eos_token_id  # one number, though its annotation allows more
+    if eos is not None:
+        own.append(("tokenizer", [int(eos)]))
     if folder is not None:
         own += [(name, _eos_ids(described_in(folder) / name)) for name in _FILES]
     for where, ids in own:

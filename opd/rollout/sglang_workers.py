@@ -67,7 +67,7 @@ def weight_group(store: Store, member: GroupMember, timeout: float = TIMEOUT, ho
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = waits
             return dist.ProcessGroupNCCL(store, member.rank, member.world, options)
-        gloo = dist.ProcessGroupGloo._Options()
+        gloo = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         gloo._devices, gloo._timeout = [gloo_device(host)], waits
         return dist.ProcessGroupGloo(store, member.rank, member.world, gloo)
     except RuntimeError as error:

@@ -42,7 +42,8 @@ def _check(sample: Sample, terms: TokenTerms) -> None:
         name, values = field.name, getattr(terms, field.name)
         if values is None and field.default is None:
             continue
-        if np.shape(values) != np.shape(sample.response_ids) or not np.isfinite(values).all():
+        wanted = np.shape(sample.response_ids)
+        if values is None or np.shape(values) != wanted or not np.isfinite(values).all():
             raise ValueError(
                 f"{name} of sample {sample.uid} is not one finite number for each of its"
                 f" {len(sample.response_ids)} response tokens"

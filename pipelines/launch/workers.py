@@ -11,6 +11,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 
 from opd import errors
@@ -81,9 +82,7 @@ def _ready(waiting: dict[str, Stage], running: dict[str, _Worker], workers: int)
     return ready[: workers - len(running)]
 
 
-def _start(
-    methods: multiprocessing.context.ForkServerContext, recipe: Recipe, folder: RunFolder, stage: Stage
-) -> _Worker:
+def _start(methods: ForkServerContext, recipe: Recipe, folder: RunFolder, stage: Stage) -> _Worker:
     ours, theirs = methods.Pipe()
     process = methods.Process(
         target=_work, args=(recipe.model_dump_json(), str(folder.path), stage.name, theirs), name=stage.name

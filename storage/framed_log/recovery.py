@@ -52,7 +52,8 @@ class FrameReport:
 class Replay(Protocol):
     """What the frames of a log are given to, to be brought to where it was when they were written."""
 
-    report: FrameReport
+    @property
+    def report(self) -> FrameReport: ...
 
     def take(self, frame: Frame, payload: memoryview) -> None:
         """The next frame. What makes no sense raises `ValueError`, as `foreign.decoding` takes it."""
@@ -137,7 +138,7 @@ def read_beside_writer(
         told = damage
     if not found.report.files and found.report.damage is None:
         raise StorageError(f"there is no log in {place}; check the path")
-    return replay, found
+    return replay, found  # pyright: ignore[reportPossiblyUnbound, reportReturnType] - one attempt at least
 
 
 def _read_file(file: LogFile, limit: int | None, found: Recovered, replay: Replay) -> None:
