@@ -30,7 +30,7 @@ from opd.pipelines.student import Student, tokenizer_of
 from opd.pipelines.teachers import open_schedule, wait_shares
 from opd.rollout.collect import EncodedPrompt, Generates
 from opd.teachers.schedule import Router, sampled_logprobs
-from opd.train.conversion import convert_batch
+from opd.train.packing import convert_batch
 from opd.train.terms import MismatchProbe
 from opd.types import RolloutBatch, Sample, TokenTerms
 

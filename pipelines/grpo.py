@@ -8,8 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from opd.algorithms.advantages import build_advantage
-from opd.algorithms.filters import keep_groups
+from opd.algorithms.advantages import build_advantage, keep_groups
 from opd.algorithms.normalise import policy_scales, weigh
 from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM
@@ -21,7 +20,7 @@ from opd.pipelines.samples import StepSamples, judged
 from opd.pipelines.source import Asked, open_source
 from opd.pipelines.student import Student, load_model
 from opd.rollout.collect import EncodedPrompt
-from opd.train.conversion import convert_batch
+from opd.train.packing import convert_batch
 from opd.train.terms import LossTerm, PolicyTerm, ReferenceTerm
 from opd.train.torch_backend import response_logprobs
 from opd.types import RolloutBatch, Sample, TokenTerms

@@ -18,7 +18,7 @@ from opd.config import OptimConfig
 from opd.pipelines.context import StageContext
 from opd.pipelines.samples import StepSamples
 from opd.train.backend import Backend, Read
-from opd.train.schedule import learning_rate
+from opd.train.optimizer import learning_rate
 from opd.types import RolloutBatch, Sample
 
 

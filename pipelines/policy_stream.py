@@ -14,14 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from opd.algorithms.advantages import OwnAdvantage
+from opd.algorithms.advantages import OwnAdvantage, opd_returns, with_opd_term
 from opd.algorithms.corrections import CorrectionSums, corrected
-from opd.algorithms.opd_term import opd_returns, with_opd_term
 from opd.config.rl import CorrectionConfig
 from opd.monitor.mismatch import MismatchSums
 from opd.pipelines.samples import StepSamples
 from opd.protocols import AdvantageEstimator
-from opd.train.shares import PerSample
+from opd.train.packing import PerSample
 from opd.types import Sample
 
 _OLD, _OTHER, _ADVANTAGES = "old_logprobs", "other_logprobs", "advantages"

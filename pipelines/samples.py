@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from opd.algorithms.filters import zero_variance_fraction
-from opd.algorithms.staleness import drop_stale, staleness
+from opd.algorithms.advantages import zero_variance_fraction
+from opd.algorithms.corrections import drop_stale, staleness
 from opd.pipelines.student import Student
 from opd.ranks import Ranks
 from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, Generates
 from opd.train.backend import Backend
-from opd.train.shares import PerSample
+from opd.train.packing import PerSample
 from opd.types import RolloutBatch, Sample, SampleGroup, Status, TokenTerms
 
 Terms = Callable[[Sample], TokenTerms]

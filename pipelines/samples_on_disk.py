@@ -30,7 +30,7 @@ from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, Generates, collect, stream
 from opd.storage.trajectories import TrajectoryUnion
 from opd.train.backend import Backend
-from opd.train.shares import PerSample
+from opd.train.packing import PerSample
 from opd.types import DecodeStep, RolloutRequest, Sample, SampleGroup, no_ids
 
 FIELDS = ("token_ids", "rollout_logprobs", "policy_versions", "loss_mask")

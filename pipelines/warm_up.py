@@ -23,7 +23,7 @@ from opd.pipelines.precision import model_dtype
 from opd.pipelines.samples import StepSamples
 from opd.pipelines.source import Given
 from opd.pipelines.student import Student
-from opd.train.schedule import learning_rate
+from opd.train.optimizer import learning_rate
 from opd.train.terms import CrossEntropyTerm
 from opd.types import Sample, Status
 

@@ -2,6 +2,8 @@
 
 A rejected token leaves the loss *and* its normaliser: with weight 0 but still counted it would shrink the
 gradient of all the others. What is kept counts with its weight.
+
+Tokens that are too many policy versions old leave the loss before that.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from opd.config.rl import CorrectionConfig, IcePop, MaskedIS, SequenceMaskedTIS, TruncatedIS
+from opd.types import Sample
 
 Arrays = Sequence[np.ndarray]
 MAX_LOG_RATIO = 20.0
@@ -123,3 +126,24 @@ def _ratio(log_ratio: np.ndarray) -> np.ndarray:
 
 def _inside(config: MaskedIS | IcePop | SequenceMaskedTIS, ratio: np.ndarray) -> np.ndarray:
     return (config.lower <= ratio) & (ratio <= config.upper)
+
+
+def staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
+    """`staleness/mean` and `/max` over the tokens that count, for a learner at `version`; empty without."""
+    ages = np.concatenate([version - s.policy_versions[s.loss_mask] for s in samples] or [np.zeros(0)])
+    if not len(ages):
+        return {}
+    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
+
+
+def drop_stale(samples: Sequence[Sample], version: int, limit: int) -> dict[str, float]:
+    """Take tokens that are more than `limit` versions old out of the loss masks, in place.
+
+    Returns `staleness/dropped`, their share of the tokens that counted.
+    """
+    before = after = 0
+    for sample in samples:
+        before += int(np.count_nonzero(sample.loss_mask))
+        sample.loss_mask = sample.loss_mask & (version - sample.policy_versions <= limit)
+        after += int(np.count_nonzero(sample.loss_mask))
+    return {"staleness/dropped": 1.0 - after / before if before else 0.0}

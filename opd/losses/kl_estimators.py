@@ -96,7 +96,7 @@ def sampled_k2(
 
     The value is not an unbiased estimate of the KL; log the mean of `k1` instead. `importance`
     [N] (`p / mu`, see `importance_weights`) keeps the gradient exact for tokens sampled from `mu`.
-    The same gradient as `opd.algorithms.opd_term` with discount 0 and coefficient 1, without clipping.
+    The same gradient as `opd.algorithms.advantages` with discount 0 and coefficient 1, without clipping.
     """
     check_same_shape(
         student_logprobs=student_logprobs, teacher_logprobs=teacher_logprobs, importance=importance

@@ -17,12 +17,9 @@ from opd.kernels.vocab_parallel import HeadShard
 from opd.models.causal_lm import CausalLM, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.ranks import Ranks
-from opd.train.head_ops import linear_logprobs
-from opd.train.packing import of_packed, pack, pieces
-from opd.train.plan_cost import CostModel
-from opd.train.shares import PerSample, Shares
-from opd.train.student_rows import MetricSums, StudentRows, shares
-from opd.train.terms import LossTerm
+from opd.train.packing import PerSample, Shares, of_packed, pack, pieces
+from opd.train.plan import CostModel
+from opd.train.terms import LossTerm, MetricSums, StudentRows, linear_logprobs, shares
 from opd.types import MicroBatch, RolloutBatch, Sample
 
 Read = Callable[[Sequence[Sequence[int]]], Iterable[RolloutBatch]]

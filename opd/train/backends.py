@@ -65,7 +65,7 @@ def _on_ranks(
 
         return MegatronBackend(model, training, ranks, train=train, compute_dtype=compute)
     if train.context_parallel > 1:
-        from opd.train.context_backend import ContextBackend
+        from opd.train.fsdp_backend import ContextBackend
 
         return ContextBackend(model, training, ranks, compute)
     if train.backend == "deepspeed":

@@ -22,8 +22,8 @@ from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
 from opd.train.backend import Backend, Training
+from opd.train.fsdp_backend import Root
 from opd.train.optimizer import MOMENTS, adamw, check_names, not_finite, optimizer_fields
-from opd.train.root import Root
 from opd.train.torch_backend import layer_memory
 
 

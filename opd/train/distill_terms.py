@@ -18,9 +18,14 @@ from opd.kernels.head import Head
 from opd.kernels.ops import geometric_floor, linear_topk
 from opd.losses.kl_estimators import sampled_k2, with_gradient
 from opd.losses.topk import SampledTokens, outside_support, topk_reverse_kl
-from opd.train.head_ops import linear_kl, linear_logprobs, linear_mixture_kl
-from opd.train.student_rows import MetricSums, StudentRows
-from opd.train.terms import per_token_loss
+from opd.train.terms import (
+    MetricSums,
+    StudentRows,
+    linear_kl,
+    linear_logprobs,
+    linear_mixture_kl,
+    per_token_loss,
+)
 from opd.types import MicroBatch
 
 KL_AT = "kl_at/"

@@ -2,11 +2,14 @@
 
 Zhao et al. 2023, "PyTorch FSDP": every rank keeps 1/N of each tensor, gathers a layer for the time it
 computes and gives its gradient back summed.
+
+`ContextBackend` shares each sequence among the ranks in place of the samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +17,42 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from opd.errors import ModelError
 from opd.models.causal_lm import CausalLM
+from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
 from opd.ranks import Ranks
 from opd.train.backend import Training
 from opd.train.optimizer import optimizer_fields, state_of
-from opd.train.root import Root, layers_of
+from opd.train.packing import Shares
+from opd.train.terms import MetricSums, linear_logprobs
 from opd.train.torch_backend import TorchBackend
+from opd.types import MicroBatch
+
+
+class Root(nn.Module):
+    """Runs a function in place of a forward.
+
+    The loss reads the head's weight itself, outside of any module's forward; FSDP2 and ZeRO-3 gather
+    weights only around one. Inside this one those of `module` that belong to no layer are whole.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+
+def layers_of(model: CausalLM) -> list[nn.Module]:
+    """The decoder's layers. Raises `ModelError` if it has no list of them."""
+    lists = [part for part in model.decoder.children() if isinstance(part, nn.ModuleList)]
+    if len(lists) != 1:
+        raise ModelError(
+            f"{type(model.decoder).__name__} has {len(lists)} lists of layers, so its weights cannot be"
+            " sharded layer by layer; train it with one rank."
+        )
+    return list(lists[0])
 
 
 class FSDPBackend(TorchBackend):
@@ -104,3 +137,82 @@ def _like(whole: Tensor, own: Tensor) -> Tensor:
         return whole
     local = whole.to(own.device)
     return distribute_tensor(local, own.device_mesh, own.placements, src_data_rank=None)
+
+
+class ContextBackend(FSDPBackend):
+    """An `FSDPBackend` whose ranks share the tokens of each micro-batch in place of the samples.
+
+    Every rank is given the same samples and makes the same calls; loss, gradient, metrics and
+    log-probabilities are those of one rank alone, but for the order of sums. Terms see this rank's response
+    tokens, and `MicroBatch.kept` says which they are.
+
+    Args:
+        context: The ranks that share sequences and weights.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        training: Training,
+        context: Ranks,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        if context.group is None:
+            raise ValueError("context has no process group; use TorchBackend for one rank")
+        super().__init__(model, training, context, compute_dtype)
+        self.data = Ranks()  # samples are shared with nobody
+        self.shares = Shares(self.data)
+        self.context = context
+        self._context = ContextParallel(context.group)
+
+    def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
+        own = self._own(micro.input_ids, micro.position_ids, micro.cu_seqlens)
+        return super()._loss(own_rows(micro, own), sums)
+
+    def _everyones(self, sums: MetricSums) -> MetricSums:
+        return MetricSums.merged(self.context.gather_json(sums.parts(), "the metrics of a step"))
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Last hidden states [t, D] of this rank's tokens."""
+        return shared_hidden(
+            self.model, self._own(input_ids, position_ids, cu_seqlens), self._context, self._memory
+        )
+
+    def _packed_logprobs(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
+    ) -> Tensor:
+        own = self._own(input_ids, position_ids, cu_seqlens)
+        local, kept = own_places(rows, own)
+        mine = linear_logprobs(
+            shared_hidden(self.model, own, self._context, self._memory)[local],
+            self.head(),
+            input_ids[rows[kept] + 1],
+            temperature=self.temperature,
+            chunk=self._batch.kl_chunk,
+        )
+        whole = torch.zeros(len(rows), dtype=mine.dtype, device=mine.device)
+        whole[kept] = mine
+        return self._context.sum(whole)
+
+    def _own(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> TokenShare:
+        return self._context.share(input_ids, position_ids, cu_seqlens.tolist())
+
+
+def own_places(rows: Tensor, own: TokenShare) -> tuple[Tensor, Tensor]:
+    """Of packed positions `rows` [N] those this rank has: places in its tokens [M], and in `rows` [M]."""
+    order = torch.argsort(own.places)
+    sorted_places = own.places[order]
+    found = torch.searchsorted(sorted_places, rows).clamp(max=len(sorted_places) - 1)
+    kept = torch.nonzero(sorted_places[found] == rows)[:, 0]
+    return order[found[kept]], kept
+
+
+def own_rows(micro: MicroBatch, own: TokenShare) -> MicroBatch:
+    """`micro` with this rank's response tokens alone; `rows` become places in its tokens."""
+    local, kept = own_places(micro.rows, own)
+    names = ("targets", "advantages", "old_logprobs", "policy_weight", "kl_weight", "ce_weight")
+    streams = {name: getattr(micro, name)[kept] for name in names}
+    for name in ("ref_logprobs", "importance"):
+        if (given := getattr(micro, name)) is not None:
+            streams[name] = given[kept]
+    return replace(micro, rows=local, kept=kept, **streams)

@@ -1,13 +1,16 @@
 """Megatron-Core: a student's layers and vocabulary cut over tensor-parallel ranks, its samples over others.
 
 Shoeybi et al. 2019, "Megatron-LM". Gradients go through Megatron-Core's own data-parallel buffers and
-`finalize_model_grads`, in float32; for the optimiser see `megatron_optimizer.py`.
+`finalize_model_grads`, in float32; the optimiser is torch's AdamW on whole slices, or
+Megatron-Core's own, which cuts their float32 copies and moments over the data-parallel ranks once more
+(Rajbhandari et al. 2020, "ZeRO", stage 1). Megatron-Core writes that one for CUDA alone.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -27,8 +30,221 @@ from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, 
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
 from opd.train.backend import Backend, Training
-from opd.train.megatron_optimizer import WEIGHT, DistributedAdamW, MegatronOptimizer, SlicedAdamW
-from opd.train.optimizer import MOMENTS, check_names, not_finite, optimizer_fields
+from opd.train.optimizer import MOMENTS, adamw, check_names, not_finite, optimizer_fields
+
+WEIGHT = "param"
+"""The field that holds the weights in the optimiser's own precision."""
+
+Fields = dict[str, dict[str, Tensor]]
+"""`WEIGHT` and, after a first step, the moments: each by Megatron-Core's names of the parameters, in float32,
+as large as the parameter is on this tensor-parallel rank."""
+
+
+class MegatronOptimizer(ABC):
+    """AdamW over the parameters of one rank, whose gradients are in `main_grad`."""
+
+    steps = 0
+    """Updates so far."""
+
+    @abstractmethod
+    def norm(self) -> float:
+        """The L2 norm of the whole gradient, after it was reduced; all ranks call it together."""
+
+    @abstractmethod
+    def step(self, lr: float, scale: float) -> None:
+        """Multiply the gradient of the last `norm` by `scale` and update the weights."""
+
+    @abstractmethod
+    def fields(self) -> Fields:
+        """What a checkpoint needs; the data-parallel ranks call it together."""
+
+    @abstractmethod
+    def load(self, fields: Fields, steps: int) -> None:
+        """Go on from `fields`, after `steps` updates. Weights of the model itself are not touched."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Let go of gradients of its own."""
+
+
+class SlicedAdamW(MegatronOptimizer):
+    """Every data-parallel rank has the whole state of its slices.
+
+    Args:
+        parameters: Of this rank, by name.
+        optim: AdamW settings.
+        cut: Of which parameters tensor-parallel ranks have different slices; all hold the same of others.
+        group: The tensor-parallel ranks.
+        float32: Keep the weights in float32 too, whatever the model's dtype.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optim: OptimConfig,
+        cut: Mapping[str, bool],
+        group: dist.ProcessGroup,
+        *,
+        float32: bool,
+    ) -> None:
+        self._parameters, self._cut, self._group = parameters, cut, group
+        self._own: Mapping[str, Tensor] = parameters
+        if float32:
+            self._own = {name: parameter.detach().float() for name, parameter in parameters.items()}
+        self._optimizer = adamw(self._own, optim)
+
+    def norm(self) -> float:
+        squares = torch.zeros(2, dtype=torch.float32, device=next(iter(self._own.values())).device)
+        for name, parameter in self._parameters.items():
+            squares[int(self._cut[name])] += _gradient(parameter).float().square().sum()
+        cut = squares[1:].clone()
+        dist.all_reduce(cut, group=self._group)
+        return float((squares[0] + cut[0]).sqrt())
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: float) -> None:
+        for name, parameter in self._parameters.items():
+            own = self._own[name]
+            own.grad = (_gradient(parameter) * scale).to(own.dtype)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.steps += 1
+        for name, parameter in self._parameters.items():
+            if self._own[name] is not parameter:
+                parameter.copy_(self._own[name])
+
+    def fields(self) -> Fields:
+        found: Fields = {WEIGHT: {name: own.detach().float() for name, own in self._own.items()}}
+        states = {name: self._optimizer.state.get(own, {}) for name, own in self._own.items()}
+        if self.steps:
+            found |= {key: {name: state[key] for name, state in states.items()} for key in MOMENTS}
+        return found
+
+    @torch.no_grad()
+    def load(self, fields: Fields, steps: int) -> None:
+        self.steps = steps
+        for name, own in self._own.items():
+            own.copy_(fields[WEIGHT][name])
+            if steps:
+                moments = {key: fields[key][name].to(own.device, own.dtype) for key in MOMENTS}
+                self._optimizer.state[own] = moments | {"step": torch.tensor(float(steps), device=own.device)}
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+
+class DistributedAdamW(MegatronOptimizer):
+    """Megatron-Core's `DistributedOptimizer`: of each slice a data-parallel rank keeps and updates its share,
+    in float32, and gathers the others' results.
+
+    Args:
+        buffers: Megatron-Core's data-parallel module, made for a distributed optimiser.
+        parameters: Of this rank, by name; all are in `buffers`.
+        optim: AdamW settings.
+        cut: As of `SlicedAdamW`.
+    """
+
+    def __init__(
+        self,
+        buffers: Any,
+        parameters: Mapping[str, nn.Parameter],
+        optim: OptimConfig,
+        cut: Mapping[str, bool],
+    ) -> None:
+        self._parameters = parameters
+        self._device = next(iter(parameters.values())).device
+        for name, parameter in parameters.items():  # by this it knows what tensor-parallel ranks share
+            parameter.tensor_model_parallel = cut[name]  # pyright: ignore[reportAttributeAccessIssue]
+        with inside_megatron(self._device):
+            self._inner = _distributed(buffers, optim)
+
+    def norm(self) -> float:
+        with inside_megatron(self._device):
+            self._inner.prepare_grads()
+            return float(self._inner.get_grad_norm())
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: float) -> None:
+        for group in self._inner.param_groups:
+            group["lr"] = lr
+        if scale != 1.0:
+            for own in self._inner.get_parameters():
+                own.grad.mul_(scale)
+        with inside_megatron(self._device):
+            self._inner.step_with_ready_grads()
+        self.steps += 1
+
+    @torch.no_grad()
+    def fields(self) -> Fields:
+        found: Fields = {key: {} for key in (WEIGHT, *MOMENTS)[: None if self.steps else 1]}
+        for name, parameter in self._parameters.items():
+            mine = self._share(parameter)
+            for key, whole in found.items():
+                flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
+                if mine is not None:
+                    start, end, own = mine
+                    flat[start:end] = own if key == WEIGHT else self._inner.optimizer.state[own][key]
+                dist.all_reduce(flat, group=self._inner.data_parallel_group)
+                whole[name] = flat.view(parameter.shape)
+        return found
+
+    @torch.no_grad()
+    def load(self, fields: Fields, steps: int) -> None:
+        self.steps = steps
+        inner = self._inner.optimizer
+        counts = isinstance(inner, torch.optim.AdamW)  # others count in the group
+        for name, parameter in self._parameters.items():
+            mine = self._share(parameter)
+            if mine is None:
+                continue
+            start, end, own = mine
+            own.copy_(fields[WEIGHT][name].view(-1)[start:end])
+            if steps:
+                inner.state[own] = {key: fields[key][name].view(-1)[start:end].to(own) for key in MOMENTS}
+            if steps and counts:
+                inner.state[own]["step"] = torch.tensor(float(steps))
+        if not counts:
+            for group in inner.param_groups:
+                group["step"] = steps
+
+    def _share(self, parameter: nn.Parameter) -> tuple[int, int, Tensor] | None:
+        """Which elements of `parameter` this rank updates, and its float32 copy of them."""
+        if parameter not in self._inner.model_param_group_index_map:
+            return None
+        share = self._inner._get_model_param_range_map(parameter)["param"]
+        group, place = self._inner.model_param_group_index_map[parameter]
+        return share.start, share.end, self._inner.param_groups[group]["params"][place]
+
+    def zero_grad(self) -> None:
+        self._inner.zero_grad()
+
+
+def _distributed(buffers: Any, optim: OptimConfig) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=0.0,  # here the norm is looked at before a step is taken
+        bf16=buffers.config.bf16,
+        use_distributed_optimizer=True,
+    )
+    # No overrides: by default it leaves norms and biases out of the weight decay, unlike the other back ends.
+    whole: Any = get_megatron_optimizer(settings, [buffers], config_overrides={})
+    [of_dense] = whole.chained_optimizers  # of a model without experts
+    return of_dense
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]
+
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 

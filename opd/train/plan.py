@@ -2,22 +2,177 @@
 
 A mini-batch (one optimiser step) is a slice of a shuffled order. Its trajectories are spread over the ranks
 by cost, each rank works through its own teacher by teacher, and packs those of one teacher into micro-batches
-within the byte budget; how large is chosen by the time the rank would take (`plan_cost.py`). Nothing here
-reads a token: lengths, teachers and sizes are enough.
+within the byte budget; how large is chosen by the time the rank would take (`CostModel`). Nothing here
+reads a token: lengths, teachers and sizes are enough. `opd plan` shows it for ranks, budgets and speeds; a
+step that is trained is dealt out by the same cost and packed in its order (`packing.py`).
+
+Compute. A sequence of `L` tokens takes `linear * L + quadratic * L^2` floating-point operations: matrix
+products with every parameter, and attention of every token to those before it. Forward and backward pass
+together are three times the forward one (Kaplan et al. 2020, "Scaling Laws", section 2.1: `6 P` a token;
+the causal half of attention: `2 h L^2` forward a layer for hidden size `h`, so `6 h L^2`). In a layer whose
+window is `w < L` tokens see `w` of those before: `6 h w (2 L - w)`.
+
+Overlap. A rank works through `K` micro-batches; while one is computed the next is read, as in a pipeline of
+two stages with two buffers:
+
+    T = read_1 + sum_{k=1}^{K-1} max(compute_k, read_{k+1}) + compute_K + K * overhead
+
+For equal parts of total compute C and total reading D this is `max(C, D) + min(C, D) / K + K * overhead`:
+more micro-batches hide more of the shorter of the two, until `sqrt(min(C, D) / overhead)`, where what another
+one launches costs more than it hides. `overhead` is what a micro-batch costs however small it is; the byte
+budget bounds its size from above. (DeepSeek-V4, report, section 5.2.4, chooses the number of on-device
+mini-batches by workload, to balance compute throughput against I/O overlap; it does not give the rule.)
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from opd.train.plan_cost import CostModel, DeviceBudget
-from opd.train.plan_packing import balance, pack
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Operations of one forward and backward pass, and the speed of the device that does them."""
+
+    linear: float = 1.0
+    """Operations a token."""
+    quadratic: float = 0.0
+    """Operations a pair of tokens, in layers of full attention."""
+    windowed: float = 0.0
+    """The same, in layers with a window."""
+    window: int = 1
+    """Tokens that those see."""
+    operations_per_second: float = 1.0
+    bytes_per_second: float = float("inf")
+    """At which heavy data comes to the device."""
+    overhead_seconds: float = 0.0
+    """Of a micro-batch, however small."""
+
+    def __post_init__(self) -> None:
+        speeds = self.operations_per_second > 0 and self.bytes_per_second > 0
+        costs = (self.quadratic, self.windowed, self.overhead_seconds)
+        if not speeds or min(costs) < 0 or self.linear <= 0:
+            raise ValueError(
+                f"{self}: linear cost and speeds must be positive, the others not negative; correct them"
+            )
+
+    @classmethod
+    def of_model(
+        cls, parameters: int, hidden_size: int, windows: Sequence[int | None], **speeds: float
+    ) -> CostModel:
+        """A decoder with causal attention; `windows` has each layer's, `None` where it sees everything."""
+        pair = 6.0 * hidden_size
+        cut = [window for window in windows if window is not None]
+        return cls(
+            linear=6.0 * parameters,
+            quadratic=pair * (len(windows) - len(cut)),
+            windowed=pair * len(cut),
+            window=max(cut, default=1),
+            **speeds,
+        )
+
+    def attention(self, lengths: np.ndarray) -> np.ndarray:
+        """[n] float64: operations on pairs of tokens in sequences of `lengths` (`[n]` tokens)."""
+        tokens = np.asarray(lengths, np.float64)
+        seen = np.minimum(tokens, self.window)
+        return self.quadratic * tokens * tokens + self.windowed * seen * (2.0 * tokens - seen)
+
+    def operations(self, lengths: np.ndarray) -> np.ndarray:
+        """[n] float64 of sequences of `lengths` (`[n]` tokens)."""
+        return self.linear * np.asarray(lengths, np.float64) + self.attention(lengths)
+
+    def compute_seconds(self, lengths: np.ndarray) -> np.ndarray:
+        """[n] float64."""
+        return self.operations(lengths) / self.operations_per_second
+
+    def read_seconds(self, sizes: np.ndarray) -> np.ndarray:
+        """[n] float64, of `sizes` (`[n]` bytes)."""
+        return np.asarray(sizes, np.float64) / self.bytes_per_second
+
+    def pipeline_seconds(self, compute: np.ndarray, read: np.ndarray) -> float:
+        """Time of micro-batches that take so long to compute and to read (`[K]` seconds each), in order."""
+        if not len(compute):
+            return 0.0
+        hidden = np.maximum(compute[:-1], read[1:]).sum()
+        return float(read[0] + hidden + compute[-1] + len(compute) * self.overhead_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """What fits on the device: the activations of the micro-batch in use, its data, and the next one's."""
+
+    max_bytes: float
+    bytes_per_token: float = 0.0
+    """Activations, and whatever else the micro-batch in use takes for each token."""
+    max_tokens: int | None = None
+    """Most packed tokens of a micro-batch, if anything else limits them."""
+
+    def __post_init__(self) -> None:
+        limit = 1 if self.max_tokens is None else self.max_tokens
+        if not self.max_bytes > 0 or self.bytes_per_token < 0 or limit <= 0:
+            raise ValueError(f"{self}: limits must be positive; correct them")
+
+    def data_bytes(self, tokens: float) -> float:
+        """Most heavy bytes of a micro-batch where none has more than `tokens`: half of what its activations
+        leave, so that two of them fit.
+        """
+        return (self.max_bytes - self.bytes_per_token * tokens) / 2
+
+    def oversize(self, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """[n] bool: sequences of `lengths` tokens and `sizes` heavy bytes that do not fit even alone."""
+        too_long = np.zeros(len(lengths), bool) if self.max_tokens is None else lengths > self.max_tokens
+        return too_long | (sizes > self.data_bytes(0.0) - self.bytes_per_token * lengths / 2)
+
+
+def balance(costs: np.ndarray, ranks: int) -> np.ndarray:
+    """[n] int64: a rank for each of `costs` (`[n]`), so that no rank is far above the mean.
+
+    The most expensive first, each to the rank with the least so far (Graham 1969, "Bounds on Multiprocessing
+    Timing Anomalies"): at most 4/3 - 1/(3 ranks) of the best possible, and at most the mean plus
+    (1 - 1/ranks) of the largest cost. Ties go to the earlier trajectory and the lower rank.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; give at least 1")
+    chosen = np.zeros(len(costs), np.int64)
+    loads = [(0.0, rank) for rank in range(ranks)]
+    for place in np.argsort(-np.asarray(costs, np.float64), kind="stable").tolist():
+        load, rank = loads[0]
+        chosen[place] = rank
+        heapq.heapreplace(loads, (load + float(costs[place]), rank))
+    return chosen
+
+
+def pack(shares: np.ndarray) -> list[list[int]]:
+    """Places of `shares` (`[n]`, of a micro-batch's capacity) in few micro-batches of at most 1.
+
+    The largest first, each into the fullest micro-batch it fits (best fit decreasing): at most 11/9 of the
+    fewest possible plus four (Johnson et al. 1974, "Worst-Case Performance Bounds for Simple One-Dimensional
+    Packing Algorithms"). What is larger than 1 gets a micro-batch of its own.
+    """
+    packed: list[list[int]] = []
+    room: list[tuple[float, int]] = []
+    values = np.asarray(shares, np.float64)
+    for place in np.argsort(-values, kind="stable").tolist():
+        share = float(values[place])
+        found = bisect_left(room, (share, -1))
+        if found == len(room):
+            packed.append([place])
+            left, index = 1.0 - share, len(packed) - 1
+        else:
+            left, index = room.pop(found)
+            packed[index].append(place)
+            left -= share
+        if left > 0:
+            insort(room, (left, index))
+    return packed
+
 
 _TRIED = (1.0, 0.5, 2.0)
 """How many micro-batches are tried, as multiples of the number that is best for equal parts."""
@@ -119,7 +274,7 @@ class TrainingPlan:
         return sums[self.starts[1:]] - sums[self.starts[:-1]]
 
     def seconds(self, work: Workload, cost: CostModel) -> np.ndarray:
-        """[mini-batches, ranks] float64: how long each rank takes, by the model of `plan_cost`."""
+        """[mini-batches, ranks] float64: how long each rank takes, by the model of `CostModel`."""
         compute = self.totals(cost.compute_seconds(work.lengths))
         read = self.totals(cost.read_seconds(work.sizes))
         found = np.zeros((self.mini_batches, self.ranks))

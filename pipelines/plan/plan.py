@@ -15,8 +15,7 @@ from opd.pipelines.doctor.checks import number_of
 from opd.pipelines.doctor.estimate import readable
 from opd.pipelines.precision import WIDTH, model_dtype
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryStore
-from opd.train.plan import PlanSettings, TrainingPlan, Workload, make_plan
-from opd.train.plan_cost import CostModel, DeviceBudget
+from opd.train.plan import CostModel, DeviceBudget, PlanSettings, TrainingPlan, Workload, make_plan
 from opd.types import Status
 
 _MIB = 1 << 20
@@ -201,7 +200,7 @@ def describe(
     ]
     if cost.operations_per_second != CostModel.operations_per_second:
         lines.append(
-            f"time      {seconds.sum():.3g} s by the model of opd/train/plan_cost.py,"
+            f"time      {seconds.sum():.3g} s by the model of opd/train/plan.py,"
             f" {seconds.max():.3g} s the longest mini-batch; every micro-batch costs"
             f" {1e3 * cost.overhead_seconds:g} ms of it however small it is (--overhead-ms)"
         )

@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.algorithms.advantages import RLOO, DrGRPO, GroupNormalised, build_advantage
-from opd.algorithms.filters import drop_zero_variance, zero_variance_fraction
+from opd.algorithms.advantages import (
+    RLOO,
+    DrGRPO,
+    GroupNormalised,
+    build_advantage,
+    drop_zero_variance,
+    zero_variance_fraction,
+)
 from opd.config.rl import CustomAdvantage, DrGRPOAdvantage, GRPOAdvantage, RLOOAdvantage
 from opd.errors import ConfigError, RewardError
 

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.algorithms.opd_term import discounted_returns, opd_advantages
-from opd.algorithms.reference_kl import reference_kl_advantages
+from opd.algorithms.advantages import discounted_returns, opd_advantages, reference_kl_advantages
 from opd.errors import TeacherError
 
 seeds = st.integers(0, 2**32 - 1)

@@ -10,8 +10,7 @@ import numpy as np
 from trajectory_formats import MIB, ROW_BYTES, child
 
 from opd.storage.trajectories import SAMPLE_FIELDS, Field, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
-from opd.train.plan import PlanSettings, Workload, make_plan
-from opd.train.plan_cost import CostModel, DeviceBudget
+from opd.train.plan import CostModel, DeviceBudget, PlanSettings, Workload, make_plan
 
 BUDGET = DeviceBudget(4e9, 1e5, 65_536)
 COST = CostModel.of_model(

@@ -9,7 +9,7 @@ import tiny
 import torch
 from recipes import tiny_recipe
 
-from opd.algorithms.filters import keep_groups
+from opd.algorithms.advantages import keep_groups
 from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.distill import CustomDivergence
 from opd.errors import ConfigError, RolloutError, TrainingError
@@ -18,8 +18,8 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.rollout.collect import EncodedPrompt, load_generate
 from opd.rollout.torch_engine import TorchEngine
-from opd.train.conversion import convert_batch
 from opd.train.distill_terms import TeacherView, build_distill_term
+from opd.train.packing import convert_batch
 from opd.train.terms import PolicyTerm
 from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, SampleGroup, SamplingParams, TokenTerms

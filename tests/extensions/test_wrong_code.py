@@ -8,8 +8,7 @@ import tiny
 import torch
 import wrong_code  # noqa: F401 - named by paths
 
-from opd.algorithms.advantages import build_advantage
-from opd.algorithms.filters import keep_groups
+from opd.algorithms.advantages import build_advantage, keep_groups
 from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.distill import CustomDivergence
 from opd.config.rl import CustomAdvantage
@@ -18,8 +17,8 @@ from opd.imports import calling
 from opd.rewards.functions import load_reward
 from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, load_generate
-from opd.train.conversion import convert_batch
 from opd.train.distill_terms import TeacherView, build_distill_term
+from opd.train.packing import convert_batch
 from opd.train.terms import PolicyTerm
 from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, SampleGroup, SamplingParams, TokenTerms

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.algorithms.opd_term import opd_advantages
-from opd.algorithms.reference_kl import reference_kl_advantages
+from opd.algorithms.advantages import opd_advantages, reference_kl_advantages
 from opd.config.rl import PolicyLossConfig
 from opd.losses.kl_estimators import k1, k2, k3, reference_penalty, sampled_k2
 from opd.losses.policy import clipped_policy_loss

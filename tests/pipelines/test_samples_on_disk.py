@@ -36,7 +36,7 @@ from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
 from opd.train.distill_terms import build_distill_term
-from opd.train.shares import Shares
+from opd.train.packing import Shares
 from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, Sample, SampleGroup, TokenTerms
 

@@ -7,9 +7,9 @@ import torch
 from pydantic import ValidationError
 from recipes import tiny_recipe
 
+from opd.algorithms.advantages import opd_advantages
 from opd.algorithms.corrections import correct
 from opd.algorithms.normalise import weigh
-from opd.algorithms.opd_term import opd_advantages
 from opd.config import DistillConfig, SampledTokenK1
 from opd.kernels.head import Head
 from opd.pipelines.doctor.checks import check_schedule

@@ -31,8 +31,7 @@ from opd.storage.trajectories import (
     TrajectoryWriter,
     put_samples,
 )
-from opd.train.plan import PlanSettings, Workload, make_plan
-from opd.train.plan_cost import CostModel, DeviceBudget
+from opd.train.plan import CostModel, DeviceBudget, PlanSettings, Workload, make_plan
 from opd.types import Sample, Status
 
 

@@ -10,8 +10,7 @@ from rank_processes import joined
 from safetensors.torch import save_file
 
 from opd.ranks import Ranks
-from opd.train.context_backend import ContextBackend
-from opd.train.fsdp_backend import FSDPBackend
+from opd.train.fsdp_backend import ContextBackend, FSDPBackend
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from rank_processes import run_ranks
 from safetensors.torch import load_file
 
 from opd.models.context_parallel import ContextParallel
-from opd.train.context_backend import own_places
+from opd.train.fsdp_backend import own_places
 from opd.train.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.slow

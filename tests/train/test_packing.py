@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from opd.train.distill_terms import add_by_position
 from opd.train.packing import pack, pack_tokens, pieces, split_by_tokens
-from opd.train.student_rows import MetricSums
+from opd.train.terms import MetricSums
 from opd.types import RolloutBatch, TokenTerms
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=12)

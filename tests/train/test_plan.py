@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.train.plan import PlanSettings, TrainingPlan, Workload, make_plan
-from opd.train.plan_cost import CostModel, DeviceBudget
-from opd.train.plan_packing import balance, pack
+from opd.train.plan import (
+    CostModel,
+    DeviceBudget,
+    PlanSettings,
+    TrainingPlan,
+    Workload,
+    balance,
+    make_plan,
+    pack,
+)
 
 
 @st.composite
