@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +27,18 @@ class Retry:
     def seconds(self, failures: int) -> float:
         """How long to wait after `failures` in a row, at least one."""
         return min(self.longest, self.pause * 2.0 ** min(failures - 1, 60)) * random.uniform(0.5, 1.0)
+
+    async def call_async(self, attempt: Callable[[], Awaitable[T]], passing: type[Exception]) -> T:
+        """`call` of a coroutine; when the attempts are used up the last failure itself is raised."""
+        failures = 0
+        while True:
+            try:
+                return await attempt()
+            except passing:
+                failures += 1
+                if failures >= self.attempts:
+                    raise
+            await asyncio.sleep(self.seconds(failures))
 
     def call(self, attempt: Callable[[], T], passing: type[E], used_up: Callable[[E, float], Exception]) -> T:
         """The result of `attempt`, which is called again while it raises `passing`.

@@ -13,13 +13,14 @@ from opd.pipelines.context import StageContext
 from opd.pipelines.helpers import Writers
 from opd.pipelines.student import tokenizer_of
 from opd.protocols import Teacher
+from opd.retry import Retry
 from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.sglang_engine import ServedModel, SGLangEngine
 from opd.rollout.sglang_workers import FolderPush, Push, TensorPush, check_distinct
 from opd.rollout.weight_sync import WeightFolder
 from opd.teachers.sglang_teacher import pool_options
 
-ONCE = RetryPolicy(attempts=1)
+ONCE = RetryPolicy(Retry(attempts=1))
 """The engine's own patience with its workers is all there is: it is the recipe's."""
 
 

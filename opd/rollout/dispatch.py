@@ -41,7 +41,7 @@ class Dispatch(Iterator[DecodeStep]):
         self._limit = len(self._pending)
         """Most requests given to an engine at once; halved while engines fail without giving a token."""
         self._fruitless = 0
-        self._patience = math.ceil(math.log2(max(1, self._limit))) + pool.policy.attempts
+        self._patience = math.ceil(math.log2(max(1, self._limit))) + pool.policy.retry.attempts
         """Failures in a row without a token that are borne: enough to find one bad request among all."""
         self._strikes: Counter[str] = Counter()
         self._lengths: dict[str, int] = {}
@@ -202,7 +202,7 @@ class Dispatch(Iterator[DecodeStep]):
         self._counters["interrupted_requests"] += len(uids)
         for uid in uids:
             self._strikes[uid] += 1
-            if self._strikes[uid] > self._pool.policy.attempts:
+            if self._strikes[uid] > self._pool.policy.retry.attempts:
                 error = RolloutError(f"engines stopped it {self._strikes[uid]} times without a new token")
                 self._give_up([uid], error)
             else:
@@ -225,7 +225,7 @@ class Dispatch(Iterator[DecodeStep]):
         self._limit = max(1, len(call.requests) // 2)
         if len(call.requests) == 1 and uids:
             self._strikes[uids[0]] += 1
-            if self._strikes[uids[0]] >= self._pool.policy.attempts:
+            if self._strikes[uids[0]] >= self._pool.policy.retry.attempts:
                 self._fruitless, self._limit = 0, len(self._ledger.requests)
                 self._give_up(uids, error)
                 return

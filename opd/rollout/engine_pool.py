@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,22 +9,23 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
+from opd.retry import Retry
 from opd.rollout.engine_calls import Gate, Source
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+ENGINES = Retry(attempts=3, pause=0.2, longest=30.0)
+
+
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """What is tried before a request, or an engine, is given up. Times in seconds."""
 
-    attempts: int = 3
-    """Times in a row a request may fail on its own without a new token."""
-    backoff: float = 0.2
-    """Rest of an engine after its first failure; doubled with each further one in a row, plus up to 25 %
-    jitter, so that engines do not come back together."""
-    backoff_limit: float = 30.0
+    retry: Retry = ENGINES
+    """Times in a row a request may fail on its own without a new token; how long an engine rests after a
+    failure."""
     quarantine_after: int = 3
     """Failures in a row after which the rest counts as quarantine."""
     step_timeout: float | None = None
@@ -64,15 +64,14 @@ class EngineHealth:
             self.tokens += tokens
             self.in_a_row = 0
 
-    def failed(self, now: float, error: BaseException, policy: RetryPolicy, rng: random.Random) -> None:
+    def failed(self, now: float, error: BaseException, policy: RetryPolicy) -> None:
         """It failed at `now`: give it a rest that doubles with every failure in a row."""
         self.failures += 1
         self.in_a_row += 1
         self.last_error = f"{type(error).__name__}: {error}"
         if self.in_a_row == policy.quarantine_after:
             self.quarantines += 1
-        rest = min(policy.backoff * 2.0 ** min(self.in_a_row - 1, 60), policy.backoff_limit)
-        self.resting_until = now + rest * (1.0 + 0.25 * rng.random())
+        self.resting_until = now + policy.retry.seconds(self.in_a_row)
 
     def rests(self, now: float) -> bool:
         """Whether it is to be left alone at `now`."""
@@ -124,7 +123,6 @@ class EnginePool:
         self.gate = Gate()
         self._revive = revive
         self._occupied: dict[int, Source] = {}
-        self._rng = random.Random(0)
 
     def occupy(self, index: int, source: Source) -> None:
         """Engine `index` is not free before `source` is done."""
@@ -166,7 +164,7 @@ class EnginePool:
         engine = self.engines[index]
         if isinstance(engine, Returning):
             engine.failed(error)
-        self.health[index].failed(time.monotonic(), error, self.policy, self._rng)
+        self.health[index].failed(time.monotonic(), error, self.policy)
 
     def has_other(self, index: int) -> bool:
         """Whether there is an engine beside `index`, or a new one in its place, that may yet serve."""

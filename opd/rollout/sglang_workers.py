@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from itertools import groupby
@@ -26,7 +25,7 @@ from opd.models.causal_lm import raw_bytes, weights_digest
 from opd.rendezvous import gloo_device, host_store
 from opd.rollout.sglang_proof import Proof, check_config, check_form
 from opd.rollout.weight_sync import WeightFolder, Weights, buckets
-from opd.served.http_client import PoolOptions, RefusedError, Server, UnavailableError, pause
+from opd.served.http_client import SERVERS, PoolOptions, RefusedError, Server, UnavailableError
 from opd.served.http_pool import HTTPPool, LoopThread
 from opd.served.sglang_answers import ranks_of
 
@@ -269,7 +268,7 @@ async def _identity(pool: HTTPPool, server: Server) -> str:
     return json.dumps([told[name] for name in IDENTITY]) if told.get("startup_time") else server.url
 
 
-ATTEMPTS = 4
+RETRY = replace(SERVERS, attempts=4)
 """At a control request, before a worker counts as away."""
 
 
@@ -291,7 +290,6 @@ class Workers:
         """URLs of workers whose model has the student's form."""
         self._proof: Proof | None = None
         """Of the newest weights."""
-        self._rng = random.Random()
 
     @cached_property
     def loop(self) -> LoopThread:
@@ -363,13 +361,7 @@ class Workers:
         await asyncio.gather(*done, return_exceptions=True)
 
     async def _post(self, server: Server, path: str, body: dict[str, Any]) -> Any:
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                return await self.pool.ask(server, "POST", path, body)
-            except UnavailableError:
-                if attempt == ATTEMPTS:
-                    raise
-                await asyncio.sleep(pause(attempt, self._rng))
+        return await RETRY.call_async(lambda: self.pool.ask(server, "POST", path, body), UnavailableError)
 
     @property
     def _name(self) -> str:
@@ -378,16 +370,10 @@ class Workers:
 
     async def _load(self, server: Server) -> None:
         """Have `server` take the newest weights, and verify what it holds then."""
-        assert self._push is not None
+        push = self._push
+        assert push is not None
         await self._check_form(server)
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                await self._push.load(self.pool.ask, server, self._name)
-                break
-            except UnavailableError:
-                if attempt == ATTEMPTS:
-                    raise
-                await asyncio.sleep(pause(attempt, self._rng))
+        await RETRY.call_async(lambda: push.load(self.pool.ask, server, self._name), UnavailableError)
         held = str((await self.pool.ask(server, "GET", "/model_info")).get("weight_version"))
         if held != self._name:
             raise RolloutError(f"after the push of version {self._name} {server.url} says it holds {held}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -50,11 +49,6 @@ class Patience:
     server that failed is left alone."""
     hedge_after: float | None = None
     """Seconds without an answer after which a copy goes to another server; the first answer counts."""
-
-
-def pause(failures: int, rng: random.Random) -> float:
-    """Seconds to leave a server alone after `failures` in a row: 0.25 doubling to 8, times 0.5 to 1.5."""
-    return min(8.0, 0.25 * 2.0 ** min(failures - 1, 8)) * rng.uniform(0.5, 1.5)
 
 
 CONTROL_BYTES = 8 * 2**20

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from memory_log import MemoryLog
 
 from opd.errors import RolloutError, StorageError
+from opd.retry import Retry
 from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.torch_engine import TorchEngine
@@ -23,7 +24,7 @@ from opd.types import SamplingParams, Status
 
 Fixture = Callable[..., Any]
 
-QUICK = RetryPolicy(backoff=0.001, backoff_limit=0.01)
+QUICK = RetryPolicy(Retry(attempts=3, pause=0.001, longest=0.01))
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -100,7 +101,7 @@ def test_chaos(undisturbed_session: Any, collect: Fixture, seed: int, hazard: fl
 
     pool = [FaultyEngine(TorchEngine(model, max_running=4), fault) for model in models[:engines]]
     log = MemoryLog()
-    policy = replace(QUICK, attempts=50)
+    policy = replace(QUICK, retry=replace(QUICK.retry, attempts=50))
     rollout = FaultTolerantRollout(pool, log, policy=policy)
     responses = collect(rollout.generate(requests))
     same(responses, expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from faulty_engines import FaultyEngine, hangs_once
 from memory_log import MemoryLog
 
 from opd.errors import RolloutError
+from opd.retry import Retry
 from opd.rollout.engine_pool import EngineHealth, RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.torch_engine import TorchEngine
@@ -21,7 +21,7 @@ from opd.types import RolloutRequest, SamplingParams, Status
 
 Fixture = Callable[..., Any]
 
-QUICK = RetryPolicy(backoff=0.001, backoff_limit=0.01)
+QUICK = RetryPolicy(Retry(attempts=3, pause=0.001, longest=0.01))
 SAMPLING = SamplingParams(max_new_tokens=12)
 
 
@@ -53,15 +53,15 @@ def release() -> Iterator[threading.Event]:
 
 
 def test_rests_double_to_a_limit_and_a_token_ends_the_row() -> None:
-    policy, health, rng = RetryPolicy(backoff=1.0, backoff_limit=6.0), EngineHealth(), random.Random(0)
+    policy, health = RetryPolicy(Retry(pause=1.0, longest=6.0)), EngineHealth()
     rests = []
     for _ in range(5):
-        health.failed(100.0, OSError("gone"), policy, rng)
+        health.failed(100.0, OSError("gone"), policy)
         rests.append(health.resting_until - 100.0)
         assert health.rests(100.0)
         assert not health.rests(health.resting_until)
     for rest, plain in zip(rests, (1.0, 2.0, 4.0, 6.0, 6.0), strict=True):
-        assert plain <= rest <= 1.25 * plain
+        assert plain / 2 <= rest <= plain
     assert health.quarantines == 1
     health.heard(200.0, 0)
     assert health.in_a_row == 5

@@ -15,6 +15,7 @@ from memory_log import MemoryLog
 
 from opd.errors import RolloutError
 from opd.models.tokenizers import character_tokenizer
+from opd.retry import Retry
 from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.stop_strings import StopStrings
@@ -27,7 +28,7 @@ Fixture = Callable[..., Any]
 PIECES = ["a", "b", "ab", "xa", "by", "é", "c", "\n", "\n\n", "axb", *"defghijklmnopq"]
 STRINGS = ("ab", "é\n", "axba")
 SAMPLING = SamplingParams(max_new_tokens=30, temperature=1.5)
-QUICK = RetryPolicy(backoff=0.001, backoff_limit=0.01, attempts=20)
+QUICK = RetryPolicy(Retry(attempts=20, pause=0.001, longest=0.01))
 
 
 def decode(ids: list[int]) -> str:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_log import MemoryLog
 
+from opd.retry import Retry
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
@@ -22,7 +23,7 @@ Fixture = Callable[..., Any]
 
 STOPS = (2, 3, 4, 5, 6, 7)
 SAMPLING = SamplingParams(max_new_tokens=20, stop_ids=STOPS)
-QUICK = RetryPolicy(backoff=0.001, backoff_limit=0.01, attempts=20)
+QUICK = RetryPolicy(Retry(attempts=20, pause=0.001, longest=0.01))
 ANSWER = np.array([20, 11, STOPS[0]], np.int32)
 """It ends in a stop id, as chat templates do."""
 TURNS = 3
