@@ -144,14 +144,6 @@ class RolloutBatch:
                     f" {len(sample.response_ids)} tokens"
                 )
 
-    @classmethod
-    def supervised(cls, samples: list[Sample], weights: list[Float32]) -> RolloutBatch:
-        """Only the cross-entropy stream, with `weights` (`[R]` each)."""
-        terms = [TokenTerms.zeros(len(weight)) for weight in weights]
-        for term, weight in zip(terms, weights, strict=True):
-            term.ce_weight = weight
-        return cls(samples, terms)
-
     def __iter__(self) -> Iterator[tuple[Sample, TokenTerms]]:
         return zip(self.samples, self.terms, strict=True)
 

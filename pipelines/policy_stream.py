@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from opd.algorithms.advantages import OwnAdvantage, opd_returns, with_opd_term
+from opd.algorithms.advantages import OwnAdvantage, opd_returns, teacher_means, with_opd_term
 from opd.algorithms.corrections import CorrectionSums, corrected
 from opd.config.rl import CorrectionConfig
 from opd.monitor.mismatch import MismatchSums
@@ -140,7 +140,8 @@ class PolicyStream:
                 sums.include(self._numbers_at(sample).correction)
             metrics |= sums.metrics()
         if self._against is not None and self._against.baseline == "batch_mean":
-            self._means = self._teacher_means()
+            own = [(sample.teacher, self._numbers_at(sample)) for sample in self._step.samples]
+            self._means = teacher_means((teacher, found.returns, found.tokens) for teacher, found in own)
         return metrics
 
     def kept(self, sample: Sample) -> int:
@@ -178,13 +179,3 @@ class PolicyStream:
         old, other = self._step.signal(_OLD, sample), self._step.signal(_OTHER, sample)
         where = f"sample {sample.uid}, teacher {sample.teacher or 'reference'!r}"
         return opd_returns(old, other, sample.loss_mask, self._against.discount, where)
-
-    def _teacher_means(self) -> dict[str | None, float]:
-        """Of each teacher the mean of its returns over the step."""
-        sums: dict[str | None, float] = {}
-        counts: dict[str | None, int] = {}
-        for sample in self._step.samples:
-            own = self._numbers_at(sample)
-            sums[sample.teacher] = sums.get(sample.teacher, 0.0) + own.returns
-            counts[sample.teacher] = counts.get(sample.teacher, 0) + own.tokens
-        return {teacher: total / max(counts[teacher], 1) for teacher, total in sums.items()}

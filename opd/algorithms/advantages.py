@@ -14,11 +14,11 @@ mean. The penalty for leaving a frozen reference policy is the same term.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -207,62 +207,45 @@ def zero_variance_fraction(groups: Sequence[SampleGroup]) -> float:
     return sum(not has_signal(group) for group in groups) / len(groups) if groups else 0.0
 
 
-Arrays = Sequence[np.ndarray]
-
-
-def opd_advantages(
-    base: Arrays,
-    student_logprobs: Arrays,
-    teacher_logprobs: Arrays,
-    masks: Arrays,
-    *,
-    coef: float,
-    baseline: Literal["none", "batch_mean"],
-    discount: float,
-    teachers: Sequence[str | None],
-) -> list[np.ndarray]:
-    """Advantages `[R]` (dtype of `base`) with the distillation term, 0 where the mask is False.
-
-    All lists have one `[R]` array a sample. `student_logprobs` are the trainer's own, at the sampling
-    temperature; the engine's would turn the objective into KL(engine || teacher). `discount` 0 credits a
-    token with its own log-ratio, which leaves out its effect on later states; 1 gives the gradient of the KL
-    between whole responses. `batch_mean` subtracts the mean of each teacher's terms over the step, which
-    scales the expected gradient by `1 - 1/N` for `N` independent tokens. It is taken off the return, never
-    off each token's log-ratio: a constant per token, summed over the rest of the response, would reward
-    length. Samples whose teacher is `None` keep their base advantages. Raises `TeacherError` for
-    log-probabilities that are missing or not finite.
-    """
-    columns = zip(student_logprobs, teacher_logprobs, masks, teachers, strict=True)
-    returns: list[np.ndarray | None] = []
-    for index, (student, teacher, mask, name) in enumerate(columns):
-        where = f"sample {index} of the step, teacher {name!r}"
-        returns.append(None if name is None else opd_returns(student, teacher, mask, discount, where))
-    means = _teacher_means(returns, teachers) if baseline == "batch_mean" else {}
-    return [
-        with_opd_term(advantage, term, mask, coef, means.get(name, 0.0))
-        for advantage, term, mask, name in zip(base, returns, masks, teachers, strict=True)
-    ]
-
-
 def opd_returns(
     student: np.ndarray, teacher: np.ndarray, mask: np.ndarray, discount: float, where: str
 ) -> np.ndarray:
     """[M] float64: the term of one sample at the tokens that `mask` `[R]` counts, without coefficient and
-    baseline. `where` names the sample, for errors; see `opd_advantages`.
+    baseline.
+
+    `student` are the trainer's own log-probabilities `[R]`, at the sampling temperature; the engine's would
+    turn the objective into KL(engine || teacher). `discount` 0 credits a token with its own log-ratio, which
+    leaves out its effect on later states; 1 gives the gradient of the KL between whole responses. `where`
+    names the sample: raises `TeacherError` for log-probabilities that are missing or not finite.
     """
     return discounted_returns(_log_ratio(student, teacher, mask, where), discount)
 
 
 def with_opd_term(
-    base: np.ndarray, returns: np.ndarray | None, mask: np.ndarray, coef: float, mean: float = 0.0
+    base: np.ndarray, returns: np.ndarray, mask: np.ndarray, coef: float, mean: float = 0.0
 ) -> np.ndarray:
     """[R] advantages of one sample (dtype of `base`): less `coef` times its `returns`, of which `mean` is the
     baseline; 0 where `mask` is False.
+
+    The baseline is taken off the return, never off each token's log-ratio: a constant per token, summed over
+    the rest of the response, would reward length.
     """
     adjusted = np.where(mask, base, 0.0)
-    if returns is not None:
-        adjusted[mask] -= coef * (returns - mean)
+    adjusted[mask] -= coef * (returns - mean)
     return adjusted.astype(base.dtype)
+
+
+def teacher_means(returns: Iterable[tuple[str | None, float, int]]) -> dict[str | None, float]:
+    """The mean of each teacher's returns over a step, from every sample's teacher, their sum and number.
+
+    As a baseline it scales the expected gradient by `1 - 1/N` for `N` independent tokens.
+    """
+    sums: dict[str | None, float] = {}
+    counts: dict[str | None, int] = {}
+    for teacher, total, count in returns:
+        sums[teacher] = sums.get(teacher, 0.0) + total
+        counts[teacher] = counts.get(teacher, 0) + count
+    return {teacher: total / max(counts[teacher], 1) for teacher, total in sums.items()}
 
 
 def discounted_returns(values: np.ndarray, discount: float) -> np.ndarray:
@@ -290,51 +273,3 @@ def _log_ratio(student: np.ndarray, teacher: np.ndarray, mask: np.ndarray, where
             f" teacher {teacher[token]}); both models need the whole vocabulary and a finite temperature"
         )
     return ratio
-
-
-def _teacher_means(
-    returns: Sequence[np.ndarray | None], teachers: Sequence[str | None]
-) -> dict[str | None, float]:
-    sums: dict[str | None, float] = {}
-    counts: dict[str | None, int] = {}
-    for term, name in zip(returns, teachers, strict=True):
-        if term is not None:
-            sums[name] = sums.get(name, 0.0) + float(term.sum())
-            counts[name] = counts.get(name, 0) + len(term)
-    return {name: sums[name] / max(counts[name], 1) for name in sums}
-
-
-REFERENCE = "reference"
-
-
-def reference_kl_advantages(
-    base: Sequence[np.ndarray],
-    logprobs: Sequence[np.ndarray],
-    ref_logprobs: Sequence[np.ndarray | None],
-    masks: Sequence[np.ndarray],
-    *,
-    coef: float,
-) -> list[np.ndarray]:
-    """`adv - coef * (log p - log p_ref)` per token: the gradient of KL(p || p_ref) at each state.
-
-    One `[R]` array a sample; `logprobs` are the trainer's own. Applied after group normalisation. As a loss
-    the same quantity would have no gradient; the forms for a loss are in `opd.losses.kl_estimators`. Raises
-    `TeacherError` if a reference log-probability is missing or not finite.
-    """
-    references: list[np.ndarray] = []
-    for index, reference in enumerate(ref_logprobs):
-        if reference is None:
-            raise TeacherError(
-                f"sample {index} of the step has no reference log-probabilities; score it first"
-            )
-        references.append(reference)
-    return opd_advantages(
-        base,
-        logprobs,
-        references,
-        masks,
-        coef=coef,
-        baseline="none",
-        discount=0.0,
-        teachers=[REFERENCE] * len(masks),
-    )

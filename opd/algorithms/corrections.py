@@ -16,45 +16,19 @@ import numpy as np
 from opd.config.rl import CorrectionConfig, IcePop, MaskedIS, SequenceMaskedTIS, TruncatedIS
 from opd.types import Sample
 
-Arrays = Sequence[np.ndarray]
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`: beyond every useful bound, and finite."""
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """What a correction makes of a step's samples, one array each."""
-
-    masks: list[np.ndarray]
-    """`[R]` bool: the loss mask without rejected tokens. Normalise over these."""
-    weights: list[np.ndarray]
-    """`[R]` float32, 0 where `masks` is False: multiply each token's loss weight by it."""
-    metrics: dict[str, float]
-    """`correction/rejected`, `/truncated` (shares of the tokens), `/weight_mean` of the kept ones and `/ess`,
-    the effective sample size `(sum w)^2 / (N sum w^2)` of all; empty without tokens or correction."""
-
-
-def correct(
-    config: CorrectionConfig | None, rollout: Arrays, recomputed: Arrays, masks: Arrays
-) -> Correction:
-    """Weights and rejections for tokens drawn with log-probabilities `rollout`, one `[R]` array a sample.
-
-    `recomputed` are the trainer's log-probabilities of the same tokens at the start of the step, `masks` the
-    loss masks. Without `config` every token counts as it is.
-    """
-    found = [corrected(config, *row) for row in zip(rollout, recomputed, masks, strict=True)]
-    sums = CorrectionSums()
-    for mask, one in zip(masks, found, strict=True):
-        sums.add(mask, *one)
-    kept, weights = [one[0] for one in found], [one[1] for one in found]
-    return Correction(kept, weights, {} if config is None else sums.metrics())
 
 
 def corrected(
     config: CorrectionConfig | None, rollout: np.ndarray, recomputed: np.ndarray, mask: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """`correct` for one sample: the mask without rejected tokens, the weights `[R]` float32, and how many
-    tokens have a weight that was truncated.
+    """What `config` makes of a sample drawn with log-probabilities `rollout` `[R]`: the loss mask `[R]`
+    without rejected tokens, over which to normalise; the weights `[R]` float32, 0 where that is False; and
+    how many tokens have a weight that was truncated.
+
+    `recomputed` are the trainer's log-probabilities of the same tokens at the start of the step, `mask` is
+    the loss mask. Without `config` every token counts as it is.
     """
     if config is None:
         return mask, mask.astype(np.float32), 0
@@ -89,7 +63,9 @@ class CorrectionSums:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def metrics(self) -> dict[str, float]:
-        """`Correction.metrics`."""
+        """`correction/rejected`, `/truncated` (shares of the tokens), `/weight_mean` of the kept ones and
+        `/ess`, the effective sample size `(sum w)^2 / (N sum w^2)` of all; empty without tokens.
+        """
         if not self.tokens:
             return {}
         return {

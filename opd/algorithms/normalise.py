@@ -1,8 +1,8 @@
 """Weights of a loss stream: how much each token of an optimiser step counts.
 
-Every function takes the loss masks of the *whole* step (all micro-batches, all ranks) and returns `[R]`
-float32 weights, so that `sum(weight * per_token_loss)` is the step's loss however the samples are packed: a
-mean of micro-batch means would weigh tokens by the company they keep.
+Every function takes the token counts of the *whole* step (all micro-batches, all ranks) and returns what a
+token of each sample weighs, so that `sum(weight * per_token_loss)` is the step's loss however the samples are
+packed: a mean of micro-batch means would weigh tokens by the company they keep.
 """
 
 from __future__ import annotations
@@ -14,19 +14,7 @@ import numpy as np
 
 from opd.errors import ConfigError
 
-Masks = Sequence[np.ndarray]
 Aggregation = Literal["token", "sequence", "constant"]
-
-
-def token_weights(masks: Masks) -> list[np.ndarray]:
-    """Every token weighs `1 / total tokens`; all 0 if there is no token."""
-    return policy_weights(masks, "token")
-
-
-def policy_weights(masks: Masks, aggregation: Aggregation, max_new_tokens: int = 1) -> list[np.ndarray]:
-    """The weights that `PolicyLossConfig.aggregation` names; see `policy_scales`."""
-    scales = policy_scales([int(np.count_nonzero(mask)) for mask in masks], aggregation, max_new_tokens)
-    return [weigh(mask, scale) for mask, scale in zip(masks, scales, strict=True)]
 
 
 def policy_scales(counts: Sequence[int], aggregation: Aggregation, max_new_tokens: int = 1) -> list[float]:
@@ -42,15 +30,6 @@ def policy_scales(counts: Sequence[int], aggregation: Aggregation, max_new_token
         return [1.0 / max(sum(counts), 1)] * len(counts)
     sequences = sum(count > 0 for count in counts)
     return [1.0 / (max(sequences, 1) * max(count, 1)) for count in counts]
-
-
-def per_teacher_weights(
-    masks: Masks, teachers: Sequence[str | None], teacher_shares: Mapping[str, float] | None = None
-) -> list[np.ndarray]:
-    """The weights of `per_teacher_scales`."""
-    counts = [int(np.count_nonzero(mask)) for mask in masks]
-    scales = per_teacher_scales(counts, teachers, teacher_shares)
-    return [weigh(mask, scale) for mask, scale in zip(masks, scales, strict=True)]
 
 
 def per_teacher_scales(

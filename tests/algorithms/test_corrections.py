@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from pydantic import ValidationError
+from whole_step import correct, policy_weights
 
-from opd.algorithms.corrections import correct
-from opd.algorithms.normalise import token_weights
 from opd.config.rl import IcePop, MaskedIS, SequenceMaskedTIS, TruncatedIS
 
 ALL = [TruncatedIS(), MaskedIS(), MaskedIS(level="sequence"), IcePop(), SequenceMaskedTIS()]
@@ -87,7 +86,7 @@ def test_seq_mask_tis_looks_at_the_geometric_mean():
 
 def test_a_rejected_token_leaves_the_normaliser():
     masks = correct(MaskedIS(), [np.zeros(3)], [LOG], [np.ones(3, dtype=bool)]).masks
-    assert token_weights(masks)[0].tolist() == [0.0, 1.0, 0.0]
+    assert policy_weights(masks)[0].tolist() == [0.0, 1.0, 0.0]
 
 
 ratios = arrays(np.float64, st.integers(0, 6), elements=st.floats(-1e4, 1e4))

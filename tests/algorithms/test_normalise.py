@@ -6,12 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from whole_step import per_teacher_weights, policy_weights
 
-from opd.algorithms.normalise import (
-    per_teacher_weights,
-    policy_weights,
-    token_weights,
-)
 from opd.errors import ConfigError
 
 masks = st.lists(
@@ -32,7 +28,7 @@ def check_shape(weights, masks):
 
 @given(masks)
 def test_token_weights_are_equal_and_sum_to_one(masks):
-    weights = token_weights(masks)
+    weights = policy_weights(masks)
     check_shape(weights, masks)
     count = sum(mask.sum() for mask in masks)
     assert total(weights) == pytest.approx(1.0 if count else 0.0, abs=1e-5)
@@ -79,14 +75,14 @@ def test_each_teachers_tokens_sum_to_its_share(masks, data):
 def test_a_token_mean_gives_short_answers_almost_nothing_and_per_teacher_weights_mend_it():
     masks = [np.ones(200, dtype=bool)] * 4 + [np.ones(2, dtype=bool)]
     names = ["maths"] * 4 + ["instructions"]
-    assert token_weights(masks)[4].sum() < 0.01
+    assert policy_weights(masks)[4].sum() < 0.01
     assert per_teacher_weights(masks, names)[4].sum() == pytest.approx(0.5)
 
 
 def test_global_weights_are_not_a_mean_of_micro_batch_means():
     masks = [np.ones(1, dtype=bool), np.ones(9, dtype=bool)]
     values = [np.array([10.0]), np.zeros(9)]
-    whole = sum(float((w * v).sum()) for w, v in zip(token_weights(masks), values, strict=True))
+    whole = sum(float((w * v).sum()) for w, v in zip(policy_weights(masks), values, strict=True))
     assert whole == pytest.approx(1.0)
     assert np.mean([value.mean() for value in values]) == pytest.approx(5.0)
 
@@ -107,4 +103,4 @@ def test_a_teacher_without_a_share_is_named():
 
 def test_no_samples():
     found = [policy_weights([], aggregation, 4) for aggregation in ("token", "sequence", "constant")]
-    assert [*found, token_weights([]), per_teacher_weights([], [])] == [[]] * 5
+    assert [*found, policy_weights([]), per_teacher_weights([], [])] == [[]] * 5

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from whole_step import opd_advantages
 
-from opd.algorithms.advantages import discounted_returns, opd_advantages, reference_kl_advantages
+from opd.algorithms.advantages import discounted_returns, opd_returns
 from opd.errors import TeacherError
 
 seeds = st.integers(0, 2**32 - 1)
@@ -33,13 +34,6 @@ def test_term_is_the_log_ratio_of_the_sampled_token(seed, coef):
         expected = np.where(mask, base[i] - coef * (student[i] - teacher[i]), 0.0)
         np.testing.assert_allclose(found[i], expected, atol=1e-5)
         assert found[i].dtype == np.float32
-
-
-@given(seeds)
-def test_samples_without_a_teacher_keep_their_advantages(seed):
-    found, (base, _, _, masks) = term(seed, teachers=[None, "a", None, "a"], baseline="batch_mean")
-    for i in (0, 2):
-        np.testing.assert_array_equal(found[i], np.where(masks[i], base[i], 0.0))
 
 
 @given(seeds, st.sampled_from([0.0, 0.5, 1.0]))
@@ -190,7 +184,7 @@ def test_a_constant_per_return_is_a_baseline_and_a_constant_per_token_rewards_le
 def test_a_log_probability_that_is_not_finite_is_named(value):
     ones = np.ones(2, dtype=bool)
     teacher = [np.zeros(2), np.array([0.0, value])]
-    with pytest.raises(TeacherError, match=r"sample 1 of the step, teacher 'b': .* response token 1 is not"):
+    with pytest.raises(TeacherError, match=r"sample 1, teacher 'b': .* response token 1 is not"):
         opd_advantages(
             [np.zeros(2)] * 2,
             [np.zeros(2)] * 2,
@@ -204,8 +198,5 @@ def test_a_log_probability_that_is_not_finite_is_named(value):
 
 
 def test_missing_scores_are_named():
-    ones = [np.ones(2, dtype=bool)]
-    with pytest.raises(TeacherError, match="1 teacher and 2 student log-probabilities for 2"):
-        reference_kl_advantages([np.zeros(2)], [np.zeros(2)], [np.zeros(1)], ones, coef=1.0)
-    with pytest.raises(TeacherError, match="sample 0 of the step has no reference"):
-        reference_kl_advantages([np.zeros(2)], [np.zeros(2)], [None], ones, coef=1.0)
+    with pytest.raises(TeacherError, match="s: 1 teacher and 2 student log-probabilities for 2"):
+        opd_returns(np.zeros(2), np.zeros(1), np.ones(2, dtype=bool), 0.0, "s")

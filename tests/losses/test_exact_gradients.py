@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from whole_step import opd_advantages
 
-from opd.algorithms.advantages import opd_advantages, reference_kl_advantages
 from opd.config.rl import PolicyLossConfig
 from opd.losses.kl_estimators import k1, k2, k3, reference_penalty, sampled_k2
 from opd.losses.policy import clipped_policy_loss
@@ -64,12 +64,13 @@ def test_k1_as_advantage_has_the_reverse_gradient(position, seed, vocabulary):
 @given(seeds, vocabularies)
 def test_reference_k1_as_advantage_has_the_reverse_gradient(position, seed, vocabulary):
     state = position.random(seed, vocabulary)
-    (advantages,) = reference_kl_advantages(
+    (advantages,) = opd_advantages(
         [np.zeros(vocabulary)],
         [state.logprobs.detach().numpy()],
         [state.teacher.numpy()],
         [np.ones(vocabulary, dtype=bool)],
         coef=0.3,
+        teachers=["reference"],
     )
     gradient = state.expected_gradient(-torch.from_numpy(advantages) * state.logprobs)
     torch.testing.assert_close(gradient, 0.3 * state.reverse_gradient, rtol=1e-9, atol=1e-12)

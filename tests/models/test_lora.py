@@ -28,7 +28,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.rollout.torch_engine import TorchEngine
 from opd.train.terms import CrossEntropyTerm
 from opd.train.torch_backend import TorchBackend
-from opd.types import RolloutBatch, RolloutRequest, SamplingParams
+from opd.types import RolloutBatch, RolloutRequest, SamplingParams, TokenTerms
 
 pytest.importorskip("peft")
 
@@ -54,7 +54,10 @@ def supervised(seed: int = 0) -> RolloutBatch:
     samples = tiny.samples([(3, 4), (5, 2), (2, 7)], seed=seed)
     total = sum(len(s.response_ids) for s in samples)
     weights = [np.full(len(s.response_ids), 1 / total, dtype=np.float32) for s in samples]
-    return RolloutBatch.supervised(samples, weights)
+    terms = [TokenTerms.zeros(len(weight)) for weight in weights]
+    for term, weight in zip(terms, weights, strict=True):
+        term.ce_weight = weight
+    return RolloutBatch(samples, terms)
 
 
 def trained(model: AdaptedLM, steps: int = 3) -> TorchBackend:

@@ -6,9 +6,8 @@ import tiny
 import torch
 from pydantic import ValidationError
 from recipes import tiny_recipe
+from whole_step import correct, opd_advantages
 
-from opd.algorithms.advantages import opd_advantages
-from opd.algorithms.corrections import correct
 from opd.algorithms.normalise import weigh
 from opd.config import DistillConfig, SampledTokenK1
 from opd.kernels.head import Head
