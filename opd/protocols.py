@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from opd.types import (
-    DecodeStep,
+    Chunk,
     LoggedRequest,
     RolloutBatch,
     RolloutRequest,
@@ -35,7 +35,7 @@ class RolloutEngine(Protocol):
         """Version of the weights that sample the next token."""
         ...
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """Yield every decode step as it happens until all `requests` have ended."""
         ...
 
@@ -71,7 +71,7 @@ class TokenLog(Protocol):
         """Log a new request. Opening a uid that is in the log already is an error."""
         ...
 
-    def append(self, step: DecodeStep) -> None:
+    def append(self, step: Chunk) -> None:
         """Log the tokens of one decode step, and the end of those requests it finished, as one commit."""
         ...
 

@@ -251,11 +251,13 @@ class RolloutRequest:
 
 
 @dataclass(slots=True)
-class DecodeStep:
-    """The tokens one decode step emitted, one per running request: the unit of a group commit."""
+class Chunk:
+    """Tokens that became known together, of one policy version: what an engine streams, and the unit of a
+    commit. The tokens of a request follow one another, here and from chunk to chunk.
+    """
 
     uids: list[str]
-    """[B] the requests, in no particular order."""
+    """[B]: whose token each is; a request may have several."""
     positions: Int32
     """[B] int32: position within the response."""
     token_ids: Int32
@@ -264,7 +266,33 @@ class DecodeStep:
     """[B] float32, nats, at the sampling temperature, before any top-p or top-k cut."""
     policy_version: int
     finished: dict[str, Status]
-    """The requests this step ended, and how (`COMPLETED` on a stop id, `TRUNCATED` on length)."""
+    """The requests that ended with these, and how (`COMPLETED` on a stop id, `TRUNCATED` on length)."""
+
+    @classmethod
+    def join(cls, parts: list[Chunk]) -> Chunk:
+        """`parts` of one policy version, one after another; at least one."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            [uid for part in parts for uid in part.uids],
+            np.concatenate([part.positions for part in parts]),
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            parts[0].policy_version,
+            {uid: status for part in parts for uid, status in part.finished.items()},
+        )
+
+    def part(self, rows: Sequence[int], finished: dict[str, Status]) -> Chunk:
+        """The tokens `rows`, with other ends."""
+        kept = np.array(rows, dtype=np.int64)
+        return Chunk(
+            [self.uids[row] for row in rows],
+            self.positions[kept],
+            self.token_ids[kept],
+            self.logprobs[kept],
+            self.policy_version,
+            finished,
+        )
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from opd.rollout.collect import EncodedPrompt, Generates, collect, stream
 from opd.storage.trajectories import TrajectoryUnion
 from opd.train.backend import Backend
 from opd.train.packing import PerSample
-from opd.types import DecodeStep, RolloutRequest, Sample, SampleGroup, no_ids
+from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, no_ids
 
 FIELDS = ("token_ids", "rollout_logprobs", "policy_versions", "loss_mask")
 """What a micro-batch reads of a store."""
@@ -145,8 +145,8 @@ class DiskHome(Home):
         waiting: list[Sample] = []
         tokens = 0
         for ended in stream(engine, missing, student.sampling, student.seed):
-            waiting += ended
-            tokens += sum(len(sample.response_ids) for sample in ended)
+            waiting.append(ended)
+            tokens += len(ended.response_ids)
             if tokens >= _TOGETHER:
                 self._put(waiting, index, asked, places)
                 waiting, tokens = [], 0
@@ -193,7 +193,7 @@ class _Noted:
         self._engine = engine
         self.asked: list[str] = []
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         self.asked += [request.uid for request in requests]
         return self._engine.generate(requests)
 

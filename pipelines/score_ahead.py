@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from opd.config import Recipe
 from opd.rollout.transcript import Tokens, Transcript
 from opd.teachers.schedule import TeacherSchedule
-from opd.types import DecodeStep, RolloutRequest, Sample
+from opd.types import Chunk, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from opd.rollout.collect import EncodedPrompt, Generates
@@ -44,7 +44,7 @@ class ScoreAhead:
         self._engine, self._schedule = engine, schedule
         self._prompts = {prompt.uid: prompt for prompt in prompts}
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """The engine's steps, as they come."""
         asked = {request.uid: request for request in requests}
         transcript = Transcript({uid: Tokens.empty() for uid in asked})

@@ -14,7 +14,7 @@ from opd.pipelines.kv_store import KVFile
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.stop_strings import StopStrings
 from opd.storage.wal import TokenWAL
-from opd.types import DecodeStep, LoggedRequest, RolloutRequest, Status
+from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
 
 MIB = 1 << 20
 
@@ -33,7 +33,7 @@ class TimedLog:
         with self._timed():
             self.log.open_many(requests)
 
-    def append(self, step: DecodeStep) -> None:
+    def append(self, step: Chunk) -> None:
         with self._timed():
             self.log.append(step)
 

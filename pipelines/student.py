@@ -35,6 +35,9 @@ from opd.train.terms import LossTerm
 from opd.train.torch_backend import TorchBackend
 from opd.types import SampleGroup, SamplingParams
 
+CHUNK_SECONDS = 0.02
+"""Tokens that are decoded in less reach log and reader together."""
+
 
 def load_model(
     recipe: Recipe,
@@ -101,12 +104,15 @@ def sampling_params(
 def make_engine(recipe: Recipe, model: CausalLM) -> TorchEngine:
     """An embedded engine around `model`, which it owns from then on."""
     rollout = recipe.rollout
-    return TorchEngine(
+    engine = TorchEngine(
         model,
         max_running=rollout.max_running,
         max_sequence=rollout.max_sequence,
         vocab_size=model.vocabulary,
     )
+    # What is decoded after a stop string, which the engine does not know, is decoded in vain.
+    engine.chunk_seconds = 0.0 if rollout.stop else CHUNK_SECONDS
+    return engine
 
 
 def stop_strings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> StopStrings | None:

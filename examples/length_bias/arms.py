@@ -15,7 +15,7 @@ from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.transcript import Tokens, Transcript
 from opd.storage.wal import TokenWAL
-from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 CONFIG = {
     "model_type": "llama",
@@ -97,7 +97,7 @@ class PreemptibleEngine:
         """Of the inner engine."""
         return self.inner.policy_version
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """As the inner engine, with interruptions: `finished` says `ABORTED` for them."""
         asked = []
         for request in requests:

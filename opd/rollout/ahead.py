@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
 from opd.rollout.collect import Generates
-from opd.rollout.engine_calls import part_of
 from opd.rollout.transcript import Tokens, Transcript
-from opd.types import DecodeStep, RolloutRequest, SampleGroup
+from opd.types import Chunk, RolloutRequest, SampleGroup
 
 LOOK = 0.005
 """Seconds after which a call that waits looks whether another still drives the engine."""
@@ -57,12 +56,12 @@ class _Call:
     def __init__(self, requests: Sequence[RolloutRequest]) -> None:
         self.requests = {request.uid: request for request in requests}
         self.open = set(self.requests)
-        self.inbox: deque[DecodeStep] = deque()
+        self.inbox: deque[Chunk] = deque()
         self.error: BaseException | None = None
         self._given = {request.uid: len(request.prefix_ids) for request in requests}
         self._written = Transcript({request.uid: Tokens.prefix(request) for request in requests})
 
-    def take(self, step: DecodeStep) -> None:
+    def take(self, step: Chunk) -> None:
         """A step that holds only this caller's requests."""
         self._written.add(step)
         self._written.end(step.finished)
@@ -96,12 +95,12 @@ class JoinedCalls:
         self._engine, self._lock = engine, lock
         self._changed = threading.Condition()
         self._calls: list[_Call] = []
-        self._steps: Iterator[DecodeStep] | None = None
+        self._steps: Iterator[Chunk] | None = None
         self._again = False
         """Whether the engine's call must be begun again: a caller came or went."""
         self._driven = self._stopped = False
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """The steps of `requests` alone. Raises what the engine raises, and `StoppedError` after `stop`."""
         call = _Call(requests)
         with self._changed:
@@ -119,7 +118,7 @@ class JoinedCalls:
         """Let the engine go, once no thread calls any more."""
         self._end()
 
-    def _follow(self, call: _Call) -> Iterator[DecodeStep]:
+    def _follow(self, call: _Call) -> Iterator[Chunk]:
         try:
             while True:
                 if self._wait_or_drive(call):
@@ -167,7 +166,7 @@ class JoinedCalls:
             with self._changed:
                 self._driven = False
 
-    def _next(self) -> DecodeStep | None:
+    def _next(self) -> Chunk | None:
         with self._changed:
             calls = list(self._calls) if self._again or self._steps is None else None
             self._again = False
@@ -178,7 +177,7 @@ class JoinedCalls:
         assert self._steps is not None
         return next(self._steps, None)
 
-    def _deal(self, step: DecodeStep | None) -> None:
+    def _deal(self, step: Chunk | None) -> None:
         if step is None:  # the engine has no more, whatever is missing
             for call in self._calls:
                 call.open.clear()
@@ -190,7 +189,7 @@ class JoinedCalls:
                 rows = [row for row, uid in enumerate(step.uids) if uid in call.requests]
                 ended = {uid: status for uid, status in step.finished.items() if uid in call.requests}
                 if rows or ended:
-                    call.take(part_of(step, rows, ended))
+                    call.take(step.part(rows, ended))
             if step.finished:
                 self._changed.notify_all()
 
@@ -350,7 +349,7 @@ class RolloutAhead:
                 self._begin()
                 self._changed.notify_all()
 
-    def _ask(self, index: int, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def _ask(self, index: int, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """What batch `index` asks of the engine."""
         with self._changed:
             self._untaken.setdefault(index, set()).update(request.uid for request in requests)
@@ -367,5 +366,5 @@ class _Batch:
     ahead: RolloutAhead
     index: int
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         return self.ahead._ask(self.index, requests)

@@ -11,13 +11,13 @@ import numpy as np
 from opd.errors import ConfigError, RolloutError
 from opd.imports import GENERATE, calling, import_function
 from opd.rollout.transcript import Tokens, Transcript
-from opd.types import DecodeStep, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
+from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
 
 class Generates(Protocol):
     """The one verb of a `RolloutEngine` that sampling needs."""
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]: ...
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,59 +66,57 @@ def collect(
     ]
     samples = {sample.uid: sample for group in groups for sample in group.samples}
     requests = [RolloutRequest(uid, sample.prompt_ids, sampling, seed) for uid, sample in samples.items()]
-    _run(engine, requests, samples)
-    _check(samples, keep_failed)
+    for uid, status, tokens in responses(engine, requests):
+        _fill(samples[uid], status, tokens, getattr(engine, "failures", {}))
+    for sample in samples.values():
+        _check(sample, keep_failed)
     return groups
 
 
 def stream(
     engine: Generates, samples: Sequence[Sample], sampling: SamplingParams, seed: int
-) -> Iterator[list[Sample]]:
-    """Sample a response to each of `samples`, which have a uid and a prompt; they come as they end, whole,
-    those of a decode step together, and nothing of them stays here.
+) -> Iterator[Sample]:
+    """Sample a response to each of `samples`, which have a uid and a prompt; they come whole, as they end;
+    nothing of them stays here.
 
     Raises `RolloutError` as `collect` does.
     """
     waiting = {sample.uid: sample for sample in samples}
     requests = [RolloutRequest(uid, sample.prompt_ids, sampling, seed) for uid, sample in waiting.items()]
-    transcript = Transcript({uid: Tokens.empty() for uid in waiting})
-    for step in engine.generate(requests):
-        transcript.add(step)
-        ended = {uid: waiting.pop(uid) for uid in step.finished}
-        for uid, sample in ended.items():
-            sample.status = step.finished[uid]
-            _fill(sample, transcript.tokens(uid), getattr(engine, "failures", {}))
-        transcript.end(ended)
-        _check(ended, keep_failed=False)
-        if ended:
-            yield list(ended.values())
-    _check(waiting, keep_failed=False)
+    for uid, status, tokens in responses(engine, requests):
+        sample = waiting.pop(uid)
+        _fill(sample, status, tokens, getattr(engine, "failures", {}))
+        _check(sample, keep_failed=False)
+        yield sample
+    for sample in waiting.values():
+        _check(sample, keep_failed=False)
 
 
-def _run(engine: Generates, requests: list[RolloutRequest], samples: dict[str, Sample]) -> None:
-    transcript = Transcript({uid: Tokens.empty() for uid in samples})
-    for step in engine.generate(requests):
-        transcript.add(step)
-        for uid, status in step.finished.items():
-            samples[uid].status = status
-    reasons: dict[str, str] = getattr(engine, "failures", {})
-    for uid, sample in samples.items():
-        _fill(sample, transcript.tokens(uid), reasons)
+def responses(engine: Generates, requests: Sequence[RolloutRequest]) -> Iterator[tuple[str, Status, Tokens]]:
+    """What `engine` writes to `requests`: uid, how it ended and its tokens, each as it ends. Nothing of those
+    that have ended stays here. A request that the engine leaves unfinished does not come.
+    """
+    transcript = Transcript({request.uid: Tokens.empty() for request in requests})
+    for chunk in engine.generate(requests):
+        transcript.add(chunk)
+        for uid, status in chunk.finished.items():
+            yield uid, status, transcript.tokens(uid)
+        transcript.end(chunk.finished)
 
 
-def _fill(sample: Sample, tokens: Tokens, reasons: dict[str, str]) -> None:
+def _fill(sample: Sample, status: Status, tokens: Tokens, reasons: dict[str, str]) -> None:
+    sample.status = status
     sample.response_ids, sample.rollout_logprobs = tokens.token_ids, tokens.logprobs
     sample.policy_versions, sample.loss_mask = tokens.policy_versions, np.ones(len(tokens), bool)
-    if sample.status in (Status.FAILED, Status.ABORTED):
+    if status in (Status.FAILED, Status.ABORTED):
         sample.failure = reasons.get(sample.uid, "the engine gave no reason")
 
 
-def _check(samples: dict[str, Sample], keep_failed: bool) -> None:
-    for uid, sample in samples.items():
-        if sample.status is Status.PENDING:
-            raise RolloutError(f"the engine ended without finishing request {uid}; restart with --resume.")
-        if sample.status not in _ENDED and not keep_failed:
-            raise RolloutError(f"request {uid} ended as {sample.status}: {sample.failure}.")
+def _check(sample: Sample, keep_failed: bool) -> None:
+    if sample.status is Status.PENDING:
+        raise RolloutError(f"the engine ended without finishing request {sample.uid}; restart with --resume.")
+    if sample.status not in _ENDED and not keep_failed:
+        raise RolloutError(f"request {sample.uid} ended as {sample.status}: {sample.failure}.")
 
 
 Generate = Callable[..., list[SampleGroup]]

@@ -13,13 +13,13 @@ from opd.errors import OpdError, RolloutError
 from opd.rollout.engine_calls import Call, Event, Failed, InlineSource, ThreadSource, words
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.ledger import ENDS, Ledger
-from opd.types import DecodeStep, Status
+from opd.types import Chunk, Status
 
 LOOK = 0.1
 """Seconds between two looks at time-outs, deadlines and preemption while no step arrives."""
 
 
-class Dispatch(Iterator[DecodeStep]):
+class Dispatch(Iterator[Chunk]):
     """Iterator over the decode steps of a call; closing or dropping it lets the engines go."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Dispatch(Iterator[DecodeStep]):
         """Whether steps may still come."""
         return self._open
 
-    def __next__(self) -> DecodeStep:
+    def __next__(self) -> Chunk:
         """The next step. Raises `RolloutError` while paused, when nothing is left to try, or for a request
         that cannot be served; `StorageError` if the log cannot be written.
         """
@@ -166,7 +166,7 @@ class Dispatch(Iterator[DecodeStep]):
         self._check_deadline()
 
     def _handle(self, call: Call, event: Event) -> None:
-        if isinstance(event, DecodeStep):
+        if isinstance(event, Chunk):
             self._take(call, call.due(event))
         elif isinstance(event, Failed):
             self._failed(call, event.error)
@@ -176,15 +176,14 @@ class Dispatch(Iterator[DecodeStep]):
             self._calls.pop(call.engine)
             self._limit = min(2 * self._limit, len(self._ledger.requests))
 
-    def _take(self, call: Call, step: DecodeStep) -> None:
+    def _take(self, call: Call, step: Chunk) -> None:
         """A decode step of an engine."""
         call.tokens += len(step.uids)
         self._pool.health[call.engine].heard(time.monotonic(), len(step.uids))
         if step.uids:
             self._fruitless = 0
-        early = self._ledger.stopped(step)
+        step, early = self._ledger.stopped(step)
         if early:
-            step = replace(step, finished=step.finished | early)
             call.tell(self._pool.engines[call.engine], early)
         if not step.finished:
             self._ledger.accept(step)

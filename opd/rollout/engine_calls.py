@@ -5,14 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from opd.errors import OpdError
-from opd.types import DecodeStep, Status
+from opd.types import Chunk
 
 AHEAD = 4
 """Decode steps a threaded engine may be ahead of the log."""
@@ -32,7 +30,7 @@ class Ended:
     """The engine has no more steps."""
 
 
-Event = DecodeStep | Failed | Ended
+Event = Chunk | Failed | Ended
 
 
 class Source(Protocol):
@@ -80,31 +78,18 @@ class Call:
         if abort is not None:
             abort(gone)
 
-    def due(self, step: DecodeStep) -> DecodeStep:
+    def due(self, step: Chunk) -> Chunk:
         """`step` without what is over."""
         if not self.over:
             return step
         keep = [row for row, uid in enumerate(step.uids) if uid not in self.over]
-        return part_of(step, keep, {u: status for u, status in step.finished.items() if u not in self.over})
-
-
-def part_of(step: DecodeStep, keep: Sequence[int], finished: dict[str, Status]) -> DecodeStep:
-    """The rows `keep` of `step`, with other ends."""
-    rows = np.array(keep, dtype=np.int64)
-    return replace(
-        step,
-        uids=[step.uids[row] for row in keep],
-        positions=step.positions[rows],
-        token_ids=step.token_ids[rows],
-        logprobs=step.logprobs[rows],
-        finished=finished,
-    )
+        return step.part(keep, {u: status for u, status in step.finished.items() if u not in self.over})
 
 
 class InlineSource:
     """Steps computed when they are asked for."""
 
-    def __init__(self, steps: Iterator[DecodeStep]) -> None:
+    def __init__(self, steps: Iterator[Chunk]) -> None:
         self._steps = steps
         self.done = False
 
@@ -158,7 +143,7 @@ class ThreadSource:
     """Steps computed in a thread of their own and put, with `key`, into a shared inbox."""
 
     def __init__(
-        self, steps: Iterator[DecodeStep], inbox: queue.SimpleQueue[tuple[object, Event]], gate: Gate
+        self, steps: Iterator[Chunk], inbox: queue.SimpleQueue[tuple[object, Event]], gate: Gate
     ) -> None:
         self._steps, self._inbox, self._gate = steps, inbox, gate
         self._stop = threading.Event()
@@ -201,7 +186,7 @@ class ThreadSource:
                 self._permits.release()
                 self._gate.opened.wait(POLL)
                 continue
-            if not isinstance(event, DecodeStep):
+            if not isinstance(event, Chunk):
                 if self._stop.is_set():
                     event = (
                         None  # it was paused or left in the middle of a step: that is no failure of its own
@@ -237,7 +222,7 @@ def words(error: BaseException) -> str:
     return text if isinstance(error, OpdError | TimeoutError) else f"{type(error).__name__}: {text}"
 
 
-def _close(steps: Iterator[DecodeStep]) -> None:
+def _close(steps: Iterator[Chunk]) -> None:
     close = getattr(steps, "close", None)
     if close is not None:
         close()

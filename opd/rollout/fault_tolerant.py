@@ -14,7 +14,7 @@ from opd.rollout.engine_pool import EngineHealth, EnginePool, RetryPolicy
 from opd.rollout.ledger import Keeping, Ledger
 from opd.rollout.preemption import WRITE_SPEED, KVStore, Preemption, Suspendable
 from opd.rollout.stop_strings import StopStrings
-from opd.types import DecodeStep, RolloutRequest
+from opd.types import Chunk, RolloutRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,7 @@ class FaultTolerantRollout:
         """What each engine has done so far, by index."""
         return list(self._pool.health)
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """Every token of `requests` from response position `len(prefix_ids)` on: first what the log holds,
         then what the engines write, each step in the log before it is yielded.
 

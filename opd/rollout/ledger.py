@@ -16,7 +16,7 @@ from opd.errors import RolloutError
 from opd.protocols import TokenLog
 from opd.rollout.stop_strings import StopStrings, StopWatch
 from opd.rollout.transcript import Tokens, Transcript
-from opd.types import DecodeStep, LoggedRequest, RolloutRequest, Status, no_ids
+from opd.types import Chunk, LoggedRequest, RolloutRequest, Status, no_ids
 
 ENDS = (Status.COMPLETED, Status.TRUNCATED)
 """What an engine may call an end; anything else only says that it stopped."""
@@ -55,8 +55,8 @@ class Ledger:
             )
         self._keeping = keeping
         self.ended: dict[str, Status] = {}
-        self._ready: deque[DecodeStep] = deque()
-        self._told: Iterator[DecodeStep] = iter(())
+        self._ready: deque[Chunk] = deque()
+        self._told: Iterator[Chunk] = iter(())
         """What the log held, made as it is taken: as objects, a long response's steps are large."""
         self._telling = False
         self.version = version
@@ -75,7 +75,7 @@ class Ledger:
             if self._watch is not None and self._watch.begin(uid, known[uid].token_ids.tolist()):
                 self.close(uid, Status.COMPLETED)
 
-    def take(self) -> DecodeStep | None:
+    def take(self) -> Chunk | None:
         """The next step for the caller, if one waits: first what the log held."""
         if self._telling:
             step = next(self._told, None)
@@ -94,15 +94,22 @@ class Ledger:
         written = self.transcript.tokens(uid).token_ids
         return replace(self.requests[uid], prefix_ids=written) if len(written) else self.requests[uid]
 
-    def stopped(self, step: DecodeStep) -> dict[str, Status]:
-        """The requests that `step` ends by a stop string, which the engine does not know of."""
-        watch = self._watch
+    def stopped(self, chunk: Chunk) -> tuple[Chunk, dict[str, Status]]:
+        """`chunk` without what comes after a stop string, and the requests that one ends, which the engine
+        does not know of.
+        """
+        watch, rows = self._watch, []
         if watch is None:
-            return {}
-        columns = zip(step.uids, step.token_ids.tolist(), strict=True)
-        return {uid: Status.COMPLETED for uid, token in columns if watch.add(uid, token)}
+            return chunk, {}
+        ended: dict[str, Status] = {}
+        for row, (uid, token) in enumerate(zip(chunk.uids, chunk.token_ids.tolist(), strict=True)):
+            if uid not in ended:
+                rows.append(row)
+                if watch.add(uid, token):
+                    ended[uid] = Status.COMPLETED
+        return (chunk.part(rows, chunk.finished | ended) if ended else chunk), ended
 
-    def accept(self, step: DecodeStep) -> None:
+    def accept(self, step: Chunk) -> None:
         """Log a step of an engine and make it ready.
 
         `step` holds only tokens that are due, and only ends in the sense of `ENDS`.
@@ -224,7 +231,7 @@ def plain(request: RolloutRequest) -> RolloutRequest:
     return replace(request, prefix_ids=no_ids()) if len(request.prefix_ids) else request
 
 
-def replay(known: dict[str, Tokens], skip: dict[str, int]) -> Iterator[DecodeStep]:
+def replay(known: dict[str, Tokens], skip: dict[str, int]) -> Iterator[Chunk]:
     """The tokens again, in steps of one position and one policy version, but for the first `skip` of each.
     Every request's tokens come in order.
     """
@@ -247,11 +254,11 @@ def replay(known: dict[str, Tokens], skip: dict[str, int]) -> Iterator[DecodeSte
         yield _step([uids[i] for i in owner[rows]], position[rows], joined.cut(rows))
 
 
-def _step(uids: list[str], positions: np.ndarray, tokens: Tokens) -> DecodeStep:
+def _step(uids: list[str], positions: np.ndarray, tokens: Tokens) -> Chunk:
     version = int(tokens.policy_versions[0])
-    return DecodeStep(uids, positions.astype(np.int32), tokens.token_ids, tokens.logprobs, version, {})
+    return Chunk(uids, positions.astype(np.int32), tokens.token_ids, tokens.logprobs, version, {})
 
 
-def _ending(version: int, finished: dict[str, Status]) -> DecodeStep:
+def _ending(version: int, finished: dict[str, Status]) -> Chunk:
     """A step without tokens."""
-    return DecodeStep([], no_ids(), no_ids(), np.zeros(0, dtype=np.float32), version, finished)
+    return Chunk([], no_ids(), no_ids(), np.zeros(0, dtype=np.float32), version, finished)

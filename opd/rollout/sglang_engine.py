@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import queue
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from opd.rollout.sglang_workers import Workers
 from opd.served.http_client import PoolOptions, RefusedError, Server, UnavailableError
 from opd.served.http_pool import Trouble
 from opd.served.sglang_answers import most_bytes
-from opd.types import DecodeStep, RolloutRequest, Status
+from opd.types import Chunk, RolloutRequest, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,39 +110,32 @@ class Stream:
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
-def decode_steps(pieces: Sequence[Piece], current: int) -> Iterator[DecodeStep]:
-    """`pieces` as steps of at most one token a request and one version each, in the order of every request's
-    own tokens. A request that ends without a new token ends in a step of version `current` without tokens.
+def chunks_of(pieces: Sequence[Piece], current: int) -> Iterator[Chunk]:
+    """`pieces` as one chunk for each version; those of a request that ends without a new token in one of
+    version `current`.
     """
-    waiting: dict[str, deque[tuple[Piece, int]]] = {}
-    for piece in pieces:
-        places = waiting.setdefault(piece.uid, deque())
-        places.extend((piece, place) for place in range(len(piece.token_ids)))
+    versions = sorted({version for piece in pieces for version in piece.versions})
     ends = {piece.uid: piece.finished for piece in pieces if piece.finished is not None}
-    while any(waiting.values()):
-        heads = [places[0] for places in waiting.values() if places]
-        version = min(piece.versions[place] for piece, place in heads)
-        chosen = [(piece, place) for piece, place in heads if piece.versions[place] == version]
-        for piece, _ in chosen:
-            waiting[piece.uid].popleft()
-        uids = [piece.uid for piece, _ in chosen]
-        done = {uid: ends.pop(uid) for uid in uids if uid in ends and not waiting[uid]}
-        yield _step(uids, chosen, version, done)
+    last = {piece.uid: piece.versions[-1] for piece in pieces if piece.versions}
+    for version in versions:
+        rows = [
+            (piece.uid, piece.start + place, piece.token_ids[place], piece.logprobs[place])
+            for piece in pieces
+            for place, of_token in enumerate(piece.versions)
+            if of_token == version
+        ]
+        uids, positions, token_ids, logprobs = zip(*rows, strict=True)
+        yield Chunk(
+            list(uids),
+            np.array(positions, dtype=np.int32),
+            np.array(token_ids, dtype=np.int32),
+            np.array(logprobs, dtype=np.float32),
+            version,
+            {uid: ends.pop(uid) for uid in dict.fromkeys(uids) if uid in ends and last[uid] == version},
+        )
     if ends:
-        yield _step([], [], current, ends)
-
-
-def _step(
-    uids: list[str], chosen: list[tuple[Piece, int]], version: int, finished: dict[str, Status]
-) -> DecodeStep:
-    return DecodeStep(
-        uids,
-        np.array([piece.start + place for piece, place in chosen], dtype=np.int32),
-        np.array([piece.token_ids[place] for piece, place in chosen], dtype=np.int32),
-        np.array([piece.logprobs[place] for piece, place in chosen], dtype=np.float32),
-        version,
-        finished,
-    )
+        nothing = np.zeros(0, dtype=np.int32)
+        yield Chunk([], nothing, nothing, np.zeros(0, dtype=np.float32), current, ends)
 
 
 NEVER = -1e30
@@ -198,7 +190,7 @@ class SGLangEngine:
         """Whether sampling is stopped."""
         return self._workers.paused
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """Stream all `requests`; each step holds what has arrived, one token a request.
 
         Raises `RolloutError` for a request that cannot be served, before anything is sampled, and if an
@@ -246,7 +238,7 @@ class SGLangEngine:
         self._workers.close()
 
 
-class _Generation(Iterator[DecodeStep]):
+class _Generation(Iterator[Chunk]):
     """One call: a stream a request, read in the background, handed out as steps."""
 
     def __init__(
@@ -258,7 +250,7 @@ class _Generation(Iterator[DecodeStep]):
     ) -> None:
         self._engine, self._workers = engine, workers
         self._arrived: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
-        self._steps: Iterator[DecodeStep] = decode_steps(
+        self._steps: Iterator[Chunk] = chunks_of(
             [Piece(uid, 0, [], [], [], status) for uid, status in ended.items()], workers.version
         )
         waiting = [request for request in requests if request.uid not in ended]
@@ -267,7 +259,7 @@ class _Generation(Iterator[DecodeStep]):
         self.open = True
         self._work = workers.loop.start(self._stream_all(waiting))
 
-    def __next__(self) -> DecodeStep:
+    def __next__(self) -> Chunk:
         while self.open:
             step = next(self._steps, None)
             if step is not None:
@@ -275,7 +267,7 @@ class _Generation(Iterator[DecodeStep]):
             if not self._left:
                 self.close()
                 break
-            self._steps = decode_steps(self._take(), self._workers.version)
+            self._steps = chunks_of(self._take(), self._workers.version)
         raise StopIteration
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from opd.rollout.batch import Limits, RequestQueue, RunningBatch, queue_requests
 from opd.rollout.forward import Runner
 from opd.rollout.kv_cache import Origin, PromptKV, pack, unpack
 from opd.rollout.sampling import SamplingPlan, sample
-from opd.types import DecodeStep, RolloutRequest, Status
+from opd.types import Chunk, RolloutRequest, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,8 @@ class EngineState(Protocol):
 
     @property
     def paused(self) -> bool: ...
+
+    chunk_seconds: float
 
     @property
     def cache_epoch(self) -> int:
@@ -47,8 +50,10 @@ class EngineState(Protocol):
         ...
 
 
-class Generation(Iterator[DecodeStep]):
-    """Iterator over the decode steps of a call. Requests in flight survive pause, flush and weight updates.
+class Generation(Iterator[Chunk]):
+    """Iterator over the chunks of a call, each of one or more decode steps.
+
+    Requests in flight survive pause, flush and weight updates.
 
     After a flush the keys and values of all running requests are rebuilt from their tokens.
     """
@@ -74,8 +79,8 @@ class Generation(Iterator[DecodeStep]):
         """Tokens whose keys and values came from `EngineState.saved`."""
         self._open = True
 
-    def __next__(self) -> DecodeStep:
-        """The next decode step. Raises `RolloutError` while the engine is paused; nothing is lost by that."""
+    def __next__(self) -> Chunk:
+        """The next chunk. Raises `RolloutError` while the engine is paused; nothing is lost by that."""
         if not self._open:
             raise StopIteration
         if self._engine.paused:
@@ -88,8 +93,13 @@ class Generation(Iterator[DecodeStep]):
         if self._batch.size == 0 and not self._queue:
             self.close()
             raise StopIteration
+        begin, steps = time.monotonic(), []
         with torch.inference_mode():
-            return self._step()
+            while not steps or (
+                time.monotonic() - begin < self._engine.chunk_seconds and (self._batch.size or self._queue)
+            ):
+                steps.append(self._step())
+        return Chunk.join(steps)
 
     def close(self) -> None:
         """Drop the requests that are still in flight."""
@@ -122,7 +132,7 @@ class Generation(Iterator[DecodeStep]):
         if waiting:
             queue.drop(waiting)
 
-    def _step(self) -> DecodeStep:
+    def _step(self) -> Chunk:
         if self._epoch != self._engine.cache_epoch:
             self._epoch, self._cached = self._engine.cache_epoch, 0
         if self._batch.admit(self._queue):
@@ -158,9 +168,9 @@ class Generation(Iterator[DecodeStep]):
             self._cached = batch.size
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _commit(self, ids: np.ndarray, logprobs: np.ndarray) -> DecodeStep:
+    def _commit(self, ids: np.ndarray, logprobs: np.ndarray) -> Chunk:
         batch = self._batch
-        step = DecodeStep(
+        step = Chunk(
             uids=batch.uids.copy(),
             positions=batch.position[: batch.size].astype(np.int32),
             token_ids=ids.astype(np.int32),
@@ -201,13 +211,11 @@ class Generation(Iterator[DecodeStep]):
             saved.clear()
         return cached
 
-    def _report_ended(self) -> DecodeStep:
+    def _report_ended(self) -> Chunk:
         """A step without tokens for resumed requests that had already ended."""
         ended, self._queue.ended = self._queue.ended, {}
         nothing = np.zeros(0, dtype=np.int32)
-        return DecodeStep(
-            [], nothing, nothing, np.zeros(0, dtype=np.float32), self._engine.policy_version, ended
-        )
+        return Chunk([], nothing, nothing, np.zeros(0, dtype=np.float32), self._engine.policy_version, ended)
 
 
 class TorchEngine:
@@ -251,6 +259,8 @@ class TorchEngine:
         self._runner = Runner(model, lean=lean)
         self._head = self._decode_head()
         self._version = version
+        self.chunk_seconds = 0.0
+        """Tokens are handed out together that are decoded in less; a single decode step may take longer."""
         self._paused = False
         self._epoch = 0
         self._active: weakref.ref[Generation] | None = None
@@ -289,7 +299,7 @@ class TorchEngine:
         active = self._active() if self._active is not None else None
         return self._restored + (active.restored_tokens if active is not None else 0)
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """Decode all `requests`, more than `max_running` of them waiting for a free slot.
 
         A resumed request whose `prefix_ids` already end it is reported first, in a step without tokens.

@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 
 from opd.errors import RolloutError
-from opd.types import DecodeStep, LoggedRequest, RolloutRequest
+from opd.types import Chunk, LoggedRequest, RolloutRequest
 
 FOLD_AT = 1 << 16
 """Tokens of kept steps after which they are sorted at the latest: every step is an object of its own."""
@@ -118,7 +118,7 @@ class Transcript:
     def __init__(self, known: dict[str, Tokens]) -> None:
         """`known`: every request there is, with the tokens it has already."""
         self._requests = {uid: _Growing(tokens) for uid, tokens in known.items()}
-        self._steps: list[DecodeStep] = []
+        self._steps: list[Chunk] = []
         self._waiting = 0
         self._ended: list[str] = []
 
@@ -127,7 +127,7 @@ class Transcript:
         """Tokens copied so far because a buffer was full."""
         return sum(request.moved for request in self._requests.values())
 
-    def add(self, step: DecodeStep) -> None:
+    def add(self, step: Chunk) -> None:
         """Take one decode step. Raises `RolloutError` as `tokens` does, now or later."""
         count = len(step.uids)
         if count:

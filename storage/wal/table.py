@@ -24,7 +24,7 @@ from opd.storage.wal.records import (
     Closing,
     Opening,
 )
-from opd.types import DecodeStep, LoggedRequest, RolloutRequest, Status
+from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
 
 _SORT_AT = 1 << 18
 
@@ -235,7 +235,7 @@ class StepFrame(NamedTuple):
 
 
 class StepEncoder:
-    """Checks decode steps against a table. Consecutive steps mostly name the same requests: those are looked
+    """Checks chunks against a table. Consecutive ones mostly name the same requests: those are looked
     up once.
     """
 
@@ -244,13 +244,15 @@ class StepEncoder:
         self._uids: list[str] | None = None
         self._slots = np.zeros(0, dtype=np.int64)
         self._template = np.zeros((0, WORDS), dtype="<i4")
-        """[B, WORDS]: what one step of the same requests shares with the next."""
+        """[B, WORDS]: what one chunk of the same requests shares with the next."""
         self._version = 0
         """The policy version in `template`."""
         self._expected = np.zeros(0, dtype=np.int32)
         """[B]: the position at which each of the requests goes on."""
         self._written = 0
-        """Steps of these requests that the table's lengths do not count yet."""
+        """Chunks of these requests that the table's lengths do not count yet."""
+        self._several = False
+        """Whether the newest chunk holds several tokens of a request."""
 
     def forget(self) -> None:
         """A request is to be opened, ended or retired: count what was written, look everything up again."""
@@ -260,12 +262,16 @@ class StepEncoder:
         self._uids = None
 
     def wrote_step(self) -> None:
-        """The newest step is in the log."""
-        self._expected += 1
-        self._written += 1
+        """The newest chunk is in the log."""
+        if self._several:
+            np.add.at(self._table.lengths, self._slots, 1)
+            self._uids = None
+        else:
+            self._expected += 1
+            self._written += 1
 
-    def step(self, step: DecodeStep) -> StepFrame:
-        """Check and encode a decode step. Raises `StorageError` if it does not continue the log."""
+    def step(self, step: Chunk) -> StepFrame:
+        """Check and encode a chunk. Raises `StorageError` if it does not continue the log."""
         if not len(step.positions) == len(step.token_ids) == len(step.logprobs) == len(step.uids):
             _refuse_shape(step)
         if step.uids != self._uids:
@@ -321,12 +327,15 @@ class StepEncoder:
         if (slots < 0).any() or not self._table.is_open[slots].all():
             for uid in uids:
                 self._open_slot(uid)  # says which one, and why
-        if len(set(uids)) != len(uids):
-            raise StorageError("a decode step names a request twice; give each running request once")
         template = np.zeros((len(uids), WORDS), dtype="<i4")
         template[:, _REQUEST] = self._table.numbers[slots].view(np.int32)
         self._uids, self._slots, self._template, self._version = list(uids), slots, template, 0
         self._expected = self._table.lengths[slots].astype(np.int32)
+        self._several = len(set(uids)) != len(uids)
+        if self._several:
+            order = np.argsort(slots, kind="stable")
+            first = np.searchsorted(slots[order], slots[order])
+            self._expected[order] += (np.arange(len(order)) - first).astype(np.int32)
 
     def _open_slot(self, uid: str) -> int:
         slot = self._table.slot(uid)
@@ -336,7 +345,7 @@ class StepEncoder:
             raise StorageError(f"request {uid} has ended and takes no more tokens")
         return slot
 
-    def _check_positions(self, step: DecodeStep) -> None:
+    def _check_positions(self, step: Chunk) -> None:
         expected = self._expected
         unequal = np.flatnonzero(np.asarray(step.positions) != expected)
         if not len(unequal):
@@ -348,10 +357,8 @@ class StepEncoder:
         )
 
 
-def _refuse_shape(step: DecodeStep) -> None:
+def _refuse_shape(step: Chunk) -> None:
     for name in ("positions", "token_ids", "logprobs"):
         given = len(getattr(step, name))
         if given != len(step.uids):
-            raise StorageError(
-                f"a decode step has {len(step.uids)} requests and {given} {name}; give one each"
-            )
+            raise StorageError(f"a chunk has {len(step.uids)} requests and {given} {name}; give one each")

@@ -25,7 +25,7 @@ from opd.storage.wal.records import (
     encode_retire,
 )
 from opd.storage.wal.table import StepEncoder, StepFrame
-from opd.types import DecodeStep, LoggedRequest, RolloutRequest, Status
+from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
 
 _LOCK = "LOCK"
 _TOKENS_PER_FRAME = 1 << 20
@@ -140,7 +140,7 @@ class TokenWAL:
                 for opening in openings:
                     self._table.open(opening)
 
-    def append(self, step: DecodeStep) -> None:
+    def append(self, step: Chunk) -> None:
         """Log one decode step, the tokens and the requests it ended, as one frame and one commit."""
         with self._mutex:
             self._guard.check()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from opd.pipelines.loop import PhaseTimer
 from opd.rollout.torch_engine import Generation
-from opd.types import DecodeStep
+from opd.types import Chunk
 
 GAP = 0.004
 """Seconds between two intervals of one kind that are drawn as one."""
@@ -41,7 +41,7 @@ class Recorder:
         """Time every decode step of the embedded engine and every phase of the learner."""
         decode, phase = Generation.__next__, PhaseTimer.__call__
 
-        def timed_decode(generation: Generation) -> DecodeStep:
+        def timed_decode(generation: Generation) -> Chunk:
             began, processor = time.perf_counter(), time.thread_time()
             step = decode(generation)
             used = time.thread_time() - processor

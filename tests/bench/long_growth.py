@@ -41,7 +41,7 @@ from trajectory_metadata import BUDGET, COST
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.storage.wal import TokenWAL, read_log
 from opd.train.plan import PlanSettings, Workload, make_plan
-from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 GOAL = 1.05
 CHUNK = 1024
@@ -56,15 +56,15 @@ class PlainEngine:
     def __init__(self, length: int) -> None:
         self.length = length
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """One request, one token a step."""
         (request,) = requests
         uids, logprob, limit = [request.uid], -np.ones(1, np.float32), request.sampling.max_new_tokens
         going, last = np.ones(1, np.int32), min(self.length, limit) - 1
         for position in range(len(request.prefix_ids), last):
-            yield DecodeStep(uids, np.array([position], np.int32), going, logprob, 0, {})
+            yield Chunk(uids, np.array([position], np.int32), going, logprob, 0, {})
         at = np.array([last], np.int32)
-        yield DecodeStep(uids, at, np.zeros(1, np.int32), logprob, 0, {request.uid: Status.COMPLETED})
+        yield Chunk(uids, at, np.zeros(1, np.int32), logprob, 0, {request.uid: Status.COMPLETED})
 
     def pause(self) -> None:
         """It never samples by itself."""
@@ -91,7 +91,7 @@ def append(folder: Path, data: dict[str, np.ndarray]) -> None:
         wal.open(request(len(ids)), {})
         for place in range(len(ids)):
             position, row = np.array([place], np.int32), slice(place, place + 1)
-            wal.append(DecodeStep(uids, position, ids[row], logprobs[row], 0, {}))
+            wal.append(Chunk(uids, position, ids[row], logprobs[row], 0, {}))
 
 
 def recover(folder: Path, tokens: int) -> None:

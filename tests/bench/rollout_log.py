@@ -33,7 +33,7 @@ from opd.models.tokenizers import character_tokenizer
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL
-from opd.types import DecodeStep, RolloutRequest, SamplingParams
+from opd.types import Chunk, RolloutRequest, SamplingParams
 
 POLICIES = ("os", "interval", "always")
 PROMPT = 12
@@ -45,7 +45,7 @@ class ClockedEngine(TorchEngine):
     clock: Callable[[], float] = time.perf_counter
     inside = 0.0
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """As `TorchEngine`."""
         clock = self.clock
         begin = clock()

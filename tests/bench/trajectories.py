@@ -41,7 +41,7 @@ from trajectory_metadata import BUDGET, COST, metadata, plan_child, table
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
 from opd.storage.wal import TokenWAL
 from opd.train.plan import PlanSettings, Workload, make_plan
-from opd.types import DecodeStep, RolloutRequest, SamplingParams
+from opd.types import Chunk, RolloutRequest, SamplingParams
 
 TOKENS = [62_500, 125_000, 250_000, 500_000, 1_000_000]
 
@@ -69,7 +69,7 @@ def log(folder: Path, data: dict[str, np.ndarray]) -> None:
         for place in range(len(data["token_ids"])):
             position = np.array([place], np.int32)
             ids, logprobs = data["token_ids"][place : place + 1], data["rollout_logprobs"][place : place + 1]
-            wal.append(DecodeStep(uids, position, ids, logprobs, version, {}))
+            wal.append(Chunk(uids, position, ids, logprobs, version, {}))
 
 
 def write(folder: Path, data: dict[str, np.ndarray]) -> None:

@@ -31,9 +31,9 @@ import numpy as np
 from opd.storage.framed_log.writer import RESERVE
 from opd.storage.wal import TokenWAL, read_log
 from opd.storage.wal.records import TOKEN
-from opd.types import DecodeStep, RolloutRequest, SamplingParams
+from opd.types import Chunk, RolloutRequest, SamplingParams
 
-Commit = Callable[[DecodeStep], None]
+Commit = Callable[[Chunk], None]
 
 
 def requests(count: int) -> list[RolloutRequest]:
@@ -43,15 +43,15 @@ def requests(count: int) -> list[RolloutRequest]:
     ]
 
 
-def steps(uids: list[str], count: int) -> Iterator[DecodeStep]:
+def steps(uids: list[str], count: int) -> Iterator[Chunk]:
     rng = np.random.default_rng(0)
     for position in range(count):
         ids = rng.integers(0, 150_000, len(uids), dtype=np.int32)
         logprobs = -rng.random(len(uids), dtype=np.float32)
-        yield DecodeStep(list(uids), np.full(len(uids), position, np.int32), ids, logprobs, 3, {})
+        yield Chunk(list(uids), np.full(len(uids), position, np.int32), ids, logprobs, 3, {})
 
 
-def records_of(step: DecodeStep) -> np.ndarray:
+def records_of(step: Chunk) -> np.ndarray:
     records = np.empty(len(step.uids), TOKEN)
     records["request"] = np.arange(len(step.uids))
     records["position"], records["token"] = step.positions, step.token_ids
@@ -71,7 +71,7 @@ def wal(folder: Path, policy: str, count: int) -> Iterator[Commit]:
 def bare(folder: Path, sync: bool) -> Iterator[Commit]:
     file = os.open(folder / "bare", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def commit(step: DecodeStep) -> None:
+    def commit(step: Chunk) -> None:
         os.write(file, records_of(step).view(np.uint8))
         if sync:
             os.fdatasync(file)
@@ -85,7 +85,7 @@ def bare_reserved(folder: Path) -> Iterator[Commit]:
     file = os.open(folder / "bare", os.O_WRONLY | os.O_CREAT)
     written = reserved = 0
 
-    def commit(step: DecodeStep) -> None:
+    def commit(step: Chunk) -> None:
         nonlocal written, reserved
         data = records_of(step).view(np.uint8)
         if written + len(data) > reserved:
@@ -104,7 +104,7 @@ def lmdb_blob(folder: Path) -> Iterator[Commit]:
     with lmdb.open(str(folder), map_size=1 << 32) as environment:
         serial = 0
 
-        def commit(step: DecodeStep) -> None:
+        def commit(step: Chunk) -> None:
             nonlocal serial
             serial += 1
             with environment.begin(write=True) as transaction:
@@ -120,7 +120,7 @@ def sqlite(folder: Path, synchronous: str) -> Iterator[Commit]:
     database.execute(f"pragma synchronous={synchronous}")
     database.execute("create table tokens(request, position, token, logprob, version)")
 
-    def commit(step: DecodeStep) -> None:
+    def commit(step: Chunk) -> None:
         rows = records_of(step)[["request", "position", "token", "logprob", "version"]].tolist()
         database.execute("begin")
         database.executemany("insert into tokens values (?, ?, ?, ?, ?)", rows)

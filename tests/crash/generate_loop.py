@@ -35,7 +35,7 @@ from opd.models.causal_lm import CausalLM
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL, read_log
-from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 REQUESTS, RUNNING = 8, 6
 SEGMENT_BYTES = 1500
@@ -63,7 +63,7 @@ class CheckedEngine(TorchEngine):
 
     log: TokenWAL
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         for request in requests:
             logged = self.log.find(request.uid)
             assert logged is not None

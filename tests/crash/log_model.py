@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from opd.types import DecodeStep, LoggedRequest, RolloutRequest, SamplingParams, Status
+from opd.types import Chunk, LoggedRequest, RolloutRequest, SamplingParams, Status
 
 ENDS = (Status.COMPLETED, Status.TRUNCATED, Status.ABORTED, Status.FAILED)
 
@@ -71,7 +71,7 @@ class LogModel:
     def open(self, request: RolloutRequest, metadata: dict) -> None:
         self.requests[request.uid] = ModelRequest(request, metadata)
 
-    def append(self, step: DecodeStep) -> None:
+    def append(self, step: Chunk) -> None:
         for uid, token, logprob in zip(step.uids, step.token_ids, step.logprobs, strict=True):
             self._add(uid, int(token), float(logprob), step.policy_version, True)
         for uid, status in step.finished.items():
@@ -131,11 +131,11 @@ def random_request(rng: random.Random, uid: str) -> RolloutRequest:
     return RolloutRequest(uid, prompt, sampling, rng.randrange(1 << 40))
 
 
-def random_step(model: LogModel, rng: random.Random) -> DecodeStep:
+def random_step(model: LogModel, rng: random.Random) -> Chunk:
     running = model.running()
     uids = running if rng.random() < 0.8 else rng.sample(running, rng.randrange(1, len(running) + 1))
     finished = {uid: rng.choice(ENDS[:2]) for uid in uids if rng.random() < 0.1}
-    return DecodeStep(
+    return Chunk(
         list(uids),
         np.array([len(model.requests[uid].tokens) for uid in uids], np.int32),
         np.array([rng.randrange(1 << 31) for _ in uids], np.int32),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from opd.kernels.ops import linear_kl
-from opd.rollout.transcript import Tokens, Transcript
+from opd.rollout.collect import responses
 from opd.types import RolloutBatch, RolloutRequest, Sample, SampleGroup, Status
 
 TURNS = 2
@@ -34,15 +34,10 @@ def two_turns(engine, prompts, group_size, sampling, seed):
     samples = [sample for group in groups for sample in group.samples]
     for turn in range(TURNS):
         requests = [RolloutRequest(f"{s.uid}/turn{turn}", s.token_ids, sampling, seed) for s in samples]
-        transcript = Transcript({request.uid: Tokens.empty() for request in requests})
-        ends: dict[str, Status] = {}
-        for step in engine.generate(requests):
-            transcript.add(step)
-            ends |= step.finished
+        ended = {uid: (status, tokens) for uid, status, tokens in responses(engine, requests)}
         for sample, request in zip(samples, requests, strict=True):
-            written = transcript.tokens(request.uid)
+            sample.status, written = ended[request.uid]
             append(sample, written.token_ids, written.logprobs, written.policy_versions, wrote=True)
-            sample.status = ends[request.uid]
             if turn + 1 < TURNS:
                 version = sample.policy_versions[-1:]
                 quiet = np.zeros(len(OBSERVATION), np.float32)

@@ -31,7 +31,7 @@ from opd.pipelines.student import Student
 from opd.rollout import transcript
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.storage.wal import TokenWAL
-from opd.types import DecodeStep, RolloutRequest, SampleGroup, Status
+from opd.types import Chunk, RolloutRequest, SampleGroup, Status
 
 TOGETHER = 8
 """Requests the engine below works on at once."""
@@ -48,7 +48,7 @@ class PlainEngine:
         self.length, self.left = length, most
         self.asked: list[str] = []
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """One token a step of every request in work."""
         self.asked += [request.uid for request in requests]
         for first in range(0, len(requests), TOGETHER):
@@ -64,7 +64,7 @@ class PlainEngine:
                 last = position == self.length - 1
                 finished = dict.fromkeys(uids, Status.TRUNCATED) if last else {}
                 places = np.full(len(now), position, np.int32)
-                yield DecodeStep(uids, places, (keys + position) % 9, -1.0 - ends / 8, 0, finished)
+                yield Chunk(uids, places, (keys + position) % 9, -1.0 - ends / 8, 0, finished)
 
     def pause(self) -> None:
         """It never samples by itself."""

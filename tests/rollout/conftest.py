@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opd.models.causal_lm import CausalLM
-from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 VOCABULARY = 24
 
@@ -75,7 +75,7 @@ class Response:
     status: Status | None = None
 
 
-def take(responses: dict[str, Response], step: DecodeStep) -> None:
+def take(responses: dict[str, Response], step: Chunk) -> None:
     """Add one decode step."""
     columns = zip(step.uids, step.positions, step.token_ids, step.logprobs, strict=True)
     for uid, position, token, logprob in columns:
@@ -90,10 +90,10 @@ def take(responses: dict[str, Response], step: DecodeStep) -> None:
 
 
 @pytest.fixture(scope="session")
-def collect() -> Callable[[Iterable[DecodeStep]], dict[str, Response]]:
+def collect() -> Callable[[Iterable[Chunk]], dict[str, Response]]:
     """Run decode steps to the end: responses by uid."""
 
-    def run(steps: Iterable[DecodeStep]) -> dict[str, Response]:
+    def run(steps: Iterable[Chunk]) -> dict[str, Response]:
         responses: dict[str, Response] = {}
         for step in steps:
             take(responses, step)

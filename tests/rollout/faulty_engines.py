@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from opd.rollout.torch_engine import TorchEngine
-from opd.types import DecodeStep, RolloutRequest
+from opd.types import Chunk, RolloutRequest
 
 
 class FaultyEngine:
@@ -26,14 +26,14 @@ class FaultyEngine:
     def policy_version(self) -> int:
         return self.inner.policy_version
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         uids = [request.uid for request in requests]
         self.asked.append(uids)
         for request in requests:
             self.prefixes.setdefault(request.uid, []).append(len(request.prefix_ids))
         steps = self.inner.generate(requests)
 
-        def run() -> Iterator[DecodeStep]:
+        def run() -> Iterator[Chunk]:
             try:
                 for number in range(10**9):
                     self.fault(self, uids, number)

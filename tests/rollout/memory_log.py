@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from opd.errors import StorageError
-from opd.types import DecodeStep, LoggedRequest, RolloutRequest, Status
+from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
 
 
 @dataclass
@@ -37,7 +37,7 @@ class MemoryLog:
             raise StorageError(f"{request.uid} is open already or has a prefix")
         self.entries[request.uid] = Entry(request, dict(metadata))
 
-    def append(self, step: DecodeStep) -> None:
+    def append(self, step: Chunk) -> None:
         self._commit()
         columns = zip(
             step.uids, step.positions.tolist(), step.token_ids.tolist(), step.logprobs.tolist(), strict=True

@@ -14,13 +14,13 @@ from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.kv_cache import KVCache
 from opd.rollout.transcript import FOLD_AT, Tokens, Transcript
 from opd.storage.wal import TokenWAL, table
-from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 
-def step(uids: list[str], position: int, version: int = 0) -> DecodeStep:
+def step(uids: list[str], position: int, version: int = 0) -> Chunk:
     at = np.full(len(uids), position, np.int32)
     ids = at * 7 + np.arange(len(uids), dtype=np.int32)
-    return DecodeStep(uids, at, ids, -at.astype(np.float32), version, {})
+    return Chunk(uids, at, ids, -at.astype(np.float32), version, {})
 
 
 def test_asking_after_every_token_copies_less_than_twice_what_was_written():
@@ -52,7 +52,7 @@ def test_what_was_given_out_stays_as_it_was(lengths: list[int], known: int):
     for length in lengths:
         for token in range(100 * len(expected), 100 * len(expected) + length):
             row = np.array([len(expected)], np.int32)
-            transcript.add(DecodeStep(["a"], row, np.array([token]), np.zeros(1, np.float32), 3, {}))
+            transcript.add(Chunk(["a"], row, np.array([token]), np.zeros(1, np.float32), 3, {}))
             expected.append(token)
         given_out.append((transcript.tokens("a"), list(expected)))
     for tokens, then in given_out:
@@ -102,15 +102,13 @@ class PlainEngine:
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         (request,) = requests
         for position in range(len(request.prefix_ids), self.count):
             last = position == self.count - 1
             ended = {request.uid: Status.COMPLETED} if last else {}
             ids = np.array([0 if last else 1 + position], np.int32)
-            yield DecodeStep(
-                [request.uid], np.array([position], np.int32), ids, -np.ones(1, np.float32), 0, ended
-            )
+            yield Chunk([request.uid], np.array([position], np.int32), ids, -np.ones(1, np.float32), 0, ended)
 
     def pause(self) -> None: ...
 

@@ -16,7 +16,7 @@ from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.ledger import replay
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.transcript import Tokens, Transcript
-from opd.types import DecodeStep, SamplingParams, Status
+from opd.types import Chunk, SamplingParams, Status
 
 Fixture = Callable[..., Any]
 
@@ -129,10 +129,10 @@ def test_replay_keeps_order_and_versions() -> None:
                 np.testing.assert_array_equal(getattr(found, name), getattr(tokens, name))
 
 
-def step_of(uids: list[str], positions: list[int]) -> DecodeStep:
+def step_of(uids: list[str], positions: list[int]) -> Chunk:
     count = len(uids)
     zeros = np.zeros(count, dtype=np.int32)
-    return DecodeStep(uids, np.array(positions, np.int32), zeros, zeros.astype(np.float32), 0, {})
+    return Chunk(uids, np.array(positions, np.int32), zeros, zeros.astype(np.float32), 0, {})
 
 
 @pytest.mark.parametrize("positions", [[0, 2], [0, 0], [1]])

@@ -7,7 +7,7 @@ import pytest
 
 from opd.pipelines.cli import main
 from opd.storage.wal import TokenWAL
-from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def log(tmp_path):
             ended = {"b": Status.COMPLETED} if position == 2 else {}
             logprobs = np.array([-0.5, -np.inf], np.float32)
             at = np.full(2, position, np.int32)
-            wal.append(DecodeStep(["a", "b"], at, at + 5, logprobs, 4 + position, ended))
+            wal.append(Chunk(["a", "b"], at, at + 5, logprobs, 4 + position, ended))
         wal.append_observation("a", np.array([8], np.int32), 6)
     return folder
 

@@ -17,7 +17,7 @@ from log_model import ENDS, LogModel, key, random_request, random_step, state_of
 
 from opd.errors import StorageError
 from opd.storage.wal import TokenWAL, read_log
-from opd.types import DecodeStep
+from opd.types import Chunk
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Power cuts are tested elsewhere; here a file system in memory saves the waiting."""
@@ -80,7 +80,7 @@ class LogMachine(RuleBasedStateMachine):
     def finish_without_a_token(self, rng):
         empty = np.zeros(0, np.int32)
         ended = {rng.choice(self.model.running()): rng.choice(ENDS)}
-        self.both("append", DecodeStep([], empty, empty, np.zeros(0, np.float32), 1, ended))
+        self.both("append", Chunk([], empty, empty, np.zeros(0, np.float32), 1, ended))
 
     @rule(rng=seeds, count=st.integers(0, 4))
     def retire(self, rng, count):
@@ -102,8 +102,8 @@ class LogMachine(RuleBasedStateMachine):
     def mistakes_write_nothing(self, rng):
         uid = rng.choice(list(self.model.requests))
         one = np.ones(1, np.int32)
-        wrong = DecodeStep([uid], one * 999, one, np.zeros(1, np.float32), 0, {})
-        unknown = DecodeStep(["never opened"], one * 0, one, np.zeros(1, np.float32), 0, {})
+        wrong = Chunk([uid], one * 999, one, np.zeros(1, np.float32), 0, {})
+        unknown = Chunk(["never opened"], one * 0, one, np.zeros(1, np.float32), 0, {})
         before = self.log.stored_bytes
         for step in (wrong, unknown):
             with pytest.raises(StorageError, match=r"positions must follow on|takes no more|open it first"):

@@ -8,8 +8,8 @@ from wal_helpers import request, started, step, tokens
 
 from opd.errors import StorageError
 from opd.protocols import TokenLog
-from opd.storage.wal import TokenWAL
-from opd.types import DecodeStep, RolloutRequest, SamplingParams, Status
+from opd.storage.wal import TokenWAL, read_log
+from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 
 def test_it_is_a_token_log(tmp_path):
@@ -22,19 +22,32 @@ def test_it_is_a_token_log(tmp_path):
     assert log.find("b") is None
 
 
+def test_a_chunk_may_hold_several_tokens_of_a_request(tmp_path):
+    """In any order between requests; what follows goes on from all of them."""
+    uids = ["a", "b", "a", "a", "b"]
+    columns = np.array([2, 2, 3, 4, 3], np.int32), np.arange(5, dtype=np.int32), -np.ones(5, np.float32)
+    log = started(tmp_path, 2, fsync="os")
+    log.append(Chunk(uids, *columns, 7, {"b": Status.COMPLETED}))
+    log.append(Chunk(["a"], np.array([5], np.int32), np.array([9], np.int32), -np.ones(1, np.float32), 7, {}))
+    log.shutdown()
+    with TokenWAL(tmp_path) as again:
+        for found in (read_log(tmp_path).requests(), again.requests()):
+            assert found["a"].token_ids.tolist()[2:] == [0, 2, 3, 9]
+            assert found["b"].token_ids.tolist()[2:] == [1, 4]
+            assert found["b"].status is Status.COMPLETED
+
+
 def test_mistakes_are_one_sentence_and_change_nothing(tmp_path):
     log = started(tmp_path, 3, fsync="os")
     prefixed = RolloutRequest("c", np.array([1], np.int32), SamplingParams(), 0, np.array([5], np.int32))
     size = log.stored_bytes
-    twice = DecodeStep(
-        ["a", "a"], *(getattr(step(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {}
-    )
-    short = DecodeStep(["a"], *(getattr(step(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {})
+    twice = Chunk(["a", "a"], *(getattr(step(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {})
+    short = Chunk(["a"], *(getattr(step(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {})
     one = np.ones(1, np.int32)
     mistakes = {
         "is opened with tokens": lambda: log.open(prefixed, {}),
         "cannot be written as JSON": lambda: log.open(request("c"), {"x": object()}),
-        "names a request twice": lambda: log.append(twice),
+        "a has 4 tokens in the log and was given one for position 3": lambda: log.append(twice),
         "has 1 requests and 2 positions": lambda: log.append(short),
         "cannot end as pending": lambda: log.close("a", Status.PENDING),
         "policy version 3000000000 does not fit": lambda: log.append_observation("a", one, 3_000_000_000),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from opd.storage.wal import TokenWAL, read_log
-from opd.types import DecodeStep, RolloutRequest, SamplingParams
+from opd.types import Chunk, RolloutRequest, SamplingParams
 
 UIDS = ["a", "b"]
 
@@ -16,9 +16,9 @@ def request(uid: str) -> RolloutRequest:
     return RolloutRequest(uid, np.array([1, 2, 3], np.int32), SamplingParams(), 7)
 
 
-def step(position: int, uids: list[str] = UIDS) -> DecodeStep:
+def step(position: int, uids: list[str] = UIDS) -> Chunk:
     at = np.full(len(uids), position, np.int32)
-    return DecodeStep(uids, at, at + 100, np.full(len(uids), -1.0, np.float32), 1, {})
+    return Chunk(uids, at, at + 100, np.full(len(uids), -1.0, np.float32), 1, {})
 
 
 def started(folder: Path, steps: int, **options) -> TokenWAL:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,7 @@ from typing import Any
 from opd.errors import RolloutError
 from opd.pipelines.launch.ray.actors import ActorSpec
 from opd.pipelines.launch.ray.cluster import import_ray
-from opd.types import DecodeStep, RolloutRequest
-
-CHUNK_SECONDS = 0.02
-"""Steps are handed over together that take no longer than this; a single one may."""
+from opd.types import Chunk, RolloutRequest
 
 
 class EngineActor:
@@ -25,7 +21,7 @@ class EngineActor:
         self._engine: Any = None
         self._model: str | None = None
         self._call = 0
-        self._steps: Iterator[DecodeStep] | None = None
+        self._steps: Iterator[Chunk] | None = None
 
     def ping(self) -> int:
         """The process."""
@@ -67,19 +63,14 @@ class EngineActor:
         self._end()
         self._steps, self._call = engine.generate(requests), call
 
-    def advance(self, call: int) -> tuple[list[DecodeStep], bool]:
-        """The next decode steps of `call`, at least one if there are any, and whether it is over."""
+    def advance(self, call: int) -> Chunk | None:
+        """The next chunk of `call`; `None` if it is over."""
         if self._steps is None or call != self._call:
-            return [], True
-        steps: list[DecodeStep] = []
-        until = time.monotonic() + CHUNK_SECONDS
-        while not steps or time.monotonic() < until:
-            step = next(self._steps, None)
-            if step is None:
-                self._steps = None
-                return steps, True
-            steps.append(step)
-        return steps, False
+            return None
+        chunk = next(self._steps, None)
+        if chunk is None:
+            self._steps = None
+        return chunk
 
     def abort(self, call: int, uids: list[str]) -> None:
         """Stop these requests of `call`."""

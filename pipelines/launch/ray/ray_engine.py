@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from opd.pipelines.launch.ray.actors import ActorLostError, Packed, Remote
 from opd.pipelines.launch.ray.cluster import import_ray, one_line
 from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.weight_sync import buckets
-from opd.types import DecodeStep, RolloutRequest
+from opd.types import Chunk, RolloutRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,13 +124,13 @@ class RayEngine:
         """Whether it is on its way back."""
         return not self._returned.is_set()
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[DecodeStep]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """See the protocol. Raises `ActorLostError` if the actor is gone."""
         if self.lost is not None or self.recovering:
             raise ActorLostError(self.lost or f"{self.remote.name} is on its way back")
         self._call = call = next(self._calls)
         self.remote.call("begin", call, list(requests))
-        return _Steps(self.remote, call)
+        return _Chunks(self.remote, call)
 
     def abort(self, uids: Collection[str]) -> None:
         """Stop these requests of the call in flight."""
@@ -211,30 +210,29 @@ class RayEngine:
             self._returned.set()
 
 
-class _Steps(Iterator[DecodeStep]):
-    """The decode steps of one call: while some are read, the actor computes the next."""
+class _Chunks(Iterator[Chunk]):
+    """The chunks of one call, a message each: while one is read, the actor computes the next."""
 
     def __init__(self, remote: Remote, call: int) -> None:
         self._remote, self._call = remote, call
-        self._ready: deque[DecodeStep] = deque()
         self._over = False
         self._asked: Any = remote.send("advance", call)
 
-    def __next__(self) -> DecodeStep:
-        while not self._ready:
-            if self._over:
-                raise StopIteration
-            remote = self._remote
-            # Whoever waits for this ends the actor when it hangs; two would end it twice.
-            steps, self._over = remote.get(self._asked, 2 * remote.limits.step_timeout, kill=False)
-            self._ready.extend(steps)
-            self._asked = None if self._over else remote.send("advance", self._call)
-        return self._ready.popleft()
+    def __next__(self) -> Chunk:
+        if self._over:
+            raise StopIteration
+        remote = self._remote
+        # Whoever waits for this ends the actor when it hangs; two would end it twice.
+        chunk = remote.get(self._asked, 2 * remote.limits.step_timeout, kill=False)
+        if chunk is None:
+            self._over = True
+            raise StopIteration
+        self._asked = remote.send("advance", self._call)
+        return chunk
 
     def close(self) -> None:
         """Let the actor drop what it still has to do."""
         if not self._over:
             self._over = True
-            self._ready.clear()
             with contextlib.suppress(Exception):
                 self._remote.send("end", self._call)
