@@ -36,11 +36,11 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        """Yield every decode step as it happens until all `requests` have ended."""
+        """Stream the tokens of `requests` until all have ended, in chunks of what became known together."""
         ...
 
     def pause(self) -> None:
-        """Stop sampling between two decode steps; requests in flight stay where they are."""
+        """Stop sampling between two chunks; requests in flight stay where they are."""
         ...
 
     def flush(self) -> None:
@@ -72,11 +72,11 @@ class TokenLog(Protocol):
         ...
 
     def append(self, step: Chunk) -> None:
-        """Log the tokens of one decode step, and the end of those requests it finished, as one commit."""
+        """Log the tokens of a chunk, and the end of those requests it finished, as one commit."""
         ...
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
-        """End a request outside a decode step: aborted, failed, or ended by a stop string."""
+        """End a request outside a chunk: aborted, failed, or ended by a stop string."""
         ...
 
     def find(self, uid: str) -> LoggedRequest | None:

@@ -31,7 +31,7 @@ class StepLock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """For the writer: one decode step."""
+        """For the writer: one chunk."""
         with self._door:
             self._room.acquire()
         try:
@@ -41,7 +41,7 @@ class StepLock:
 
     @contextmanager
     def between(self) -> Iterator[None]:
-        """For the learner: what must not happen during a decode step."""
+        """For the learner: what must not happen while a chunk is written."""
         with self._door, self._room:
             yield
 
@@ -149,7 +149,7 @@ class JoinedCalls:
                 self._changed.wait(LOOK)
 
     def _drive(self) -> None:
-        """One decode step, dealt out to its callers."""
+        """One chunk, dealt out to its callers."""
         try:
             with self._lock.step():
                 step = self._next()
@@ -282,7 +282,7 @@ class RolloutAhead:
     def learnt(self, version: int) -> None:
         """The learner has reached `version`, and the engine has its weights.
 
-        Between two decode steps the next one waits for the batches that may be begun now.
+        Between two chunks the next one waits for the batches that may be begun now.
         """
         with self._changed:
             self._version = version
@@ -304,7 +304,7 @@ class RolloutAhead:
                 self._begin()
 
     def close(self) -> None:
-        """Stop between two decode steps; what is in flight stays in the log, if there is one."""
+        """Stop between two chunks; what is in flight stays in the log, if there is one."""
         with self._changed:
             self._stopped = True
             threads = list(self._writing.values())

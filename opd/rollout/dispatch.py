@@ -20,7 +20,7 @@ LOOK = 0.1
 
 
 class Dispatch(Iterator[Chunk]):
-    """Iterator over the decode steps of a call; closing or dropping it lets the engines go."""
+    """Iterator over the chunks of a call; closing or dropping it lets the engines go."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Dispatch(Iterator[Chunk]):
         while self._open:
             self._between()
             if self._pool.paused:
-                raise RolloutError("the engine is paused; call resume() before the next decode step.")
+                raise RolloutError("the engine is paused; call resume() before the next chunk.")
             if (step := self._ledger.take()) is not None:
                 return step
             if not self._pending and not any(call.open for call in self._calls.values()):
@@ -177,7 +177,7 @@ class Dispatch(Iterator[Chunk]):
             self._limit = min(2 * self._limit, len(self._ledger.requests))
 
     def _take(self, call: Call, step: Chunk) -> None:
-        """A decode step of an engine."""
+        """A chunk of an engine."""
         call.tokens += len(step.uids)
         self._pool.health[call.engine].heard(time.monotonic(), len(step.uids))
         if step.uids:
@@ -257,7 +257,7 @@ class Dispatch(Iterator[Chunk]):
             since = call.source.busy_since()
             if since is not None and time.monotonic() - since > limit:
                 self._counters["engine_timeouts"] += 1
-                self._failed(call, TimeoutError(f"no decode step in {limit:g} s"))
+                self._failed(call, TimeoutError(f"no tokens in {limit:g} s"))
 
     def _check_deadline(self) -> None:
         limit = self._pool.policy.deadline

@@ -29,7 +29,7 @@ class RetryPolicy:
     quarantine_after: int = 3
     """Failures in a row after which the rest counts as quarantine."""
     step_timeout: float | None = None
-    """An engine that gives no decode step for so long is left alone until it answers again."""
+    """An engine that gives no chunk for so long is left alone until it answers again."""
     silence_limit: float = 600.0
     """When every engine is in a step that does not end: time until the requests are given up."""
     deadline: float | None = None
@@ -52,7 +52,7 @@ class EngineHealth:
     resting_until: float = 0.0
     """Monotonic seconds."""
     last_heard: float | None = None
-    """Monotonic seconds of its last decode step: steps are its heartbeat."""
+    """Monotonic seconds of its last chunk: chunks are its heartbeat."""
     stale: bool = False
     """It missed a weight update, and serves again only with weights of the current version."""
     last_error: str | None = None
@@ -79,7 +79,7 @@ class EngineHealth:
 
 
 PAUSE_PATIENCE = 60.0
-"""Seconds a pause waits for decode steps in progress when the policy has no step time-out."""
+"""Seconds a pause waits for chunks in progress when the policy has no step time-out."""
 
 
 @runtime_checkable
@@ -171,7 +171,7 @@ class EnginePool:
         return self._revive is not None or any(i != index for i in self._alive())
 
     def pause(self) -> None:
-        """Stop sampling everywhere, between two decode steps."""
+        """Stop sampling everywhere, between two chunks."""
         self.paused = True
         self.gate.close(self.policy.step_timeout or PAUSE_PATIENCE)
         for engine in self.engines:

@@ -30,7 +30,7 @@ class FaultTolerantRollout:
     Whatever interrupts a request (its engine raises, hangs, aborts it, is preempted, or this process dies and
     another opens the same log), it continues on a live engine after the tokens that are logged: these are
     never sampled again, and each keeps the policy version it was sampled with. `generate` tells what the log
-    held first, as decode steps like any other, so that its caller sees every response whole.
+    held first, as chunks like any other, so that its caller sees every response whole.
 
     Because nothing is thrown away, an interruption does not favour short responses. With the noise a function
     of (seed, uid, position), a resumed response is moreover the one that would have been written undisturbed.
@@ -114,7 +114,7 @@ class FaultTolerantRollout:
         return dispatch
 
     def pause(self) -> None:
-        """Stop sampling between two decode steps; requests in flight stay where they are."""
+        """Stop sampling between two chunks; requests in flight stay where they are."""
         self._pool.pause()
 
     def flush(self) -> None:

@@ -1,6 +1,6 @@
 """The requests of one call: every token into the log, then into the transcript, then to the caller.
 
-What the log already holds of a request is checked, told again as decode steps, and continued.
+What the log already holds of a request is checked, told again in chunks, and continued.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Ledger:
         self._ready.append(step)
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
-        """End a request outside a decode step."""
+        """End a request outside a chunk."""
         if self._keeping.log is not None:
             self._keeping.log.close(uid, status, reason)
         if reason is not None:

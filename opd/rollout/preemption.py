@@ -1,7 +1,7 @@
 """Asking a rollout to make room: by signal or by call.
 
 `SIGTERM` (or `stop`): leave within the grace period. `SIGUSR1` (or `suspend`): give the memory back and wait.
-`SIGUSR2` (or `wake`): go on. The rollout looks between two decode steps; whoever holds a `Preemption` may
+`SIGUSR2` (or `wake`): go on. The rollout looks between two chunks; whoever holds a `Preemption` may
 look at other times with `check`.
 """
 

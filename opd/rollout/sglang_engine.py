@@ -286,7 +286,7 @@ class _Generation(Iterator[Chunk]):
         pieces, first = [], True
         while first or not self._arrived.empty():
             if first and self._workers.paused and self._arrived.empty():
-                raise RolloutError("the engine is paused; call resume() before the next decode step.")
+                raise RolloutError("the engine is paused; call resume() before the next chunk.")
             found = self._arrived.get()
             first = False
             if isinstance(found, BaseException):

@@ -84,7 +84,7 @@ class Generation(Iterator[Chunk]):
         if not self._open:
             raise StopIteration
         if self._engine.paused:
-            raise RolloutError("the engine is paused; call resume() before the next decode step.")
+            raise RolloutError("the engine is paused; call resume() before the next chunk.")
         if self._aborting:
             with torch.inference_mode():
                 self._drop_aborted()

@@ -1,4 +1,4 @@
-"""What every request of a call has been given so far, put together from decode steps without per-token work.
+"""What every request of a call has been given so far, put together from chunks without per-token work.
 
 Shapes: `B` tokens of a step, `R` response tokens of a request.
 """
@@ -128,7 +128,7 @@ class Transcript:
         return sum(request.moved for request in self._requests.values())
 
     def add(self, step: Chunk) -> None:
-        """Take one decode step. Raises `RolloutError` as `tokens` does, now or later."""
+        """Take one chunk. Raises `RolloutError` as `tokens` does, now or later."""
         count = len(step.uids)
         if count:
             self._steps.append(step)

@@ -121,7 +121,7 @@ def decode_open(payload: memoryview) -> Opening:
 
 
 def encode_close(number: int, status: Status, reason: str | None) -> bytes:
-    """How a request ended outside a decode step, and why."""
+    """How a request ended outside a chunk, and why."""
     text = b"" if reason is None else reason.encode("utf-8", "surrogatepass")
     length = _NO_REASON if reason is None else len(text)
     return _CLOSE.pack(number, STATUS_CODES[status], length, 0) + _padded(text)

@@ -1,6 +1,6 @@
 """What a log knows, in memory: its requests and their tokens; and the checks that keep it right.
 
-Appending a decode step costs a few vectorised operations; the tokens are sorted by request only when someone
+Appending a chunk costs a few vectorised operations; the tokens are sorted by request only when someone
 asks for them. Memory: 24 bytes a token of every request that has not been retired.
 """
 
@@ -220,7 +220,7 @@ _REQUEST, _POSITION, _TOKEN, _LOGPROB, _VERSION, _FLAGS = range(WORDS)
 
 
 class StepFrame(NamedTuple):
-    """One decode step, checked and in the form in which it is stored."""
+    """One chunk, checked and in the form in which it is stored."""
 
     records: np.ndarray
     """[B, WORDS] of `<i4`: the bytes of `[B]` of `TOKEN`."""

@@ -141,7 +141,7 @@ class TokenWAL:
                     self._table.open(opening)
 
     def append(self, step: Chunk) -> None:
-        """Log one decode step, the tokens and the requests it ended, as one frame and one commit."""
+        """Log one chunk, the tokens and the requests it ended, as one frame and one commit."""
         with self._mutex:
             self._guard.check()
             self._write_tokens(self._encoder.step(step))
@@ -153,7 +153,7 @@ class TokenWAL:
             self._write_tokens(self._encoder.observation(uid, np.asarray(token_ids), policy_version), uid)
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
-        """End a request outside a decode step. The log itself is closed by `shutdown`."""
+        """End a request outside a chunk. The log itself is closed by `shutdown`."""
         with self._mutex:
             self._guard.check()
             if Status(status) is Status.PENDING:
@@ -247,7 +247,7 @@ class TokenWAL:
             self.shutdown()
 
     def _write_tokens(self, frame: StepFrame, observed: str | None = None) -> None:
-        """Write a decode step, or what an environment wrote to the request `observed`."""
+        """Write a chunk, or what an environment wrote to the request `observed`."""
         records, payload = frame.records, frame.payload
         if len(payload) > MAX_PAYLOAD:
             raise StorageError(f"{len(records)} tokens do not fit into one commit; log them in several")

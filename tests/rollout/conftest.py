@@ -76,7 +76,7 @@ class Response:
 
 
 def take(responses: dict[str, Response], step: Chunk) -> None:
-    """Add one decode step."""
+    """Add one chunk."""
     columns = zip(step.uids, step.positions, step.token_ids, step.logprobs, strict=True)
     for uid, position, token, logprob in columns:
         response = responses.setdefault(uid, Response())
@@ -91,7 +91,7 @@ def take(responses: dict[str, Response], step: Chunk) -> None:
 
 @pytest.fixture(scope="session")
 def collect() -> Callable[[Iterable[Chunk]], dict[str, Response]]:
-    """Run decode steps to the end: responses by uid."""
+    """Run chunks to the end: responses by uid."""
 
     def run(steps: Iterable[Chunk]) -> dict[str, Response]:
         responses: dict[str, Response] = {}

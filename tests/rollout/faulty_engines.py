@@ -11,7 +11,7 @@ from opd.types import Chunk, RolloutRequest
 
 
 class FaultyEngine:
-    """`fault(engine, requests, number)` runs before decode step `number` of each call: it may raise, wait,
+    """`fault(engine, requests, number)` runs before chunk `number` of each call: it may raise, wait,
     or call `engine.abort`.
     """
 

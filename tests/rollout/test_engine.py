@@ -50,6 +50,17 @@ def test_lean_decoder_equals_the_module(
         assert response.status == general[uid].status
 
 
+def test_which_tokens_share_a_chunk_changes_none(build: Fixture, requests_of: Fixture, collect: Fixture):
+    """One decode step a chunk, and all decode steps in one."""
+    model, requests = build()[0], requests_of(6, samples=2)
+    engine = TorchEngine(model, max_running=5)
+    steps = list(engine.generate(requests))
+    engine.chunk_seconds = 1e9
+    [chunk] = engine.generate(requests)
+    assert collect([chunk]) == collect(steps)
+    assert len(steps) > 20
+
+
 def test_half_precision_runs_both_ways(build: Fixture, collect: Fixture, requests_of: Fixture) -> None:
     model, _ = build("qwen3")
     model.module.to(torch.bfloat16)

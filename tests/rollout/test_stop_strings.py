@@ -127,6 +127,17 @@ def test_split_by_the_death_of_an_engine_after_every_token(case: Case, collect: 
     assert rollout.counters["engine_failures"] >= 20
 
 
+def test_what_comes_after_a_string_in_its_chunk_is_not_heard(case: Case, collect: Fixture) -> None:
+    engine, log = TorchEngine(case.models[0]), MemoryLog()
+    engine.chunk_seconds = 1e9
+    assert found(collect(FaultTolerantRollout([engine], log, stops=stops()).generate(case.requests))) == (
+        case.expected
+    )
+    assert {uid: len(entry.rows) for uid, entry in log.entries.items()} == {
+        uid: len(ids) for uid, (ids, _) in case.expected.items()
+    }
+
+
 def test_a_prefix_that_holds_a_string_has_ended(case: Case, collect: Fixture) -> None:
     uid, (ids, _) = next(item for item in case.expected.items() if cut(item[1][0]))
     request = next(request for request in case.requests if request.uid == uid)

@@ -1,4 +1,4 @@
-"""A rollout engine in a process of its own. It computes decode steps only when it is asked for some."""
+"""A rollout engine in a process of its own. It computes a chunk of tokens when it is asked for one."""
 
 from __future__ import annotations
 
