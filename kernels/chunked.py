@@ -84,7 +84,8 @@ def _run(
         coef = weights * (head.scale / spec.temperature) if any(needs) else None
         if coef is not None and spec.rounds and gradients.narrow and head.softcap is None and not needs[2]:
             gradient = first_halves(student)
-            chunk_values = spec.row_kernel(student, teacher, spec.kind, spec.beta, coef, rounded=gradient)
+            rounding: Any = spec.row_kernel
+            chunk_values = rounding(student, teacher, spec.kind, spec.beta, coef, rounded=gradient)
         else:
             gradient = student
             chunk_values = _row_values(student, teacher, coef, head, spec)

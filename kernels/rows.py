@@ -9,7 +9,7 @@ derivations.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class RowKernel(Protocol):
     """
 
     def __call__(
-        self, student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /, **options: Any
+        self, student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /
     ) -> Tensor:
         """Values `[R]` of contiguous float32 or float64 logits `[R, V]` of one dtype, both overwritten.
 

@@ -158,9 +158,9 @@ def _fault(kind: str, vocabulary: int, device: torch.device) -> str | None:
 @lru_cache(maxsize=1)
 def _kernel() -> Any:
     """The compiled function; one source for all kinds, each a compilation of its own."""
-    import triton
-    import triton.language as tl
-    import triton.language.extra.libdevice
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    import triton.language.extra.libdevice  # pyright: ignore[reportMissingImports]
 
     @triton.jit
     def row(

@@ -157,7 +157,7 @@ class DistributedAdamW(MegatronOptimizer):
         for name, parameter in parameters.items():  # by this it knows what tensor-parallel ranks share
             parameter.tensor_model_parallel = cut[name]  # pyright: ignore[reportAttributeAccessIssue]
         with inside_megatron(self._device):
-            self._inner = _distributed(buffers, optim)
+            self._inner = _optimizer_of_ranks(buffers, optim)
 
     def norm(self) -> float:
         with inside_megatron(self._device):
@@ -220,7 +220,7 @@ class DistributedAdamW(MegatronOptimizer):
         self._inner.zero_grad()
 
 
-def _distributed(buffers: Any, optim: OptimConfig) -> Any:
+def _optimizer_of_ranks(buffers: Any, optim: OptimConfig) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -12,7 +12,7 @@ import numpy as np
 from opd.config import Recipe
 from opd.pipelines.doctor.checks import Finding, attempt, check_rewards, given_teachers
 from opd.pipelines.precision import model_dtype
-from opd.types import RolloutRequest, Sample
+from opd.types import HiddenStates, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from opd.data.prompts import Domain
@@ -140,6 +140,7 @@ def mean_kl(
         ids, positions, cu_seqlens, rows = (t.to(student.device) for t in pack_tokens(samples))
         hidden = student.hidden(ids, positions, cu_seqlens)[rows]
         targets = teacher.score(samples)
+        assert isinstance(targets, HiddenStates)  # of a teacher in this process
         divergence = linear_kl(
             hidden, student.head(vocabulary), targets.rows, teacher.load_head(), temperature=temperature
         )
