@@ -1,10 +1,10 @@
-"""One cached array in one file that describes and checks itself, and never changes once it has a name.
+"""One cached array as bytes that describe and check themselves, and never change once they have a name.
 
     magic 8 | header bytes u32 | record bytes u32 | payload bytes u64 | key 32 | xxh3-128 of the payload 16
     record as JSON | zeros up to a multiple of 64 bytes | xxh3-128 of all header bytes before it 16
     payload: the array, C order, little endian
 
-Every byte of the file is under one of the two checksums, and the file's length follows from the header.
+Every byte is under one of the two checksums, and how many there are follows from the header.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from opd.foreign import decoding, read_document, whole
 _MAGIC = b"OPDROWS1"
 _PREFIX = struct.Struct("<8sIIQ32s16s")
 KEY_BYTES = 32
+_MAX_HEADER = 1 << 24
 _ALIGNMENT = 64
 _DTYPES = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -100,22 +101,27 @@ def encode_header(key: bytes, record: CacheRecord) -> bytes:
     return body + xxhash.xxh3_128_digest(body)
 
 
-def write_blob(descriptor: int, header: bytes, rows: np.ndarray) -> None:
-    """Write header and array to the start of a file. Raises `OSError`, for example on a full disk."""
-    # One call for both, from offset 0: the page cache then uses large pages, written and mapped many times
-    # faster than after a small write at the start.
-    parts, offset = [memoryview(header), bytes_of(rows)], 0
-    while parts:
-        written = os.pwritev(descriptor, parts, offset)
-        offset += written
-        while parts and written >= len(parts[0]):
-            written -= len(parts.pop(0))
-        if parts:
-            parts[0] = parts[0][written:]
+def read_key(descriptor: int, start: int, end: int) -> tuple[bytes, int] | None:
+    """Key and size of the blob that begins at byte `start` of a file of `end` bytes; None if there is none.
+
+    Its header is checked, its array is not.
+    """
+    prefix = os.pread(descriptor, _PREFIX.size, start)
+    if len(prefix) < _PREFIX.size:
+        return None
+    magic, size, length, payload, key, _ = _PREFIX.unpack(prefix)
+    if (
+        magic != _MAGIC
+        or not _PREFIX.size + 16 + length <= size <= _MAX_HEADER
+        or start + size + payload > end
+    ):
+        return None
+    header = os.pread(descriptor, size, start)
+    return (key, size + payload) if xxhash.xxh3_128_digest(header[:-16]) == header[-16:] else None
 
 
 def decode_header(data: np.ndarray, key: bytes) -> tuple[CacheRecord, int]:
-    """The record of the blob `data` (`[B]` uint8, the whole file) and the offset of its array.
+    """The record of the blob `data` (`[B]` uint8, all of it) and the offset of its array.
 
     Raises `CorruptBlobError` unless header, lengths and key are exactly what was written for `key`.
     """

@@ -1,7 +1,7 @@
 """A node's cache of teachers' last hidden states: computed once, then mapped by whoever needs them again.
 
-Keys name a computation (teacher, tokens, rows), values are files that describe and check themselves
-(`blobs.py`) in a folder that is its own index (`blob_folder.py`). Wrong bytes are a miss, never an answer.
+Keys name a computation (teacher, tokens, rows), values are blobs that describe and check themselves
+(`blobs.py`) in the segments of a folder (`cache_index.py`). Wrong bytes are a miss, never an answer.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import xxhash
 
 from opd.errors import StorageError
-from opd.storage.blob_folder import BlobFolder
-from opd.storage.blob_writer import BlobGroup, Item
 from opd.storage.blobs import (
     CacheRecord,
     CorruptBlobError,
     array_view,
+    bytes_of,
     cache_key,
     check_key,
     decode_header,
@@ -30,14 +31,15 @@ from opd.storage.blobs import (
     encode_header,
     verify_payload,
 )
-from opd.storage.files import open_plain
-from opd.storage.leases import Lease, LeaseTable
-from opd.storage.mapped_file import MappedFile
-from opd.storage.rows_writer import RowsWriter
+from opd.storage.cache_index import CacheFolder, HeldBytes, Place, disk_full
+from opd.storage.leases import Lease
 
-__all__ = ["CacheCounters", "CacheRecord", "HiddenStateCache", "Lease", "cache_key"]
+__all__ = ["CacheCounters", "CacheRecord", "HiddenStateCache", "Lease", "RowsWriter", "cache_key"]
 
 _GROUP = 64
+
+Item = tuple[bytes, np.ndarray, CacheRecord]
+"""Key, rows `[R, D]`, and what is known of them."""
 
 
 def _ignore(message: str) -> None:
@@ -99,9 +101,11 @@ class HiddenStateCache:
         self._durable = durable
         self._warn = on_warning
         self._counting = threading.Lock()
-        self._verified: set[tuple[bytes, int]] | None = None if verify == "always" else set()
+        self._always = verify == "always"
+        self._known: set[tuple[bytes, Place]] = set()
+        """Whole when this process first used them."""
         with self._reporting("opened"):
-            self._files = BlobFolder(self.folder, quota_bytes)
+            self._files = CacheFolder(self.folder, quota_bytes)
 
     def get(self, key: bytes) -> Lease | None:
         """The array put under `key`, held until its lease is released; None if it is not here or was damaged.
@@ -115,7 +119,7 @@ class HiddenStateCache:
                 return self._missed()
             lease = None
             try:
-                lease = self._open(key, table)
+                lease = self._open(key)
             finally:
                 if lease is None:
                     table.release(key, os.getpid())
@@ -138,7 +142,7 @@ class HiddenStateCache:
         kept: list[bool] = []
         with self._reporting("written"):
             for start in range(0, len(items), _GROUP):
-                group = BlobGroup(self._files, self._durable)
+                group = _Group(self._files, self._durable)
                 kept += group.put(items[start : start + _GROUP])
                 self._count(bytes_written=group.written, rejected=group.rejected)
         return kept
@@ -152,11 +156,12 @@ class HiddenStateCache:
         whole = replace(describe(like, record), rows=count, checksum="00" * 16)
         size = len(encode_header(key, whole)) + count * like.nbytes
         with self._reporting("written"):
-            partial = self._files.begin(key, size)
-        if partial is None:
+            place = self._files.begin(size)
+        if place is None:
             self._count(rejected=1)
             return None
-        return RowsWriter(self._files, partial, whole, self._durable, self._reporting)
+        blob = _Blob(self._files, key, place)
+        return RowsWriter(blob, whole, self._durable, self._reporting)
 
     def written(self, count: int) -> None:
         """Count `count` bytes that a `RowsWriter` put in, or with 0 an array it had to give up."""
@@ -182,7 +187,7 @@ class HiddenStateCache:
 
     def close(self) -> None:
         """End all leases of this process. Rows handed out stay readable."""
-        self._files.leases.close()
+        self._files.close()
 
     def __enter__(self) -> HiddenStateCache:
         return self
@@ -190,40 +195,36 @@ class HiddenStateCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, key: bytes, table: LeaseTable) -> Lease | None:
-        try:
-            descriptor = open_plain(self._files.path(key))
-        except FileNotFoundError:
+    def _open(self, key: bytes) -> Lease | None:
+        found = self._files.find(key)
+        if found is None:
             return None
+        place, held = found
         try:
-            array, record = self._map(key, descriptor)
-            with contextlib.suppress(
-                PermissionError
-            ):  # another user's file: its place in the order is theirs
-                self._files.touch(descriptor)
+            array, record = self._checked(key, place, held)
         except CorruptBlobError as error:
-            self._files.quarantine(key, descriptor)
+            self._files.remove(key, place)
             self._count(corrupt=1)
-            self._warn(f"{self._files.path(key)} was set aside, it is corrupt: {error}")
+            self._warn(f"{self._files.where(place)} was given up, it is corrupt: {error}")
             return None
-        finally:
-            os.close(descriptor)
-        return Lease(table, key, array, record)
+        self._files.touch(place)
+        return Lease(self._files.leases, key, array, record)
 
-    def _map(self, key: bytes, descriptor: int) -> tuple[np.ndarray, CacheRecord]:
-        status = os.fstat(descriptor)
-        if status.st_size == 0:
-            raise CorruptBlobError("empty")
-        mapped = MappedFile(descriptor, status.st_size)
-        known = self._verified is not None and (key, status.st_ino) in self._verified
-        if not known and not mapped.load():
+    def _checked(self, key: bytes, place: Place, held: HeldBytes) -> tuple[np.ndarray, CacheRecord]:
+        known = (key, place) in self._known
+        if not (self._files.reaches(place) if known else held.load()):
             raise CorruptBlobError("the disk cannot read all of it")
-        data = np.asarray(mapped)
-        record, start = decode_header(data, key)
-        if not known:
+        data = np.asarray(held)
+        try:
+            record, start = decode_header(data, key)
+            if self._always or not known:
+                verify_payload(data, record, start)
+        except CorruptBlobError:
+            self._known.discard((key, place))
+            held.forget()  # somebody may have written to the rows in this process
+            record, start = decode_header(data, key)
             verify_payload(data, record, start)
-        if self._verified is not None:
-            self._verified.add((key, status.st_ino))
+        self._known.add((key, place))
         return array_view(data, record, start), record
 
     def _missed(self) -> None:
@@ -248,3 +249,180 @@ class HiddenStateCache:
                 f"the cache {self.folder} cannot be {action} ({error.strerror or error});"
                 " check its disk and permissions, or use another folder"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Blob:
+    """One blob being written: its place is reserved."""
+
+    files: CacheFolder
+    key: bytes
+    place: Place
+
+    def write(self, parts: Sequence[bytes | memoryview], offset: int) -> None:
+        """Write `parts`, one after another, from byte `offset` of the blob on. Raises `OSError`."""
+        descriptor, at = self.files.index.file(self.place.segment), self.place.blob + offset
+        for part in parts:
+            data = memoryview(part)
+            while data:
+                written = os.pwrite(descriptor, data, at)
+                data, at = data[written:], at + written
+
+    def read_into(self, data: memoryview, offset: int) -> None:
+        """Fill `data` from byte `offset` of the blob on. Raises `OSError`."""
+        descriptor, at = self.files.index.file(self.place.segment), self.place.blob + offset
+        while data:
+            count = os.preadv(descriptor, [data], at)
+            if not count:
+                raise OSError("rows that were written are gone")
+            data, at = data[count:], at + count
+
+
+class _Group:
+    """Blobs written, flushed and named together; use once."""
+
+    def __init__(self, files: CacheFolder, durable: bool) -> None:
+        """`durable`: flush the bytes of all blobs before the first gets its name."""
+        self._files = files
+        self._durable = durable
+        self._pending: dict[int, _Blob] = {}
+        self.written = 0
+        """Bytes of rows that are now in the folder because of this group."""
+        self.rejected = 0
+        """Items for which quota and leases, or the disk, left no room."""
+
+    def put(self, items: Sequence[Item]) -> list[bool]:
+        """For each item, whether the folder now has a blob under its key. Raises `OSError`, `ValueError`.
+
+        After an error nothing of the group is acknowledged, and what has no name yet is removed.
+        """
+        kept = []
+        try:
+            for index, item in enumerate(items):
+                kept.append(self._is_here(item[0]) or self._write(index, item))
+            full = False
+            try:
+                if self._durable and self._pending:
+                    self._files.index.flush({blob.place.segment for blob in self._pending.values()})
+                self._files.publish([(blob.key, blob.place) for blob in self._pending.values()])
+            except OSError as error:
+                full = disk_full(error)
+                if not full:
+                    raise
+            for index in [] if full else list(self._pending):
+                del self._pending[index]
+                self.written += items[index][1].nbytes
+            for index in self._pending:
+                kept[index] = False
+            self.rejected += len(self._pending)
+        finally:
+            for blob in self._pending.values():
+                self._files.discard(blob.place)
+        return kept
+
+    def _is_here(self, key: bytes) -> bool:
+        check_key(key)
+        place = self._files.index.find(key)
+        if place is not None:
+            self._files.touch(place)
+        return place is not None
+
+    def _write(self, index: int, item: Item) -> bool:
+        key, rows, record = item
+        rows = np.ascontiguousarray(rows)
+        header = encode_header(key, describe(rows, record))
+        place = self._files.begin(len(header) + rows.nbytes)
+        if place is not None:
+            blob = self._pending[index] = _Blob(self._files, key, place)
+            try:
+                # The header last: with it the blob counts, should the index be made anew.
+                blob.write([bytes_of(rows)], len(header))
+                blob.write([header], 0)
+                return True
+            except OSError as error:
+                if not disk_full(error):
+                    raise
+                del self._pending[index]
+                self._files.discard(place)
+        self.rejected += 1
+        return False
+
+
+class RowsWriter:
+    """Rows `[R, D]` under one key, appended in order; made by `HiddenStateCache.open_rows`.
+
+    The bytes go to the file and its checksum as they come, so that no more than a piece is in memory. Nothing
+    has a name before `finish`: a killed writer leaves what the next open of the cache sweeps.
+    """
+
+    def __init__(
+        self,
+        blob: _Blob,
+        record: CacheRecord,
+        durable: bool,
+        reporting: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        """`record` says rows, width and dtype already; `blob` has room for them and a header."""
+        self._blob, self._record, self._durable = blob, record, durable
+        self._reporting = reporting
+        self._checksum = xxhash.xxh3_128()
+        self._begin = len(self._header())
+        self._offset = self._begin
+        self._open = True
+
+    def append(self, rows: np.ndarray) -> bool:
+        """Add `rows` `[r, D]`; False if the disk is full: then nothing of them counts, see `give_up`.
+
+        Raises `StorageError` if the disk fails, `ValueError` if there are more rows than were announced.
+        """
+        data = bytes_of(np.ascontiguousarray(rows))
+        if self._offset + len(data) > self._blob.place.size:
+            raise ValueError(f"more than the {self._record.rows} rows announced; append no more")
+        with self._reporting("written"):
+            try:
+                self._blob.write([data], self._offset)
+            except OSError as error:
+                if not disk_full(error):
+                    self._discard()
+                    raise
+                return False
+        self._offset += len(data)
+        self._checksum.update(data)
+        return True
+
+    def finish(self) -> int:
+        """Give the array its name; returns its bytes. Raises `ValueError` if rows are missing."""
+        if self._offset != self._blob.place.size:
+            self._discard()
+            raise ValueError(f"fewer than the {self._record.rows} rows announced; append all of them")
+        with self._reporting("written"):
+            try:
+                self._blob.write([self._header()], 0)
+                if self._durable:
+                    self._blob.files.index.flush({self._blob.place.segment})
+                self._blob.files.publish([(self._blob.key, self._blob.place)])
+                self._open = False
+            finally:
+                self._discard()
+        return self._offset - self._begin
+
+    def give_up(self) -> np.ndarray:
+        """Take back the bytes `[n]` uint8 of all rows appended so far; the cache's room is free again."""
+        with self._reporting("read"):
+            taken = np.empty(self._offset - self._begin, np.uint8)
+            self._blob.read_into(taken.data, self._begin)
+            self._discard()
+        return taken
+
+    def close(self) -> None:
+        """Drop what was not finished."""
+        with contextlib.suppress(OSError):
+            self._discard()
+
+    def _header(self) -> bytes:
+        return encode_header(self._blob.key, replace(self._record, checksum=self._checksum.hexdigest()))
+
+    def _discard(self) -> None:
+        if self._open:
+            self._open = False
+            self._blob.files.discard(self._blob.place)

@@ -79,6 +79,14 @@ class LeaseTable:
                 if free:
                     self._set(fcntl.F_UNLCK, place)
 
+    def close_if_idle(self) -> None:
+        """Give back the descriptor, unless something is held; then it goes with the table."""
+        with self._mutex:
+            self._settle()
+            idle = not self._holds
+        if idle:
+            self.close()
+
     def close(self) -> None:
         """Drop every hold of this table."""
         with self._mutex:
@@ -128,8 +136,9 @@ class LeaseTable:
         return True
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            os.close(self._descriptor)
+        descriptor, self._descriptor = getattr(self, "_descriptor", -1), -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class Lease:

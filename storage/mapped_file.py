@@ -8,12 +8,25 @@ import mmap
 import os
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+_MAP_NORESERVE = 0x4000
+_PUNCH_HOLE_KEEP_SIZE = 3
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+if hasattr(_libc, "fallocate"):
+    _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def punch_hole(descriptor: int, start: int, stop: int) -> None:
+    """Give back the disk under the whole pages among those bytes, where the file system can; they then read
+    as zeros.
+    """
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last and hasattr(_libc, "fallocate"):
+        _libc.fallocate(descriptor, _PUNCH_HOLE_KEEP_SIZE, first, last - first)
 
 
 class MappedFile:
@@ -31,15 +44,15 @@ class MappedFile:
         system has no room for another map.
         """
         self._address = 0
-        self._size = size
+        self.size = size
         self._shared = shared
         protection = mmap.PROT_READ if shared else mmap.PROT_READ | mmap.PROT_WRITE
-        kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
         address = _libc.mmap(None, size, protection, kind, descriptor, offset)
         if address == ctypes.c_void_p(-1).value:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-        self._address = address
+        self._address = self.address = address
 
     def load(self, start: int = 0, stop: int | None = None) -> bool:
         """Read every page that holds one of the bytes `start ... stop - 1`; False if the disk cannot, where
@@ -57,14 +70,14 @@ class MappedFile:
 
     def _advise(self, advice: int, start: int, stop: int | None) -> int:
         first = start - start % mmap.PAGESIZE
-        length = (self._size if stop is None else stop) - first
+        length = (self.size if stop is None else stop) - first
         return _libc.madvise(self._address + first, length, advice) if length > 0 else 0
 
     @property
     def __array_interface__(self) -> dict[str, object]:
         place = (self._address, self._shared)
-        return {"version": 3, "typestr": "|u1", "shape": (self._size,), "data": place}
+        return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": place}
 
     def __del__(self) -> None:
         if self._address:
-            self._unmap(self._address, self._size)
+            self._unmap(self._address, self.size)

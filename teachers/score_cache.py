@@ -15,8 +15,7 @@ from torch import Tensor
 
 from opd.errors import TeacherError
 from opd.protocols import Teacher
-from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, Lease, cache_key
-from opd.storage.rows_writer import RowsWriter
+from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, Lease, RowsWriter, cache_key
 from opd.storage.tensors import rows_array, rows_tensor
 from opd.train.distill_terms import ScoredView
 from opd.types import Sample, TokenLogprobs, TopKLogprobs

@@ -9,7 +9,6 @@ the file and takes no disk; so do rows that are all zero. What nobody needs any 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 from collections import Counter
@@ -20,19 +19,14 @@ import numpy as np
 import xxhash
 
 from opd.storage.leases import LeaseTable
+from opd.storage.mapped_file import punch_hole
 from opd.storage.trajectories.fields import Field, StoreHeader
 from opd.storage.trajectories.table import TrajectoryTable
 
 CHECK_BYTES = 16
 _ALIGNMENT = 64
 _BUFFERED = 32 * 1024
-_PAGE = 4096
 _NAME = re.compile(r"(\d{6,})\.\w+")
-_PUNCH_HOLE_KEEP_SIZE = 3
-
-_libc = ctypes.CDLL(None, use_errno=True)
-if hasattr(_libc, "fallocate"):
-    _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 def segment_path(folder: Path, number: int, name: str) -> Path:
@@ -57,12 +51,9 @@ def lease_key(number: int) -> bytes:
 
 def punch(path: Path, start: int, stop: int) -> None:
     """Give back the disk under those whole pages, where the file system can; they then read as zeros."""
-    first, last = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
-    if first >= last or not hasattr(_libc, "fallocate"):
-        return
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        _libc.fallocate(descriptor, _PUNCH_HOLE_KEEP_SIZE, first, last - first)
+        punch_hole(descriptor, start, stop)
     finally:
         os.close(descriptor)
 

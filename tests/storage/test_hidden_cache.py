@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hidden_rows import BLOCK, disk_bytes, files, holds, key_of, put, rows_of
+from hidden_rows import BLOCK, disk_bytes, holds, key_of, keys, put, rows_of, taken_bytes, unfinished
 from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.errors import StorageError
-from opd.storage.blob_folder import BlobFolder
+from opd.storage.cache_index import CacheFolder
 from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, cache_key
 from opd.storage.tensors import rows_array, rows_tensor
 
@@ -92,7 +92,7 @@ def test_misuse_is_refused_and_keeps_nothing(tmp_path: Path) -> None:
         cache.get(b"short")
     with pytest.raises(ValueError, match="quota"):
         HiddenStateCache(tmp_path, quota_bytes=0)
-    assert files(tmp_path, "blobs") == files(tmp_path, "partial") == []
+    assert keys(tmp_path) == unfinished(tmp_path) == []
     assert cache.used_bytes() == 0
 
 
@@ -101,7 +101,7 @@ def test_the_first_array_under_a_key_stays(tmp_path: Path) -> None:
     assert cache.put_many([(key_of(1), rows_of(1), CacheRecord("s1", "t", 1))] * 2) == [True, True]
     assert cache.put(key_of(1), rows_of(2), RECORD)
     assert holds(cache, 1)
-    assert len(files(tmp_path, "blobs")) == 1
+    assert len(keys(tmp_path)) == 1
     assert cache.used_bytes() == disk_bytes(tmp_path) == BLOCK
 
 
@@ -136,7 +136,11 @@ def test_what_is_leased_stays_and_what_finds_no_room_is_not_kept(tmp_path: Path)
     gc.collect()
     assert put(cache, 3)
     assert [holds(cache, n) for n in (1, 2, 3)] == [True, False, True]
-    assert files(tmp_path, "partial") == []
+    assert len(unfinished(tmp_path)) == 1  # the rows of its second lease are still there to be read
+    del second, leases
+    gc.collect()
+    assert put(cache, 4)
+    assert unfinished(tmp_path) == []
 
 
 def test_rows_stay_right_after_release_and_eviction(tmp_path: Path) -> None:
@@ -149,6 +153,10 @@ def test_rows_stay_right_after_release_and_eviction(tmp_path: Path) -> None:
     assert not holds(cache, 1)
     gc.collect()
     assert np.array_equal(rows, rows_of(1)[1:, ::2])
+    assert taken_bytes(tmp_path) == 2 * BLOCK
+    del rows
+    assert put(cache, 3)
+    assert taken_bytes(tmp_path) == BLOCK  # of what was evicted nothing is left
 
 
 def test_opening_with_a_smaller_quota_evicts_down_to_it(tmp_path: Path) -> None:
@@ -202,17 +210,17 @@ def test_blobs_used_after_the_look_for_room_still_make_some(tmp_path: Path, monk
     cache = HiddenStateCache(tmp_path, quota_bytes=2 * BLOCK)
     assert put(cache, 1)
     assert put(cache, 2)
-    scan, looks = BlobFolder._scan, itertools.count()
+    scan, looks = CacheFolder._scan, itertools.count()
 
-    def used_meanwhile(folder: BlobFolder) -> None:
+    def used_meanwhile(folder: CacheFolder) -> None:
         scan(folder)
         if next(looks) < 3:
-            for path in (tmp_path / "v1" / "blobs").iterdir():
-                folder.touch(path)
+            for _, place in folder.index.entries():
+                folder.touch(place)
 
-    monkeypatch.setattr(BlobFolder, "_scan", used_meanwhile)
+    monkeypatch.setattr(CacheFolder, "_scan", used_meanwhile)
     assert put(cache, 3)
-    assert len(files(tmp_path, "blobs")) == 2
+    assert len(keys(tmp_path)) == 2
 
 
 def test_threads_share_one_cache(tmp_path: Path) -> None:
@@ -234,7 +242,7 @@ def test_threads_share_one_cache(tmp_path: Path) -> None:
     assert counters.hits == hits > 0
     assert counters.evictions > 0
     assert cache.used_bytes() == disk_bytes(tmp_path) <= 5 * BLOCK
-    assert files(tmp_path, "partial") == []
+    assert unfinished(tmp_path) == []
 
 
 _MANY_LEASES = """
@@ -243,7 +251,8 @@ from hidden_rows import *
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 cache = HiddenStateCache(sys.argv[1], quota_bytes=1 << 30, durable=False)
 open_files = lambda: len(os.listdir("/proc/self/fd"))
-maps = lambda: sum("/blobs/" in line for line in open("/proc/self/maps"))
+maps = lambda: sum("/segments/" in line for line in open("/proc/self/maps"))
+assert put(cache, 0, rows=1)
 before = open_files()
 assert all(put(cache, n, rows=1) for n in range(300))
 leases = [cache.get(key_of(n)) for n in range(300)]
@@ -259,7 +268,7 @@ cache.close()
 def test_leases_cost_no_descriptors_and_end_without_a_trace(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", _MANY_LEASES, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["300", "0", "0"]
+    assert result.stdout.split() == ["1", "1", "0"]
 
 
 def test_a_folder_that_cannot_be_one_is_named(tmp_path: Path) -> None:
@@ -270,9 +279,9 @@ def test_a_folder_that_cannot_be_one_is_named(tmp_path: Path) -> None:
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     HiddenStateCache(tmp_path, quota_bytes=BLOCK).close()
-    (tmp_path / "v1" / "blobs" / "README").write_bytes(b"x" * 10_000)
+    (tmp_path / "v2" / "segments" / "README").write_bytes(b"x" * 10_000)
     cache = HiddenStateCache(tmp_path, quota_bytes=BLOCK)
     assert cache.used_bytes() == 0
     assert put(cache, 1)
     assert put(cache, 2)
-    assert os.path.exists(tmp_path / "v1" / "blobs" / "README")
+    assert os.path.exists(tmp_path / "v2" / "segments" / "README")

@@ -78,6 +78,12 @@ def killed_after(folder: Path, seed: int, seconds: float) -> str:
     return maps
 
 
+def unfinished(cache: HiddenStateCache) -> list:
+    index = cache._files.index
+    with index.env.begin() as txn:
+        return [*index.listed(txn, b"p"), *index.listed(txn, b"d")]
+
+
 def files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.is_file()}
 
@@ -85,20 +91,19 @@ def files(folder: Path) -> set[Path]:
 def main() -> None:
     folder, kills = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    chooser, partial, evicting = random.Random(0), 0, 0
+    chooser, evicting = random.Random(0), 0
     before = files(folder)
     for number in range(kills):
         maps = killed_after(folder, number, chooser.uniform(0.0, 0.05))
         assert "/dev/shm" not in maps
         assert "SYSV" not in maps
-        partial += len(os.listdir(folder / "cache/v1/partial"))
         with HiddenStateCache(folder / "cache", quota_bytes=QUOTA) as cache:
-            assert os.listdir(folder / "cache/v1/partial") == []
+            assert unfinished(cache) == []
             evicting += cache.used_bytes() > QUOTA - 3 * 4096
-    blobs, right = set(os.listdir(folder / "cache/v1/blobs")), 0
+    right = 0
     made = opened(folder)
     with HiddenStateCache(folder / "cache", quota_bytes=QUOTA) as cache:
-        scores = CachedScores(cache)
+        scores, blobs = CachedScores(cache), len(cache._files.index.entries())
         for seed in range(5):
             for sample in samples(seed):
                 rows = scores.find(made[sample.domain], sample)
@@ -106,9 +111,9 @@ def main() -> None:
                 right += rows is not None
         assert cache.counters.corrupt == 0
     made["a"].close()
-    left = {path for path in files(folder) - before if path.parent.name != "blobs"}
-    print(json.dumps({"right": right, "blobs": len(blobs), "partial": partial, "evicting": evicting}))
-    assert {path.name for path in left} == {"leases", "usage"}, left
+    left = {path for path in files(folder) - before if path.parent.name not in ("segments", "index")}
+    print(json.dumps({"right": right, "blobs": blobs, "evicting": evicting}))
+    assert {path.name for path in left} == {"index.sum", "leases", "opening", "ranges", "users"}, left
 
 
 if __name__ == "__main__":

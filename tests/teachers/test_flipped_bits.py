@@ -101,12 +101,13 @@ def test_a_bit_of_a_cached_blob(urls, tmp_path):
     with HiddenStateCache(tmp_path, quota_bytes=10**7, durable=False, on_warning=told.append) as cache:
         scores = CachedScores(cache)
         assert equal(gradient(urls, scores), expected)
-        blobs = sorted((tmp_path / "v1" / "blobs").iterdir())
-        assert len(blobs) == len(ranks.LENGTHS)
+        index = cache._files.index
+        assert len(index.entries()) == len(ranks.LENGTHS)
         for number in range(40):
-            path = blobs[number % len(blobs)]
+            _, place = sorted(index.entries())[number % len(ranks.LENGTHS)]
+            path = index.path(place.segment)
             data = bytearray(path.read_bytes())
-            data[chooser.randrange(len(data))] ^= 1 << chooser.randrange(8)
+            data[place.blob + chooser.randrange(place.size)] ^= 1 << chooser.randrange(8)
             path.write_bytes(data)
             assert equal(gradient(urls, scores), expected)
             assert len(told) == number + 1

@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tiny
 import torch
 
 from opd.errors import TeacherError
-from opd.storage.hidden_cache import HiddenStateCache
-from opd.storage.rows_writer import RowsWriter
+from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, RowsWriter
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
@@ -133,8 +133,17 @@ def test_a_full_disk_in_the_middle_of_a_sample_loses_no_row(family, tmp_path, mo
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert torch.equal(found, expected)
-    assert schedule._cache.cache.counters.rejected >= 1
-    assert not list((tmp_path / "cache" / "v1" / "partial").iterdir())
+    cache = schedule._cache.cache
+    assert cache.counters.rejected >= 1
+    record = CacheRecord("", "", 0)
+    assert cache.put(bytes(32), np.zeros((1, 1), np.float32), record)  # there is room again
+    assert not unfinished(cache)
+
+
+def unfinished(cache: HiddenStateCache) -> list:
+    index = cache._files.index
+    with index.env.begin() as txn:
+        return [*index.listed(txn, b"p"), *index.listed(txn, b"d")]
 
 
 def test_a_cache_without_room_leaves_rows_in_memory(family, tmp_path):
@@ -148,9 +157,9 @@ def test_rows_that_are_not_finite_are_refused_and_leave_nothing(family, tmp_path
     with torch.no_grad():
         teacher.model.module.model.norm.weight.fill_(float("nan"))
     with pytest.raises(TeacherError, match="not finite"):
-        scored(open_schedule(teacher, tmp_path / "cache"))
-    assert not list((tmp_path / "cache" / "v1" / "partial").iterdir())
-    assert not list((tmp_path / "cache" / "v1" / "blobs").iterdir())
+        scored(schedule := open_schedule(teacher, tmp_path / "cache"))
+    assert not schedule._cache.cache._files.index.entries()
+    assert not unfinished(schedule._cache.cache)
 
 
 _KILLED = """
