@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeGuard
 
 from opd.errors import OpdError, StorageError
+from opd.redact import redact
 
 MAX_DEPTH = 64
 """Of nested lists and objects in a small document."""
@@ -114,8 +115,10 @@ def printable(text: str) -> str:
 
 
 def shown(text: object, most: int = 100) -> str:
-    """`text`, cut, as an error may show it: what a terminal or a log would not print is escaped."""
-    return printable(str(text)[:most])
+    """`text`, cut, as an error may show it: what a terminal or a log would not print is escaped, and a secret
+    is hidden before the cut leaves half of it, which nobody would know again.
+    """
+    return printable(redact(str(text))[:most])
 
 
 def whole(value: object, least: int, most: int, what: str) -> int:

@@ -7,6 +7,7 @@ they are.
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import os
@@ -20,22 +21,29 @@ HIDDEN = "***"
 _LEAST = 6
 """Characters: what is shorter would be found in ordinary words; its form must give it away."""
 _NAMED = r"(?:(?:api|access|private)[_-]?key|secret|passw(?:or)?d|passphrase|token|signature|credential)"
-_ENVIRONMENT = re.compile(rf"(?:{_NAMED}|_key|_pwd)(?:_id)?$", re.IGNORECASE)
+_ENVIRONMENT = re.compile(rf"(?:{_NAMED}|_key|_pwd|_pat)(?:_id)?s?$", re.IGNORECASE)
 _FIELD = re.compile(
     r"(?:.*[_-])?(?:api[_-]?key|secret(?:[_-]?access)?(?:[_-]?key)?|passw(?:or)?d|passphrase|auth[_-]?token"
-    r"|access[_-]?token|session[_-]?token|private[_-]?key|authorization)",
+    r"|(?:access|session|refresh|bearer|bot|id|hf|github|gitlab|slack)[_-]?token|private[_-]?key|pwd|bearer"
+    r"|authorization)|token",
     re.IGNORECASE,
 )
-_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#\"'<>]*@")
-_PARAMETER = re.compile(
-    rf"([?&;][^=&#\s\"'<>]*(?:{_NAMED}|sig|auth|pwd)[^=&#\s\"'<>]*=)[^&#\s\"'<>]+", re.IGNORECASE
-)
+# Texts of any length and from anybody are searched: none of these looks at a character more than a few times.
+_USER = re.compile(r"(://)[^\s/?#\"'<>]*@")
+_PARAMETER = re.compile(r"([?&;](?P<name>[^=&?;#\s\"'<>]*+)=)[^&#\s\"'<>]++")
+_TELLING = re.compile(rf"{_NAMED}|sig|auth|pwd", re.IGNORECASE)
 _HEADER = re.compile(
-    r"((?:authorization|x-api-key|api-key|x-amz-security-token)[\"']?\s*[:=]\s*[\"']?)"
-    r"(?:(?:bearer|basic|token)\s+)?[^\s\"',;}<]+",
+    r"((?:authorization|x-api-key|api-key|x-amz-security-token)[\\\"']*\s*+[:=]\s*+[\\\"']*)"
+    r"(?:(?:bearer|basic|token)\s+)?[^\s\\\"',;}<]+",
     re.IGNORECASE,
 )
+_FORM = re.compile(
+    r"(?<![\w-])(?:hf_[A-Za-z0-9]{30}|gh[a-z]_[A-Za-z0-9]{30}|github_pat_[A-Za-z0-9_]{30}|glpat-[A-Za-z0-9_-]{20}"
+    r"|sk-[A-Za-z0-9_-]{20}|xox[a-z]-[A-Za-z0-9-]{10}|A[KS]IA[A-Z0-9]{16}|eyJ[A-Za-z0-9_-]{10,}\.eyJ)[\w.-]*"
+)
+"""Keys that well-known services give out."""
 _BEARER = re.compile(r"\b(bearer\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
+_PASSWORD = re.compile(r"://[^\s/?#:@]*:([^\s/?#@]+)@")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 _values: set[str] = set()
@@ -49,6 +57,7 @@ def hide(secret: str | None) -> None:
         return
     _values.update({secret, quote(secret, safe=""), quote(secret), html.escape(secret), unquote(secret)})
     _values.update({json.dumps(secret)[1:-1], repr(secret)[1:-1]})
+    _values.add(base64.b64encode(secret.encode(errors="surrogateescape")).decode())  # `Basic`
     longest_first = sorted((value for value in _values if len(value) >= _LEAST), key=len, reverse=True)
     _known = re.compile("|".join(map(re.escape, longest_first)))
 
@@ -58,14 +67,21 @@ def redact(text: str) -> str:
     if _known is not None:
         text = _known.sub(HIDDEN, text)
     if "://" in text:
-        text = _PARAMETER.sub(rf"\g<1>{HIDDEN}", _USER.sub(rf"\g<1>{HIDDEN}@", text))
+        text = _PARAMETER.sub(_without_value, _USER.sub(rf"\g<1>{HIDDEN}@", text))
+    text = _FORM.sub(HIDDEN, text)
     return _BEARER.sub(rf"\g<1>{HIDDEN}", _HEADER.sub(rf"\g<1>{HIDDEN}", text))
 
 
+def _without_value(found: re.Match[str]) -> str:
+    return found[1] + HIDDEN if _TELLING.search(found["name"]) else found[0]
+
+
 def redacted(value: Any) -> Any:
-    """A copy of a JSON value with every secret in it as `***`; whole strings under a key that names one."""
+    """A copy of a JSON value with every secret in it as `***`; whole strings under a key that names one.
+
+    Nothing is learned: a URL with `accuracy` for a password that a model writes hides no word elsewhere.
+    """
     if isinstance(value, str):
-        _learn(value)
         return redact(value)
     if isinstance(value, Mapping):
         return {
@@ -108,9 +124,13 @@ def _learn(text: str) -> None:
         hide(user.partition(":")[2])
         hide(unquote(user.partition(":")[2]))
     for found in _PARAMETER.finditer(text):
-        hide(found[0][len(found[1]) :])
+        if _TELLING.search(found["name"]):
+            hide(found[0][len(found[1]) :])
 
 
 for _name, _value in os.environ.items():
     if _ENVIRONMENT.search(_name) and not _value.startswith("/"):
         hide(_value)
+    for _found in _PASSWORD.finditer(_value):  # of a proxy, of a data base
+        hide(_found[1])
+        hide(unquote(_found[1]))

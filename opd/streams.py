@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from opd.redact import redact
@@ -41,11 +42,41 @@ class GuardedStream:
 
 
 def guard_streams() -> None:
-    """Let what this process prints, tracebacks included, hold no secret."""
+    """Let what this process prints and logs, tracebacks included, hold no secret."""
+    guarded: dict[int, GuardedStream] = {}
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, GuardedStream):
-            setattr(sys, name, GuardedStream(stream))
+            guarded[id(stream)] = guarded[id(getattr(sys, f"__{name}__"))] = GuardedStream(stream)
+            setattr(sys, name, guarded[id(stream)])
+    _move_handlers(guarded)
+
+
+@contextlib.contextmanager
+def streams_into(file: TextIO) -> Iterator[None]:
+    """Print and log into `file` in the block, and no secret."""
+    before = {id(getattr(sys, name)) for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
+    ours = GuardedStream(file)
+    moved = _move_handlers(dict.fromkeys(before, ours))
+    try:
+        with contextlib.redirect_stdout(ours), contextlib.redirect_stderr(ours):
+            yield
+    finally:
+        for handler, stream in moved.items():
+            handler.setStream(stream)
+
+
+def _move_handlers(streams: Mapping[int, GuardedStream]) -> dict[logging.StreamHandler, Any]:
+    """Give the loggers of libraries, which keep the stream that they find when they are imported, the one
+    that takes its place in `streams`, by the `id` of the old one. Returns what each handler had.
+    """
+    moved = {}
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            stream = getattr(handler, "stream", None)
+            if stream is not None and id(stream) in streams and isinstance(handler, logging.StreamHandler):
+                moved[handler] = handler.setStream(streams[id(stream)])
+    return moved
 
 
 @contextlib.contextmanager

@@ -53,6 +53,8 @@ class Patience:
 
 CONTROL_BYTES = 8 * 2**20
 """Most bytes of an answer that is about a server and not about tokens."""
+_READ = 2**16
+"""Bytes of an answer of which an error may show some: more, so that no secret is cut before it is known."""
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
 """Statuses that a later attempt may not meet."""
 
@@ -220,7 +222,7 @@ def _headers(owner: str, variable: str | None) -> dict[str, str]:
 
 
 def _excerpt(content: bytes) -> str:
-    return shown(" ".join(content[:300].decode(errors="replace").split()), 300)
+    return shown(" ".join(content[:_READ].decode(errors="replace").split()), 300)
 
 
 async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes:

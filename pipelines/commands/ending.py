@@ -15,6 +15,7 @@ from typing import NoReturn
 from opd.errors import OpdError, PreemptedError, RanksError, from_system
 from opd.foreign import printable
 from opd.imports import is_of_opd, told
+from opd.redact import redact
 from opd.streams import guard_streams
 
 ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
@@ -102,7 +103,7 @@ def _no_false_success(resumes: bool) -> Iterator[None]:
 
 def one_line(text: str) -> str:
     """`text` on one line, with what cannot be printed escaped, and the middle of the endless left out."""
-    words = " ".join(text.split())
+    words = " ".join(redact(text).split())
     if len(words) > _LONGEST:
         words = f"{words[: _LONGEST // 2]} ... {words[-_LONGEST // 2 :]}"
     return printable(words)

@@ -21,7 +21,7 @@ from opd.monitor.progress import Progress
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages import Stage, plan
 from opd.rollout.preemption import Preemption
-from opd.streams import GuardedStream
+from opd.streams import streams_into
 
 LOOK = 0.2
 """Seconds between two looks at what this process was asked to do."""
@@ -135,11 +135,7 @@ def _work(recipe_json: str, path: str, name: str, connection: Connection) -> Non
     _end_with_parent(connection)
     recipe = Recipe.model_validate_json(recipe_json)
     folder = RunFolder.attach(path)
-    with (
-        folder.log(name).open("a", buffering=1) as log,
-        contextlib.redirect_stdout(GuardedStream(log)),
-        contextlib.redirect_stderr(GuardedStream(log)),
-    ):
+    with folder.log(name).open("a", buffering=1) as log, streams_into(log):
         try:
             result = execute(
                 recipe,

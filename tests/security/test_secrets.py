@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
 import threading
+from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote
@@ -19,8 +23,12 @@ from recipes import tiny_recipe, write_recipe
 
 from opd import redact as redact_module
 from opd.errors import ConfigError, MissingExtraError, OpdError, RunFolderError, StorageError
+from opd.foreign import shown
+from opd.pipelines.commands.ending import one_line
 from opd.pipelines.records.run_folder import RunFolder
 from opd.redact import HIDDEN, hide, learn, redact, redacted
+from opd.served.http_client import _excerpt
+from opd.streams import guard_streams, streams_into
 
 SIGNS = st.characters(min_codepoint=33, max_codepoint=126)
 SECRETS = st.text(SIGNS, min_size=8, max_size=40).filter(lambda s: HIDDEN not in s and len(set(s)) > 4)
@@ -46,11 +54,33 @@ def test_a_secret_is_told_by_its_form(secret, user):
         f"{{'authorization': 'Basic {secret}'}}",
         f"x-api-key: {secret}",
         f"the server said: bearer {secret}",
+        f'{{\\"x-api-key\\": \\"{secret}\\"}}',
     ):
         found = redact(text)
         assert secret not in found, text
         assert HIDDEN in found
         assert redact(found) == found
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["hf_" + "aB3" * 11, "ghp_" + "aB3" * 12, "github_pat_" + "aB3_" * 12, "glpat-" + "aB3-" * 5,
+     "sk-proj-" + "aB3_" * 8, "xoxb-1234567890-aB3", "AKIA" + "B3" * 8,
+     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIx.aB3-_"],
+)  # fmt: skip
+def test_a_key_of_a_well_known_service_is_told_by_its_form(key):
+    assert redact(f"params: {key}, and more") == f"params: {HIDDEN}, and more"
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["a", "token", "?token", "://", "authorization ", "x-api-key: ", "bearer ", "eyJ", "eyJ-", "sk-", "xoxb-",
+     " ", "\\", "?a=", "@", "://@", "x:", ";sig"],
+)  # fmt: skip
+@pytest.mark.parametrize("start", ["://", "?token", "authorization", "x-api-key:", "bearer "])
+def test_a_text_of_any_length_is_searched_in_a_moment(start, part):
+    """What others wrote is printed too. A search of quadratic time would last an hour here."""
+    redact(f"://{start}" + part * (300_000 // len(part)))
 
 
 @given(secret=SECRETS)
@@ -61,6 +91,8 @@ def test_a_known_secret_is_found_in_whatever_encoding(secret):
         found = redact(f"it said {written}!")
         assert secret not in found
         assert redact(found) == found
+    basic = b64encode(secret.encode()).decode()  # as a header has it
+    assert basic not in redact(f"I got {basic}.")
 
 
 @given(secret=SECRETS.filter(lambda s: "?" not in s), user=st.sampled_from(["bob", "a.b"]))
@@ -81,12 +113,20 @@ def test_what_is_no_secret_stays(text):
     assert redact(text) == text
 
 
+def test_what_a_model_has_written_hides_no_word_elsewhere():
+    written = {"answers": ["http://bob:accuracy@host/x"], "accuracy": "accuracy"}
+    assert redacted(written) == {"answers": [f"http://{HIDDEN}@host/x"], "accuracy": "accuracy"}
+    assert redacted(written) == redacted(redacted(written))
+
+
 def test_fields_that_name_a_secret_are_hidden_and_others_are_not():
     found = redacted(
-        {"api_key": "x", "secret_access_key": "y", "api_key_env": "KEY", "eos_token": "</s>", "n": 1}
-    )
+        {"api_key": "x", "secret_access_key": "y", "api_key_env": "KEY", "eos_token": "</s>", "n": 1,
+         "token": "z", "hf_token": "z", "pwd": "z", "aggregation": "token"}
+    )  # fmt: skip
     assert found == {
         "api_key": HIDDEN, "secret_access_key": HIDDEN, "api_key_env": "KEY", "eos_token": "</s>", "n": 1,
+        "token": HIDDEN, "hf_token": HIDDEN, "pwd": HIDDEN, "aggregation": "token",
     }  # fmt: skip
 
 
@@ -95,6 +135,54 @@ def test_an_error_holds_no_secret_wherever_it_is_written(kind):
     error = kind("ftp://bob:hunter2-hunter2@host/x cannot be read")
     assert str(error) == f"ftp://{HIDDEN}@host/x cannot be read"
     assert "hunter2" not in str(MissingExtraError("ftp://bob:hunter2-hunter2@host", "s3"))
+
+
+@pytest.mark.parametrize("at", range(40, 110, 3))
+def test_a_secret_is_hidden_before_a_text_is_cut(at):
+    hide("0123456789abcdef" * 4)
+    for cut in (shown, lambda text: one_line(text + "x" * 5000), lambda text: _excerpt(text.encode())):
+        found = cut("x" * at + "0123456789abcdef" * 4 + " is not known")
+        assert "0123" not in found
+    assert "0123" not in one_line("x" * (600 - at) + "0123456789abcdef" * 4 + "x" * 5000)
+    assert "0123" not in _excerpt(b"x" * (300 - at) + b"0123456789abcdef" * 4)
+    assert "0123" not in _excerpt(b"0123456789abcdef" * 4 * 2000)
+
+
+def test_passwords_of_urls_in_the_environment_are_known(tmp_path):
+    """Of a proxy, say: libraries put it into their errors in forms of their own."""
+    program = (
+        "from opd.redact import redact; print(redact('correct-horse deploy.example deployer p@ss-word'))"
+    )
+    environment = {"HTTPS_PROXY": "http://bob:correct-horse@proxy", "MIRROR": "ssh://deployer@deploy.example",
+                   "DB": "postgres://u:p%40ss-word@h/db"}  # fmt: skip
+    said = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert said.stdout == f"{HIDDEN} deploy.example deployer {HIDDEN}\n"
+
+
+def test_loggers_that_were_there_first_write_no_secret(capsys):
+    """Those of libraries keep the stream of the process that imported them."""
+    logger, said = logging.getLogger("early"), io.StringIO()
+    handler = logging.StreamHandler(sys.stderr)
+    logger.addHandler(handler)
+    hide("correct-horse-battery")
+    with streams_of_its_own():
+        guard_streams()
+        logger.warning("first correct-horse-battery")
+        with streams_into(said):
+            logger.warning("second correct-horse-battery")
+        logger.warning("third")
+    logger.removeHandler(handler)
+    assert capsys.readouterr().err == f"first {HIDDEN}\nthird\n"
+    assert said.getvalue() == f"second {HIDDEN}\n"
+
+
+@contextlib.contextmanager
+def streams_of_its_own():
+    """The streams of the block are its own."""
+    with contextlib.redirect_stdout(sys.stdout), contextlib.redirect_stderr(sys.stderr):
+        yield
 
 
 def recipe_with(password: str, host: str = "host"):

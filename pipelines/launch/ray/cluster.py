@@ -17,6 +17,7 @@ from typing import Any
 from opd.config import ActorResources, RayLaunch
 from opd.errors import LaunchError, MissingExtraError, PreemptedError
 from opd.pipelines.launch.ray.processes import Processes, descendants, end_left_over, own_folder
+from opd.redact import redact
 from opd.rollout.preemption import Preemption
 
 GOODBYE_SECONDS = 5.0
@@ -264,7 +265,7 @@ def _placed(group: Any, seconds: float, asked: Preemption) -> bool:
 
 def one_line(error: BaseException) -> str:
     """What an error says, on one line and not for ever."""
-    text = " ".join(str(error).split()).rstrip(".")
+    text = " ".join(redact(str(error)).split()).rstrip(".")
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
