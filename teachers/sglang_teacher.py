@@ -264,11 +264,9 @@ class SGLangTeacher:
 
 def check_signal(name: str, settings: SGLangTeacherConfig, recipe: Recipe) -> None:
     """`ConfigError` if the loss needs more than the servers of teacher `name` are asked for."""
-    distill = recipe.distill
-    if settings.signal == "hidden":
-        return
-    enough = distill.loss.type in ("k1", "k2") or (distill.loss.type, settings.signal) == ("topk", "topk")
-    if not enough or distill.mixture == "geometric":
+    distill, signals = recipe.distill, ("sampled", "topk", "hidden")
+    needed = "hidden" if distill.mixture == "geometric" else distill.loss.signal
+    if signals.index(settings.signal) < signals.index(needed):
         what = f"distill.loss {distill.loss.type} with mixture {distill.mixture}"
         raise ConfigError(
             f"teachers.{name}.signal is {settings.signal}, which is too little for {what}; set it to hidden,"

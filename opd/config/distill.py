@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,7 +12,19 @@ from opd.config.teachers import StreamedTeacherConfig, TeachersConfig
 from opd.config.train import BatchConfig, OptimConfig
 
 
-class FullVocabularyKL(Config):
+class DistillLoss(Config):
+    """What every loss against a teacher says of itself."""
+
+    signal: ClassVar[Literal["hidden", "topk", "sampled"]] = "hidden"
+    """The least that servers of a teacher have to be asked for."""
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether it is itself an expectation over the tokens that were sampled."""
+        return False
+
+
+class FullVocabularyKL(DistillLoss):
     """The exact divergence over the whole vocabulary at every position: no action-sampling variance."""
 
     type: Literal["full"] = "full"
@@ -23,7 +35,7 @@ class FullVocabularyKL(Config):
     """Weight of the teacher in the mixture `beta * t + (1 - beta) * p`; used by `jsd` only."""
 
 
-class SampledTokenK1(Config):
+class SampledTokenK1(DistillLoss):
     """`adv - lambda * (log p_student - log p_teacher)` on the sampled tokens: unbiased, noisy."""
 
     type: Literal["k1"] = "k1"
@@ -35,14 +47,23 @@ class SampledTokenK1(Config):
     """0 credits each token with its own log-ratio; above 0 with the discounted sum of those that follow."""
     loss: PolicyLossConfig = PolicyLossConfig()
 
+    signal: ClassVar = "sampled"
 
-class SampledTokenK2(Config):
+
+class SampledTokenK2(DistillLoss):
     """`(log p_student - log p_teacher)^2 / 2` as a loss on the sampled tokens: the reverse KL's gradient."""
 
     type: Literal["k2"] = "k2"
 
+    signal: ClassVar = "sampled"
 
-class TopKKL(Config):
+    @property
+    def weighs_samples(self) -> bool:
+        """All of it."""
+        return True
+
+
+class TopKKL(DistillLoss):
     """Reverse KL on a top-k support of the teacher."""
 
     type: Literal["topk"] = "topk"
@@ -53,14 +74,26 @@ class TopKKL(Config):
     support plus a score-function term for sampled tokens outside it (unbiased on-policy); `truncated`:
     support only (biased: it leaks mass out of the support; for comparison)."""
 
+    signal: ClassVar = "topk"
 
-class CustomDivergence(Config):
+    @property
+    def weighs_samples(self) -> bool:
+        """The term of tokens outside the support."""
+        return self.form == "hybrid"
+
+
+class CustomDivergence(DistillLoss):
     """A per-token loss of your own against one teacher, by dotted path:
     `loss(micro, student, view) -> [N]` with a `MicroBatch`, `StudentRows` and a `TeacherView`."""
 
     type: Literal["custom"] = "custom"
     path: str
     """Dotted path of the function."""
+
+    @property
+    def weighs_samples(self) -> bool:
+        """It may be."""
+        return True
 
 
 DistillLossConfig = Annotated[
@@ -129,8 +162,7 @@ class DistillConfig(Config):
     @property
     def weighs_samples(self) -> bool:
         """Whether the distillation stream itself is an expectation over the tokens that were sampled."""
-        hybrid = isinstance(self.loss, TopKKL) and self.loss.form == "hybrid"
-        return hybrid or isinstance(self.loss, SampledTokenK2 | CustomDivergence)
+        return self.loss.weighs_samples
 
     def _check_policy_loss(self) -> None:
         if isinstance(self.loss, SampledTokenK1):
