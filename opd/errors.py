@@ -106,7 +106,8 @@ _ADVICE = {
     errno.EMFILE: "this process has too many files open; raise the limit (`ulimit -n`)",
     errno.ENFILE: "the machine has too many files open; end other processes",
     errno.EAGAIN: "the system gives no more processes or threads; raise the limit (`ulimit -u`)",
-    errno.ENOMEM: "the machine has no more memory; free some, or use a smaller batch",
+    errno.ENOMEM: "the machine has no more memory; free some, raise the limit (`ulimit -v`), or use a smaller"
+    " batch",
 }
 _NUMBERS = {
     FileNotFoundError: errno.ENOENT,
@@ -117,6 +118,8 @@ _NUMBERS = {
     MemoryError: errno.ENOMEM,
 }
 """Of errors that libraries raise without a number."""
+_WORDS = {"failed to map segment": errno.ENOMEM, "can't start new thread": errno.EAGAIN}
+"""Of those that have neither a number nor a type of their own: a library that is loaded, a thread."""
 
 
 def from_system(error: BaseException) -> OpdError | None:
@@ -133,6 +136,7 @@ def from_system(error: BaseException) -> OpdError | None:
     if number is None:
         said = re.search(r"\(os error (\d+)\)", str(error))
         known = next((of for kind, of in _NUMBERS.items() if isinstance(error, kind)), None)
+        known = known or next((of for words, of in _WORDS.items() if words in str(error)), None)
         number = int(said[1]) if said else known
     if number not in _ADVICE:
         return None
@@ -142,9 +146,9 @@ def from_system(error: BaseException) -> OpdError | None:
 def _where(error: BaseException) -> str:
     """The path an error is about, which it or whoever passed it on has named."""
     notes = getattr(error, "__notes__", [])
-    names = [note.removeprefix(_WRITING) for note in notes if note.startswith(_WRITING)]
+    names = [note.removeprefix(_WRITING) for note in reversed(notes) if note.startswith(_WRITING)]
     names += [getattr(error, "filename", None), getattr(error, "filename2", None)]
-    for name in names:
+    for name in names:  # the outermost one: within a folder that is to appear whole, names are temporary
         if name is not None and not isinstance(name, int):
             return f"{os.fsdecode(name)}: "
     quoted = re.search(r"(?:^|[\s\"'(])(/[^\"':\s)]+)", str(error))

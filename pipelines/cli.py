@@ -15,7 +15,7 @@ from opd.config import Recipe
 from opd.config.load import dump_recipe, load_recipe, located
 from opd.config.other_names import refuse_other_name
 from opd.errors import ConfigError, RunFolderError
-from opd.pipelines.commands.ending import ERROR, ended, one_line
+from opd.pipelines.commands.ending import ERROR, ended, one_line, require_address_space
 from opd.pipelines.plan.command import PLAN_OPTIONS, add_options, plan_command
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ def _dispatch(argv: list[str]) -> int:
         print(dump_recipe(recipe), end="")
         return 0
     recipe = located(recipe)
+    require_address_space()
     if options.command == "doctor":
         return _doctor(recipe, options)
     return _run(recipe, options, argv)
@@ -295,6 +296,7 @@ def _compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _publish(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd publish takes a checkpoint, a URL and --shards; remove {overrides[0]}")
+    require_address_space()
     from opd.pipelines.commands.publish import run_publish
 
     return run_publish(options.checkpoint, options.url, options.shards)

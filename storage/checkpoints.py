@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.errors import CheckpointError
+from opd.errors import CheckpointError, from_system
 from opd.storage.files import atomic_folder
 from opd.storage.sealed import check_files, read_sealed, write_sealed
 
@@ -104,9 +104,8 @@ class CheckpointStore:
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(
-                f"{final} cannot be written ({error.strerror or error}); free disk space or check permissions"
-            ) from error
+            said = from_system(error) or f"{final} cannot be written ({error})"
+            raise CheckpointError(str(said)) from error
         self._drop_old(newest=step)
         return Checkpoint(final, step, state, digests)
 

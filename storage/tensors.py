@@ -24,16 +24,11 @@ from opd.storage.leases import Lease
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> str:
     """Write `tensors` (any shapes, dtypes, devices) to `path`, atomically; return the file's sha256 in hex.
 
-    Tensors that share memory are written as copies of their own. Raises `CheckpointError` naming `path` if
-    the file cannot be written, for example on a full disk.
+    Tensors that share memory are written as copies of their own. Raises `OSError` if the file cannot be
+    written, for example on a full disk.
     """
     data = safetensors.torch.save(_unshared(tensors))
-    try:
-        write_atomic(path, data)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written ({error.strerror or error}); free disk space or check permissions"
-        ) from error
+    write_atomic(path, data)
     return hashlib.sha256(data).hexdigest()
 
 

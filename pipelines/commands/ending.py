@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import os
+import resource
 import signal
 import sys
 import threading
@@ -21,6 +22,8 @@ from opd.streams import guard_streams
 ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
 _LONGEST = 1200
 """Characters of a sentence: a path of thousands hides what is wrong with it."""
+_ADDRESS_SPACE = 1280 * 2**20
+"""Bytes that torch and the libraries with it take before there is a model: 0.9 GiB were measured."""
 _UNWIND = 5
 """Seconds after SIGTERM in which a command that does not listen for it closes what it has open; it is told
 again every second."""
@@ -107,6 +110,18 @@ def one_line(text: str) -> str:
     if len(words) > _LONGEST:
         words = f"{words[: _LONGEST // 2]} ... {words[-_LONGEST // 2 :]}"
     return printable(words)
+
+
+def require_address_space() -> None:
+    """Raise `OpdError`, before torch is imported, if this process may map too little for it: what is then
+    refused somewhere inside a library crashes in as many ways as there are libraries.
+    """
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most != resource.RLIM_INFINITY and most < _ADDRESS_SPACE:
+        raise OpdError(
+            f"this process may take {most >> 20} MiB of address space, and torch alone needs"
+            f" {_ADDRESS_SPACE >> 20}; raise the limit (`ulimit -v`)."
+        )
 
 
 def complain(error: OpdError) -> None:

@@ -18,7 +18,8 @@ def out_of_memory(error: BaseException) -> str | None:
     """What `error` says, in short, if it means that there is no more memory; `None` for any other error."""
     import torch
 
-    allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    words = ("can't allocate memory", "Cannot allocate memory")  # torch's allocator, the system
+    allocator = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     if allocator or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return " ".join(str(error).split())[:160].rstrip(".") or "no more is free"
     return None

@@ -48,6 +48,8 @@ class SerialError(Exception):
         (ValueError("embedded null byte"), "NUL"),
         (ValueError("lstat: embedded null character in path"), "NUL"),
         (MemoryError(), "no more memory"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "no more memory"),
+        (RuntimeError("can't start new thread"), "`ulimit -u`"),
         (ConfigError("a sentence"), "a sentence"),
     ],
 )
@@ -288,3 +290,21 @@ def test_a_full_disk_is_named_and_left_clean(small_disk, form):
     sentence = str(from_system(caught.value))
     assert sentence.startswith(f"{target}: the disk is full; free some space")
     assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["run", "recipe.yaml"], ["doctor", "recipe.yaml"], ["publish", "a", "b"]])
+def test_too_little_address_space_is_said_before_torch_is_imported(tmp_path, words):
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    program = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (600 << 20, resource.RLIM_INFINITY))
+from opd.pipelines.cli import main
+status = main({words})
+assert not {{"torch", "numpy"}} & set(sys.modules)
+sys.exit(status)
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert "may take 600 MiB of address space" in result.stderr
+    assert "`ulimit -v`" in result.stderr

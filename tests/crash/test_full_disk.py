@@ -60,6 +60,8 @@ def test_a_disk_that_fills_is_one_sentence_and_costs_nothing(disk, tmp_path, cap
     said = capsys.readouterr().err.splitlines()
     (error,) = [line for line in said if line.startswith("opd: error: ")]
     assert str(run) in error
+    assert ".tmp" not in error
+    assert "--resume" in error
     assert "No space left on device" in error or "the disk is full" in error
     assert "Traceback" not in "".join(said)
     resize(disk, 1 << 28)

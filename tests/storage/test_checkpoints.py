@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -177,3 +178,20 @@ def _check_latest(store: CheckpointStore, acknowledged: int) -> None:
     assert latest.state == {"step": latest.step}
     for name in ("model", "optimizer"):
         assert torch.equal(latest.load(name)["w"], torch.full((20_000,), float(latest.step)))
+
+
+def test_what_the_disk_refuses_names_the_checkpoint_and_how_to_go_on(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"model": {"w": torch.zeros(10)}}, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            store.save(2, {"model": {"w": torch.zeros(1 << 16)}}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(caught.value).startswith(f"{tmp_path / 'step_2'}: ")
+    assert "--resume" in str(caught.value)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 1
