@@ -61,7 +61,7 @@ def _heard(words: list[str], command: str) -> int:
     """Run the command; whoever waits for long hears that it is at work. Of ranks the first one speaks."""
     if os.environ.get("RANK", "0") != "0":
         return _dispatch(words)
-    from opd.monitor.progress import never_silent
+    from opd.progress import never_silent
 
     with never_silent(command):
         return _dispatch(words)

@@ -10,19 +10,19 @@ from typing import Any
 
 from opd.config import Recipe
 from opd.models.hf_folder import CHECKSUMS
-from opd.monitor.progress import Progress
-from opd.pipelines.context import StageContext
 from opd.pipelines.evaluation.stage import measured, measurements
-from opd.pipelines.helpers import Helpers
 from opd.pipelines.launch.machine import settle
 from opd.pipelines.launch.workers import run_side_by_side
 from opd.pipelines.records.cards import write_cards
 from opd.pipelines.records.results import write_results
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
-from opd.pipelines.served_engine import with_engine
-from opd.pipelines.stage_rollout import remove_log
-from opd.pipelines.stages import Stage, plan, summary, with_needs
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.helpers import Helpers
+from opd.pipelines.stages.order import Stage, plan, summary, with_needs
+from opd.pipelines.stages.served_engine import with_engine
+from opd.pipelines.stages.stage_rollout import remove_log
+from opd.progress import Progress
 from opd.ranks import Ranks
 from opd.rollout.preemption import Preemption
 

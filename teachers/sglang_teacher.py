@@ -20,7 +20,7 @@ from opd.errors import ConfigError, OpdError, TeacherError
 from opd.kernels.head import Head
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.models.hf_folder import read_object
-from opd.monitor.progress import doing
+from opd.progress import doing
 from opd.served.http_client import SERVERS, Patience, PoolOptions, RefusedError, Server, UnavailableError
 from opd.served.http_pool import HTTPPool, LoopThread
 from opd.served.sglang_answers import (

@@ -18,11 +18,11 @@ import torch
 from study import DOMAINS, ESTIMATORS, HERE
 
 from opd.config.load import load_recipe
-from opd.pipelines.context import StageContext
-from opd.pipelines.distill import Distill
-from opd.pipelines.loop import PhaseTimer, Step
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.samples import StepSamples
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.distill import Distill
+from opd.pipelines.stages.loop import PhaseTimer, Step
+from opd.pipelines.stages.samples import StepSamples
 from opd.train.torch_backend import TorchBackend
 
 

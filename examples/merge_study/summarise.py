@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from study import DOMAINS, ESTIMATORS, HERE, VARIANTS
 
-from opd.monitor.metrics import read_metrics
+from opd.metrics import read_metrics
 
 Table = dict[str, list[dict]]
 LABELS = {

@@ -16,8 +16,8 @@ from opd.config import Recipe
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
-from opd.monitor.progress import Progress
 from opd.pipelines.commands.publish import publish_checkpoint
+from opd.progress import Progress
 from opd.storage.trajectories import TrajectoryRecord, TrajectoryWriter
 
 VOCABULARY = 512

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from job import VOCABULARY, MemoryLog, peak_mib, publish_teachers, tokenizer, write_trajectories
 
-from opd.algorithms.normalise import weigh
+from opd.algorithms.loss_weights import weigh
 from opd.config import Recipe
 from opd.config.load import load_recipe
 from opd.models.causal_lm import CausalLM
-from opd.monitor.progress import Progress
 from opd.pipelines.launch.machine import settle, threads_here
-from opd.pipelines.sample_files import Scratch, groups_of
-from opd.pipelines.samples_on_disk import SamplesOnDisk
+from opd.pipelines.stages.sample_files import Scratch, groups_of
+from opd.pipelines.stages.samples_on_disk import SamplesOnDisk
+from opd.progress import Progress
 from opd.ranks import Ranks
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.trajectories import TrajectoryUnion

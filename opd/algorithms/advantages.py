@@ -31,7 +31,7 @@ from opd.config.rl import (
 from opd.errors import ConfigError, RewardError, TeacherError, TrainingError
 from opd.imports import GROUP, calling, check_signature, import_attribute, import_function, told
 from opd.protocols import AdvantageEstimator
-from opd.rewards.values import LARGEST
+from opd.rewards.runner import LARGEST
 from opd.types import SampleGroup
 
 

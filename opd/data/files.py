@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.config.data import DomainConfig
-from opd.data.hashing import fraction
-from opd.data.prompts import Domain, Prompt
+from opd.data.prompts import Domain, Prompt, fraction
 from opd.errors import DataError, MissingExtraError
 from opd.foreign import machine_memory
 

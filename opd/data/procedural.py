@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from opd.config.data import DomainConfig
-from opd.data.hashing import fraction, raw_stream
-from opd.data.prompts import Domain, Prompt
+from opd.data.prompts import Domain, Prompt, fraction, raw_stream
 from opd.errors import DataError
 from opd.imports import import_attribute
 

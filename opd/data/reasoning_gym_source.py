@@ -7,8 +7,7 @@ import functools
 from typing import Any
 
 from opd.config.data import DomainConfig
-from opd.data.hashing import fraction
-from opd.data.prompts import Checker, Domain, Prompt
+from opd.data.prompts import Checker, Domain, Prompt, fraction
 from opd.errors import DataError, MissingExtraError
 
 _PATIENCE = 2000

@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.algorithms.loss_weights import MismatchSums
+from opd.algorithms.losses import clipped_policy_loss, reference_penalty
 from opd.config.rl import PolicyLossConfig, ReferenceKLConfig
 from opd.errors import ConfigError, TrainingError
 from opd.imports import POLICY_LOSS, calling, import_function
 from opd.kernels import ops, vocab_parallel
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
-from opd.losses.kl_estimators import reference_penalty
-from opd.losses.policy import clipped_policy_loss
-from opd.monitor.mismatch import MismatchSums
 from opd.ranks import Ranks
 from opd.types import MicroBatch
 

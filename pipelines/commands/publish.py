@@ -11,8 +11,8 @@ from opd.models.heads import head_form
 from opd.models.hf_folder import adapter_base, check_folder, read_config
 from opd.models.hf_weights import check_weights, quiet
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer
-from opd.monitor.progress import doing, hushed
 from opd.pipelines.doctor.checks import refuse_place
+from opd.progress import doing, hushed
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import ModelForm, Published, publish
 from opd.storage.store_faults import StoreOptions

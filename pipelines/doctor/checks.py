@@ -19,9 +19,9 @@ from opd.config import Recipe
 from opd.errors import ConfigError, StorageError, from_system
 from opd.foreign import machine_memory
 from opd.imports import import_function
-from opd.monitor.progress import doing
 from opd.pipelines.records.inputs import user_functions
 from opd.pipelines.records.run_folder import RunFolder
+from opd.progress import doing
 from opd.redact import redact
 from opd.retry import Retry
 
@@ -80,7 +80,7 @@ def check_sampling(recipe: Recipe) -> list[Finding]:
 
 def check_schedule(recipe: Recipe) -> list[Finding]:
     """Tokens of older weights, learnt from as if the newest had drawn them."""
-    from opd.pipelines.merge_loss import needs_policy_stream, policy_loss
+    from opd.pipelines.stages.distill import needs_policy_stream, policy_loss
 
     schedule, distill = recipe.rollout.schedule, recipe.distill
     if schedule == "in_turn":
@@ -375,8 +375,8 @@ def _simple_answers(domain: Domain) -> dict[str, str]:
 
 
 def _check_reward(recipe: Recipe, domain: Domain, title: str, answers: Mapping[str, str]) -> list[Finding]:
-    from opd.rewards.execution import Job
     from opd.rewards.functions import checker_reward, load_reward
+    from opd.rewards.runner import Job
 
     config = recipe.domains[domain.name]
     if config.reward is not None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.pipelines.doctor.checks import Finding, attempt, check_rewards, given_teachers
-from opd.pipelines.precision import model_dtype
+from opd.pipelines.stages.precision import model_dtype
 from opd.types import HiddenStates, RolloutRequest, Sample
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
     teachers = given_teachers(recipe)
     if recipe.model.path is None or not Path(recipe.model.path).is_dir() or not teachers:
         return []
-    from opd.pipelines.student import load_model
+    from opd.pipelines.stages.student import load_model
 
     student = load_model(recipe, Path(recipe.model.path))
     findings: list[Finding] = []
@@ -49,7 +49,7 @@ def check_base(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) ->
     """What each reward says of a few answers of a base that exists; loads the model."""
     if recipe.model.path is None or not Path(recipe.model.path).is_dir():
         return []
-    from opd.pipelines.student import load_model
+    from opd.pipelines.stages.student import load_model
 
     student = load_model(recipe, Path(recipe.model.path))
     written = {
@@ -93,8 +93,8 @@ def _check(
 def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenizer: Any) -> list[Sample]:
     """The student's responses to a few held-out prompts, sampled as the recipe does."""
     from opd.data.load import encode_prompt, truncated
-    from opd.pipelines.domains import prompt_room
-    from opd.pipelines.student import sampling_params
+    from opd.pipelines.stages.domains import prompt_room
+    from opd.pipelines.stages.student import sampling_params
     from opd.rollout.torch_engine import TorchEngine
 
     room, kwargs = prompt_room(recipe, tokenizer), recipe.model.chat_template_kwargs

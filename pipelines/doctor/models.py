@@ -13,8 +13,8 @@ from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.config.train import LoRAConfig
 from opd.errors import ModelError, OpdError
-from opd.monitor.progress import doing
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers, number_of
+from opd.progress import doing
 
 if TYPE_CHECKING:
     from opd.data.prompts import Domain
@@ -165,7 +165,7 @@ def _for_all(sentence: str, names: list[str]) -> str:
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
     from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
-    from opd.pipelines.domains import student_tokenizer
+    from opd.pipelines.stages.domains import student_tokenizer
 
     model = recipe.model
     models.tokenizer = student_tokenizer(recipe, domains.values())
@@ -270,7 +270,7 @@ def _rendered(tokenizer: Any, template: Mapping[str, Any], day: str = "2020-01-0
 def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
     """Where responses end, and whether that is where the chat template ends a turn."""
     from opd.models.tokenizers import end_of_turn
-    from opd.pipelines.student import model_stops
+    from opd.pipelines.stages.student import model_stops
 
     tokenizer, title = models.tokenizer, "stop ids"
     stops = model_stops(recipe, tokenizer)
@@ -416,7 +416,7 @@ def _check_temperature(title: str, path: str | None, temperature: float) -> list
 def _check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """All prompts: do they need a chat template, do they fit? Of some, how long are they?"""
     from opd.data.load import encode_prompt, fit
-    from opd.pipelines.domains import prompt_room
+    from opd.pipelines.stages.domains import prompt_room
 
     title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
     prompts = [*domain.train, *domain.held_out]

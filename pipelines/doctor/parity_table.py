@@ -30,7 +30,7 @@ from opd.pipelines.doctor.parity import (
     difference,
 )
 from opd.pipelines.doctor.parity_ranks import RANKS, by_two_ranks
-from opd.pipelines.precision import model_dtype
+from opd.pipelines.stages.precision import model_dtype
 from opd.teachers.kinds import Placement
 from opd.types import Sample
 
@@ -124,8 +124,8 @@ def _problem(recipe: Recipe) -> Iterator[tuple[Problem, dict[str, str]]]:
     """The samples, and every teacher's folder or URL, the student's among them, while the block runs."""
     from opd.models.causal_lm import CausalLM
     from opd.models.checkpoint import save_checkpoint
-    from opd.pipelines.domains import load_domains, student_tokenizer
-    from opd.pipelines.student import load_model
+    from opd.pipelines.stages.domains import load_domains, student_tokenizer
+    from opd.pipelines.stages.student import load_model
 
     domains = load_domains(recipe)
     tokenizer = student_tokenizer(recipe, domains.values())

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from opd.config import Recipe
-from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluation.answers import keep, length_quantiles
 from opd.pipelines.evaluation.statistics import Count, wilson
-from opd.pipelines.student import sampling_params
+from opd.pipelines.stages.domains import DomainSet
+from opd.pipelines.stages.student import sampling_params
 from opd.protocols import RolloutEngine
 from opd.rollout.collect import EncodedPrompt
 from opd.types import Sample, SamplingParams

@@ -7,12 +7,12 @@ from typing import Any
 
 from opd.errors import CheckpointError
 from opd.models.hf_folder import CHECKSUMS, check_folder
-from opd.pipelines.context import StageContext, baseline_methods
-from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluation.accuracy import evaluate_model
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.student import load_model, make_writer, tokenizer_of
-from opd.pipelines.teachers import whole_teacher
+from opd.pipelines.stages.context import StageContext, baseline_methods
+from opd.pipelines.stages.domains import DomainSet
+from opd.pipelines.stages.student import load_model, make_writer, tokenizer_of
+from opd.pipelines.stages.teachers import whole_teacher
 from opd.storage.sealed import file_digest, read_sealed, write_sealed
 
 

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from opd.config import Recipe
 from opd.errors import ConfigError, OpdError, PreemptedError, RanksError
-from opd.monitor.progress import hushed
+from opd.progress import hushed
 from opd.rollout.preemption import EXIT_STATUS, Preemption
 
 _LAUNCHER, _REPORT = "OPD_LAUNCHER", "OPD_RANK_REPORT"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from opd.config import Recipe
 from opd.errors import RanksError, TrainingError
-from opd.monitor.progress import Progress
 from opd.pipelines.launch.local import has_joined
 from opd.pipelines.launch.machine import out_of_memory
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report.closing import closing
 from opd.pipelines.run import execute, record
-from opd.pipelines.stages import Stage, plan, summary, with_needs
+from opd.pipelines.stages.order import Stage, plan, summary, with_needs
+from opd.progress import Progress
 from opd.ranks import Ranks, joined
 from opd.rollout.preemption import Preemption
 

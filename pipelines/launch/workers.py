@@ -17,9 +17,9 @@ from multiprocessing.process import BaseProcess
 from opd import errors
 from opd.config import Recipe
 from opd.errors import OpdError, from_system
-from opd.monitor.progress import Progress
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.stages import Stage, plan
+from opd.pipelines.stages.order import Stage, plan
+from opd.progress import Progress
 from opd.rollout.preemption import Preemption
 from opd.streams import streams_into
 

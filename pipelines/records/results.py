@@ -17,7 +17,7 @@ from opd.pipelines.evaluation.stage import kept_answers, measured
 from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
 from opd.pipelines.records.cards import Cards, made_here
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.stages import plan, specialist_stage
+from opd.pipelines.stages.order import plan, specialist_stage
 
 
 def write_results(recipe: Recipe, folder: RunFolder) -> Path:

@@ -35,8 +35,8 @@ from pydantic import ValidationError
 from opd.config import Recipe
 from opd.config.load import located, path_keys
 from opd.errors import DataError, RunFolderError
+from opd.metrics import read_metrics
 from opd.models.hf_folder import CHECKSUMS, adapter_base, check_folder, check_small_files
-from opd.monitor.metrics import read_metrics
 from opd.pipelines.launch.machine import threads_here
 from opd.pipelines.records.inputs import Given, given_inputs
 from opd.redact import redacted

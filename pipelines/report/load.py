@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import RunFolderError
-from opd.monitor.metrics import FILE_NAME as METRICS
+from opd.metrics import FILE_NAME as METRICS
 from opd.pipelines.evaluation.statistics import Count, Interval
 from opd.pipelines.records.run_folder import DONE, RunFolder
 

@@ -95,7 +95,7 @@ def test_build_advantage_follows_the_recipe(group):
         ("no_colon", "not of the form `package.module:name`"),
         ("no_such_package_here:x", "cannot be loaded"),
         ("opd.algorithms.advantages:absent", "cannot be loaded"),
-        ("opd.losses.kl_estimators:MAX_LOG_RATIO", "is not callable"),
+        ("opd.algorithms.losses:MAX_LOG_RATIO", "is not callable"),
     ],
 )
 def test_a_custom_estimator_that_cannot_be_loaded_is_a_config_error(path, message):

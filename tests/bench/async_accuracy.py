@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from opd.monitor.metrics import read_metrics
+from opd.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("examples/quickstart/recipe.yaml", "examples/merge_study/merge_only.yaml")

@@ -35,10 +35,10 @@ from async_recorder import Recorder
 from async_student import DOMAINS, make_models, model_config, recipe
 
 from opd.config import Recipe
-from opd.monitor.metrics import read_metrics
-from opd.pipelines import distill
+from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages import distill
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "in turn": {"rollout": {"schedule": "in_turn"}, "threads": 1},

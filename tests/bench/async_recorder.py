@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from opd.pipelines.loop import PhaseTimer
+from opd.pipelines.stages.loop import PhaseTimer
 from opd.rollout.torch_engine import Generation
 from opd.types import Chunk
 

@@ -30,8 +30,8 @@ import torch
 from recipes import tiny_recipe
 
 from opd.config import Recipe
+from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
-from opd.monitor.metrics import read_metrics
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.plan.simulate import Cluster, simulate
 from opd.pipelines.records.run_folder import RunFolder

@@ -11,7 +11,7 @@ from opd.errors import PreemptedError
 from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute
-from opd.pipelines.stages import plan, with_needs
+from opd.pipelines.stages.order import plan, with_needs
 from opd.rollout.preemption import Preemption
 
 

@@ -64,7 +64,7 @@ THINKING = "{% if enable_thinking %}0{% else %}1{% endif %}{{ messages[0].conten
 
 def test_the_recipes_chat_template_and_its_arguments_write_every_prompt(tmp_path) -> None:
     from opd.config import Recipe
-    from opd.pipelines.domains import DomainSet, student_tokenizer
+    from opd.pipelines.stages.domains import DomainSet, student_tokenizer
 
     (tmp_path / "mine.jinja").write_text(THINKING)
     lines = [{"prompt": [{"role": "user", "content": f"{n}"}], "label": ""} for n in range(20)]

@@ -15,7 +15,7 @@ from opd.data.load import Room, encode_prompt, fit, load_domain, truncated
 from opd.data.prompts import Domain, Prompt
 from opd.errors import ConfigError, DataError
 from opd.models.tokenizers import character_tokenizer
-from opd.pipelines.domains import DomainSet, prompt_room
+from opd.pipelines.stages.domains import DomainSet, prompt_room
 
 TOKENIZER = character_tokenizer("0123456789=ü ", ["<sort>"])
 TOKENIZER.chat_template = "{% for m in messages %}<sort>{{ m.content }}<eos>{% endfor %}="

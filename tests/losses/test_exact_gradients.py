@@ -9,10 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from whole_step import opd_advantages
 
+from opd.algorithms.losses import (
+    SampledTokens,
+    clipped_policy_loss,
+    k1,
+    k2,
+    k3,
+    outside_support,
+    reference_penalty,
+    sampled_k2,
+    topk_reverse_kl,
+)
 from opd.config.rl import PolicyLossConfig
-from opd.losses.kl_estimators import k1, k2, k3, reference_penalty, sampled_k2
-from opd.losses.policy import clipped_policy_loss
-from opd.losses.topk import SampledTokens, outside_support, topk_reverse_kl
 
 seeds = st.integers(0, 2**32 - 1)
 vocabularies = st.integers(2, 24)

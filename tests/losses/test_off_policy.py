@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.losses.kl_estimators import importance_weights, sampled_k2
+from opd.algorithms.losses import importance_weights, sampled_k2
 
 seeds = st.integers(0, 2**32 - 1)
 

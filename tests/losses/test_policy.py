@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opd.algorithms.losses import PolicyStats, clipped_policy_loss
 from opd.config.rl import PolicyLossConfig
-from opd.losses.policy import PolicyStats, clipped_policy_loss
 
 floats = st.floats(-3.0, 3.0)
 tokens = st.lists(st.tuples(floats, floats, st.floats(-2.0, 2.0), st.booleans()), min_size=1, max_size=12)

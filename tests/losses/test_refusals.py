@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from opd.algorithms.losses import k1, reference_penalty
 from opd.config.distill import DistillLossConfig
 from opd.config.rl import ReferenceKLConfig
 from opd.errors import ConfigError
-from opd.losses.kl_estimators import k1, reference_penalty
 
 seeds = st.integers(0, 2**32 - 1)
 vocabularies = st.integers(2, 24)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opd.algorithms.losses import SampledTokens, outside_support, topk_reverse_kl
 from opd.errors import ConfigError
-from opd.losses.topk import SampledTokens, outside_support, topk_reverse_kl
 
 seeds = st.integers(0, 2**32 - 1)
 

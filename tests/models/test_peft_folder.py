@@ -17,13 +17,13 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import ORIGIN
 from opd.models.hf_weights import check_weights
 from opd.models.tokenizers import load_tokenizer
-from opd.pipelines.adapted import whole_model
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.context import StageContext
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.teachers import published_teacher, streamed_source
+from opd.pipelines.stages.adapted import whole_model
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.teachers import published_teacher, streamed_source
 from opd.storage.published import PublishedModel
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.published_adapter import is_adapter

@@ -11,7 +11,7 @@ from opd.errors import CheckpointError, ConfigError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import end_of_turn, stops_of
-from opd.pipelines.student import sampling_params
+from opd.pipelines.stages.student import sampling_params
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.types import Status
 
@@ -78,7 +78,7 @@ def test_a_response_ends_at_any_of_them_as_completed(folder):
     every = [index for index in range(4, 14, 2)]
     say(folder, "generation_config.json", every)
     model = CausalLM.from_pretrained(folder)
-    from opd.pipelines.student import make_writer
+    from opd.pipelines.stages.student import make_writer
 
     given = recipe(folder, max_new_tokens=30, max_sequence=40)
     prompts = [

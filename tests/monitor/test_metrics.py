@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from opd.errors import DataError, MissingExtraError, TrainingError, from_system
-from opd.monitor.metrics import MetricsWriter, read_metrics
+from opd.metrics import MetricsWriter, read_metrics
 
 
 def test_a_line_for_which_there_is_no_room_names_the_file_and_is_written_again(tmp_path: Path) -> None:

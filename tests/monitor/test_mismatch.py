@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.monitor.mismatch import MismatchSums, mismatch
+from opd.algorithms.loss_weights import MismatchSums, mismatch
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 30))

@@ -13,10 +13,10 @@ import pytest
 import tiny
 from rich.console import Console
 
+from opd import progress as progress_module
 from opd.models.checkpoint import save_checkpoint
-from opd.monitor import progress as progress_module
-from opd.monitor.progress import Progress, busy_with, doing, hushed, never_silent
 from opd.pipelines.cli import main
+from opd.progress import Progress, busy_with, doing, hushed, never_silent
 from opd.storage.trajectories import TrajectoryRecord, TrajectoryWriter
 from opd.storage.wal import TokenWAL
 from opd.types import RolloutRequest, SamplingParams
@@ -55,7 +55,7 @@ def test_a_log_with_no_interval_gets_every_update_with_the_time_left() -> None:
 def test_a_resumed_stage_is_timed_by_the_steps_it_took_itself(monkeypatch) -> None:
     stream, console = _log()
     now = [0.0]
-    monkeypatch.setattr("opd.monitor.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("opd.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
     with Progress(console, seconds_between_lines=0, silence=3600) as progress:
         for step, now[0] in ((200, 0.0), (201, 10.0), (202, 20.0)):
             progress.update("base", step, 206)

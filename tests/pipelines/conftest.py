@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from metric_table import undocumented
 
-from opd.monitor.metrics import MetricsWriter
+from opd.metrics import MetricsWriter
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,8 +20,8 @@ from recipes import tiny_recipe
 
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute
-from opd.pipelines.stages import plan
-from opd.pipelines.student import Student
+from opd.pipelines.stages.order import plan
+from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import SampleGroup

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.pipelines.loop import Extent, LoopState
-from opd.pipelines.samples import within
+from opd.pipelines.stages.loop import Extent, LoopState
+from opd.pipelines.stages.samples import within
 
 lengths = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=12), min_size=1, max_size=8)
 

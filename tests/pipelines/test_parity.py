@@ -58,7 +58,7 @@ def recipe(tmp_path_factory) -> Recipe:
 @pytest.fixture(scope="module")
 def problem(recipe):
     """Samples with responses of 0 and 1 tokens and a prompt of one token."""
-    from opd.pipelines.student import load_model
+    from opd.pipelines.stages.student import load_model
 
     samples = tiny.samples([(3, 0), (4, 1), (5, 7), (1, 1), (2, 12), (1, 0)])
     assert recipe.model.path is not None
@@ -205,7 +205,7 @@ def test_a_rank_that_fails_is_not_hidden_by_one_that_waits(tmp_path, monkeypatch
 
 
 def test_samples_without_any_response_have_no_difference(recipe, problem):
-    from opd.pipelines.student import load_model
+    from opd.pipelines.stages.student import load_model
 
     empty = [Sample("a", "a", "a", np.array([1, 2], np.int32))]
     nothing = problem_of(recipe, load_model(recipe, Path(recipe.model.path)), empty, TOKENS)

@@ -8,7 +8,7 @@ import pytest
 from recipes import tiny_recipe
 
 from opd.config import RolloutConfig
-from opd.monitor.metrics import read_metrics
+from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline
 

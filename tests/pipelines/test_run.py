@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from recipes import tiny_recipe, write_recipe
 
+from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
-from opd.monitor.metrics import read_metrics
 from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
-from opd.pipelines.stages import plan, with_needs
+from opd.pipelines.stages.order import plan, with_needs
 
 MODELS = ["base", "specialists/sort", "specialists/add3", "merged"] + [
     f"baselines/{name}" for name in ("average", "task_arithmetic", "ties", "dare", "mixed_grpo", "off_policy")

@@ -19,14 +19,14 @@ from recipes import tiny_recipe
 
 from opd.config import DistillConfig
 from opd.errors import RolloutError, StorageError, TrainingError
+from opd.metrics import read_metrics
 from opd.models.checkpoint import save_checkpoint
-from opd.monitor.metrics import read_metrics
-from opd.pipelines import samples_on_disk
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.sample_files import SampleFiles, Scratch, groups_of, written_by_all
-from opd.pipelines.samples import StepSamples
-from opd.pipelines.samples_on_disk import FIELDS, SamplesOnDisk
+from opd.pipelines.stages import samples_on_disk
+from opd.pipelines.stages.sample_files import SampleFiles, Scratch, groups_of, written_by_all
+from opd.pipelines.stages.samples import StepSamples
+from opd.pipelines.stages.samples_on_disk import FIELDS, SamplesOnDisk
 from opd.ranks import Ranks
 from opd.rewards.functions import wrap_reward
 from opd.rewards.runner import RewardRunner

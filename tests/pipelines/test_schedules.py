@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from recipes import tiny_recipe
 
+from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
-from opd.monitor.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.student import Student
+from opd.pipelines.stages.student import Student
 from opd.train.torch_backend import TorchBackend
 
 SPECIALIST = {"steps": 5, "prompts_per_step": 8, "group_size": 4, "minibatches": 1, "checkpoint_every": 2}

@@ -6,8 +6,8 @@ import pytest
 from recipes import tiny_recipe
 
 from opd.errors import OpdError
+from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
-from opd.monitor.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 

@@ -13,8 +13,8 @@ from rank_processes import run_ranks
 from recipes import tiny_recipe
 from safetensors.torch import load_file
 
+from opd.metrics import read_metrics
 from opd.models.adapters import BASE, read_adapter
-from opd.monitor.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 

@@ -15,19 +15,19 @@ from recipes import tiny_recipe
 
 from opd.config import Recipe
 from opd.errors import RolloutError
+from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import load_tokenizer
-from opd.monitor.metrics import read_metrics
-from opd.pipelines import samples_on_disk
-from opd.pipelines.context import StageContext
-from opd.pipelines.distill import Distill
-from opd.pipelines.helpers import Writers
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.samples_on_disk import DiskHome
-from opd.pipelines.source import Rollouts
-from opd.pipelines.student import Student
+from opd.pipelines.stages import samples_on_disk
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.distill import Distill
+from opd.pipelines.stages.helpers import Writers
+from opd.pipelines.stages.samples_on_disk import DiskHome
+from opd.pipelines.stages.source import Rollouts
+from opd.pipelines.stages.student import Student
 from opd.rollout import transcript
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.storage.wal import TokenWAL

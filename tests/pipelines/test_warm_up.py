@@ -10,9 +10,9 @@ from recipes import tiny_recipe
 
 from opd.config import Recipe
 from opd.errors import TrainingError
-from opd.pipelines import warm_up
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages import warm_up
 
 STEPS = 40
 

@@ -13,7 +13,7 @@ import numpy as np
 import tiny
 import torch
 
-from opd.pipelines.kv_store import KVFile
+from opd.pipelines.stages.stage_rollout import KVFile
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.preemption import PreemptedError, Preemption
 from opd.rollout.torch_engine import TorchEngine

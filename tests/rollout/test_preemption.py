@@ -20,7 +20,7 @@ import torch
 from memory_log import MemoryLog
 
 from opd.errors import RolloutError
-from opd.pipelines.kv_store import KVFile
+from opd.pipelines.stages.stage_rollout import KVFile
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.preemption import PreemptedError, Preemption
 from opd.rollout.torch_engine import TorchEngine

@@ -15,8 +15,8 @@ import pytest
 import xxhash
 
 from opd.errors import OpdError
+from opd.metrics import read_metrics
 from opd.models import hf_folder
-from opd.monitor.metrics import read_metrics
 from opd.storage import sealed
 from opd.storage.blobs import KEY_BYTES, encode_header
 from opd.storage.framed_log.frames import (

@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
-from opd.monitor.progress import Progress
 from opd.pipelines.report.load import load_run
 from opd.pipelines.report.page import render
+from opd.progress import Progress
 
 HOSTILE = [
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a' onload='alert(1)",

@@ -21,10 +21,10 @@ import yaml
 from rank_processes import joined
 
 from opd.config import Recipe
-from opd.pipelines import distill, teachers
-from opd.pipelines.context import StageContext
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages import distill, teachers
+from opd.pipelines.stages.context import StageContext
 from opd.train.backend import Read
 from opd.types import Sample
 

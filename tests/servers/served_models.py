@@ -11,7 +11,7 @@ from recipes import tiny_recipe
 from opd.data.load import load_domain
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.domains import student_tokenizer
+from opd.pipelines.stages.domains import student_tokenizer
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -7,10 +7,10 @@ import torch
 from recipes import tiny_recipe
 from served_models import PADDED, QWEN3, write_model
 
-from opd.pipelines.context import StageContext
-from opd.pipelines.distill import Distill
-from opd.pipelines.loop import PhaseTimer, Step
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.distill import Distill
+from opd.pipelines.stages.loop import PhaseTimer, Step
 
 TOLERANCE = 1e-4
 """Of the largest gradient: float32 rounding of another order of sums, at the hidden states."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from sglang_server import sglang_server
 
 from opd.errors import ConfigError, RolloutError
-from opd.monitor.metrics import read_metrics
+from opd.metrics import read_metrics
 from opd.pipelines.launch.local import check_ranks
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage

@@ -12,11 +12,11 @@ from recipes import tiny_recipe
 from safetensors.torch import load_file
 
 from opd.errors import ConfigError, RolloutError
-from opd.pipelines.context import StageContext
 from opd.pipelines.doctor.served import check_workers
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.served_engine import with_engine
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.served_engine import with_engine
 from opd.rollout.sglang_proof import check_form
 
 FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 2, "teachers": "resident"}

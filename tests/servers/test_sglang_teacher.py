@@ -20,7 +20,7 @@ from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.served import check_kinds
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline
-from opd.pipelines.score_ahead import ScoreAhead
+from opd.pipelines.stages.teachers import ScoreAhead
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine
 from opd.teachers.kinds import Placement

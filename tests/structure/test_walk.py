@@ -16,4 +16,4 @@ def test_a_step_can_be_followed(kind, monkeypatch):
     walked = walk(kind)
     assert len(walked.files) <= MOST[kind][0], walked.files
     assert len(walked.folders) <= MOST[kind][1], walked.folders
-    assert "pipelines/loop.py" in walked.files
+    assert "pipelines/stages/loop.py" in walked.files

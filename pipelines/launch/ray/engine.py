@@ -17,7 +17,7 @@ class EngineActor:
     """What `opd.pipelines.launch.ray.ray_engine` talks to. One method runs at a time."""
 
     def __init__(self, spec: ActorSpec) -> None:
-        self._recipe = spec.begin("opd.pipelines.student")
+        self._recipe = spec.begin("opd.pipelines.stages.student")
         self._engine: Any = None
         self._model: str | None = None
         self._call = 0
@@ -29,7 +29,7 @@ class EngineActor:
 
     def load(self, model: str) -> None:
         """Hold the Hugging Face folder `model` as version 0."""
-        from opd.pipelines.student import embedded
+        from opd.pipelines.stages.student import embedded
 
         self._end()
         self._engine = self._model = None

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
-from opd.pipelines.helpers import Writers
 from opd.pipelines.launch.ray.actors import ActorLostError, Packed, Remote
 from opd.pipelines.launch.ray.cluster import import_ray, one_line
+from opd.pipelines.stages.helpers import Writers
 from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.weight_sync import buckets
 from opd.types import Chunk, RolloutRequest

@@ -12,13 +12,13 @@ from typing import Any
 from opd import errors
 from opd.config import RayLaunch, Recipe
 from opd.errors import ConfigError, LaunchError, OpdError
-from opd.monitor.progress import Progress
 from opd.pipelines.launch.local import check_ranks
 from opd.pipelines.launch.ray.actors import PING_SECONDS, ActorLostError, ActorSpec, Remote, start_actors
 from opd.pipelines.launch.ray.cluster import Cluster, Layout, open_cluster, reserve, role_of
 from opd.pipelines.launch.ray.trainer import Rendezvous
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.stages import Stage, summary
+from opd.pipelines.stages.order import Stage, summary
+from opd.progress import Progress
 from opd.rollout.preemption import Preemption
 
 LOOK = 0.25

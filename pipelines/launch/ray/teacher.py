@@ -46,7 +46,7 @@ class TeacherActor:
     """
 
     def __init__(self, spec: ActorSpec) -> None:
-        self._recipe = spec.begin("opd.pipelines.teachers")
+        self._recipe = spec.begin("opd.pipelines.stages.teachers")
         self._spec = spec
         self._held: Assignment | None = None
         self._teachers: Mapping[str, Teacher] = {}
@@ -86,9 +86,9 @@ class TeacherActor:
         return self._teachers[name]
 
     def _open(self, assignment: Assignment) -> Mapping[str, Teacher]:
-        from opd.pipelines.context import StageContext
         from opd.pipelines.records.run_folder import RunFolder
-        from opd.pipelines.teachers import open_teachers
+        from opd.pipelines.stages.context import StageContext
+        from opd.pipelines.stages.teachers import open_teachers
         from opd.rollout.preemption import Preemption
 
         # Metrics and checkpoints are the trainer's alone.

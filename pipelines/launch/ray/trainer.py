@@ -15,9 +15,9 @@ from typing import Any
 
 from opd.config import Recipe
 from opd.errors import OpdError, RunFolderError
-from opd.pipelines.helpers import Writers
 from opd.pipelines.launch.ray.actors import ActorSpec, Remote, no_memory
 from opd.pipelines.launch.ray.cluster import import_ray
+from opd.pipelines.stages.helpers import Writers
 from opd.protocols import Teacher
 from opd.rollout.preemption import Preemption
 
@@ -48,7 +48,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class RayHelpers:
-    """Implements `opd.pipelines.helpers.Helpers`."""
+    """Implements `opd.pipelines.stages.helpers.Helpers`."""
 
     recipe: Recipe
     stage: str
@@ -120,7 +120,7 @@ class TrainerActor:
     def _execute(self, stage: str, helpers: RayHelpers, rendezvous: Rendezvous | None) -> dict[str, Any]:
         from opd.pipelines.records.run_folder import RunFolder
         from opd.pipelines.run import execute
-        from opd.pipelines.stages import plan
+        from opd.pipelines.stages.order import plan
         from opd.ranks import Ranks, joined
 
         recipe, train = self._recipe, self._recipe.train

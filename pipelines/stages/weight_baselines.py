@@ -10,11 +10,11 @@ from torch import Tensor
 
 from opd.algorithms import weight_merge
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.context import StageContext
-from opd.pipelines.domains import DomainSet
 from opd.pipelines.evaluation.accuracy import prompt_accuracy
-from opd.pipelines.student import load_model, make_writer, sampling_params, tokenizer_of
-from opd.pipelines.teachers import whole_teacher
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.domains import DomainSet
+from opd.pipelines.stages.student import load_model, make_writer, sampling_params, tokenizer_of
+from opd.pipelines.stages.teachers import whole_teacher
 from opd.protocols import RolloutEngine
 from opd.teachers.schedule import Router
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from opd.pipelines.context import StageContext
-from opd.pipelines.samples import Home, StepSamples
-from opd.pipelines.samples_on_disk import DiskHome
-from opd.pipelines.stage_rollout import StageRollout
-from opd.pipelines.student import Student
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.samples import Home, StepSamples
+from opd.pipelines.stages.samples_on_disk import DiskHome
+from opd.pipelines.stages.stage_rollout import StageRollout
+from opd.pipelines.stages.student import Student
 from opd.rollout.ahead import RolloutAhead
 from opd.rollout.collect import EncodedPrompt, Generates
 from opd.train.backend import Backend

@@ -13,16 +13,16 @@ from opd.config import Recipe, WarmupConfig
 from opd.errors import ConfigError, TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.adapted import all_weights
-from opd.pipelines.context import StageContext
-from opd.pipelines.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.evaluation.accuracy import domain_accuracy
-from opd.pipelines.loop import Extent, LoopState, Step, train
-from opd.pipelines.off_policy import Supervised
-from opd.pipelines.precision import model_dtype
-from opd.pipelines.samples import StepSamples
-from opd.pipelines.source import Given
-from opd.pipelines.student import Student
+from opd.pipelines.stages.adapted import all_weights
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
+from opd.pipelines.stages.loop import Extent, LoopState, Step, train
+from opd.pipelines.stages.off_policy import Supervised
+from opd.pipelines.stages.precision import model_dtype
+from opd.pipelines.stages.samples import StepSamples
+from opd.pipelines.stages.source import Given
+from opd.pipelines.stages.student import Student
 from opd.train.optimizer import learning_rate
 from opd.train.terms import CrossEntropyTerm
 from opd.types import Sample, Status

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from opd.config import BatchConfig, OptimConfig, Recipe
 from opd.models.causal_lm import CausalLM
 from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of
-from opd.monitor.progress import doing
-from opd.pipelines.adapted import adapted, receiving, save_trained
-from opd.pipelines.context import StageContext
-from opd.pipelines.helpers import Writers
-from opd.pipelines.precision import model_dtype
-from opd.pipelines.stage_rollout import StageRollout, open_rollout
+from opd.pipelines.stages.adapted import adapted, receiving, save_trained
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.helpers import Writers
+from opd.pipelines.stages.precision import model_dtype
+from opd.pipelines.stages.stage_rollout import StageRollout, open_rollout
+from opd.progress import doing
 from opd.protocols import RolloutEngine
 from opd.ranks import Ranks
 from opd.rollout.collect import EncodedPrompt, Generate, Generates, collect, load_generate

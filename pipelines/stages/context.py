@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
-from opd.monitor.metrics import MetricsWriter, NoMetrics
-from opd.pipelines.helpers import Helpers
+from opd.metrics import MetricsWriter, NoMetrics
 from opd.pipelines.records.cards import Cards
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.stages.helpers import Helpers
 from opd.ranks import Ranks, path_of_rank
 from opd.rollout.preemption import Preemption
 from opd.storage.checkpoints import CheckpointStore

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from opd.algorithms.advantages import zero_variance_fraction
-from opd.algorithms.corrections import drop_stale, staleness
-from opd.pipelines.student import Student
+from opd.algorithms.loss_weights import drop_stale, staleness
+from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks
 from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, Generates

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from opd.config import OptimConfig
-from opd.pipelines.context import StageContext
-from opd.pipelines.samples import StepSamples
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.samples import StepSamples
 from opd.train.backend import Backend, Read
 from opd.train.optimizer import learning_rate
 from opd.types import RolloutBatch, Sample

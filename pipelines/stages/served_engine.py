@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from opd.config.served import SGLangEngineConfig
-from opd.pipelines.context import StageContext
-from opd.pipelines.helpers import Writers
-from opd.pipelines.student import tokenizer_of
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.helpers import Writers
+from opd.pipelines.stages.student import tokenizer_of
 from opd.protocols import Teacher
 from opd.retry import Retry
 from opd.rollout.engine_pool import RetryPolicy

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from opd.algorithms.advantages import build_advantage, keep_groups
-from opd.algorithms.normalise import policy_scales, weigh
+from opd.algorithms.loss_weights import policy_scales, weigh
 from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.context import StageContext
-from opd.pipelines.domains import DomainSet
-from opd.pipelines.loop import Algorithm, Extent, Plan, Step, Update, train
-from opd.pipelines.policy_stream import Against, PolicyStream
-from opd.pipelines.samples import StepSamples, judged
-from opd.pipelines.source import Asked, open_source
-from opd.pipelines.student import Student, load_model
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.domains import DomainSet
+from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, train
+from opd.pipelines.stages.policy_stream import Against, PolicyStream
+from opd.pipelines.stages.samples import StepSamples, judged
+from opd.pipelines.stages.source import Asked, open_source
+from opd.pipelines.stages.student import Student, load_model
 from opd.rollout.collect import EncodedPrompt
 from opd.train.packing import convert_batch
 from opd.train.terms import LossTerm, PolicyTerm, ReferenceTerm

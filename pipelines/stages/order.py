@@ -12,17 +12,17 @@ from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
 from opd.models.hf_folder import adapter_base
-from opd.monitor.progress import clock
-from opd.pipelines.adapted import whole_model
-from opd.pipelines.context import StageContext, baseline_methods
-from opd.pipelines.distill import distill
 from opd.pipelines.evaluation.stage import evaluate
-from opd.pipelines.grpo import train_grpo
-from opd.pipelines.loop import Extent
-from opd.pipelines.off_policy import distill_off_policy
-from opd.pipelines.student import tokenizer_of
-from opd.pipelines.warm_up import new_base, warm_up
-from opd.pipelines.weight_baselines import merge_weights
+from opd.pipelines.stages.adapted import whole_model
+from opd.pipelines.stages.context import StageContext, baseline_methods
+from opd.pipelines.stages.distill import distill
+from opd.pipelines.stages.grpo import train_grpo
+from opd.pipelines.stages.loop import Extent
+from opd.pipelines.stages.off_policy import distill_off_policy
+from opd.pipelines.stages.student import tokenizer_of
+from opd.pipelines.stages.warm_up import new_base, warm_up
+from opd.pipelines.stages.weight_baselines import merge_weights
+from opd.progress import clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,9 @@ from typing import Any, Literal
 import numpy as np
 
 from opd.algorithms.advantages import OwnAdvantage, opd_returns, teacher_means, with_opd_term
-from opd.algorithms.corrections import CorrectionSums, corrected
+from opd.algorithms.loss_weights import CorrectionSums, MismatchSums, corrected
 from opd.config.rl import CorrectionConfig
-from opd.monitor.mismatch import MismatchSums
-from opd.pipelines.samples import StepSamples
+from opd.pipelines.stages.samples import StepSamples
 from opd.protocols import AdvantageEstimator
 from opd.train.packing import PerSample
 from opd.types import Sample

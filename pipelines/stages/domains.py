@@ -15,7 +15,7 @@ from opd.data.prompts import Domain, Prompt, PromptCursor
 from opd.errors import ConfigError, DataError, ModelError
 from opd.models.hf_folder import read_config, scratch_config
 from opd.models.tokenizers import character_tokenizer, set_chat_template
-from opd.pipelines.student import model_stops, tokenizer_of
+from opd.pipelines.stages.student import model_stops, tokenizer_of
 from opd.rewards.functions import load_reward
 from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, Generate, collect, load_generate

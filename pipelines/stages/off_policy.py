@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from opd.algorithms.normalise import per_teacher_scales, policy_scales, weigh
+from opd.algorithms.loss_weights import per_teacher_scales, policy_scales, weigh
 from opd.config import OptimConfig
-from opd.pipelines.context import StageContext
-from opd.pipelines.domains import DomainSet
-from opd.pipelines.loop import Algorithm, Extent, Plan, Step, Update, train
-from opd.pipelines.samples import StepSamples
-from opd.pipelines.source import Given
-from opd.pipelines.student import Student, load_model, make_writer, sampling_params
-from opd.pipelines.teachers import whole_teacher
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.domains import DomainSet
+from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, train
+from opd.pipelines.stages.samples import StepSamples
+from opd.pipelines.stages.source import Given
+from opd.pipelines.stages.student import Student, load_model, make_writer, sampling_params
+from opd.pipelines.stages.teachers import whole_teacher
 from opd.rollout.shared import write_shared
 from opd.teachers.schedule import Route, Router
 from opd.train.terms import CrossEntropyTerm

@@ -1,4 +1,7 @@
-"""The rollouts of a stage: its engine behind a token log, ready to be interrupted at any token."""
+"""The rollouts of a stage: its engine behind a token log, ready to be interrupted at any token.
+
+Keys and values of interrupted requests in one file; see `opd.rollout.preemption.KVStore`.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,57 @@ import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from opd.pipelines.context import StageContext
-from opd.pipelines.helpers import Writers
-from opd.pipelines.kv_store import KVFile
+from opd.errors import CheckpointError
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.helpers import Writers
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.stop_strings import StopStrings
+from opd.storage.files import fsync_folder
+from opd.storage.sealed import read_sealed, write_sealed
+from opd.storage.tensors import load_tensors, save_tensors
 from opd.storage.wal import TokenWAL
 from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class KVFile:
+    """One safetensors file, whole or absent, with its digest beside it. What cannot be written or read, or is
+    not what was written, is computed again, so that is no error.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seal = path.with_name(f"{path.name}.json")
+
+    def save(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace what is kept; on a full disk nothing is kept."""
+        try:
+            write_sealed(self._seal, {"file": save_tensors(self.path, tensors)})
+        except OSError:
+            self.clear()
+
+    def load(self) -> dict[str, Tensor] | None:
+        """What is kept; `None` if there is nothing or it is damaged."""
+        if not (self.path.exists() and self._seal.exists()):
+            return None
+        try:
+            digest = read_sealed(self._seal, "they are computed again", CheckpointError)["file"]
+            return load_tensors(self.path, str(digest))
+        except (CheckpointError, KeyError):
+            return None
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        if self.path.exists() or self._seal.exists():
+            for path in (self._seal, self.path):
+                path.unlink(missing_ok=True)
+            fsync_folder(self.path.parent)
+
 
 MIB = 1 << 20
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from opd.pipelines.context import StageContext
-from opd.pipelines.precision import WIDTH, model_dtype
-from opd.pipelines.sample_files import (
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.precision import WIDTH, model_dtype
+from opd.pipelines.stages.sample_files import (
     SampleFiles,
     Scratch,
     digest_of,
@@ -23,8 +23,8 @@ from opd.pipelines.sample_files import (
     standing_for,
     written_by_all,
 )
-from opd.pipelines.samples import Home, StepSamples
-from opd.pipelines.student import Student
+from opd.pipelines.stages.samples import Home, StepSamples
+from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks, path_of_rank
 from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, Generates, collect, stream

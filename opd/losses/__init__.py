@@ -1,1 +1,0 @@
-"""Per-token losses on `[N]` tensors; each name says whose gradient it has."""
