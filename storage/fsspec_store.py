@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from opd.errors import StorageError
-from opd.foreign import object_path
+from opd.foreign import decoding, object_path, shown, whole
 from opd.storage.object_store import Chunks, ObjectStore, Request, chunks_of
 from opd.storage.store_faults import StoreOptions, TransientError, with_retries
 
@@ -36,7 +36,9 @@ class FsspecStore(ObjectStore):
             return self._made
 
     def size(self, path: str) -> int:
-        return int(self._ask(path, "looked up", lambda: self.fs.info(self._key(path))["size"]))
+        size = self._ask(path, "looked up", lambda: self.fs.info(self._key(path))["size"])
+        with decoding(lambda cause: StorageError(f"{self.name(path)} cannot be looked up: {cause}.")):
+            return whole(size, 0, 2**63, "its size")
 
     def exists(self, path: str) -> bool:
         def look() -> bool:
@@ -54,7 +56,9 @@ class FsspecStore(ObjectStore):
         # Where a store marks folders by empty objects, the folder itself is among the found.
         names = [name for name in found if name[start:] and not name.endswith("/")]
         if stray := [name for name in names if not name.startswith(f"{folder}/" if folder else "")]:
-            raise StorageError(f"{self.name(prefix)} was listed with {stray[0]!r}, which lies elsewhere.")
+            raise StorageError(
+                f"{self.name(prefix)} was listed with {shown(stray[0])!r}, which lies elsewhere."
+            )
         return sorted(object_path(name[start:]) for name in names)
 
     def delete(self, path: str) -> None:
@@ -100,7 +104,8 @@ class FsspecStore(ObjectStore):
 
         def attempt() -> T:
             try:
-                return request()
+                with decoding(lambda cause: StorageError(f"{where}: its answer has another form ({cause}).")):
+                    return request()
             except (StorageError, TransientError):
                 raise
             except FileNotFoundError as error:
@@ -110,7 +115,8 @@ class FsspecStore(ObjectStore):
                     f"{where}: access was refused ({error}); check the credentials."
                 ) from error
             except (OSError, *self._transient()) as error:
-                raise TransientError(" ".join(str(error).split()) or type(error).__name__) from error
+                said = shown(" ".join(str(error).split()), 300)
+                raise TransientError(said or type(error).__name__) from error
 
         return with_retries(self.options, where, attempt)
 

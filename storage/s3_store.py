@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from opd.errors import MissingExtraError, StorageError
-from opd.foreign import object_path
+from opd.foreign import object_path, whole
 from opd.redact import hide
 from opd.storage.fsspec_store import FsspecStore
 from opd.storage.object_store import Chunks, Request, chunks_of, rest
@@ -126,7 +126,7 @@ class S3Requests:
             if response.status != 200:
                 self._refuse(response, 0)
             response.read()
-            size = int(response.headers.get("Content-Length", ""))
+            size = whole(int(response.headers.get("Content-Length", "")), 0, 2**63, "the size")
             done = True
             return size
         except ValueError as error:
@@ -487,8 +487,9 @@ class S3Store(FsspecStore):
 
     def _transient(self) -> tuple[type[BaseException], ...]:
         from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.parsers import ResponseParserError
 
-        return (BotoCoreError, ClientError)
+        return (BotoCoreError, ClientError, ResponseParserError)
 
 
 def _endpoint(session: Any) -> str | None:
