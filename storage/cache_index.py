@@ -33,9 +33,8 @@ import lmdb
 import xxhash
 
 from opd.storage.blobs import read_key
-from opd.storage.files import fsync_folder, open_plain, read_plain, write_atomic
+from opd.storage.files import MappedFile, fsync_folder, open_plain, punch_hole, read_plain, write_atomic
 from opd.storage.leases import LeaseTable
-from opd.storage.mapped_file import MappedFile, punch_hole
 
 PAGE = 4096
 STAMP_BYTES = 64

@@ -8,8 +8,15 @@ from typing import Any, TypeVar
 
 from opd.errors import StorageError
 from opd.foreign import decoding, object_path, shown, whole
-from opd.storage.object_store import Chunks, ObjectStore, Request, chunks_of
-from opd.storage.store_faults import StoreOptions, TransientError, with_retries
+from opd.storage.object_store import (
+    Chunks,
+    ObjectStore,
+    Request,
+    StoreOptions,
+    TransientError,
+    chunks_of,
+    with_retries,
+)
 
 T = TypeVar("T")
 

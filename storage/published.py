@@ -25,8 +25,7 @@ from opd.storage.manifest import (
     parse_latest,
     parse_manifest,
 )
-from opd.storage.object_store import ObjectStore, Range
-from opd.storage.store_faults import StoreOptions
+from opd.storage.object_store import ObjectStore, Range, StoreOptions
 
 _PROBED = 16
 """Shard files whose size is asked for when a model is opened; of more, each before it is first read."""

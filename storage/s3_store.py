@@ -24,8 +24,16 @@ from opd.errors import MissingExtraError, StorageError
 from opd.foreign import object_path, whole
 from opd.redact import hide
 from opd.storage.fsspec_store import FsspecStore
-from opd.storage.object_store import Chunks, Request, chunks_of, rest
-from opd.storage.store_faults import MIB, StoreOptions, TransientError, with_retries
+from opd.storage.object_store import (
+    MIB,
+    Chunks,
+    Request,
+    StoreOptions,
+    TransientError,
+    chunks_of,
+    rest,
+    with_retries,
+)
 
 _WAITS = sys.platform == "linux"
 """`SO_RCVTIMEO` has one form on every system of this kind."""

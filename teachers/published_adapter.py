@@ -29,9 +29,8 @@ from opd.models.adapters import read_adapter, weight_digests
 from opd.models.hf_folder import check_folder
 from opd.models.hf_weights import adapter_pairs, merged
 from opd.redact import redact
-from opd.storage.object_store import ObjectStore
+from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.published import PublishedModel
-from opd.storage.store_faults import StoreOptions
 
 FORMAT, FORMAT_VERSION = "opd-published-adapter", 1
 DESCRIPTION, WEIGHTS = "adapter.json", "adapter.safetensors"

@@ -26,7 +26,7 @@ from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
 from opd.protocols import Teacher
-from opd.teachers.gather import naming_lost_ranks
+from opd.teachers.layer_stream import naming_lost_ranks
 from opd.teachers.score_cache import GivenLogprobs, Piecewise, ScoreCache, cuts
 from opd.train.distill_terms import ScoredView, TeacherView, View
 from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogprobs, TopKLogprobs

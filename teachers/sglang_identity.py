@@ -14,8 +14,7 @@ from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError
 from opd.foreign import decoding
 from opd.kernels.ops import linear_logprobs
-from opd.served.http_client import RefusedError, Server, UnavailableError
-from opd.served.http_pool import HTTPPool
+from opd.served.http_pool import HTTPPool, RefusedError, Server, UnavailableError
 from opd.served.sglang_answers import (
     Question,
     hidden_body,

@@ -21,8 +21,16 @@ from opd.kernels.head import Head
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.models.hf_folder import read_object
 from opd.progress import doing
-from opd.served.http_client import SERVERS, Patience, PoolOptions, RefusedError, Server, UnavailableError
-from opd.served.http_pool import HTTPPool, LoopThread
+from opd.served.http_pool import (
+    SERVERS,
+    HTTPPool,
+    LoopThread,
+    Patience,
+    PoolOptions,
+    RefusedError,
+    Server,
+    UnavailableError,
+)
 from opd.served.sglang_answers import (
     Question,
     check_finished,

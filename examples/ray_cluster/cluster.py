@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from opd.pipelines.launch.ray.processes import descendants, end_left_over
+from opd.pipelines.launch.ray.cluster import descendants, end_left_over
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from opd.errors import OpdError, RolloutError
-from opd.rollout.engine_calls import Call, Event, Failed, InlineSource, ThreadSource, words
-from opd.rollout.engine_pool import EnginePool
+from opd.rollout.engine_pool import Call, EnginePool, Event, Failed, InlineSource, ThreadSource, words
 from opd.rollout.ledger import ENDS, Ledger
 from opd.types import Chunk, Status
 

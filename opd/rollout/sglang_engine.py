@@ -16,8 +16,7 @@ from opd.errors import OpdError, RolloutError
 from opd.foreign import decoding, shown
 from opd.rollout.batch import Limits, queue_requests
 from opd.rollout.sglang_workers import Workers
-from opd.served.http_client import PoolOptions, RefusedError, Server, UnavailableError
-from opd.served.http_pool import Trouble
+from opd.served.http_pool import PoolOptions, RefusedError, Server, Trouble, UnavailableError
 from opd.served.sglang_answers import most_bytes
 from opd.types import Chunk, RolloutRequest, Status
 

@@ -25,8 +25,15 @@ from opd.models.causal_lm import raw_bytes, weights_digest
 from opd.rendezvous import gloo_device, host_store
 from opd.rollout.sglang_proof import Proof, check_config, check_form
 from opd.rollout.weight_sync import WeightFolder, Weights, buckets
-from opd.served.http_client import SERVERS, PoolOptions, RefusedError, Server, UnavailableError
-from opd.served.http_pool import HTTPPool, LoopThread
+from opd.served.http_pool import (
+    SERVERS,
+    HTTPPool,
+    LoopThread,
+    PoolOptions,
+    RefusedError,
+    Server,
+    UnavailableError,
+)
 from opd.served.sglang_answers import ranks_of
 
 if TYPE_CHECKING:

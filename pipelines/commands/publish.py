@@ -13,9 +13,8 @@ from opd.models.hf_weights import check_weights, quiet
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer
 from opd.pipelines.doctor.checks import refuse_place
 from opd.progress import doing, hushed
-from opd.storage.object_store import ObjectStore
+from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, Published, publish
-from opd.storage.store_faults import StoreOptions
 
 
 def model_form(checkpoint: Path) -> ModelForm:

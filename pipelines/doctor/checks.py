@@ -340,8 +340,7 @@ def _check_publishing(recipe: Recipe) -> list[Finding]:
         if wrong is not None:
             return [Finding("error", title, f"{parent} cannot be written ({wrong}); choose another place")]
         return [Finding("ok", title, url)]
-    from opd.storage.object_store import ObjectStore
-    from opd.storage.store_faults import StoreOptions
+    from opd.storage.object_store import ObjectStore, StoreOptions
 
     name = f".opd-probe-{secrets.token_hex(4)}"
     with ObjectStore.open(url, options=StoreOptions(retry=Retry(attempts=2, pause=0.1))) as store:

@@ -12,8 +12,7 @@ from opd.errors import OpdError, RolloutError
 from opd.pipelines.doctor.checks import Finding, attempt, used_teachers
 
 if TYPE_CHECKING:
-    from opd.served.http_client import Server
-    from opd.served.http_pool import HTTPPool
+    from opd.served.http_pool import HTTPPool, Server
 
 WORKERS = "rollout workers"
 
@@ -73,7 +72,7 @@ def _check_workers(recipe: Recipe, config: SGLangEngineConfig) -> list[Finding]:
 
 async def _visit_worker(pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
     from opd.rollout.sglang_proof import check_config
-    from opd.served.http_client import RefusedError, UnavailableError
+    from opd.served.http_pool import RefusedError, UnavailableError
 
     try:
         info = await pool.ask(server, "GET", "/model_info") or {}

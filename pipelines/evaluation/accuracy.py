@@ -1,8 +1,12 @@
-"""Accuracy of a model on held-out prompts, greedy and sampled."""
+"""Accuracy of a model on held-out prompts, greedy and sampled.
+
+A few answers of an evaluation, kept to be read: what base, teacher and student wrote to a prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from opd.config import Recipe
-from opd.pipelines.evaluation.answers import keep, length_quantiles
 from opd.pipelines.evaluation.statistics import Count, wilson
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.student import sampling_params
 from opd.protocols import RolloutEngine
 from opd.rollout.collect import EncodedPrompt
-from opd.types import Sample, SamplingParams
+from opd.types import Sample, SamplingParams, Status
 
 Look = Callable[[list[Sample]], None]
 CORRECT_ABOVE = 0.5
@@ -118,3 +121,103 @@ def evaluate_model(
         kept[domain] = keep(seen, data.rewards.text, CORRECT_ABOVE)
         domains[domain] = row
     return domains, kept
+
+
+PROMPTS = 256
+"""Held-out prompts of a domain whose answers are kept, at most."""
+CHARACTERS = 1500
+"""Most of a prompt, a label or an answer that is kept."""
+SHOWN = 3
+"""Examples of each kind."""
+KINDS = ("wins", "losses", "regressions")
+"""Right where the base was wrong; wrong where the teacher was right; wrong where the base was right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one model wrote to one prompt."""
+
+    uid: str
+    prompt: str
+    label: str
+    text: str
+    right: bool
+    cut: bool
+    """Whether the response ended at the length limit."""
+
+
+def keep(samples: Sequence[Sample], text: Callable[[Sample], str], right_above: float) -> list[Any]:
+    """The first scored answer to each of the first `PROMPTS` prompts, JSON-able, in their order.
+
+    `text` gives a response as its reward sees it.
+    """
+    first = {sample.group_uid: sample for sample in reversed(samples)}
+    order = list(dict.fromkeys(sample.group_uid for sample in samples))[:PROMPTS]
+    return [asdict(_answer(first[uid], text(first[uid]), right_above)) for uid in order]
+
+
+def _answer(sample: Sample, text: str, right_above: float) -> Answer:
+    label = sample.label if isinstance(sample.label, str) else json.dumps(sample.label, default=str)
+    messages = sample.metadata.get("messages")
+    said = [f"{message.get('role')}: {message.get('content')}" for message in messages or []]
+    prompt = "\n".join(said) or str(sample.metadata.get("prompt", ""))
+    right = (sample.reward or 0.0) > right_above
+    cut = sample.status is Status.TRUNCATED
+    return Answer(sample.group_uid, _short(prompt), _short(label), _short(text), right, cut)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]} \u2026"
+
+
+def length_quantiles(samples: Sequence[Sample]) -> dict[str, float]:
+    """How long responses are, in tokens that the model wrote, and which share of them was cut."""
+    lengths = np.array([sample.trainable_tokens for sample in samples])
+    low, middle, high = np.quantile(lengths, (0.1, 0.5, 0.9)).tolist()
+    cut = float(np.mean([sample.status is Status.TRUNCATED for sample in samples]))
+    return {"p10": low, "p50": middle, "p90": high, "max": float(lengths.max()), "cut": cut}
+
+
+def side_by_side(answers: dict[str, dict[str, list[Any]]], domains: Sequence[str]) -> dict[str, Any]:
+    """domain -> how many prompts were compared, and of each of `KINDS` how many there are and a few of them.
+
+    `answers`: model -> domain -> what `keep` gave. An example is shown once, under the last kind it is of.
+    """
+    found = {}
+    for domain in domains:
+        sides = {
+            side: {answer["uid"]: answer for answer in answers.get(model, {}).get(domain, [])}
+            for side, model in (("base", "base"), ("teacher", f"specialist:{domain}"), ("merged", "merged"))
+        }
+        rows = [
+            {"prompt": merged["prompt"], "label": merged["label"]}
+            | {side: _told(of.get(uid)) for side, of in sides.items()}
+            for uid, merged in sides["merged"].items()
+        ]
+        if not rows:
+            continue
+        kinds = [(row, _kinds(row)) for row in rows]
+        found[domain] = {"compared": len(rows)} | {
+            kind: {
+                "count": sum(kind in own for _, own in kinds),
+                "shown": [row for row, own in kinds if own and own[-1] == kind][:SHOWN],
+            }
+            for kind in KINDS
+        }
+    return found
+
+
+def _told(answer: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if answer is None else {key: answer[key] for key in ("text", "right", "cut")}
+
+
+def _kinds(row: dict[str, Any]) -> list[str]:
+    base, teacher, merged = (row[side] for side in ("base", "teacher", "merged"))
+    kinds = []
+    if base is not None and merged["right"] and not base["right"]:
+        kinds.append("wins")
+    if teacher is not None and teacher["right"] and not merged["right"]:
+        kinds.append("losses")
+    if base is not None and base["right"] and not merged["right"]:
+        kinds.append("regressions")
+    return kinds

@@ -88,7 +88,7 @@ class Run:
     folders: dict[str, dict[str, str]] = field(default_factory=dict)
     """Model -> its folder, digest, prompt format and loading lines, as far as each is known."""
     answers: dict[str, Any] = field(default_factory=dict)
-    """Domain -> a few answers side by side, as `opd.pipelines.evaluation.answers.side_by_side` gives them."""
+    """Domain -> a few answers side by side, as `pipelines/evaluation/accuracy.py` gives them."""
 
     @property
     def confidence(self) -> float:

@@ -1,7 +1,7 @@
 """The one loop of every trained stage: samples, scores, updates, new weights for the engine, checkpoint.
 
 `train` knows nothing of losses, teachers and engines. What a stage learns is an `Algorithm` (`distill.py`,
-`grpo.py`, `off_policy.py`, `warm_up.py`), where its samples come from and where they are is a `Source`
+`grpo.py`, `supervised.py`), where its samples come from and where they are is a `Source`
 (`source.py`, `samples.py`), and the only place that knows models and kernels is the back end.
 """
 

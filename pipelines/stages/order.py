@@ -18,9 +18,8 @@ from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.distill import distill
 from opd.pipelines.stages.grpo import train_grpo
 from opd.pipelines.stages.loop import Extent
-from opd.pipelines.stages.off_policy import distill_off_policy
 from opd.pipelines.stages.student import tokenizer_of
-from opd.pipelines.stages.warm_up import new_base, warm_up
+from opd.pipelines.stages.supervised import distill_off_policy, new_base, warm_up
 from opd.pipelines.stages.weight_baselines import merge_weights
 from opd.progress import clock
 

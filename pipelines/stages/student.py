@@ -23,9 +23,16 @@ from opd.pipelines.stages.stage_rollout import StageRollout, open_rollout
 from opd.progress import doing
 from opd.protocols import RolloutEngine
 from opd.ranks import Ranks
-from opd.rollout.collect import EncodedPrompt, Generate, Generates, collect, load_generate
+from opd.rollout.collect import (
+    EncodedPrompt,
+    Generate,
+    Generates,
+    WriterBarrier,
+    collect,
+    load_generate,
+    write_shared,
+)
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.shared import WriterBarrier, write_shared
 from opd.rollout.stop_strings import StopStrings
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights

@@ -30,8 +30,7 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from opd.errors import RunFolderError, StorageError
-from opd.storage.files import FileLock, fsync_folder, open_plain, read_plain
-from opd.storage.mapped_file import MappedFile
+from opd.storage.files import FileLock, MappedFile, fsync_folder, open_plain, read_plain
 
 FORMAT = 2
 FILE_MAGIC = b"OPDWAL\r\n"

@@ -13,9 +13,8 @@ import numpy as np
 import xxhash
 
 from opd.errors import StorageError
-from opd.storage.files import open_plain
+from opd.storage.files import MappedFile, open_plain
 from opd.storage.leases import LeaseTable
-from opd.storage.mapped_file import MappedFile
 from opd.storage.trajectories.fields import Field, StoreHeader, reporting
 from opd.storage.trajectories.segments import CHECK_BYTES, lease_key, segment_path
 from opd.storage.trajectories.table import TrajectoryTable

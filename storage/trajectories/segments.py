@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from opd.storage.files import punch_hole
 from opd.storage.leases import LeaseTable
-from opd.storage.mapped_file import punch_hole
 from opd.storage.trajectories.fields import Field, StoreHeader
 from opd.storage.trajectories.table import TrajectoryTable
 

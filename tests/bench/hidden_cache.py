@@ -27,9 +27,8 @@ import lmdb
 import numpy as np
 import xxhash
 
-from opd.storage.files import fsync_folder
+from opd.storage.files import MappedFile, fsync_folder
 from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, cache_key
-from opd.storage.mapped_file import MappedFile
 
 Arrays = dict[bytes, np.ndarray]
 Folder = Callable[[], Path]

@@ -19,7 +19,7 @@ from opd.config.load import load_recipe
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.stages.warm_up import new_base
+from opd.pipelines.stages.supervised import new_base
 
 MODEL = {
     "model_type": "llama",

@@ -15,8 +15,7 @@ from ray_runs import write_recipe
 from opd.errors import LaunchError
 from opd.pipelines.cli import main
 from opd.pipelines.launch.machine import out_of_memory
-from opd.pipelines.launch.ray.cluster import probe
-from opd.pipelines.launch.ray.processes import descendants, end_left_over
+from opd.pipelines.launch.ray.cluster import descendants, end_left_over, probe
 
 RAY = ["--launch.type", "ray"]
 

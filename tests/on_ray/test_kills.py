@@ -20,7 +20,7 @@ from ray_runs import (
     write_recipe,
 )
 
-from opd.pipelines.launch.ray.processes import descendants
+from opd.pipelines.launch.ray.cluster import descendants
 
 pytestmark = [
     pytest.mark.slow,

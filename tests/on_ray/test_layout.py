@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 from opd.config import RayLaunch
 from opd.kernels.head import Head
 from opd.pipelines.launch.ray.actors import Packed, PackedHead
-from opd.pipelines.launch.ray.cluster import Layout, actor_names, number_of, options_of, resources_of, role_of
-from opd.pipelines.launch.ray.processes import descendants, end_left_over
+from opd.pipelines.launch.ray.cluster import (
+    Layout,
+    actor_names,
+    descendants,
+    end_left_over,
+    number_of,
+    options_of,
+    resources_of,
+    role_of,
+)
 from opd.rollout.weight_sync import buckets
 
 RESOURCES = {

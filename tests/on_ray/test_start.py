@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ray_runs import Run, ended, write_recipe
 
-from opd.pipelines.launch.ray.processes import LOCK, TEMPORARY, YOUNG, descendants, own_folder
+from opd.pipelines.launch.ray.cluster import LOCK, TEMPORARY, YOUNG, descendants, own_folder
 from opd.storage.files import FileLock
 
 
@@ -72,7 +72,7 @@ def test_folder_is_removed_whatever_happens(tmp_path):
 
 def test_folder_of_a_killed_process_is_removed_by_the_next(tmp_path):
     code = (
-        "import sys\nfrom pathlib import Path\nfrom opd.pipelines.launch.ray.processes import own_folder\n"
+        "import sys\nfrom pathlib import Path\nfrom opd.pipelines.launch.ray.cluster import own_folder\n"
         "with own_folder('a-', Path(sys.argv[1])) as folder:\n    print(folder, flush=True)\n    input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -12,7 +12,7 @@ from opd.config import Recipe
 from opd.errors import TrainingError
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.stages import warm_up
+from opd.pipelines.stages import supervised as warm_up
 
 STEPS = 40
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.pipelines.evaluation.answers import (
+from opd.pipelines.evaluation.accuracy import (
     CHARACTERS,
     KINDS,
     PROMPTS,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from opd.rollout.sglang_engine import Stream
-from opd.served.http_client import UnavailableError
+from opd.served.http_pool import UnavailableError
 from opd.types import Status
 
 

@@ -13,7 +13,7 @@ import sys
 from datetime import timedelta
 from opd.errors import RanksError
 from opd.ranks import joined
-from opd.rollout.shared import WriterBarrier
+from opd.rollout.collect import WriterBarrier
 
 with joined("cpu", 120.0) as ranks:
     barrier = WriterBarrier(ranks)

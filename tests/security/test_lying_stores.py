@@ -20,8 +20,7 @@ from hostile import NAMES, SIZES
 from opd.errors import StorageError
 from opd.foreign import object_path
 from opd.retry import Retry
-from opd.storage.object_store import ObjectStore
-from opd.storage.store_faults import StoreOptions
+from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.teachers.published_adapter import PublishedAdapter, _identity
 
 KEYS = [name for name in NAMES if name.isprintable() and name]

@@ -15,8 +15,8 @@ from opd.errors import StorageError
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.retry import Retry
+from opd.storage.object_store import StoreOptions
 from opd.storage.published import PublishedModel
-from opd.storage.store_faults import StoreOptions
 from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.streamed_teacher import StreamedTeacher, streamed_teachers

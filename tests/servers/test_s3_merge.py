@@ -16,7 +16,7 @@ from seaweedfs import aws_environment
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.stages.warm_up import new_base
+from opd.pipelines.stages.supervised import new_base
 from opd.storage.published import PublishedModel
 
 pytestmark = pytest.mark.slow  # two processes beside this one, and four merges

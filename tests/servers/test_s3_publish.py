@@ -14,10 +14,9 @@ from seaweedfs import aws_environment
 
 from opd.errors import StorageError
 from opd.retry import Retry
-from opd.storage.object_store import ObjectStore
+from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
-from opd.storage.store_faults import StoreOptions
 
 FORM = ModelForm(layers=2)
 QUICK = StoreOptions(retry=Retry(attempts=5, pause=0.02), stall_seconds=0.5, connect_seconds=1.0, rereads=2)

@@ -8,9 +8,8 @@ from seaweedfs import aws_environment
 
 from opd.errors import StorageError
 from opd.retry import Retry
-from opd.storage.object_store import ObjectStore
+from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.s3_store import PART_BYTES
-from opd.storage.store_faults import StoreOptions
 
 QUICK = StoreOptions(
     retry=Retry(attempts=4, pause=0.01),

@@ -20,7 +20,7 @@ from opd.rollout.sglang_engine import ServedModel, SGLangEngine
 from opd.rollout.sglang_proof import Proof
 from opd.rollout.sglang_workers import FolderPush, TensorPush
 from opd.rollout.weight_sync import WeightFolder
-from opd.served.http_client import Patience, PoolOptions
+from opd.served.http_pool import Patience, PoolOptions
 from opd.storage.wal import TokenWAL
 from opd.train.packing import pack_tokens
 from opd.types import RolloutRequest, SamplingParams, Status

@@ -16,10 +16,9 @@ from pathlib import Path
 from checkpoints import copy_of
 
 from opd.errors import StorageError
-from opd.storage.object_store import ObjectStore
+from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
-from opd.storage.store_faults import StoreOptions
 
 OPTIONS = StoreOptions(threads=1)
 EVENTS = ("fsync", "replace", "fdopen", "unlink")

@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 
 from opd.errors import StorageError
 from opd.retry import Retry
-from opd.storage.object_store import LEAST_BYTES, MAX_GAP, ObjectStore, Range, join, rest
-from opd.storage.store_faults import MIB, StoreOptions, TransientError, with_retries
+from opd.storage.object_store import (
+    LEAST_BYTES,
+    MAX_GAP,
+    MIB,
+    ObjectStore,
+    Range,
+    StoreOptions,
+    TransientError,
+    join,
+    rest,
+    with_retries,
+)
 
 FAST = StoreOptions(retry=Retry(attempts=3, pause=0.001), chunk_bytes=1000)
 

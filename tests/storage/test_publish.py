@@ -17,10 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 from opd.errors import StorageError
 from opd.storage.manifest import MAX_BLOCK_BYTES, Unit, block_size, unit_of
-from opd.storage.object_store import ObjectStore
+from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
-from opd.storage.store_faults import StoreOptions
 
 FORM = ModelForm(scale=0.5, softcap=30.0, tied=False, layers=2, fingerprint={"vocab_size": 50})
 

@@ -12,10 +12,9 @@ from checkpoints import copy_of, write_checkpoint
 from opd.errors import StorageError
 from opd.retry import Retry
 from opd.storage.manifest import FORMAT_VERSION, parse_manifest, seal
-from opd.storage.object_store import ObjectStore
+from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
-from opd.storage.store_faults import StoreOptions
 
 FORM = ModelForm(layers=2)
 FAST = StoreOptions(retry=Retry(attempts=2, pause=0.001), rereads=2)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-MOST = {"merge": (82, 15), "grpo": (60, 13)}
+MOST = {"merge": (70, 14), "grpo": (52, 11)}
 """Files and folders that a step of each kind enters."""
 
 

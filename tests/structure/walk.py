@@ -26,7 +26,7 @@ from opd.config import Recipe
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute
 from opd.pipelines.stages.order import plan
-from opd.pipelines.stages.warm_up import new_base
+from opd.pipelines.stages.supervised import new_base
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP = ("opd", "teachers", "storage", "kernels", "pipelines")

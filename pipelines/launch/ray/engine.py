@@ -1,20 +1,34 @@
-"""A rollout engine in a process of its own. It computes a chunk of tokens when it is asked for one."""
+"""Rollout engines that are actors: the process of one, and what a stage's rollout sees of it.
+
+A rollout engine in a process of its own. It computes a chunk of tokens when it is asked for one.
+
+Rollout engines that are actors, for `FaultTolerantRollout` to stand in front of.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
-from opd.pipelines.launch.ray.actors import ActorSpec
-from opd.pipelines.launch.ray.cluster import import_ray
+from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, Packed, Remote
+from opd.pipelines.launch.ray.cluster import import_ray, one_line
+from opd.pipelines.stages.helpers import Writers
+from opd.rollout.engine_pool import RetryPolicy
+from opd.rollout.weight_sync import buckets
 from opd.types import Chunk, RolloutRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class EngineActor:
-    """What `opd.pipelines.launch.ray.ray_engine` talks to. One method runs at a time."""
+    """What `opd.pipelines.launch.ray.engine` talks to. One method runs at a time."""
 
     def __init__(self, spec: ActorSpec) -> None:
         self._recipe = spec.begin("opd.pipelines.stages.student")
@@ -96,3 +110,221 @@ class EngineActor:
         if self._engine is None:
             raise RolloutError("the engine holds no model yet; call load() first.")
         return self._engine
+
+
+MIB = 1 << 20
+
+
+class Fleet:
+    """The engines of one student: the model they started from, and the newest weights they were given.
+
+    The weights lie in the object store once, whoever reads them, and stay there until the next ones come: an
+    engine that is started anew takes them before it serves again.
+    """
+
+    def __init__(self, remotes: Sequence[Remote], model: Path, note: Callable[[str], None]) -> None:
+        """Every engine loads `model`. Raises `RolloutError` if none can."""
+        self.model, self.note = str(model.resolve()), note
+        self.version = 0
+        self.pieces: list[Any] = []
+        self.lock = threading.Lock()
+        """Held while version and pieces change."""
+        self.limits = remotes[0].limits
+        self.engines = [RayEngine(remote, self) for remote in remotes]
+        for engine in self.engines:
+            engine.come_back()
+        for engine in self.engines:
+            engine.await_return()
+        if not self.serving:
+            raise RolloutError(f"no rollout engine could be started: {self.engines[0].lost}.")
+
+    def writers(self) -> Writers:
+        """The engines, for a rollout in front of them."""
+        policy = RetryPolicy(
+            step_timeout=self.limits.step_timeout, silence_limit=self.limits.start_timeout + 60.0
+        )
+        return Writers(self.engines, policy, self.revived)
+
+    def revived(self, index: int) -> RayEngine:
+        """Engine `index` after it came back. Raises `ActorLostError` if it did not."""
+        engine = self.engines[index]
+        if engine.lost is not None:
+            raise ActorLostError(engine.lost)
+        return engine
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Put `weights` into the object store as `version`, unless they are there already."""
+        with self.lock:
+            if version == self.version:
+                return
+            if version < self.version:
+                raise RolloutError(
+                    f"the policy version must grow, but {version} was given while the engines hold"
+                    f" {self.version}."
+                )
+            put = import_ray().put
+            pieces = buckets(weights, self.limits.bucket_mb * MIB)
+            self.pieces = [put([(name, Packed.of(tensor)) for name, tensor in piece]) for piece in pieces]
+            self.version = version
+
+    @property
+    def serving(self) -> int:
+        """Engines that are not on their way back."""
+        return sum(not engine.recovering and engine.lost is None for engine in self.engines)
+
+    def bring_up(self, remote: Remote) -> str | None:
+        """Give an engine the model and the newest weights, whatever it holds; returns its digest if it took
+        weights.
+        """
+        while True:
+            with self.lock:
+                version, pieces = self.version, self.pieces
+            model, held = remote.call("holds")
+            if model != self.model or held > version:
+                remote.call("load", self.model, seconds=self.limits.start_timeout)
+                held = 0
+            digest = remote.call("update", pieces, version) if held < version else None
+            if version == self.version:
+                return digest
+
+
+class RayEngine:
+    """Implements `opd.protocols.RolloutEngine` over an `EngineActor`.
+
+    An actor that dies or hangs is an error of the call in progress. It is then started anew in the background
+    and brought up to the fleet's newest weights; until then the engine is `recovering`.
+    """
+
+    def __init__(self, remote: Remote, fleet: Fleet) -> None:
+        self.remote, self.fleet = remote, fleet
+        self.lost: str | None = None
+        """Why it will not come back."""
+        self._calls = itertools.count(1)
+        self._call = 0
+        self._paused = False
+        self._returned = threading.Event()
+        self._returned.set()
+        self._pushed: tuple[int, Any] | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that sample the next token: the fleet's, or it does not serve."""
+        return self.fleet.version
+
+    @property
+    def recovering(self) -> bool:
+        """Whether it is on its way back."""
+        return not self._returned.is_set()
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
+        """See the protocol. Raises `ActorLostError` if the actor is gone."""
+        if self.lost is not None or self.recovering:
+            raise ActorLostError(self.lost or f"{self.remote.name} is on its way back")
+        self._call = call = next(self._calls)
+        self.remote.call("begin", call, list(requests))
+        return _Chunks(self.remote, call)
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Stop these requests of the call in flight."""
+        self.remote.send("abort", self._call, list(uids))
+
+    def pause(self) -> None:
+        """The actor computes only what was asked for: nobody asks until `resume`."""
+        self._paused = True
+
+    def flush(self) -> None:
+        """Drop every cached key and value; an actor that is gone has none."""
+        if not self.recovering and self.lost is None:
+            self.remote.send("flush")
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Give all engines of the fleet `weights`, at once; returns the digest of what this one holds.
+
+        An engine on its way back raises `ActorLostError` and takes them when it is there; the only one is
+        waited for.
+        """
+        if not self._paused:
+            raise RolloutError("weights can change only between decode steps; call pause() first.")
+        fleet = self.fleet
+        if version != fleet.version:
+            fleet.publish(weights, version)
+            for engine in fleet.engines:
+                engine.push(version)
+        if self._pushed is not None and self._pushed[0] == version:
+            try:
+                return self.remote.get(self._pushed[1], fleet.limits.step_timeout)
+            except ActorLostError as error:
+                self.failed(error)
+        if fleet.serving or self.lost is not None:
+            raise ActorLostError(self.lost or f"{self.remote.name} is on its way back")
+        self.await_return()
+        return str(self.remote.call("digest"))
+
+    def push(self, version: int) -> None:
+        """Begin to give the actor the fleet's weights, if it is there."""
+        self._pushed = None
+        if self.lost is None and not self.recovering:
+            self._pushed = (version, self.remote.send("update", self.fleet.pieces, version))
+
+    def resume(self) -> None:
+        """Continue sampling."""
+        self._paused = False
+
+    def failed(self, error: BaseException) -> None:
+        """It failed a call: bring it back, and end it first if it hangs."""
+        if self.lost is None and not self.recovering:
+            if isinstance(error, TimeoutError):
+                self.remote.kill()
+            self.fleet.note(f"{self.remote.name} failed and is brought back: {one_line(error)}")
+            self.come_back()
+
+    def come_back(self) -> None:
+        """Begin to bring the actor up to the fleet's model and weights."""
+        self._returned.clear()
+        threading.Thread(target=self._return, daemon=True, name=self.remote.name).start()
+
+    def await_return(self) -> None:
+        """Return once it serves, or is lost."""
+        self._returned.wait(2 * self.fleet.limits.start_timeout)
+
+    def _return(self) -> None:
+        fleet, name = self.fleet, self.remote.name
+        try:
+            while True:
+                self.remote.await_return()
+                with contextlib.suppress(ActorLostError):  # it died again
+                    fleet.bring_up(self.remote)
+                    return
+        except Exception as final:
+            self.lost = one_line(final)
+            fleet.note(f"{name} is lost: {self.lost}")
+        finally:
+            self._returned.set()
+
+
+class _Chunks(Iterator[Chunk]):
+    """The chunks of one call, a message each: while one is read, the actor computes the next."""
+
+    def __init__(self, remote: Remote, call: int) -> None:
+        self._remote, self._call = remote, call
+        self._over = False
+        self._asked: Any = remote.send("advance", call)
+
+    def __next__(self) -> Chunk:
+        if self._over:
+            raise StopIteration
+        remote = self._remote
+        # Whoever waits for this ends the actor when it hangs; two would end it twice.
+        chunk = remote.get(self._asked, 2 * remote.limits.step_timeout, kill=False)
+        if chunk is None:
+            self._over = True
+            raise StopIteration
+        self._asked = remote.send("advance", self._call)
+        return chunk
+
+    def close(self) -> None:
+        """Let the actor drop what it still has to do."""
+        if not self._over:
+            self._over = True
+            with contextlib.suppress(Exception):
+                self._remote.send("end", self._call)

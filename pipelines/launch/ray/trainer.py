@@ -58,7 +58,7 @@ class RayHelpers:
 
     def writers(self, model: Path) -> Writers:
         """See the protocol."""
-        from opd.pipelines.launch.ray.ray_engine import Fleet
+        from opd.pipelines.launch.ray.engine import Fleet
 
         return Fleet(self.engines, model, self.note).writers()
 
