@@ -33,12 +33,12 @@ from opd.megatron.form import HEAD, Cut, MegatronForm, Piece, pieces
 from opd.megatron.module import MegatronModule, model_parallel
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.models.hf_folder import check_folder, read_config, weight_files
-from opd.storage.checkpoint_source import read_headers
+from opd.storage.publish import read_headers
 from opd.storage.published import PublishedModel
 from opd.storage.sealed import file_digest
 from opd.teachers.kinds import Opening, Placement, TeacherKind
 from opd.teachers.layer_stream import UnitGather
-from opd.teachers.units import is_published, small_files, unit_tensors
+from opd.teachers.skeleton import is_published, small_files, unit_tensors
 from opd.train.packing import pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
 

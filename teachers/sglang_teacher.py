@@ -1,9 +1,13 @@
-"""A teacher behind HTTP: SGLang servers score the student's tokens, the published head stays here."""
+"""A teacher behind HTTP: SGLang servers score the student's tokens, the published head stays here.
+
+Is it the right model that answers? Asked of every server before it works, and again after it was away.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,10 +18,11 @@ import numpy as np
 import torch
 
 from opd.config import Recipe, TopKKL
-from opd.config.served import ServerConfig
-from opd.config.teachers import SGLangTeacherConfig
+from opd.config.teachers import ServerConfig, SGLangTeacherConfig
 from opd.errors import ConfigError, OpdError, TeacherError
+from opd.foreign import decoding
 from opd.kernels.head import Head
+from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.models.hf_folder import read_object
 from opd.progress import doing
@@ -39,13 +44,212 @@ from opd.served.sglang_answers import (
     logprob_body,
     logprobs_of,
     most_bytes,
+    ranks_of,
     top_logprobs_of,
+    versions_of,
 )
 from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Opening, Placement, TeacherKind
-from opd.teachers.sglang_identity import Expected, admit, check_versions, checksum, expected_of
-from opd.teachers.units import is_published, read_head, small_files
+from opd.teachers.skeleton import is_published, read_head, small_files
 from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
+
+EXACT, HALF = 1e-3, 0.25
+"""Nats by which log-probabilities of the same model may differ: served in float32, and in anything less."""
+PROBE = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7, 2, 3], dtype=np.int32)
+"""Ids below 8: every vocabulary has them, also a wrong one."""
+
+
+Rebuild = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Of the head's weight, padding included."""
+
+    rows: int
+    width: int
+
+
+@dataclass(slots=True)
+class Expected:
+    """What a server must be; what the recipe leaves open is what the first server was."""
+
+    config: Mapping[str, Any]
+    """The model's Hugging Face configuration."""
+    head: HeadShape
+    hidden: bool
+    """Whether hidden states are needed."""
+    rebuild: Rebuild | None = None
+    """Log-probabilities of ids [N] from hidden rows [N, D], by the right head; `None` compares servers with
+    each other only."""
+    weight_version: str | None = None
+    checksum: str | None = None
+    logprobs: np.ndarray | None = None
+    """[len(PROBE) - 2] of the probe's tokens."""
+    tolerance: float = EXACT
+    context: int | None = None
+    """Most tokens a request may have on any server."""
+    chunk: int | None = None
+    """Most tokens a server prefills at once; hidden states of earlier chunks are lost."""
+
+
+async def admit(pool: HTTPPool, server: Server, expected: Expected) -> None:
+    """Raises `TeacherError` if another model or other weights answer, or the server lacks what is needed;
+    `UnavailableError` if it does not answer.
+    """
+    info = await pool.ask(server, "GET", "/model_info")
+    _check_kind(pool.owner, server, info, expected)
+    _check_version(pool.owner, server, str(info.get("weight_version")), expected)
+    settings = await _settings(pool, server)
+    _check_settings(pool.owner, server, settings, expected)
+    if expected.checksum is not None:
+        await _check_checksum(pool, server, expected)
+    await _check_outputs(pool, server, settings, expected)
+
+
+async def checksum(pool: HTTPPool, server: Server) -> str:
+    """The server's checksum over all weights on all of its ranks."""
+    answer = await pool.ask(server, "POST", "/weights_checker", {"action": "checksum"})
+    return "+".join(str(rank.get("per_gpu_checksum")) for rank in ranks_of(answer))
+
+
+def _check_kind(owner: str, server: Server, info: dict[str, Any], expected: Expected) -> None:
+    for key in ("architectures", "model_type"):
+        there, here = info.get(key), expected.config.get(key)
+        if there and here and there != here:
+            raise TeacherError(
+                f"{owner}: {server.url} serves {info.get('model_path')} with {key} {there}, the recipe's"
+                f" teacher has {here}; check which model is behind the URL."
+            )
+
+
+def _check_version(owner: str, server: Server, version: str, expected: Expected) -> None:
+    if expected.weight_version is None:
+        expected.weight_version = version
+    if version != expected.weight_version:
+        raise TeacherError(
+            f"{owner}: {server.url} holds weight version {version}, but {expected.weight_version} is due;"
+            " serve the version the run began with."
+        )
+
+
+def check_versions(owner: str, answer: dict[str, Any], expected: Expected) -> None:
+    """`TeacherError` unless the answer was computed with the expected weights alone."""
+    found = versions_of(answer)
+    if found != {expected.weight_version}:
+        raise TeacherError(
+            f"{owner}: an answer was computed with weight version {', '.join(sorted(found))}, but"
+            f" {expected.weight_version} is due; serve the version the run began with and --resume."
+        )
+
+
+async def _settings(pool: HTTPPool, server: Server) -> dict[str, Any]:
+    try:
+        return await pool.ask(server, "GET", "/server_info") or {}
+    except RefusedError:
+        return {}  # a router passes scoring on but not this
+
+
+def _check_settings(owner: str, server: Server, settings: dict[str, Any], expected: Expected) -> None:
+    if expected.hidden and settings.get("enable_return_hidden_states") is False:
+        raise TeacherError(
+            f"{owner}: {server.url} returns no hidden states; start it with --enable-return-hidden-states, or"
+            " set the server's signal to topk or sampled."
+        )
+    limits = [settings.get("context_length"), settings.get("max_total_num_tokens")]
+    with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
+        known = [int(limit) for limit in (*limits, expected.context) if limit]
+        chunk = int(settings.get("chunked_prefill_size") or 0)
+    expected.context = min(known, default=None)
+    if chunk > 0:
+        expected.chunk = min(chunk, expected.chunk or chunk)
+    if settings and settings.get("dtype") != "float32":
+        expected.tolerance = HALF
+
+
+async def _check_checksum(pool: HTTPPool, server: Server, expected: Expected) -> None:
+    held = await checksum(pool, server)
+    if held != expected.checksum:
+        raise TeacherError(
+            f"{pool.owner}: the weights of {server.url} have checksum {held}, the recipe says"
+            f" {expected.checksum}; serve the right weights or correct the recipe."
+        )
+
+
+async def _check_outputs(
+    pool: HTTPPool, server: Server, settings: dict[str, Any], expected: Expected
+) -> None:
+    """The probe's log-probabilities: rebuilt by the published head, and those of the first server.
+
+    A server without hidden states can only be compared with the first one.
+    """
+    head = expected.head
+    question = Question("probe", PROBE, 0)
+    if expected.hidden or settings.get("enable_return_hidden_states"):
+        body = hidden_body(question)
+        answer = await pool.ask(server, "POST", "/generate", body, most_bytes(body, head.width))
+        served = logprobs_of(answer, PROBE[:-1], 0, head.rows)
+        check_width(pool.owner, server, answer, head.width)
+        if expected.logprobs is None and expected.rebuild is not None:
+            rows = hidden_of(answer, question, head.width, head.rows)[:-1]
+            rebuilt = await asyncio.to_thread(expected.rebuild, rows, PROBE[1:-1])
+            _compare(pool.owner, server, served, rebuilt, expected.tolerance, "the published head gives")
+    else:
+        body = logprob_body(Question("probe", PROBE[:-1], 0))
+        answer = await pool.ask(server, "POST", "/generate", body, most_bytes(body))
+        served = logprobs_of(answer, PROBE[:-1], 0, head.rows)
+    if expected.logprobs is None:
+        expected.logprobs = served
+    _compare(pool.owner, server, served, expected.logprobs, expected.tolerance, "the first server gave")
+
+
+def check_width(owner: str, server: Server, answer: dict[str, Any], width: int) -> None:
+    """`TeacherError` if the hidden states have another width than the head."""
+    with decoding(lambda cause: UnavailableError(f"{server.url}: hidden states, {cause}", answered=True)):
+        states = answer["meta_info"].get("hidden_states") or [[[]]]
+        found = len(states[0][0]) if isinstance(states[0][0], list) else len(states[0])
+    if found != width:
+        raise TeacherError(
+            f"{owner}: {server.url} returns hidden states of width {found}, the published head takes {width};"
+            " check which model is behind the URL."
+        )
+
+
+def _compare(
+    owner: str, server: Server, served: np.ndarray, due: np.ndarray, tolerance: float, source: str
+) -> None:
+    apart = float(np.abs(served - due).max())
+    if not apart <= tolerance:
+        raise TeacherError(
+            f"{owner}: {server.url} serves another model, vocabulary or other weights than the recipe's: its"
+            f" log-probabilities differ by up to {apart:.3g} nats from what {source}."
+        )
+
+
+def expected_of(model: PublishedModel | Mapping[str, Any], settings: SGLangTeacherConfig) -> Expected:
+    """What the servers of a teacher must be: the published `model`, or the one of a configuration."""
+    if isinstance(model, PublishedModel):
+        head = model.manifest.head
+        described, shape = model.manifest.config, HeadShape(head.vocabulary, head.hidden)
+        rebuild = rebuild_with(model)
+    else:
+        text = model.get("text_config", model)
+        described, shape = model, HeadShape(text["vocab_size"], text["hidden_size"])
+        rebuild = None
+    hidden = settings.signal == "hidden"
+    return Expected(described, shape, hidden, rebuild, settings.weight_version, settings.checksum)
+
+
+def rebuild_with(published: PublishedModel) -> Rebuild:
+    """By the head of `published`, over all of its rows, as a server has them; read at each call."""
+
+    def rebuild(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        head = read_head(published, torch.float32, torch.device("cpu"))
+        with torch.no_grad():
+            hidden, tokens = torch.from_numpy(rows), torch.from_numpy(ids.astype(np.int64))
+            return linear_logprobs(hidden, head, tokens).float().numpy()
+
+    return rebuild
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,15 @@ from opd.teachers.kinds import Opening, Placement, TeacherKind
 from opd.teachers.layer_stream import LayerStream, UnitPass, in_background
 from opd.teachers.published_adapter import PublishedAdapter, is_adapter
 from opd.teachers.score_cache import RowPieces, response_rows, row_pieces
-from opd.teachers.skeleton import PackedWork, Skeleton
-from opd.teachers.units import UNIT, converted_bytes, head_bytes, read_head, unit_tensors
+from opd.teachers.skeleton import (
+    UNIT,
+    PackedWork,
+    Skeleton,
+    converted_bytes,
+    head_bytes,
+    read_head,
+    unit_tensors,
+)
 from opd.train.packing import pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
 

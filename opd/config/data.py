@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from opd.config.base import Config
-from opd.config.served import EngineConfig, TorchEngineConfig
 from opd.config.storage import TokenLogConfig
+from opd.config.teachers import EngineConfig, TorchEngineConfig
 
 
 class DomainConfig(Config):

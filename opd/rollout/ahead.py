@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
 from opd.rollout.collect import Generates
-from opd.rollout.transcript import Tokens, Transcript
+from opd.rollout.ledger import Tokens, Transcript
 from opd.types import Chunk, RolloutRequest, SampleGroup
 
 LOOK = 0.005

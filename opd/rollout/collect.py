@@ -21,7 +21,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from opd.errors import ConfigError, RanksError, RolloutError
 from opd.imports import GENERATE, calling, import_function
 from opd.ranks import Ranks
-from opd.rollout.transcript import Tokens, Transcript
+from opd.rollout.ledger import Tokens, Transcript
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
 

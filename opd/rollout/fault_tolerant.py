@@ -11,9 +11,8 @@ from opd.errors import OpdError, RolloutError
 from opd.protocols import RolloutEngine, TokenLog
 from opd.rollout.dispatch import Dispatch
 from opd.rollout.engine_pool import EngineHealth, EnginePool, RetryPolicy
-from opd.rollout.ledger import Keeping, Ledger
+from opd.rollout.ledger import Keeping, Ledger, StopStrings
 from opd.rollout.preemption import WRITE_SPEED, KVStore, Preemption, Suspendable
-from opd.rollout.stop_strings import StopStrings
 from opd.types import Chunk, RolloutRequest
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from opd.errors import MissingExtraError
 from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
-from opd.train.backend import Backend, Training
+from opd.train.backend import MOMENTS, Backend, Training, adamw, check_names, not_finite, optimizer_fields
 from opd.train.fsdp_backend import Root
-from opd.train.optimizer import MOMENTS, adamw, check_names, not_finite, optimizer_fields
 from opd.train.torch_backend import layer_memory
 
 

@@ -29,8 +29,7 @@ from opd.megatron.form import HEAD, MegatronForm, pieces
 from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, model_parallel
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
-from opd.train.backend import Backend, Training
-from opd.train.optimizer import MOMENTS, adamw, check_names, not_finite, optimizer_fields
+from opd.train.backend import MOMENTS, Backend, Training, adamw, check_names, not_finite, optimizer_fields
 
 WEIGHT = "param"
 """The field that holds the weights in the optimiser's own precision."""

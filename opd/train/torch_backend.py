@@ -14,8 +14,7 @@ from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import CausalLM
 from opd.models.long_sequence import LayerMemory
 from opd.ranks import Ranks
-from opd.train.backend import Backend, Training
-from opd.train.optimizer import adamw, optimizer_fields, state_of, update
+from opd.train.backend import Backend, Training, adamw, optimizer_fields, state_of, update
 from opd.train.packing import of_packed
 from opd.types import Sample
 

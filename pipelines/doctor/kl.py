@@ -11,7 +11,7 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.pipelines.doctor.checks import Finding, attempt, check_rewards, given_teachers
-from opd.pipelines.stages.precision import model_dtype
+from opd.pipelines.stages.context import model_dtype
 from opd.types import HiddenStates, RolloutRequest, Sample
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def check_base(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) ->
 def _open(recipe: Recipe, name: str, source: str, vocabulary: int) -> Teacher:
     from opd.teachers.kinds import Placement
     from opd.teachers.local_teacher import LocalTeacher
+    from opd.teachers.skeleton import is_published
     from opd.teachers.streamed_teacher import streamed_teachers
-    from opd.teachers.units import is_published
 
     dtype, device = model_dtype(recipe), recipe.model.device
     if is_published(source):

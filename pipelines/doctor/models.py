@@ -129,7 +129,7 @@ def unreachable(teachers: Mapping[str, str], look: Callable[[str], None]) -> dic
     """What is wrong with those that are published and cannot be read; all are looked at side by side, since
     each may take its time to be given up.
     """
-    from opd.teachers.units import is_published
+    from opd.teachers.skeleton import is_published
 
     published = {name: source for name, source in teachers.items() if is_published(source)}
     lost: dict[str, OpdError] = {}
@@ -189,7 +189,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
 def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> list[Finding]:
     from opd.models.hf_folder import check_folder
     from opd.models.hf_weights import check_weights
-    from opd.teachers.units import is_published, small_files
+    from opd.teachers.skeleton import is_published, small_files
 
     if not is_published(source):
         check_folder(Path(source))
@@ -328,8 +328,8 @@ def _form(config: Any) -> dict[str, Any]:
 def _stored(source: str, shape: Shape) -> dict[str, Any]:
     """How much disk the weights of a teacher take where they are, and whether they were published."""
     from opd.models.hf_folder import described_in
-    from opd.storage.checkpoint_source import read_headers
-    from opd.teachers.units import is_published
+    from opd.storage.publish import read_headers
+    from opd.teachers.skeleton import is_published
 
     if is_published(source):
         return {"stored": shape.parameters * 4, "published": True}  # at most: nothing more is fetched for it

@@ -106,8 +106,8 @@ def scores_of(problem: Problem, teacher: Teacher) -> Scores:
 def by_torch(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
     """Hugging Face models in this process; published ones are streamed."""
     from opd.teachers.local_teacher import LocalTeacher
+    from opd.teachers.skeleton import is_published
     from opd.teachers.streamed_teacher import streamed_teachers
-    from opd.teachers.units import is_published
 
     place, found = problem.placement, {}
     for name, source in sources.items():
@@ -151,7 +151,7 @@ def by_kind(recipe: Recipe, type: str) -> Mode:
 def _published(source: str) -> Iterator[str]:
     """`source` published, for as long as the block runs if it was not."""
     from opd.pipelines.commands.publish import publish_checkpoint
-    from opd.teachers.units import is_published
+    from opd.teachers.skeleton import is_published
 
     if is_published(source):
         yield source

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
-from opd.config.served import SGLangEngineConfig
+from opd.config.teachers import SGLangEngineConfig
 from opd.errors import OpdError, RolloutError
 from opd.pipelines.doctor.checks import Finding, attempt, used_teachers
 
@@ -51,7 +51,7 @@ def _check_workers(recipe: Recipe, config: SGLangEngineConfig) -> list[Finding]:
     """Each worker: is it there, and does it serve a model of the student's form?"""
     from opd.served.http_pool import HTTPPool, LoopThread
     from opd.teachers.sglang_teacher import pool_options
-    from opd.teachers.units import small_files
+    from opd.teachers.skeleton import small_files
 
     form: dict[str, Any] = dict(recipe.model.config or {})
     if recipe.model.path is not None:

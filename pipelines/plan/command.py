@@ -45,7 +45,7 @@ def plan_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.simulate is not None:
         if options.recipe or given:
             raise ConfigError("opd plan --simulate takes a cluster and nothing else; see examples/cluster")
-        from opd.pipelines.plan.simulate.report import print_simulation
+        from opd.pipelines.plan.simulate.run import print_simulation
 
         return print_simulation(options.simulate)
     from opd.pipelines.plan.plan import PlanOptions, print_plan

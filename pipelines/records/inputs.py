@@ -85,7 +85,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _digests(source: str) -> dict[str, str]:
     from opd.errors import DataError
     from opd.storage.sealed import file_digest
-    from opd.teachers.units import is_published
+    from opd.teachers.skeleton import is_published
 
     try:
         if is_published(source):

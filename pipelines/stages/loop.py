@@ -17,8 +17,7 @@ from typing import Any, Protocol
 from opd.config import OptimConfig
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.samples import StepSamples
-from opd.train.backend import Backend, Read
-from opd.train.optimizer import learning_rate
+from opd.train.backend import Backend, Read, learning_rate
 from opd.types import RolloutBatch, Sample
 
 

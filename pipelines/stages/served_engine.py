@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from opd.config.served import SGLangEngineConfig
+from opd.config.teachers import SGLangEngineConfig
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.helpers import Writers
 from opd.pipelines.stages.student import tokenizer_of

@@ -16,7 +16,7 @@ from opd.errors import CheckpointError
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.helpers import Writers
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.stop_strings import StopStrings
+from opd.rollout.ledger import StopStrings
 from opd.storage.files import fsync_folder
 from opd.storage.sealed import read_sealed, write_sealed
 from opd.storage.tensors import load_tensors, save_tensors

@@ -16,9 +16,8 @@ from opd.config import BatchConfig, OptimConfig, Recipe
 from opd.models.causal_lm import CausalLM
 from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of
 from opd.pipelines.stages.adapted import adapted, receiving, save_trained
-from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.context import StageContext, model_dtype
 from opd.pipelines.stages.helpers import Writers
-from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.stage_rollout import StageRollout, open_rollout
 from opd.progress import doing
 from opd.protocols import RolloutEngine
@@ -33,7 +32,7 @@ from opd.rollout.collect import (
     write_shared,
 )
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.stop_strings import StopStrings
+from opd.rollout.ledger import StopStrings
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights
 from opd.train.backend import Backend, Training

@@ -16,16 +16,15 @@ from opd.config import Recipe
 from opd.config.teachers import Reads
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.stages.adapted import published_with_base, whole_model
-from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.precision import model_dtype
+from opd.pipelines.stages.context import StageContext, model_dtype
 from opd.progress import doing
 from opd.protocols import Teacher
-from opd.rollout.transcript import Tokens, Transcript
+from opd.rollout.ledger import Tokens, Transcript
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.teachers.kinds import Opening, Placement, open_kinds
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
-from opd.teachers.units import download, is_published
+from opd.teachers.skeleton import download, is_published
 from opd.types import Chunk, RolloutRequest, Sample
 
 if TYPE_CHECKING:

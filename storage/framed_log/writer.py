@@ -19,11 +19,11 @@ from opd.storage.framed_log.frames import (
     TEMPORARY,
     FileHeader,
     LogIO,
+    Recovered,
     file_name,
     frame_header,
     salt_of,
 )
-from opd.storage.framed_log.recovery import Recovered
 
 SyncPolicy = Literal["always", "interval", "os"]
 _SMALLEST_SEGMENT = 512

@@ -29,9 +29,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from seaweedfs import BUCKET, aws_environment, seaweedfs
 
-from opd.storage.checkpoint_source import read_headers
 from opd.storage.object_store import ObjectStore
-from opd.storage.publish import ModelForm, publish
+from opd.storage.publish import ModelForm, publish, read_headers
 from opd.storage.published import PublishedModel
 
 MIB = 2**20

@@ -10,8 +10,7 @@ import torch
 
 from opd.errors import ModelError
 from opd.models.attention import AttentionCall, PackedAttention
-from opd.models.causal_lm import CausalLM
-from opd.models.heads import check_attention, check_head
+from opd.models.causal_lm import CausalLM, check_attention, check_head
 from opd.models.hf_folder import layer_windows
 
 LENGTHS = [3, 11, 1, 7, 40]

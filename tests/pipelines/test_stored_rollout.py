@@ -28,7 +28,7 @@ from opd.pipelines.stages.helpers import Writers
 from opd.pipelines.stages.samples_on_disk import DiskHome
 from opd.pipelines.stages.source import Rollouts
 from opd.pipelines.stages.student import Student
-from opd.rollout import transcript
+from opd.rollout import ledger as transcript
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.storage.wal import TokenWAL
 from opd.types import Chunk, RolloutRequest, SampleGroup, Status

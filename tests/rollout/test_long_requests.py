@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.kv_cache import KVCache
-from opd.rollout.transcript import FOLD_AT, Tokens, Transcript
+from opd.rollout.ledger import FOLD_AT, Tokens, Transcript
 from opd.storage.wal import TokenWAL, table
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 

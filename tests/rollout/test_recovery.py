@@ -13,9 +13,8 @@ from memory_log import MemoryLog
 from opd.errors import RolloutError
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.ledger import replay
+from opd.rollout.ledger import Tokens, Transcript, replay
 from opd.rollout.torch_engine import TorchEngine
-from opd.rollout.transcript import Tokens, Transcript
 from opd.types import Chunk, SamplingParams, Status
 
 Fixture = Callable[..., Any]

@@ -18,7 +18,7 @@ from opd.models.tokenizers import character_tokenizer
 from opd.retry import Retry
 from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.stop_strings import StopStrings
+from opd.rollout.ledger import StopStrings
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL
 from opd.types import RolloutRequest, SamplingParams, Status

@@ -26,7 +26,7 @@ from opd.storage.manifest import (
 from opd.storage.object_store import ObjectStore
 from opd.storage.published import PublishedModel
 from opd.teachers.layer_stream import UnitGather
-from opd.teachers.units import download, read_head, small_files
+from opd.teachers.skeleton import download, read_head, small_files
 
 UNIT, TENSOR = "layer.0", "model.layers.0.self_attn.q_proj.weight"
 

@@ -14,7 +14,7 @@ from opd.errors import CheckpointError
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import CHECKSUMS, ORIGIN
 from opd.storage.sealed import file_digest
-from opd.teachers.units import download
+from opd.teachers.skeleton import download
 
 LAYER = "layer.1.safetensors"
 

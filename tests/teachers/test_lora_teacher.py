@@ -23,8 +23,8 @@ from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.published_adapter import PublishedAdapter, is_adapter, publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule
+from opd.teachers.skeleton import download, is_published, small_files
 from opd.teachers.streamed_teacher import LoRATeacher, StreamedTeacher, streamed_teachers
-from opd.teachers.units import download, is_published, small_files
 
 pytest.importorskip("peft")
 

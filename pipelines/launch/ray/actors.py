@@ -215,8 +215,8 @@ def start_actors(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from opd.pipelines.launch.ray.engine import EngineActor
+    from opd.pipelines.launch.ray.supervise import TrainerActor
     from opd.pipelines.launch.ray.teacher import TeacherActor
-    from opd.pipelines.launch.ray.trainer import TrainerActor
 
     classes = {"trainer": TrainerActor, "engine": EngineActor, "teacher": TeacherActor}
     made: dict[str, Remote] = {}
