@@ -148,6 +148,11 @@ def _prompt(where: str, row: dict[str, Any], domain: str) -> Prompt:
     content = row.get("prompt")
     if content is None:
         columns = ", ".join(row) or "none"
+        if "messages" in row:
+            raise DataError(
+                f"{where}: there is no `prompt` (columns: {columns}); rename `messages` to `prompt`, as it is"
+                " called here: that takes a text, or a list of messages that ends before the answer."
+            )
         raise DataError(f"{where}: there is no `prompt` (columns: {columns}); every row needs one.")
     if isinstance(content, list):
         _check_messages(where, content)

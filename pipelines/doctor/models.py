@@ -25,6 +25,7 @@ _PEEK = 64
 """Prompts of a domain that are asked whether they are messages."""
 _MEASURED = 256
 """Prompts of a domain that are encoded to see how long they are."""
+_SAME_TOKENS = "use a teacher with the student's tokens"
 _NAMES = ("architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache")
 """Keys of a configuration that change nothing in what its weights compute."""
 
@@ -168,6 +169,12 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     from opd.pipelines.stages.domains import student_tokenizer
 
     model = recipe.model
+    for key, what in (("path", "model"), ("tokenizer", "tokenizer")):
+        folder = getattr(model, key)
+        if folder is not None and not Path(folder).is_dir():
+            raise ModelError(
+                f"model.{key}: {folder} is not a folder; download the {what} first and give its path."
+            )
     models.tokenizer = student_tokenizer(recipe, domains.values())
     if model.path is not None:
         check_folder(Path(model.path))
@@ -180,7 +187,9 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     size = f"{models.student.parameters:,} parameters, vocabulary {len(models.tokenizer)}"
     return [
         Finding("ok", "student", f"{config.model_type}, {size}"),
-        *_check_rows("student", config, models.tokenizer),
+        *_check_rows(
+            "student", config, models.tokenizer, "set model.tokenizer to the one the model was trained with"
+        ),
         *_check_bos("student", config, models.tokenizer),
         *_check_temperature("student", model.path, recipe.rollout.temperature),
     ]
@@ -207,7 +216,7 @@ def _check_teacher_files(recipe: Recipe, name: str, source: str, path: Path, mod
     models.teachers[name] = replace(shape, **_stored(source, shape))
     return [
         Finding("ok", title, f"{config.model_type}, {shape.parameters:,} parameters"),
-        *_check_rows(title, config, models.tokenizer),
+        *_check_rows(title, config, models.tokenizer, _SAME_TOKENS),
         *_check_positions(title, config, recipe, models),
         *_check_tokenizer(title, path, recipe, models),
         *_check_temperature(title, str(path), recipe.rollout.temperature),
@@ -224,14 +233,27 @@ def _check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> 
         return [Finding("warning", title, f"{detail}; copy the tokenizer it was trained with there")]
     tokenizer = load_tokenizer(path)
     found = compare(models.tokenizer, tokenizer, models.stops)
-    wrong = [
-        Finding(
-            "error", title, f"{sentence}; set model.tokenizer, or use a teacher with the student's tokens"
-        )
-        for sentence in found.wrong
-    ]
+    advice = _advice(recipe, tokenizer, models) if found.wrong else ""
+    wrong = [Finding("error", title, f"{sentence}; {advice}") for sentence in found.wrong]
     harmless = [Finding("warning", title, sentence) for sentence in found.harmless]
     return wrong + harmless + _check_turns(title, path, tokenizer, recipe, models)
+
+
+def _advice(recipe: Recipe, theirs: Any, models: Models) -> str:
+    """What mends tokens that are not the teacher's. A student's weights know one tokenizer: only one that was
+    named in its place, or a student that has learnt nothing yet, may get another.
+    """
+    from opd.models.tokenizers import compare, has_tokenizer, load_tokenizer
+
+    model = recipe.model
+    if model.path is None:
+        if len(given_teachers(recipe)) == 1:
+            return f"set model.tokenizer to the teacher's, which a new student can have, or {_SAME_TOKENS}"
+    elif model.tokenizer is not None and has_tokenizer(Path(model.path)):
+        own = compare(load_tokenizer(model.path), theirs, models.stops)
+        if not own.wrong:
+            return "leave out model.tokenizer: the tokenizer in model.path has the teacher's tokens"
+    return _SAME_TOKENS
 
 
 def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models: Models) -> list[Finding]:
@@ -367,13 +389,13 @@ def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
     )
 
 
-def _check_rows(title: str, config: Any, tokenizer: Any) -> list[Finding]:
+def _check_rows(title: str, config: Any, tokenizer: Any, advice: str) -> list[Finding]:
     """Whether a model has a row for every token of the student's tokenizer; more are cut off."""
     rows = config.get_text_config().vocab_size
     if rows >= len(tokenizer):
         return []
     detail = f"its vocabulary has {rows} rows, but the tokenizer has {len(tokenizer)} tokens"
-    return [Finding("error", title, f"{detail}; set model.tokenizer to the one the model was trained with")]
+    return [Finding("error", title, f"{detail}; {advice}")]
 
 
 def _check_positions(title: str, config: Any, recipe: Recipe, models: Models) -> list[Finding]:

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import shutil
 import threading
 from dataclasses import replace
@@ -104,7 +105,27 @@ def test_another_tokenizer_is_an_error(student, tmp_path):
     teacher = save_model(tmp_path / "teacher", seed=1, alphabet="9876543210=")
     errors = find(examine(make_recipe(student, teacher)), "error")
     assert "10 of the student's 14 ids stand for other tokens: id 3 is '0'" in errors["teacher expert"]
-    assert "model.tokenizer" in errors["teacher expert"]
+    assert errors["teacher expert"].endswith("; use a teacher with the student's tokens"), (
+        "nothing else helps"
+    )
+    config = {"path": None, "config": LLAMA}
+    named = {"path": str(student), "tokenizer": str(save_model(tmp_path / "other", 0, "5432109876="))}
+    for model, expert, advice in (
+        (config, teacher, "set model.tokenizer to the teacher's, which a new student can have"),
+        (named, teacher, "use a teacher with the student's tokens"),
+        (named, student, "leave out model.tokenizer: the tokenizer in model.path has the teacher's tokens"),
+    ):
+        errors = find(examine(make_recipe(student, expert, model=model), thorough=False), "error")
+        assert f"; {advice}" in errors["teacher expert"]
+
+
+@pytest.mark.parametrize("key", ["path", "tokenizer"])
+def test_a_student_that_was_not_downloaded_names_its_field(student, key):
+    recipe = make_recipe(student, model={"path": str(student)} | {key: "Qwen/Qwen3-0.6B"})
+    told = find(examine(recipe, thorough=False), "error")["student"]
+    assert re.fullmatch(
+        rf"model\.{key}: \S*Qwen/Qwen3-0\.6B is not a folder; download the \w+ first .*", told
+    )
 
 
 def warnings(findings: list[Finding], title: str) -> list[str]:

@@ -82,6 +82,10 @@ def test_rows_of_several_domains_in_one_file(tmp_path: Path) -> None:
         ('{"prompt": "x"', "not a line of JSON"),
         ('"prompt"', "a str where an object"),
         ('{"question": "x", "label": 1}', r"no `prompt` \(columns: question, label\)"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            r"no `prompt` \(columns: messages\); rename `messages` to `prompt`, .* list of messages",
+        ),
         ('{"prompt": ""}', "non-empty text"),
         ('{"prompt": 3}', "`prompt` is 3"),
         ('{"prompt": []}', "empty list"),
