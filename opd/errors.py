@@ -19,6 +19,9 @@ from opd.redact import redact
 class OpdError(Exception):
     """Base of every error `opd` raises on purpose. Its sentence holds no secret, wherever it is written."""
 
+    of_own_code = False
+    """Whether code of the user's own is at fault: a run can go on once that is mended."""
+
     def __str__(self) -> str:
         return redact(super().__str__())
 
@@ -45,6 +48,8 @@ class StorageError(OpdError, OSError):
 
 class RewardError(OpdError, RuntimeError):
     """A reward function raised, timed out or returned something that is not a finite number."""
+
+    of_own_code = True
 
 
 class TeacherError(OpdError, RuntimeError):

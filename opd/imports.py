@@ -68,7 +68,9 @@ def calling(what: str, error: type[OpdError]) -> Iterator[None]:
     except BaseException as cause:
         if type(cause).__name__ == "OutOfMemoryError":  # torch's, without importing it
             raise
-        raise error(f"{what} {raised(cause)}; mend it.") from cause
+        fault = error(f"{what} {raised(cause)}; mend it.")
+        fault.of_own_code = True
+        raise fault from cause
 
 
 def raised(cause: BaseException) -> str:

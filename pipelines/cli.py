@@ -21,7 +21,7 @@ from opd.pipelines.plan.command import PLAN_OPTIONS, add_options, plan_command
 if TYPE_CHECKING:
     from opd.pipelines.records.run_folder import RunFolder
 
-_SWITCHES = {"--help", "--version", "--resume", "--dry-run", "--parity", "--json"}
+_SWITCHES = {"--help", "--version", "--resume", "--accept-changed-code", "--dry-run", "--parity", "--json"}
 _WITH_VALUE = {"--out", "--domain", "--shards"} | PLAN_OPTIONS
 _STAGES = {
     "run": "the whole pipeline: base, specialists, merge, baselines, evaluation, report",
@@ -90,6 +90,11 @@ def build_parser() -> argparse.ArgumentParser:
     for name, summary in _STAGES.items():
         command = _command(commands, name, summary)
         command.add_argument("--resume", action="store_true", help="continue the run in the folder")
+        command.add_argument(
+            "--accept-changed-code",
+            action="store_true",
+            help="with --resume: go on although rewards or other code of yours changed; it is recorded",
+        )
         command.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
         command.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/NAME)")
         command.lists_fields = name == "run"
@@ -215,10 +220,14 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _parsed(own: Sequence[str]) -> argparse.Namespace:
-    """Raises `ConfigError` for an option of another command and for a word too many."""
+    """Raises `ConfigError` for an option of another command, for a word too many, and for an option without
+    the one that it belongs to.
+    """
     parser = build_parser()
     options, rest = parser.parse_known_args(own)
     if not rest:
+        if getattr(options, "accept_changed_code", False) and not options.resume:
+            raise ConfigError("--accept-changed-code is for a run that goes on; give --resume with it")
         return options
     word = rest[0].partition("=")[0]
     at = f"opd {options.command}"
@@ -353,10 +362,20 @@ def _open(recipe: Recipe, options: argparse.Namespace) -> RunFolder | None:
         # Killed before it had a folder: a scheduler that always says --resume is not refused for ever.
         print(f"opd: there is no run in {path} yet; starting one", file=sys.stderr)
         resumed = False
-    RunFolder.check(path, recipe, resume=resumed)
-    if not _preflight(recipe, path, resumed):
+    accept = options.accept_changed_code
+    RunFolder.check(path, recipe, resume=resumed, accept_code=accept)
+    if not _preflight(recipe, path, resumed, accept):
         return None
-    return (RunFolder.resume if resumed else RunFolder.create)(path, recipe)
+    if not resumed:
+        return RunFolder.create(path, recipe)
+    return RunFolder.resume(path, recipe, _say_code if accept else None)
+
+
+def _say_code(files: str) -> None:
+    print(
+        f"opd: going on with changed code, as inputs.json, results.json and the report will say: {files}",
+        file=sys.stderr,
+    )
 
 
 def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
@@ -375,11 +394,11 @@ def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
     return [f"specialist-{domain}" for domain in domains]
 
 
-def _preflight(recipe: Recipe, path: Path, resume: bool) -> bool:
+def _preflight(recipe: Recipe, path: Path, resume: bool, accept_code: bool) -> bool:
     """The doctor's cheap checks; prints what they found and says whether the run can start."""
     from opd.pipelines.doctor.examine import examine
 
-    findings = examine(recipe, run_dir=path, resume=resume, thorough=False)
+    findings = examine(recipe, run_dir=path, resume=resume, accept_code=accept_code, thorough=False)
     for finding in findings:
         if finding.level != "ok":
             print(f"opd: {finding.level}: {one_line(f'{finding.title}: {finding.detail}')}", file=sys.stderr)

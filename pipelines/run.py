@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from opd.config import Recipe
+from opd.errors import OpdError
 from opd.models.hf_folder import CHECKSUMS
 from opd.pipelines.evaluation.stage import measured, measurements
 from opd.pipelines.launch.machine import settle
 from opd.pipelines.launch.workers import run_side_by_side
 from opd.pipelines.records.cards import write_cards
 from opd.pipelines.records.results import write_results
-from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.records.run_folder import ACCEPT_CODE, RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.helpers import Helpers
 from opd.pipelines.stages.order import Stage, plan, summary, with_needs
 from opd.pipelines.stages.served_engine import with_engine
-from opd.pipelines.stages.stage_rollout import remove_log
 from opd.progress import Progress
 from opd.ranks import Ranks
 from opd.rollout.preemption import Preemption
@@ -105,7 +105,7 @@ def execute(
     with listening or nullcontext(preemption) as asked:
         context = StageContext.open(recipe, folder, stage.name, report, note, asked, helpers, ranks)
         try:
-            with context.closing, with_engine(context):
+            with _way_on(), context.closing, with_engine(context):
                 result = stage.run(context)
         finally:
             context.metrics.close()
@@ -119,6 +119,18 @@ def execute(
             made.append(measurements(folder))
         context.metrics.sync()
         folder.mark_done(stage.name, result, [*made, folder.metrics(stage.name)], stage.needs)
-        remove_log(context)
+        folder.remove_working_files(stage.name)
     context.ranks.barrier("the record of a stage")
     return result
+
+
+@contextmanager
+def _way_on() -> Iterator[None]:
+    """Where code of the user's own is at fault, the error says how the run goes on once it is mended."""
+    try:
+        yield
+    except OpdError as error:
+        if not error.of_own_code:
+            raise
+        told = f"{str(error).rstrip('.')} and go on with {ACCEPT_CODE}."
+        raise type(error)(told) from error.__cause__

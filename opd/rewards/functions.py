@@ -108,7 +108,8 @@ class RewardFunction:
             if needed and parameter.name not in columns:
                 raise RewardError(
                     f"reward function {self.name} needs the column {parameter.name!r}, which domain "
-                    f"{samples[0].domain} does not have (it has {', '.join(sorted(columns))})."
+                    f"{samples[0].domain} does not have (it has {', '.join(sorted(columns))}); give that"
+                    " parameter a default."
                 )
         return {name: values for name, values in columns.items() if name in accepted}
 

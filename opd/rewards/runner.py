@@ -31,12 +31,12 @@ LARGEST = 1e9
 
 
 def reward_value(
-    function: RewardFunction, sample: RewardSample, value: Any
+    function: RewardFunction, sample: RewardSample, value: Any, noun: str = "sample"
 ) -> tuple[float, dict[str, float]]:
-    """(reward, parts). Raises `RewardError` naming function, domain and sample for anything but finite
-    numbers of at most `LARGEST`.
+    """(reward, parts). Raises `RewardError` naming function, domain and sample, or what `noun` calls it, for
+    anything but finite numbers of at most `LARGEST`.
     """
-    where = f"reward function {function.name} (domain {sample.domain}, sample {sample.uid})"
+    where = f"reward function {function.name} (domain {sample.domain}, {noun} {sample.uid})"
     with calling(f"{where} returned a {type(value).__name__}, and reading it", RewardError):
         if not isinstance(value, dict):
             return _number(value, where, "returned"), {}
@@ -81,9 +81,17 @@ class Job:
     ends with the process. An asynchronous one is cancelled.
     """
 
-    def __init__(self, function: RewardFunction, samples: Sequence[RewardSample], timeout: float) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        samples: Sequence[RewardSample],
+        timeout: float,
+        noun: str = "sample",
+    ) -> None:
+        """`timeout` is in seconds; `noun` says in errors what the uids of `samples` name."""
         self.function = function
         self.samples = samples
+        self._noun = noun
         self._timeout = timeout
         self._thread = threading.Thread(target=self._run, name=f"reward {function.name}", daemon=True)
         self._deadline = 0.0
@@ -104,8 +112,8 @@ class Job:
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive() or self._expired:
             raise RewardError(
-                f"{self._what()} took longer than {self._timeout:g} s; make it faster or raise "
-                "rollout.reward_timeout."
+                f"{self._what()} took longer than {self._timeout:g} s, the rollout.reward_timeout that a new"
+                " run may raise; make it faster."
             )
         if self._failure is not None:
             raise self._failure
@@ -117,10 +125,10 @@ class Job:
         uids = list(self._running)
         more = f" and {len(uids) - 1} more" if len(uids) > 1 else ""
         domain = self.samples[0].domain
-        return f"reward function {self.function.name} (domain {domain}, sample {uids[0]}{more})"
+        return f"reward function {self.function.name} (domain {domain}, {self._noun} {uids[0]}{more})"
 
     def _raised(self, error: BaseException) -> RewardError:
-        return RewardError(f"{self._what()} {raised(error)}")
+        return RewardError(f"{self._what()} {raised(error)}; mend it.")
 
     def _run(self) -> None:
         try:
@@ -146,7 +154,7 @@ class Job:
             self._running = [sample.uid]
             with calling(self._what(), RewardError):
                 value = self.function.call(sample)
-            scored.append(reward_value(self.function, sample, value))
+            scored.append(reward_value(self.function, sample, value, self._noun))
         return scored
 
     async def _call_async(self) -> list[Scored]:
@@ -174,7 +182,7 @@ class Job:
             raise self._raised(error) from error
         if sample.uid in self._running:
             self._running.remove(sample.uid)
-        return reward_value(self.function, sample, value)
+        return reward_value(self.function, sample, value, self._noun)
 
     def _whole(self, returned: Any) -> list[Scored]:
         """A batch function's result, if it is a sequence of the right length."""
@@ -192,7 +200,10 @@ class Job:
                 raise RewardError(
                     f"{what} returned {count} rewards for {wanted} completions; return one for each."
                 )
-        return [reward_value(self.function, *pair) for pair in zip(self.samples, found, strict=True)]
+        return [
+            reward_value(self.function, sample, value, self._noun)
+            for sample, value in zip(self.samples, found, strict=True)
+        ]
 
 
 class RewardRunner:

@@ -116,9 +116,9 @@ def _check_path(path: str, where: str, takes: Sequence[str]) -> list[Finding]:
     return [Finding("ok", where, path)]
 
 
-def check_run_dir(path: Path, recipe: Recipe, *, resume: bool) -> list[Finding]:
+def check_run_dir(path: Path, recipe: Recipe, resume: bool, accept_code: bool) -> list[Finding]:
     """Whether the run folder can be made or, with `resume`, gone on in."""
-    RunFolder.check(path, recipe, resume=resume)
+    RunFolder.check(path, recipe, resume=resume, accept_code=accept_code)
     parent = existing_parent(path)
     wrong = unwritable(parent)
     if wrong is not None:
@@ -353,17 +353,14 @@ def check_rewards(
     recipe: Recipe, domains: Mapping[str, Domain], written: Mapping[str, Sequence[str]] | None = None
 ) -> list[Finding]:
     """What each domain's reward says of an empty answer, one of one token and the label; or else of what was
-    `written` by the base. A reward that raises is an error.
+    `written` by the base. A reward that raises is an error, one that says the same of all these a warning.
     """
     findings: list[Finding] = []
     for name, domain in domains.items():
         if domain.train and (recipe.domains[name].reward is not None or domain.checker is not None):
-            if written is None:
-                title, answers = f"reward {name}", _simple_answers(domain)
-            else:
-                title = f"reward {name}, the base"
-                answers = {repr(text[:20]): text for text in written.get(name, ())}
-            findings += attempt(title, lambda d=domain, t=title, a=answers: _check_reward(recipe, d, t, a))
+            title = f"reward {name}" if written is None else f"reward {name}, the base"
+            texts = None if written is None else written.get(name, ())
+            findings += attempt(title, lambda d=domain, t=title, w=texts: _check_reward(recipe, d, t, w))
     return findings
 
 
@@ -373,7 +370,23 @@ def _simple_answers(domain: Domain) -> dict[str, str]:
     return {"an empty answer": "", "'0'": "0"} | own
 
 
-def _check_reward(recipe: Recipe, domain: Domain, title: str, answers: Mapping[str, str]) -> list[Finding]:
+def _check_reward(recipe: Recipe, domain: Domain, title: str, written: Sequence[str] | None) -> list[Finding]:
+    simple = _simple_answers(domain)
+    answers = simple if written is None else {repr(text[:20]): text for text in written}
+    if not answers:
+        return []
+    scores = _scores(recipe, domain, answers.values())
+    said = ", ".join(f"{score:g} for {name}" for name, score in zip(answers, scores, strict=True))
+    if written is None or len({*scores, *_scores(recipe, domain, simple.values())}) > 1:
+        return [Finding("ok", title, said)]
+    detail = (
+        f"{said}, and the same for {', '.join(simple)}: where every answer is worth the same, GRPO has no"
+        " signal; look whether the reward reads answers as the model writes them"
+    )
+    return [Finding("warning", title, detail)]
+
+
+def _scores(recipe: Recipe, domain: Domain, answers: Iterable[str]) -> list[float]:
     from opd.rewards.functions import checker_reward, load_reward
     from opd.rewards.runner import Job
 
@@ -384,11 +397,10 @@ def _check_reward(recipe: Recipe, domain: Domain, title: str, answers: Mapping[s
         assert domain.checker is not None  # asked by the caller
         function = checker_reward(domain.checker, f"checker of domain {domain.name}")
     prompt = domain.train[0]
-    samples = [_sample(title, prompt, text) for text in answers.values()]
-    job = Job(function, samples, recipe.rollout.reward_timeout)
+    samples = [_sample(repr(text[:20]), prompt, text) for text in answers]
+    job = Job(function, samples, recipe.rollout.reward_timeout, "answer")
     job.start()
-    said = ", ".join(f"{value:g} for {name}" for name, (value, _) in zip(answers, job.result(), strict=True))
-    return [Finding("ok", title, said)]
+    return [score for score, _ in job.result()]
 
 
 def _sample(uid: str, prompt: Prompt, text: str) -> Any:

@@ -40,17 +40,22 @@ _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]
 
 
 def examine(
-    recipe: Recipe, *, run_dir: Path | None = None, resume: bool = False, thorough: bool = True
+    recipe: Recipe,
+    *,
+    run_dir: Path | None = None,
+    resume: bool = False,
+    accept_code: bool = False,
+    thorough: bool = True,
 ) -> list[Finding]:
     """Every check, in the order of a run; with `thorough=False`, as before a run, those that load no weights,
     and once something is wrong none that needs a library of models.
 
-    `run_dir` and `resume` are what `opd run` would be told. Nothing is left behind. A check that
-    cannot be made because an earlier one failed is left out; a run folder that cannot be used stands in the
-    way of none.
+    `run_dir`, `resume` and `accept_code` are what `opd run` would be told. Nothing is left behind. A check
+    that cannot be made because an earlier one failed is left out; a run folder that cannot be used stands in
+    the way of none.
     """
     path = run_dir or default_path(recipe)
-    findings = attempt("run folder", lambda: check_run_dir(path, recipe, resume=resume))
+    findings = attempt("run folder", lambda: check_run_dir(path, recipe, resume, accept_code))
     if _errors(findings) and not thorough:
         return findings
     return findings + _examine(recipe, path, thorough)

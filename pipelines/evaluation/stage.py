@@ -13,7 +13,7 @@ from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.student import load_model, make_writer, tokenizer_of
 from opd.pipelines.stages.teachers import whole_teacher
-from opd.storage.sealed import file_digest, read_sealed, write_sealed
+from opd.storage.sealed import digest_of, file_digest, read_sealed, write_sealed
 
 
 def evaluated_models(context: StageContext) -> dict[str, Path]:
@@ -37,7 +37,7 @@ def evaluate(context: StageContext) -> dict[str, Any]:
         raise CheckpointError(f"{context.folder.path} holds no model to evaluate; train one first.")
     identities = {name: _identity(context, path) for name, path in models.items()}
     known = _read(context.folder)
-    # A model that was made again since is measured again.
+    # A model that was made again since is measured again, and all are once the code that measures changed.
     found = {name: known[name] for name, of in identities.items() if known.get(name, {}).get("model") == of}
     for name in found:
         check_folder(models[name])  # what is told of a model is told of what is there
@@ -95,7 +95,14 @@ def _read(folder: RunFolder) -> dict[str, Any]:
 
 
 def _identity(context: StageContext, path: Path) -> str:
-    """What changes when another model lies at `path`; those from elsewhere are compared by the run itself."""
+    """What changes when another model lies at `path`, or rewards are others; models from elsewhere are
+    compared by the run itself.
+    """
+    changes = context.folder.code_changes
+    return _model_identity(context, path) + (f" {digest_of(changes)}" if changes else "")
+
+
+def _model_identity(context: StageContext, path: Path) -> str:
     if not path.resolve().is_relative_to(context.folder.path.resolve()):
         return "given"
     if not (path / CHECKSUMS).is_file():

@@ -1,9 +1,12 @@
-"""What a run is given from elsewhere: models, data and code, by the digests they had when the run began."""
+"""What a run is given from elsewhere: models, data and code, by the digests they had when the run began, and
+what of the code was changed since.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from opd.config import Recipe
 from opd.imports import BATCH, DIVERGENCE, GENERATE, GROUP, POLICY_LOSS
@@ -54,6 +57,29 @@ def user_code(recipe: Recipe) -> dict[str, str]:
         if kind == "procedural" and ":" in task:
             paths[f"domains.{name}.source"] = task
     return paths
+
+
+def with_changes(given: Given, changes: Sequence[Mapping[str, Any]]) -> Given:
+    """`given` after `changes` of code: {"files": {key of the recipe: {file: {"was": digest, "is": digest}}}},
+    of a file that was not there, or is no more, `None`.
+    """
+    now = {where: dict(files) for where, files in given.items()}
+    for change in changes:
+        for where, files in change["files"].items():
+            for name, digests in files.items():
+                now[where].pop(name, None)
+                if digests["is"] is not None:
+                    now[where][name] = digests["is"]
+    return now
+
+
+def changed_files(change: Mapping[str, Any]) -> str:
+    """`rewards.py (domains.a.reward, domains.b.reward), helper.py (domains.a.reward)`."""
+    keys: dict[str, list[str]] = {}
+    for where, files in change["files"].items():
+        for name in files:
+            keys.setdefault(name, []).append(where)
+    return ", ".join(f"{name} ({', '.join(of)})" for name, of in keys.items())
 
 
 def _code(path: str) -> dict[str, str]:

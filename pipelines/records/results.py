@@ -40,6 +40,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "stages": [_stage(name, result) for name, result in finished.items()],
         "teachers": _teachers(folder) if "merge" in finished else {},
         "counters": finished.get("merge", {}).get("counters", {}),
+        "code_changes": folder.code_changes,
     }
     folder.write_results(results, finished)
     return folder.results

@@ -1,7 +1,7 @@
 """One run, one folder: its layout, its lock, its resolved recipe and which of its stages are done.
 
-inputs.json                      digests of what the run began with: recipe, models and data from elsewhere;
-                                 the CPU threads that were settled then
+inputs.json                      digests of what the run began with: recipe, models, data and code from
+                                 elsewhere, and of code that changed since; the CPU threads settled then
 config.json                      the resolved recipe; a run that has it has begun
 stages/STAGE/                    metrics.jsonl  checkpoints/  done.json (written last), and log.txt of
                                  a stage that ran in a process of its own
@@ -25,7 +25,9 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ from opd.errors import DataError, RunFolderError
 from opd.metrics import read_metrics
 from opd.models.hf_folder import CHECKSUMS, adapter_base, check_folder, check_small_files
 from opd.pipelines.launch.machine import threads_here
-from opd.pipelines.records.inputs import Given, given_inputs
+from opd.pipelines.records.inputs import changed_files, given_inputs, user_code, with_changes
 from opd.redact import redacted
 from opd.storage.files import FileLock, write_atomic
 from opd.storage.sealed import (
@@ -55,10 +57,14 @@ from opd.storage.sealed import (
 DONE = "done.json"
 _LOCK, _CONFIG, _INPUTS = ".lock", "config.json", "inputs.json"
 _ANEW = "restore it, or start a new run with --out"
+ACCEPT_CODE = "--resume --accept-changed-code"
+"""How a command is told to go on with code of the user's own that is no longer what it was."""
 _FREE = ("runtime", "run_dir", "launch", "train")
 """Top-level keys that may change between attempts: they say how and where, not what."""
 _RECORDED = ("stage", "run", "files", "from")
 """What `mark_done` adds to a stage's result."""
+_Changed = dict[str, dict[str, dict[str, str | None]]]
+"""Key of the recipe -> file -> digests `was` and `is`, of code of the user's own."""
 
 
 def default_path(recipe: Recipe) -> Path:
@@ -133,25 +139,34 @@ class RunFolder:
         return folder
 
     @classmethod
-    def resume(cls, path: str | Path, recipe: Recipe) -> RunFolder:
-        """Continue the run in `path`; only `runtime`, `launch`, `train` and `run_dir` may differ.
+    def resume(
+        cls, path: str | Path, recipe: Recipe, accept_code: Callable[[str], None] | None = None
+    ) -> RunFolder:
+        """Continue the run in `path`; only `runtime`, `launch`, `train` and `run_dir` may differ, and, where
+        there is an `accept_code`, code of the user's own: that is recorded, and it is told the files in a
+        line. What a stage that was killed as it ended has left is removed.
 
         Raises `RunFolderError` if there is no run, another process holds it, a setting differs (named), or
-        something that the run was given is no longer what it was.
+        something else that the run was given is no longer what it was.
         """
         path = Path(path)
         if not _has_begun(path):
             return cls.create(path, recipe)
         folder = cls._open(path)
         try:
-            folder._keep_free(recipe, folder._require_same(recipe))
+            started, changed = folder._require_same(recipe, accept_code is not None)
+            folder._keep_free(recipe, started)
+            if changed and accept_code is not None:
+                folder._record_code(changed)
+                accept_code(changed_files(folder.code_changes[-1]))
+            folder._remove_left_over()
         except BaseException:
             folder.close()
             raise
         return folder
 
     @classmethod
-    def check(cls, path: str | Path, recipe: Recipe, *, resume: bool) -> None:
+    def check(cls, path: str | Path, recipe: Recipe, *, resume: bool, accept_code: bool = False) -> None:
         """Raise what `create`, or with `resume` `resume`, would raise now; nothing is written."""
         path = Path(path)
         begun = resume and _has_begun(path)
@@ -159,7 +174,7 @@ class RunFolder:
             refuse_existing(path)
         FileLock(path / _LOCK).refuse_held()
         if begun:
-            cls.attach(path)._require_same(recipe)
+            cls.attach(path)._require_same(recipe, accept_code)
 
     @classmethod
     def attach(cls, path: str | Path) -> RunFolder:
@@ -204,6 +219,13 @@ class RunFolder:
     def identity(self) -> str:
         """Of this run alone: "" where none was started."""
         return "" if self._inputs is None else str(self._inputs["run"])
+
+    @property
+    def code_changes(self) -> list[dict[str, Any]]:
+        """What changed in the user's own code while the run went on, oldest first: `time` (UTC), the stages
+        `done` and `under_way` by then, and the `files` as `inputs.with_changes` takes them.
+        """
+        return [] if self._inputs is None else list(self._inputs.get("code_changes", []))
 
     def owner(self, stage: str) -> str:
         """What tells the files of a stage from those of other stages and runs."""
@@ -398,8 +420,8 @@ class RunFolder:
     def _write_config(self, config: Mapping[str, Any]) -> None:
         write_atomic(self.config, _json_bytes(config))
 
-    def _require_same(self, recipe: Recipe) -> dict[str, Any]:
-        """Compare `recipe` and what it gives with what the run began with, which is returned."""
+    def _require_same(self, recipe: Recipe, accept_code: bool) -> tuple[dict[str, Any], _Changed]:
+        """Compare `recipe` and what it gives with what the run began with; returns that, and changed code."""
         if self._inputs is None:
             raise RunFolderError(
                 f"{self.path / _INPUTS} is missing: it was lost, or the run was started by an older release;"
@@ -407,8 +429,7 @@ class RunFolder:
             )
         started = self.read_config()
         self._require_settings(started, recipe)
-        self._require_given(given_inputs(recipe))
-        return started
+        return started, self._require_given(recipe, accept_code)
 
     def _keep_free(self, recipe: Recipe, started: Mapping[str, Any]) -> None:
         """Write down what `recipe` says of what may change."""
@@ -417,16 +438,53 @@ class RunFolder:
         # The rest stays as it was written, so that its digest holds for other releases too.
         self._write_config(_fixed(started) | {key: now[key] for key in _FREE})
 
-    def _require_given(self, now: Given) -> None:
+    def _require_given(self, recipe: Recipe, accept_code: bool) -> _Changed:
+        """What of the user's own code is no longer what it was; nothing else may be."""
         assert self._inputs is not None
-        for where, files in self._inputs["given"].items():
+        now, own = given_inputs(recipe), user_code(recipe)
+        changed: _Changed = {}
+        for where, files in with_changes(self._inputs["given"], self.code_changes).items():
             found = now.get(where, {})
             for name in {**files, **found}:
-                if files.get(name) != found.get(name):
-                    raise RunFolderError(
-                        f"{where}: {name} is not what it was when the run in {self.path} was started;"
-                        " restore it, or start a new run with --out"
-                    )
+                was, now_is = files.get(name), found.get(name)
+                if was == now_is:
+                    continue
+                if where in own and accept_code:
+                    changed.setdefault(where, {})[name] = {"was": was, "is": now_is}
+                    continue
+                accepted = f"or go on with what it is now by {ACCEPT_CODE}, " if where in own else ""
+                since = "last went on" if self.code_changes and where in own else "was started"
+                raise RunFolderError(
+                    f"{where}: {name} is not what it was when the run in {self.path} {since};"
+                    f" restore it, {accepted}or start a new run with --out"
+                )
+        return changed
+
+    def _record_code(self, changed: _Changed) -> None:
+        assert self._inputs is not None
+        stages = [path for path in sorted(self.path.glob("stages/*")) if any(path.iterdir())]
+        change = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "done": [path.name for path in stages if (path / DONE).exists()],
+            "under_way": [path.name for path in stages if not (path / DONE).exists()],
+            "files": changed,
+        }
+        write_sealed(self.path / _INPUTS, {**self._inputs, "code_changes": [*self.code_changes, change]})
+        del self._inputs  # read again when it is asked for
+
+    def remove_working_files(self, stage: str) -> None:
+        """A stage that is done needs neither its rollouts, their log, nor its teachers' hidden states."""
+        signals = self.stage(stage) / "signals"
+        for folder in (self.wal(stage), self.cache(stage), self.trajectories(stage), signals):
+            for own in (folder, *folder.parent.glob(f"{folder.name}-rank-*")):
+                shutil.rmtree(own, ignore_errors=True)
+
+    def _remove_left_over(self) -> None:
+        """Of stages that were killed between their record and the removal of their working files."""
+        for record in self.path.glob(f"stages/*/{DONE}"):
+            with contextlib.suppress(RunFolderError):  # of a damaged record, which `stage_done` tells
+                if self._record(record.parent.name) is not None:
+                    self.remove_working_files(record.parent.name)
 
     def _gives_the_same(self, key: str, recipe: Recipe) -> bool:
         """Whether what lies at the path `key` is, file by file, what the run was started with."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,8 @@ class Run:
     """Model -> its folder, digest, prompt format and loading lines, as far as each is known."""
     answers: dict[str, Any] = field(default_factory=dict)
     """Domain -> a few answers side by side, as `pipelines/evaluation/accuracy.py` gives them."""
+    code_changes: list[dict[str, Any]] = field(default_factory=list)
+    """What changed in the user's own code during the run, as `RunFolder.code_changes` says it."""
 
     @property
     def confidence(self) -> float:
@@ -129,7 +131,8 @@ def load_run(folder: Path) -> Run:
             "has started"
         )
     try:
-        return _assemble(results, run.read_config(), metrics, fallback=folder.name)
+        found = _assemble(results, run.read_config(), metrics, fallback=folder.name)
+        return replace(found, code_changes=run.code_changes)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         what = f"has no entry {error}" if isinstance(error, KeyError) else f"is malformed ({error})"
         raise RunFolderError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opd.pipelines.evaluation.statistics import Count, Interval, mean_accuracy, mean_difference, retention
+from opd.pipelines.records.inputs import changed_files
 from opd.pipelines.report.load import ModelResult, Run
 from opd.pipelines.report.words import (
     NARROW,
@@ -66,10 +67,27 @@ def write_verdict(run: Run) -> Verdict:
     merged = run.model("merged")
     if merged is None or not merged.sampled:
         return Verdict(
-            "This run has no evaluated merge yet. Below is what it has produced so far.", _cost_points(run)
+            "This run has no evaluated merge yet. Below is what it has produced so far.",
+            [*_code_points(run), *_cost_points(run)],
         )
-    points_ = [*_teacher_points(run, merged), *_comparison_points(run, merged), *_cost_points(run)]
-    return Verdict(_headline(run, merged), points_)
+    points_ = [*_teacher_points(run, merged), *_comparison_points(run, merged)]
+    return Verdict(_headline(run, merged), [*points_, *_code_points(run), *_cost_points(run)])
+
+
+def _code_points(run: Run) -> list[tuple[str, str]]:
+    """Code of the user's own that was not the same all the time."""
+    points_ = []
+    for change in run.code_changes:
+        states = {"done": change["done"], "under way": change["under_way"]}
+        then = " and ".join(f"{listing(names)} {state}" for state, names in states.items() if names)
+        points_.append(
+            (
+                "User code changed during the run:",
+                f"{changed_files(change)}, on {change['time'].replace('T', ' ')}, with"
+                f" {then or 'no stage begun'}. What came before was made by other code than what came after.",
+            )
+        )
+    return points_
 
 
 def _pairs(run: Run, merged: ModelResult) -> dict[str, tuple[Count, Count]]:

@@ -5,7 +5,6 @@ Keys and values of interrupted requests in one file; see `opd.rollout.preemption
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -171,12 +170,3 @@ def _tolerant(
         accept_newer=context.recipe.rollout.schedule == "async",
         owner=context.folder.owner(context.stage),
     )
-
-
-def remove_log(context: StageContext) -> None:
-    """A stage that is done needs neither its rollouts, their log, nor its teachers' hidden states."""
-    run, stage = context.folder, context.stage
-    signals = run.stage(stage) / "signals"
-    for folder in (run.wal(stage), run.cache(stage), run.trajectories(stage), signals):
-        for own in (folder, *folder.parent.glob(f"{folder.name}-rank-*")):
-            shutil.rmtree(own, ignore_errors=True)

@@ -1,6 +1,7 @@
 """What `opd run` and `opd doctor` say before any library of models is imported or anything is trained."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -42,6 +43,18 @@ def leaves(sample):
 
 def says_nan(sample):
     return float("nan")
+
+def constant(sample):
+    return 1
+
+def constants(prompts, completions):
+    return [0 for _ in completions]
+
+def divides(sample):
+    return 1 / len(sample.text)
+
+def divides_all(prompts, completions):
+    return [1 / len(text) for text in completions]
 """
 
 
@@ -181,6 +194,50 @@ def test_what_a_reward_gives_is_shown():
     sys.modules["early_rewards"].calls.clear()
     (checker,) = check_rewards(tiny_recipe(domains=domains()), loaded)
     assert checker.detail == "0 for an empty answer, 0 for '0', 1 for its label"
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "level"),
+    [
+        ("constant", ["12", "3"], "warning"),
+        ("constants", ["12", "3"], "warning"),
+        ("constant", [], None),
+        ("of_length", ["1"], "ok"),
+        ("of_length", ["12", "34"], "ok"),
+        (None, ["12", "3"], "ok"),
+    ],
+)
+def test_a_reward_that_says_the_same_of_every_answer_is_a_warning(name, written, level):
+    own = {} if name is None else {"reward": f"early_rewards:{name}"}
+    recipe, loaded = tiny_recipe(domains=domains(**own)), {}
+    check_domains(recipe, loaded)
+    assert [finding.level for finding in check_rewards(recipe, loaded)] == ["ok"], "a base may be asked yet"
+    findings = check_rewards(recipe, loaded, {"sort": written})
+    assert [finding.level for finding in findings] == ([] if level is None else [level])
+    if level == "warning":
+        told = (
+            "the same for an empty answer, '0', its label: where every answer is worth the same, GRPO has no"
+        )
+        assert told in findings[0].detail
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "divides",
+            r"\(domain sort, answer ''\) raised ZeroDivisionError: .* \(early_rewards\.py:\d+\); mend it",
+        ),
+        ("needs_a_number", r"\(domain sort, answer ''\) raised ValueError"),
+        ("divides_all", r"\(domain sort, answer '' and 2 more\) raised ZeroDivisionError"),
+        ("says_nan", r"\(domain sort, answer ''\) returned nan"),
+    ],
+)
+def test_an_error_of_a_reward_names_the_answer(name, told):
+    recipe, loaded = tiny_recipe(domains=domains(reward=f"early_rewards:{name}")), {}
+    check_domains(recipe, loaded)
+    (finding,) = check_rewards(recipe, loaded)
+    assert re.search(told, finding.detail), finding.detail
 
 
 @pytest.mark.parametrize("prompts", [12, 99, 100, 500])

@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from recipes import tiny_recipe
+from recipes import tiny_recipe, write_recipe
 
 from opd.config import Recipe
 from opd.config.load import located, path_keys
 from opd.config.schema import key_paths
 from opd.errors import CheckpointError, RunFolderError
 from opd.models.checkpoint import save_checkpoint
+from opd.pipelines.cli import main
+from opd.pipelines.evaluation.stage import _identity
 from opd.pipelines.launch import machine
 from opd.pipelines.records import run_folder
 from opd.pipelines.records.run_folder import RunFolder, default_path
+from opd.pipelines.stages.context import StageContext
 
 
 def make_recipe(**changes) -> Recipe:
@@ -170,6 +173,83 @@ def test_the_code_of_a_run_must_stay_what_it_was(tmp_path: Path, monkeypatch):
     Path("mine_loss.py").unlink()
     with pytest.raises(RunFolderError, match=r"specialist\.policy_loss\.path: mine_loss.py is not"):
         RunFolder.resume("run", recipe)
+
+
+def measured_as(folder: RunFolder) -> str:
+    """What a measurement of a given model is known by."""
+    recipe = make_recipe()
+    context = StageContext.open(recipe, folder, "merge", lambda *_: None, lambda _: None)
+    try:
+        return _identity(context, folder.path.parent)
+    finally:
+        context.metrics.close()
+
+
+def test_changed_code_is_accepted_where_asked_and_recorded(tmp_path: Path, monkeypatch):
+    data = Path("prompts.jsonl")
+    monkeypatch.chdir(tmp_path)
+    Path("late.py").write_text("import late_helper\n")
+    Path("late_helper.py").write_text("")
+    data.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    recipe = make_recipe(domains={"own": {"source": str(data), "reward": "late:f"}})
+    with RunFolder.create("run", recipe) as folder:
+        folder.mark_done("base", {"steps": 1})
+        (folder.stage("merge") / "metrics.jsonl").touch()
+        folder.stage("evaluate")
+        assert folder.code_changes == []
+        measured = measured_as(folder)
+    Path("late.py").write_text("import late_helper, late_more\n")
+    Path("late_more.py").touch()
+    told: list[str] = []
+    with pytest.raises(
+        RunFolderError, match=r"late\.py is not .* by --resume --accept-changed-code, or start"
+    ):
+        RunFolder.check("run", recipe, resume=True)
+    RunFolder.check("run", recipe, resume=True, accept_code=True)
+    with RunFolder.resume("run", recipe, told.append) as folder:
+        (change,) = folder.code_changes
+        assert measured_as(folder) != measured, "other rewards measure every model again"
+    assert told == ["late.py (domains.own.reward), late_more.py (domains.own.reward)"]
+    assert (change["done"], change["under_way"]) == (["base"], ["merge"])
+    files = change["files"]["domains.own.reward"]
+    given = json.loads(Path("run/inputs.json").read_text())["given"]["domains.own.reward"]
+    assert (files["late.py"]["was"], files["late_more.py"]["was"]) == (given["late.py"], None)
+    assert files["late.py"]["is"] != given["late.py"]
+    with RunFolder.resume("run", recipe, told.append) as folder:  # what is accepted may not change either
+        assert len(folder.code_changes) == len(told) == 1
+    Path("late_more.py").write_text("# again\n")
+    with pytest.raises(
+        RunFolderError, match=r"late_more\.py is not what it was when the run .* last went on"
+    ):
+        RunFolder.resume("run", recipe)
+    with RunFolder.resume("run", recipe, told.append) as folder:
+        assert [len(change["files"]["domains.own.reward"]) for change in folder.code_changes] == [2, 1]
+    data.write_text('{"prompt": "a"}\n{"prompt": "c"}\n')
+    with pytest.raises(RunFolderError, match=r"prompts\.jsonl is not .* restore it, or start a new run"):
+        RunFolder.resume("run", recipe, told.append)
+
+
+@pytest.mark.parametrize("command", ["run", "specialist", "distill", "evaluate"])
+def test_changed_code_is_accepted_only_where_a_run_goes_on(tmp_path: Path, command, capsys):
+    recipe = write_recipe(tmp_path / "recipe.yaml")
+    assert main([command, str(recipe), "--accept-changed-code", "--out", str(tmp_path / "run")]) == 2
+    assert "give --resume with it" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_stage_left_that_was_killed_as_it_ended_is_removed(tmp_path: Path):
+    kinds = ("wal", "cache", "trajectories", "trajectories-rank-1", "signals", "signals-rank-1")
+    with RunFolder.create(tmp_path / "run", make_recipe()) as folder:
+        for stage in ("base", "merge", "evaluate"):
+            for kind in kinds:
+                (folder.stage(stage) / kind / "deep").mkdir(parents=True)
+        for stage in ("base", "evaluate"):
+            folder.mark_done(stage, {"steps": 1})
+        (folder.stage("evaluate") / "done.json").write_text("{}")
+    RunFolder.resume(tmp_path / "run", make_recipe()).close()
+    left = {stage: [(folder.stage(stage) / kind).exists() for kind in kinds] for stage in ("base", "merge")}
+    assert left == {"base": [False] * 6, "merge": [True] * 6}
+    assert (folder.stage("evaluate") / "wal").exists(), "a damaged record ends nothing"
 
 
 def test_a_run_goes_on_with_the_same_files_elsewhere(tmp_path: Path, monkeypatch):
