@@ -25,8 +25,6 @@ from opd.pipelines.doctor.checks import (
     check_sizes,
     number_of,
 )
-from opd.pipelines.doctor.estimate import check_precision, check_resources
-from opd.pipelines.doctor.kl import check_base, check_kl
 from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models
 from opd.pipelines.doctor.served import check_kinds, check_workers
 from opd.pipelines.records.run_folder import default_path
@@ -75,6 +73,10 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
         findings += check_publishing(recipe)
     if _errors(findings) and not thorough:
         return findings
+    # With the libraries of models, which the checks above spare.
+    from opd.pipelines.doctor.estimate import check_precision, check_resources
+    from opd.pipelines.doctor.kl import check_base, check_kl
+
     findings += check_schedule(recipe)
     models = Models()
     whole = len(domains) == len(recipe.domains)
