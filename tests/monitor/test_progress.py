@@ -159,7 +159,7 @@ def test_every_command_says_that_it_is_at_work(command: str, tmp_path: Path, cap
         for i in range(3000):
             log.open(RolloutRequest(f"{i}", np.ones(8, np.int32), SamplingParams(), 3), {})
     with TrajectoryWriter(tmp_path / "store", durable=False) as writer:
-        writer.put_many([(TrajectoryRecord(f"{i}", 0, 5), {}) for i in range(300)])
+        writer.put_many([(TrajectoryRecord(f"{i}", 0, 5), {}) for i in range(5000)])
     save_checkpoint(tiny.model(), tiny.tokenizer(), tmp_path / "model", {})
     (tmp_path / "recipe.yaml").write_text(
         "name: a\nmodel: {path: model}\ndomains: {d: {source: gone.jsonl}}\n"

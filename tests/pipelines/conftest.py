@@ -9,7 +9,7 @@ from metric_table import undocumented
 from opd.metrics import MetricsWriter
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _metrics_have_rows():
     write = MetricsWriter.write
 

@@ -233,6 +233,7 @@ def test_whatever_is_changed_is_refused_or_is_what_was_published(original, data)
         place = data.draw(st.sampled_from(places))
         try:
             changed = hostile.changed(changed, hostile.at(*place, to=data.draw(values)))
+            changed = json.loads(json.dumps(changed))  # a list that became an object has no numbers as keys
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took the place away
     sealed = hostile.resealed(changed, digest=True)
