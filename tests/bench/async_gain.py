@@ -4,7 +4,7 @@
     python tests/bench/async_gain.py [--steps 10] [--rounds 3] [--prompts 24] [--apart] [--models FOLDER]
                                      [--json FILE] [--plot FILE]
 
-Real merges of the student of `async_student.py` with two resident teachers, each step from the same prompts,
+Real merges of the student of `async_student.py` with two local teachers, each step from the same prompts,
 all in one process. `in turn` with one and with two threads, `ahead`, and `async` up to one and two batches
 early. Rounds take the schedules in another order each time. Means over the steps but the first two.
 
@@ -67,7 +67,7 @@ def merge_recipe(models: dict[str, Path], config: dict[str, Any], options: argpa
         distill={
             "steps": options.steps,
             "prompts_per_domain": options.prompts,
-            "teachers": "resident",
+            "teachers": "local",
             "checkpoint_every": 10_000,
             "optim": {"lr": 3e-4},
         },

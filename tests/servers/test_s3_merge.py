@@ -48,8 +48,8 @@ def merges(s3, tmp_path_factory):
             "teachers": {name: {"path": f"s3://models/ten/{name}"} for name in NAMES},
         }
         write_recipe(folder / "recipe.yaml", **SETTINGS | given)
-        resident = SETTINGS | given | {"distill": SETTINGS["distill"] | {"teachers": "resident"}}
-        recipe = tiny_recipe(**resident)
+        local = SETTINGS | given | {"distill": SETTINGS["distill"] | {"teachers": "local"}}
+        recipe = tiny_recipe(**local)
         with RunFolder.create(folder / "loaded", recipe) as own:
             run_stage(recipe, own, "merge")
         run_ranks(merge_ranks.__file__, 2, folder)

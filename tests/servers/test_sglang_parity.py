@@ -24,7 +24,9 @@ def recipe_with(models: dict[str, Path], url: str, signal: str) -> Recipe:
     settings["base"] = None
     for domain in settings["domains"].values():
         domain["teacher"] = "a"
-    settings["teachers"] = {"a": {"path": str(models["a"]), "server": {"urls": [url], "signal": signal}}}
+    settings["teachers"] = {
+        "a": {"type": "sglang", "path": str(models["a"]), "urls": [url], "signal": signal}
+    }
     settings["baselines"]["methods"] = []
     return Recipe.model_validate(settings)
 

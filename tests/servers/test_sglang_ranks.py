@@ -30,7 +30,7 @@ def merge(served_models, engine, **train):
         "base": None,
         "teachers": {"sort": teacher, "add3": teacher},
         "rollout": {"engine": engine, "top_k": 1, "max_new_tokens": 12, "max_sequence": 40},
-        "distill": {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 4, "teachers": "resident"},
+        "distill": {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 4, "teachers": "local"},
         "baselines": {"methods": []},
         "train": train,
     }

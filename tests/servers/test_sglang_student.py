@@ -19,7 +19,7 @@ from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.served_engine import with_engine
 from opd.rollout.sglang_proof import check_form
 
-FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 2, "teachers": "resident"}
+FEW = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 2, "teachers": "local"}
 
 
 @pytest.fixture(autouse=True)
