@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 from recipes import tiny_recipe, write_recipe
 
@@ -11,12 +12,13 @@ from opd.errors import PreemptedError
 from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute
+from opd.pipelines.stages import student
 from opd.pipelines.stages.order import plan, with_needs
 from opd.rollout.preemption import Preemption
 
 
 class StopsInTheMiddle(Preemption):
-    """Asks the run to stop after so many decode steps."""
+    """Asks the run to stop after so many chunks of tokens."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(grace=600.0)
@@ -54,9 +56,12 @@ def finish(recipe: Path, out: Path, *options: str) -> None:
 
 
 def stop_in_merge(out: Path, seed: int, steps: int, **changes) -> None:
-    """Make a run folder whose merge was stopped after `steps` decode steps, with responses in flight."""
+    """Make a run folder whose merge was stopped after `steps` decode steps, with responses in flight.
+
+    Every decode step is a chunk of its own: how many a longer chunk holds is a matter of the machine's speed.
+    """
     recipe: Recipe = tiny_recipe(**settings(seed, **changes))
-    with RunFolder.create(out, recipe) as folder:
+    with RunFolder.create(out, recipe) as folder, patch.object(student, "CHUNK_SECONDS", 0.0):
         for stage in with_needs(plan(recipe), "merge"):
             asked = StopsInTheMiddle(steps if stage.name == "merge" else 1 << 30)
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
@@ -63,6 +64,7 @@ def settings(folder: Path) -> dict:
             "checkpoint_every": 3,
             "optim": {"lr": 0.01},
         },
+        "runtime": {"threads": 1},  # where left out, it depends on the launch, and the bits on it
         "baselines": {"methods": []},
         "evaluation": {"prompts_per_domain": 20},
     }
@@ -134,17 +136,32 @@ class Run:
         """Every process of every actor."""
         return [pid for log in (self.out / "logs").glob("*.log") for pid in self.pids(log.stem)]
 
-    def kill_in_step(self, actor: str, step: int) -> None:
+    def kill_in_step(self, actor: str, step: int, held: str | None = None) -> None:
         """SIGKILL `actor` while a step after `step` is under way: an actor that is stopped first leaves it
-        unfinished until it is killed.
+        unfinished until it is killed. `held` is stopped until `actor` has a new process, where the run could
+        end without that.
         """
         self.until(lambda: len(rows(self.out)) >= step)
         written = wal_bytes(self.out)
         self.until(lambda: wal_bytes(self.out) > written)  # the student is writing
-        pid = self.pids(actor)[-1]
-        os.kill(pid, signal.SIGSTOP)
+        had = self.pids(actor)
+        os.kill(had[-1], signal.SIGSTOP)
         time.sleep(0.3)
-        os.kill(pid, signal.SIGKILL)
+        with self._stopped(held):
+            os.kill(had[-1], signal.SIGKILL)
+            if held is not None:
+                self.until(lambda: len(self.pids(actor)) > len(had))
+
+    @contextlib.contextmanager
+    def _stopped(self, actor: str | None) -> Iterator[None]:
+        pid = None if actor is None else self.pids(actor)[-1]
+        if pid is not None:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            if pid is not None:
+                os.kill(pid, signal.SIGCONT)
 
 
 def rows(out: Path) -> list[dict]:
