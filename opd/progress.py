@@ -125,6 +125,7 @@ class Progress:
         self._began: dict[str, tuple[float, int]] = {}
         """When each stage was first heard of, and how much of it was done by then."""
         self._last_line: dict[str, float] = {}
+        self._told: set[str] = set()
         self._bars = _bars(self._console) if self._console.is_terminal else None
         self._tasks: dict[str, rich_progress.TaskID] = {}
         self._reached: dict[str, str] = {}
@@ -185,10 +186,17 @@ class Progress:
                 self._bars.remove_task(self._tasks.pop(stage))
             self._line(f"{stage:<24} done {headline}")
 
-    def note(self, text: str) -> None:
-        """One line for the person who watches."""
+    def note(self, text: str, stage: str = "") -> None:
+        """One line for the person who watches; what is said of a domain holds for all stages, and every stage
+        that reads the domain says it: it is told once, and of no `stage`.
+        """
         with self._lock:
-            self._line(text)
+            if text.startswith("domain "):
+                if text not in self._told:
+                    self._told.add(text)
+                    self._line(text)
+            else:
+                self._line(f"{stage}: {text}" if stage else text)
 
     def _line(self, text: str) -> None:
         self._heartbeat.beat()

@@ -181,10 +181,13 @@ class Recipe(Config):
         """Folder or URL of each teacher that this run does not train."""
         return {name: entry.path for name, entry in self.teachers.items() if entry.path is not None}
 
-    def main_teacher(self, domain: str) -> str:
-        """The teacher of `domain` with the largest weight."""
-        weights = self.teacher_weights(domain)
-        return max(weights, key=lambda name: weights[name])
+    def taught(self) -> dict[str, list[str]]:
+        """Teacher -> the domains it teaches, in the order of the domains."""
+        found: dict[str, list[str]] = {}
+        for domain in self.domains:
+            for name in self.teacher_weights(domain):
+                found.setdefault(name, []).append(domain)
+        return found
 
     def specialist_domains(self) -> list[str]:
         """Domains whose specialist this run trains: those some domain names as teacher without a path."""

@@ -6,7 +6,7 @@ A few answers of an evaluation, kept to be read: what base, teacher and student 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -178,16 +178,19 @@ def length_quantiles(samples: Sequence[Sample]) -> dict[str, float]:
     return {"p10": low, "p50": middle, "p90": high, "max": float(lengths.max()), "cut": cut}
 
 
-def side_by_side(answers: dict[str, dict[str, list[Any]]], domains: Sequence[str]) -> dict[str, Any]:
+def side_by_side(
+    answers: dict[str, dict[str, list[Any]]], domains: Sequence[str], teachers: Mapping[str, str]
+) -> dict[str, Any]:
     """domain -> how many prompts were compared, and of each of `KINDS` how many there are and a few of them.
 
-    `answers`: model -> domain -> what `keep` gave. An example is shown once, under the last kind it is of.
+    `answers`: model -> domain -> what `keep` gave; `teachers`: domain -> the model that is its teacher.
+    An example is shown once, under the last kind it is of.
     """
     found = {}
     for domain in domains:
         sides = {
             side: {answer["uid"]: answer for answer in answers.get(model, {}).get(domain, [])}
-            for side, model in (("base", "base"), ("teacher", f"specialist:{domain}"), ("merged", "merged"))
+            for side, model in (("base", "base"), ("teacher", teachers.get(domain, "")), ("merged", "merged"))
         }
         rows = [
             {"prompt": merged["prompt"], "label": merged["label"]}

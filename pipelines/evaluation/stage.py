@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from opd.config import Recipe
 from opd.errors import CheckpointError
 from opd.models.hf_folder import CHECKSUMS, check_folder
 from opd.pipelines.evaluation.accuracy import evaluate_model
@@ -17,16 +20,37 @@ from opd.storage.sealed import digest_of, file_digest, read_sealed, write_sealed
 
 
 def evaluated_models(context: StageContext) -> dict[str, Path]:
-    """Name -> folder of every model to measure: base, each domain's (main) teacher, merged, baselines."""
+    """Name -> folder of every model to measure: base, every teacher, merged, baselines."""
     recipe = context.recipe
     models = {"base": context.model("base")}
-    for domain in recipe.domains:
-        models[f"specialist:{domain}"] = whole_teacher(context, recipe.main_teacher(domain))
+    for teacher in recipe.taught():
+        models[teacher_model(recipe, teacher)] = whole_teacher(context, teacher)
     models["merged"] = context.model("merged")
     found = {path.name for path in (context.folder.path / "baselines").glob("[!.]*")}
     for name in sorted(found | set(baseline_methods(recipe))):
         models[name] = context.model(name)
     return models
+
+
+def teacher_model(recipe: Recipe, teacher: str) -> str:
+    """What the evaluation calls a teacher: `specialist:NAME` if this run trains it, else `teacher:NAME`."""
+    return f"{'teacher' if teacher in recipe.given_teachers() else 'specialist'}:{teacher}"
+
+
+def domains_of(recipe: Recipe, model: str) -> list[str]:
+    """The domains that a model answers for: a teacher its own, any other all of them."""
+    return recipe.taught().get(_teacher(model), []) or list(recipe.domains)
+
+
+def best_teachers(recipe: Recipe, measured: Mapping[str, Any]) -> dict[str, str]:
+    """Domain -> the model, of its measured teachers, that is right most often there."""
+    best: dict[str, str] = {}
+    for domain in recipe.domains:
+        names = [teacher_model(recipe, name) for name, own in recipe.taught().items() if domain in own]
+        known = [name for name in names if name in measured]
+        if known:
+            best[domain] = max(known, key=lambda name: measured[name][domain]["sampled"]["accuracy"])
+    return best
 
 
 def evaluate(context: StageContext) -> dict[str, Any]:
@@ -47,11 +71,13 @@ def evaluate(context: StageContext) -> dict[str, Any]:
         if name not in found:
             # A teacher from elsewhere may have another configuration, so every model gets its own engine.
             engine = make_writer(recipe, load_model(recipe, path, tokenizer=tokenizer), tokenizer)
-            domains, kept = evaluate_model(engine, data, recipe, _teacher(name, path))
-            found[name] = {"model": identities[name], "domains": domains, "answers": _to_keep(name, kept)}
+            domains, kept = evaluate_model(engine, data, recipe, path if _teacher(name) else None)
+            answers = _to_keep(recipe, name, kept)
+            found[name] = {"model": identities[name], "domains": domains, "answers": answers}
             write_sealed(measurements(context.folder), {"models": found})
-        accuracies = [row["sampled"]["accuracy"] for row in found[name]["domains"].values()]
-        context.progress(done, len(models), f"{name}: {sum(accuracies) / len(accuracies):.1%} sampled")
+        context.progress(
+            done, len(models), f"{name}: {_mean(recipe, name, found[name]['domains']):.1%} sampled"
+        )
     return {
         "steps": len(models),
         "student_tokens": 0,
@@ -60,8 +86,15 @@ def evaluate(context: StageContext) -> dict[str, Any]:
     }
 
 
-def _teacher(name: str, path: Path) -> Path | None:
-    return path if name.startswith("specialist:") else None
+def _teacher(model: str) -> str:
+    """The teacher that a model is, or nothing."""
+    kind, _, name = model.partition(":")
+    return name if kind in ("specialist", "teacher") else ""
+
+
+def _mean(recipe: Recipe, model: str, rows: Mapping[str, Any]) -> float:
+    """Mean sampled accuracy over `domains_of` the model, as the tables show it."""
+    return fmean(rows[domain]["sampled"]["accuracy"] for domain in domains_of(recipe, model))
 
 
 def measured(folder: RunFolder) -> dict[str, Any]:
@@ -74,12 +107,11 @@ def kept_answers(folder: RunFolder) -> dict[str, Any]:
     return {name: entry.get("answers", {}) for name, entry in _read(folder).items()}
 
 
-def _to_keep(name: str, answers: dict[str, list[Any]]) -> dict[str, Any]:
-    """Of a specialist those on its own domain, of a baseline none."""
-    kind, _, domain = name.partition(":")
-    if kind == "specialist":
-        return {domain: answers[domain]}
-    return answers if name in ("base", "merged") else {}
+def _to_keep(recipe: Recipe, name: str, answers: dict[str, list[Any]]) -> dict[str, Any]:
+    """Of a teacher those on its own domains, of a baseline none."""
+    if not _teacher(name) and name not in ("base", "merged"):
+        return {}
+    return {domain: answers[domain] for domain in domains_of(recipe, name)}
 
 
 def measurements(folder: RunFolder) -> Path:

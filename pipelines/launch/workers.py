@@ -115,7 +115,7 @@ def _listen(running: dict[str, _Worker], progress: Progress) -> None:
         if kind == "progress":
             progress.update(name, *words)
         elif kind == "note":
-            progress.note(f"{name}: {words[0]}")
+            progress.note(words[0], name)
         elif kind == "crash":
             raise RuntimeError(f"stage {name} crashed with {words[0]}; its traceback is in {words[1]}")
         elif kind == "done":

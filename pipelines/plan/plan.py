@@ -61,6 +61,8 @@ class _Task:
     work: Workload
     teachers: list[str]
     source: str
+    long: tuple[str, ...] = ()
+    """What is said of the prompts that leave no room for their responses."""
 
 
 def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
@@ -87,6 +89,8 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     plan = make_plan(task.work, settings, cost, budget)
     steps, ranks = number_of(plan.mini_batches, "mini-batch"), number_of(plan.ranks, "rank")
     print(f"plan      {task.source}: {steps} of {count} on {ranks}")
+    for told in task.long:
+        print(f"prompts   {told}")
     print("\n".join(describe(task.work, task.teachers, plan, cost, budget)))
     return 0
 
@@ -140,10 +144,11 @@ def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
 
 def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
     """The student's shape, and the first step of the merge. Reads prompts, configurations and tokenizer."""
-    from opd.data.load import encode_prompt
-    from opd.data.prompts import Domain, PromptCursor
+    from opd.data.load import encode_prompt, fit, truncated
+    from opd.data.prompts import Domain, Prompt, PromptCursor
     from opd.pipelines.doctor.checks import check_domains
     from opd.pipelines.doctor.models import Models, check_models
+    from opd.pipelines.stages.domains import prompt_room
     from opd.teachers.schedule import Router
 
     domains: dict[str, Domain] = {}
@@ -160,10 +165,20 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
     router, config = Router.from_recipe(recipe), recipe.distill
     lengths, teachers, sizes, names = [], [], [], router.teachers
     row_bytes = sum(field.row_bytes for field in SAMPLE_FIELDS) + shape.hidden_size * width
+    tokenizer, long = models.tokenizer, []
+    assert tokenizer is not None
+    room = prompt_room(recipe, tokenizer)
+
+    def encode(prompt: Prompt) -> np.ndarray:
+        return encode_prompt(prompt, tokenizer, recipe.model.chat_template_kwargs)
+
     for name, domain in domains.items():
-        cursor = PromptCursor(domain.train, recipe.seed, name)
+        policy = recipe.domains[name].long_prompts
+        fitted = fit(domain, room, policy, encode)  # as the run does
+        long += [f"{name}: {fitted.sentence(room, policy)}"] if fitted.long else []
+        cursor = PromptCursor(fitted.domain.train, recipe.seed, name)
         for number, prompt in enumerate(cursor.take(0, config.prompts_per_domain)):
-            ids = encode_prompt(prompt, models.tokenizer, recipe.model.chat_template_kwargs)
+            ids = truncated(encode(prompt), room.tokens, None)
             length = len(ids) + recipe.rollout.max_new_tokens
             route = router.route(name, f"{name}/{number}").name
             names = names if route in names else [*names, route]
@@ -173,7 +188,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
                 sizes.append(lengths[-1] * row_bytes)
     columns = [np.array(column, np.int64) for column in (lengths, teachers, sizes)]
     source = f"one step of {recipe.name}, responses of {recipe.rollout.max_new_tokens} tokens"
-    return model, _Task(Workload(*columns), names, source)
+    return model, _Task(Workload(*columns), names, source, tuple(long))
 
 
 def describe(

@@ -22,6 +22,8 @@ from opd.storage.files import write_atomic
 
 PEEK = 16
 """Prompts that a generated source makes for an example."""
+MESSAGES = "Chat messages, through the tokenizer's chat template, up to where the assistant begins."
+TEXT = "Plain text, as it is, with the special tokens that the tokenizer itself puts before it."
 METHODS = {
     "average": "A weight average of the teachers, for comparison with the merged student.",
     "task_arithmetic": "The teachers merged by task arithmetic on their weights, for comparison.",
@@ -92,16 +94,20 @@ class Cards:
         shown = [known[name] for name in domains if name in known] or list(known.values())
         if not shown:
             return {}
-        how = (
-            "Chat messages, through the tokenizer's chat template, up to where the assistant begins."
-            if any(prompt.messages is not None for prompt in shown)
-            else "Plain text, as it is, with the special tokens that the tokenizer itself puts before it."
+        forms: dict[str, list[Prompt]] = {}
+        for prompt in shown:
+            forms.setdefault(TEXT if prompt.messages is None else MESSAGES, []).append(prompt)
+        lists = [
+            f"{how} A training prompt of each{'' if len(forms) == 1 else ' such'} domain:\n\n"
+            + "\n".join(f"- {prompt.domain}: `{_shown(prompt)}`" for prompt in prompts)
+            for how, prompts in forms.items()
+        ]
+        lines = "\n".join(
+            (f"# {', '.join(prompt.domain for prompt in prompts)}\n" if len(forms) > 1 else "")
+            + loading_lines(self.recipe, place, prompts[0])
+            for prompts in forms.values()
         )
-        examples = "\n".join(f"- {prompt.domain}: `{_shown(prompt)}`" for prompt in shown)
-        return {
-            "prompt_format": f"{how} A training prompt of each domain:\n\n{examples}",
-            "loading": f"```python\n{loading_lines(self.recipe, place, shown[0])}```",
-        }
+        return {"prompt_format": "\n\n".join(lists), "loading": f"```python\n{lines}```"}
 
 
 def write_cards(recipe: Recipe, folder: RunFolder, measured: Mapping[str, Any]) -> None:
@@ -112,18 +118,10 @@ def write_cards(recipe: Recipe, folder: RunFolder, measured: Mapping[str, Any]) 
     for name, stage in made_here(recipe, folder).items():
         result, target = folder.stage_done(stage), folder.model(recipe, name) / CARD
         if result is not None:
-            rows = _measured(recipe, name, measured)
-            text = model_card(title(recipe, name), cards.card(name, result, rows)).encode()
+            card = cards.card(name, result, measured.get(name, {}))
+            text = model_card(title(recipe, name), card).encode()
             if not target.is_file() or target.read_bytes() != text:
                 write_atomic(target, text)
-
-
-def _measured(recipe: Recipe, name: str, measured: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The evaluation's rows of a model; of a specialist only if it is the one that was measured."""
-    kind, _, domain = name.partition(":")
-    if kind == "specialist" and (domain not in recipe.domains or recipe.main_teacher(domain) != domain):
-        return {}
-    return measured.get(name, {})
 
 
 def title(recipe: Recipe, name: str) -> str:

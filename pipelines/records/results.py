@@ -13,7 +13,7 @@ import torch
 from opd import installed_version
 from opd.config import Recipe
 from opd.pipelines.evaluation.accuracy import side_by_side
-from opd.pipelines.evaluation.stage import kept_answers, measured
+from opd.pipelines.evaluation.stage import best_teachers, kept_answers, measured
 from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
 from opd.pipelines.records.cards import Cards, made_here
 from opd.pipelines.records.run_folder import RunFolder
@@ -32,11 +32,11 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": _machine(),
         "domains": list(recipe.domains),
-        "models": [_model(recipe, name, rows, finished) for name, rows in models.items()],
+        "models": [_model(name, rows, finished) for name, rows in models.items()],
         "stop_ids": finished.get("merge", {}).get("stop_ids", []),
         "recovery": _recoveries(recipe, models),
         "folders": _folders(recipe, folder, finished),
-        "answers": side_by_side(kept_answers(folder), list(recipe.domains)),
+        "answers": side_by_side(kept_answers(folder), list(recipe.domains), best_teachers(recipe, models)),
         "stages": [_stage(name, result) for name, result in finished.items()],
         "teachers": _teachers(folder) if "merge" in finished else {},
         "counters": finished.get("merge", {}).get("counters", {}),
@@ -61,12 +61,12 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _model(recipe: Recipe, name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict[str, Any]:
-    kind, _, domain = name.partition(":")
-    if kind not in ("base", "specialist", "merged"):
+def _model(name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict[str, Any]:
+    kind, _, teacher = name.partition(":")
+    if kind not in ("base", "specialist", "teacher", "merged"):
         kind = "baseline"
-    if kind == "specialist":
-        stage = specialist_stage(recipe.main_teacher(domain))
+    if kind in ("specialist", "teacher"):
+        stage = specialist_stage(teacher)
     else:
         stage = {"base": "base", "merged": "merge"}.get(kind, f"baseline-{name}")
     result = finished.get(stage, {})
@@ -98,12 +98,13 @@ def _folders(recipe: Recipe, folder: RunFolder, finished: dict[str, Any]) -> dic
 def _recoveries(recipe: Recipe, models: dict[str, Any]) -> dict[str, Any]:
     """Recovery of every model but the base and the teachers, on every domain where it is defined."""
     found: dict[str, Any] = {}
+    teachers = best_teachers(recipe, models)
     for name, rows in models.items():
-        if name == "base" or name.startswith("specialist:"):
+        if name == "base" or ":" in name:
             continue
         found[name] = {}
         for domain in recipe.domains:
-            trio = (rows, models.get("base"), models.get(f"specialist:{domain}"))
+            trio = (rows, models.get("base"), models.get(teachers.get(domain, "")))
             counts = [_count(row[domain]) for row in trio if row is not None]
             if len(counts) < len(trio):
                 continue

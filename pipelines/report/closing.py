@@ -8,7 +8,7 @@ from pathlib import Path
 from opd.pipelines.evaluation.statistics import FEW, mean_accuracy
 from opd.pipelines.report.load import Accuracy, ModelResult, Run, load_run
 from opd.pipelines.report.verdict import retained, write_verdict
-from opd.pipelines.report.words import listing, model_label, percent
+from opd.pipelines.report.words import best_told, listing, model_label, own_label, percent
 
 LINES = 5
 """Most models in the table: base, specialists, merged student and the best of the others."""
@@ -46,10 +46,12 @@ def _table(run: Run) -> list[str]:
         return []
     head = ["sampled accuracy, %", *shown, "mean", "kept"]
     lines = aligned([head, *rows])
-    left_out = len(run.models) - sum(model.kind == "specialist" for model in run.models)
-    left_out -= sum(label != "Specialists, own domain" for label, _ in _models(run))
+    left_out = len(run.models) - sum(model.teaches for model in run.models)
+    left_out -= sum(label != own_label(run.teacher_word) for label, _ in _models(run))
     more = [f"and {left_out} more in the report"] if left_out > 0 else []
-    return [*lines, *more, *_error(run), *_not_in_kept(run)]
+    best = run.best_of_several()
+    several = [best_told(best)] if best else []
+    return [*lines, *more, *_error(run), *several, *_not_in_kept(run)]
 
 
 def _error(run: Run) -> list[str]:
@@ -101,7 +103,7 @@ def _models(run: Run) -> list[tuple[str, dict[str, Accuracy]]]:
         chosen.append((model_label("base"), base.sampled))
     own = {d: teacher.sampled[d] for d in run.domains if (teacher := run.teacher(d))}
     if own:
-        chosen.append(("Specialists, own domain", own))
+        chosen.append((own_label(run.teacher_word), own))
     if merged:
         chosen.append((model_label("merged"), merged.sampled))
     others = [model for model in run.models if model.kind == "baseline" and model.sampled]

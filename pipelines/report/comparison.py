@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 from opd.errors import ConfigError, RunFolderError
 from opd.pipelines.evaluation.statistics import at_the_end, mean_accuracy
@@ -15,7 +16,7 @@ from opd.pipelines.records.run_folder import differences
 from opd.pipelines.report.closing import aligned
 from opd.pipelines.report.load import Run, load_run
 from opd.pipelines.report.verdict import compare, retained
-from opd.pipelines.report.words import model_label, point_bounds, points
+from opd.pipelines.report.words import model_label, own_label, point_bounds, points
 from opd.redact import redact
 from opd.storage.files import write_atomic
 
@@ -53,11 +54,14 @@ class Runs:
         """A row for every setting in which the runs differ, with what each says."""
         keys: dict[str, None] = {}
         for run in self.runs[1:]:
-            keys |= dict.fromkeys(key for key, _, _ in differences(self.runs[0].config, run.config))
+            pair = (_flat(self.runs[0].config), _flat(run.config))
+            keys |= dict.fromkeys(key for key, _, _ in differences(*pair))
+        unused = (*FREE, "runtime", "launch", *([] if any(map(_on_rewards, self.runs)) else ["specialist"]))
+        settings = [_flat(run.config) for run in self.runs]
         return [
-            [key, *(_setting(run, key) for run in self.runs)]
+            [key, *(_setting(known[key]) if key in known else "-" for known in settings)]
             for key in keys
-            if key.split(".")[0] not in (*FREE, "runtime", "launch")
+            if key.split(".")[0] not in unused
         ]
 
     def groups(self) -> list[list[int]]:
@@ -76,13 +80,14 @@ class Runs:
         """A row a model: its mean sampled accuracy in every run, and mean and deviation over the runs of each
         group; the share kept and the KL at the end at the bottom.
         """
-        labels = dict.fromkeys(m.name for run in self.runs for m in run.models if m.kind != "specialist")
+        labels = dict.fromkeys(m.name for run in self.runs for m in run.models if not m.teaches)
         ranks = {"base": 0, "merged": 1}
+        word = "teacher" if any(run.teacher_word == "teacher" for run in self.runs) else "specialist"
         rows = [
             self._row(model_label(name), [_mean_of(run, name) for run in self.runs])
             for name in sorted(labels, key=lambda name: ranks.get(name, 2))
         ]
-        rows.insert(1, self._row("Specialists, own domain", [_specialists(run) for run in self.runs]))
+        rows.insert(1, self._row(own_label(word), [_specialists(run) for run in self.runs]))
         rows.append(self._row("Share kept, %", [_kept(run) for run in self.runs]))
         rows.append(self._row("KL at the end", [_kl(run) for run in self.runs], digits=4, scale=1))
         return [row for row in rows if {*row[1:]} != {"-"}]
@@ -233,8 +238,21 @@ def _kl(run: Run) -> float | None:
     return at_the_end(values)[0] if values else None
 
 
-def _setting(run: Run, key: str) -> str:
-    value: object = run.config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+def _on_rewards(run: Run) -> bool:
+    """Whether the run trained a model with the settings of `specialist`."""
+    return any(stage.name.startswith(("specialist-", "baseline-mixed_grpo")) for stage in run.stages)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every setting by its dotted field."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _setting(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)

@@ -23,6 +23,7 @@ from opd.pipelines.report.words import (
     duration,
     listing,
     model_label,
+    own_label,
     percent,
     point_bounds,
     points,
@@ -286,7 +287,7 @@ def gaps(run: Run, models: Sequence[ModelResult], cues: Cues) -> Panel | None:
     own = own_domain(run)
     others = [model for model in models if model.kind == "baseline"]
     if own:
-        others.append(ModelResult("Specialists, own domain", "specialist", dict(own), {}, {}))
+        others.append(ModelResult(own_label(run.teacher_word), "specialist", dict(own), {}, {}))
     base = run.model("base")
     if base and not others:
         others.append(base)

@@ -28,7 +28,7 @@ class ModelResult:
 
     name: str
     kind: str
-    """`base`, `specialist`, `merged` or `baseline`."""
+    """`base`, `specialist` (a teacher trained by the run), `teacher` (one given), `merged` or `baseline`."""
     sampled: dict[str, Accuracy]
     greedy: dict[str, Accuracy]
     mean_length: dict[str, float]
@@ -38,6 +38,10 @@ class ModelResult:
     settings: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, dict[str, float]] = field(default_factory=dict)
     """Quantiles of the sampled responses' tokens, by domain."""
+
+    @property
+    def teaches(self) -> bool:
+        return self.kind in ("specialist", "teacher")
 
     def counts(self, domains: Sequence[str]) -> list[Count]:
         """Sampled counts of `domains`, in that order."""
@@ -108,12 +112,30 @@ class Run:
         """Whether every specialist was trained in this run, and so began as its base."""
         return not self.config.get("teachers")
 
-    def teacher(self, domain: str) -> ModelResult | None:
-        """The evaluated teacher of `domain` (of several, the one with the largest weight)."""
+    @property
+    def teacher_word(self) -> str:
+        """What its teachers are called: "specialist" where the run trained all of them."""
+        return "teacher" if any(model.kind == "teacher" for model in self.models) else "specialist"
+
+    def teachers_of(self, domain: str) -> list[ModelResult]:
+        """The evaluated teachers of `domain`."""
         named = self.config.get("domains", {}).get(domain, {}).get("teacher") or domain
-        name = named if isinstance(named, str) else max(named, key=named.__getitem__)
-        found = self.model(f"specialist:{name}") or self.model(f"teacher:{name}")
-        return found if found is not None and domain in found.sampled else None
+        names = [named] if isinstance(named, str) else list(named)
+        found = [self.model(f"specialist:{name}") or self.model(f"teacher:{name}") for name in names]
+        return [model for model in found if model is not None and domain in model.sampled]
+
+    def teacher(self, domain: str) -> ModelResult | None:
+        """The evaluated teacher of `domain`; of several the one that is right most often there."""
+        found = self.teachers_of(domain)
+        return max(found, key=lambda model: model.sampled[domain].count.accuracy) if found else None
+
+    def best_of_several(self) -> dict[str, str]:
+        """Domain -> name of its best teacher, for the domains with several that were evaluated."""
+        return {
+            domain: best.name.partition(":")[2]
+            for domain in self.domains
+            if len(self.teachers_of(domain)) > 1 and (best := self.teacher(domain))
+        }
 
 
 def load_run(folder: Path) -> Run:

@@ -20,6 +20,7 @@ from opd.pipelines.report.words import (
     bounds,
     duration,
     model_label,
+    own_label,
     percent,
     point_bounds,
     points,
@@ -101,7 +102,7 @@ EMPTY = '<td class="none">\u2013</td>'
 
 def ordered(run: Run) -> list[ModelResult]:
     """Models as the report lists them: base, specialists, merged, then the baselines, the best first."""
-    ranks = {"base": 0, "specialist": 1, "merged": 2}
+    ranks = {"base": 0, "specialist": 1, "teacher": 1, "merged": 2}
 
     def place(model: ModelResult) -> tuple[int, float]:
         rank = ranks.get(model.kind, 3)
@@ -149,7 +150,7 @@ def alternatives_table(run: Run) -> str:
     own = own_domain(run)
     for model in ordered(run):
         shared = [domain for domain in run.domains if domain in model.sampled]
-        if model.kind == "specialist" or not shared:
+        if model.teaches or not shared:
             continue
         mean = mean_accuracy(model.counts(shared), run.confidence)
         gap = compare(run, merged, model) if merged and model is not merged else None
@@ -163,12 +164,17 @@ def alternatives_table(run: Run) -> str:
     if own:
         mean = mean_accuracy([accuracy.count for _, accuracy in own], run.confidence)
         cells = f"<td>{100 * mean.value:.1f}<small>{bounds(mean)}</small></td>" + _specialist_gap(run)
-        cost = [model for model in run.models if model.kind == "specialist"]
+        cost = [model for model in run.models if model.teaches]
         tokens, seconds = sum(m.student_tokens for m in cost), sum(m.seconds for m in cost)
         cells += f"<td>{amount(tokens)}</td>" if tokens else EMPTY
         cells += f"<td>{duration(seconds)}</td>" if seconds else EMPTY
         rows.insert(
-            1, _row("Specialists, own domain", cells + '<td class="text">sum of all</td>', "is-specialist")
+            1,
+            _row(
+                own_label(run.teacher_word),
+                cells + f'<td class="text">{"sum of all" if tokens else ""}</td>',
+                "is-specialist",
+            ),
         )
     return _table(head, rows) if rows else ""
 
@@ -318,33 +324,37 @@ def _class(kind: str) -> str:
 
 KINDS = {
     "wins": ("Wins", "wrong in the base, right in the merged student"),
-    "losses": ("Losses", "right in the specialist, wrong in the merged student"),
+    "losses": ("Losses", "right in the teacher, wrong in the merged student"),
     "regressions": ("Regressions", "right in the base, wrong in the merged student"),
 }
-SIDES = {"base": "Base", "teacher": "Specialist", "merged": "Merged student"}
+SIDES = {"base": "Base", "teacher": "Teacher", "merged": "Merged student"}
 
 
 def answers(run: Run) -> str:
     """A block a domain; empty if the evaluation kept no answers."""
     return "".join(
-        _domain_answers(name, found) for name, found in run.answers.items() if found.get("compared")
+        _domain_answers(name, found, run.teacher_word)
+        for name, found in run.answers.items()
+        if found.get("compared")
     )
 
 
-def _domain_answers(name: str, found: dict[str, Any]) -> str:
+def _domain_answers(name: str, found: dict[str, Any], teacher: str) -> str:
     counts = ", ".join(f"{found[kind]['count']} {KINDS[kind][0].lower()}" for kind in KINDS)
     note = f"First sampled answers to {found['compared']} held-out prompts: {counts}."
+    sides = SIDES | {"teacher": teacher.capitalize()}
     rows = "".join(
-        f"<h4>{label}: {escape(what)}</h4>{''.join(_example(row) for row in found[kind]['shown'])}"
+        f"<h4>{label}: {escape(what.replace('teacher', teacher))}</h4>"
+        + "".join(_example(row, sides) for row in found[kind]["shown"])
         for kind, (label, what) in KINDS.items()
         if found[kind]["shown"]
     )
     return f'<div class="answers"><h3>{escape(name)}</h3><p class="note">{escape(note)}</p>{rows}</div>\n'
 
 
-def _example(row: dict[str, Any]) -> str:
+def _example(row: dict[str, Any], sides: dict[str, str]) -> str:
     cells = [_cell("Prompt", row["prompt"]), _cell("Label", row["label"])]
-    cells += [_answer(label, row[side]) for side, label in SIDES.items() if row.get(side)]
+    cells += [_answer(label, row[side]) for side, label in sides.items() if row.get(side)]
     return f'<dl class="answer">{"".join(cells)}</dl>\n'
 
 

@@ -12,6 +12,7 @@ from opd.pipelines.report.load import ModelResult, Run
 from opd.pipelines.report.words import (
     NARROW,
     amount,
+    best_told,
     bounds,
     duration,
     in_sentence,
@@ -121,14 +122,13 @@ def _headline(run: Run, merged: ModelResult) -> str:
         return weak
     keeps = "reaches" if kept >= 1 else "keeps" if kept >= 0.9 else "keeps only"
     own, teachers = (mean_accuracy([pair[side] for pair in pairs.values()]).value for side in (0, 1))
+    keeps = f"{keeps} {percent(kept)} of its {run.teacher_word}"
     levels = f" ({percent(own)} right, {'they' if len(pairs) > 1 else 'it'} {percent(teachers)})"
     if len(pairs) == 1:
-        return (
-            f"The merged student {keeps} {percent(kept)} of its specialist\u2019s sampled accuracy{levels}."
-        )
+        return f"The merged student {keeps}\u2019s sampled accuracy{levels}."
     worst = min(shares, key=shares.__getitem__)
     return (
-        f"The merged student {keeps} {percent(kept)} of its specialists\u2019 sampled accuracy on average"
+        f"The merged student {keeps}s\u2019 sampled accuracy on average"
         f"{levels}; its weakest domain is {worst}, at {percent(shares[worst])}."
     )
 
@@ -137,7 +137,7 @@ def _weak_teachers(run: Run, pairs: dict[str, tuple[Count, Count]], kept: float)
     """The headline where teachers leave nothing to keep: hardly ever right, or not clearly above the base."""
     own, teachers = ([pair[side] for pair in pairs.values()] for side in (0, 1))
     levels = mean_accuracy(teachers).value
-    who, be = ("specialists", "are") if len(pairs) > 1 else ("specialist", "is")
+    who, be = (f"{run.teacher_word}s", "are") if len(pairs) > 1 else (run.teacher_word, "is")
     base = run.model("base")
     start = [base.sampled[d].count for d in pairs] if base and set(pairs) <= set(base.sampled) else None
     gain = mean_difference(teachers, start, run.confidence) if start else None
@@ -164,7 +164,7 @@ def _teacher_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
     if pairs:
         own = mean_accuracy([teacher for _, teacher in pairs], run.confidence)
         kept = retention(pairs, run.confidence)
-        level += f"; the specialists reach {percent(own.value)}, each on its own domain"
+        level += f"; the {run.teacher_word}s reach {percent(own.value)}, each on its own domain"
         if kept:
             level += f" (share kept: {bounds(kept)}{NARROW}%, a {percent(run.confidence, 0)} interval)"
     silent = [domain for domain, (_, teacher) in _pairs(run, merged).items() if not teacher.correct]
@@ -177,6 +177,8 @@ def _teacher_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
         worse = [d for d in domains if merged.sampled[d].count.accuracy < base.sampled[d].count.accuracy]
         if worse:
             result.append(("Worse than the base", f"on {listing(worse)}."))
+    if best := run.best_of_several():
+        result.append(("Several teachers:", f"{best_told(best)}."))
     if silent:
         result.append(
             ("Left out of the share kept:", f"{listing(silent)}, where the teacher is never right.")
@@ -231,7 +233,7 @@ def _domains(count: int) -> str:
     return f"{count} domains" if count > 1 else "one domain"
 
 
-CLAIM = "What is claimed is quality per merge token, and that specialists trained apart can be joined later."
+CLAIM = "What is claimed is quality per merge token, and that teachers trained apart can be joined later."
 
 
 def caveats(run: Run) -> list[str]:
@@ -254,7 +256,7 @@ def caveats(run: Run) -> list[str]:
         right = run.config["base"].get("right", 0.3)
         sentences.append(
             f"The base was warmed up on demonstrations of which {percent(right, 0)} are right. It can "
-            "already write right answers, so part of what the specialists gain is choosing them more often, "
+            "already write right answers, so part of what training gains is choosing them more often, "
             "not a new skill."
         )
     if any(model.greedy for model in run.models):

@@ -29,6 +29,16 @@ def model_label(name: str) -> str:
     return f"{kind.capitalize()}, {domain}" if domain else MODELS.get(name, name)
 
 
+def best_told(best: dict[str, str]) -> str:
+    """Which teacher counts on each domain that has several."""
+    return "; ".join(f"on {domain} the best of its teachers counts, {name}" for domain, name in best.items())
+
+
+def own_label(teacher_word: str) -> str:
+    """What the teachers are called together, each on its own domains."""
+    return f"{teacher_word.capitalize()}s, own domain"
+
+
 def in_sentence(label: str) -> str:
     """A display name inside a sentence: "Weight average" -> "weight average", "TIES" stays."""
     label = label.replace(" (all tokens)", " on all tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -146,3 +147,20 @@ def test_a_users_error_is_one_line(store: str, words: list[str], part: str, caps
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert part in captured.err
+
+
+@pytest.mark.parametrize(("policy", "longest"), [("drop", 8), ("truncate", 26)])
+def test_prompts_without_room_are_dealt_with_as_the_run_does(
+    tmp_path: Path, capsys, policy: str, longest: int
+) -> None:
+    asked = [f"{n:02}" if n % 2 else f"{n:040}" for n in range(20)]
+    lines = [json.dumps({"prompt": prompt, "label": "1"}) for prompt in asked]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
+    place = f"source: {tmp_path}/p.jsonl"
+    file = f'{{{place}, reward: "math:sqrt", held_out: 0.5, long_prompts: {policy}, teacher: sort}}'
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("distill:", f"  file: {file}\ndistill:"))
+    words = ["--rollout.max_new_tokens", "6", "--rollout.max_sequence", "26"]
+    assert main(["plan", str(tmp_path / "recipe.yaml"), *words]) == 0
+    printed = capsys.readouterr().out
+    assert "prompts   file: 10 of 20 prompts are longer than the 20 tokens" in printed
+    assert (f" to {longest}, mean" in printed) is (policy == "truncate")

@@ -173,3 +173,13 @@ def test_every_command_says_that_it_is_at_work(command: str, tmp_path: Path, cap
     monkeypatch.chdir(tmp_path)
     assert main([command, *words[command]]) == (2 if command == "doctor" else 0)
     assert f"opd: {command}: 0 s so far" in capsys.readouterr().err
+
+
+def test_what_every_stage_says_of_a_domain_is_told_once() -> None:
+    stream, console = _log()
+    with Progress(console) as progress:
+        for stage in ("specialist-sort", "merge", "evaluate"):
+            progress.note("domain sort: 1 of 9 prompts is left out", stage)
+            progress.note("resumed from step 4", stage)
+    said = ["resumed" in line for line in stream.getvalue().splitlines()]
+    assert said == [False, True, True, True]

@@ -128,3 +128,21 @@ def test_a_source_that_is_gone_takes_the_example_and_nothing_else(tmp_path: Path
     card = Cards.of(recipe, RunFolder(tmp_path, None)).card("merged", {}, {})
     assert "loading" not in card
     assert card["about"].startswith("A student merged")
+
+
+def test_each_domain_is_told_with_its_own_prompt_format(tmp_path: Path) -> None:
+    for name, prompt in (("chat", [{"role": "user", "content": "hello 0"}]), ("plain", "hello 0")):
+        line = json.dumps({"prompt": prompt, "label": "x"}) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text("".join(line.replace("0", str(n)) for n in range(9)))
+    domains = {n: {"source": str(tmp_path / f"{n}.jsonl"), "reward": "math:sqrt"} for n in ("chat", "plain")}
+    cards = Cards.of(tiny_recipe(domains=domains), RunFolder(tmp_path, None))
+    used = cards.use(tmp_path, ["chat", "plain"])
+    chat, plain = used["prompt_format"].split("Plain text, as it is")
+    assert "- chat: `" in chat
+    assert "- plain: `" in plain
+    assert "- plain" not in chat
+    chat, plain = used["loading"].split("# plain\n")
+    assert "# chat\n" in chat
+    assert "apply_chat_template" in chat
+    assert 'tokenizer("hello' in plain
+    assert "Plain" not in cards.use(tmp_path, ["chat"])["prompt_format"]

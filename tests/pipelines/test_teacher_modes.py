@@ -63,7 +63,7 @@ def test_published_teachers_give_the_same_weights_and_are_evaluated(trained, tmp
     done = merge_again(trained, tmp_path / "run", urls)
     assert done["digest"] == json.loads((trained / "stages/merge/done.json").read_text())["digest"]
     models = {m["name"]: m for m in json.loads((tmp_path / "run/results.json").read_text())["models"]}
-    assert models["specialist:sort"]["domains"]["sort"]["sampled"]["total"] == 20
+    assert models["teacher:sort"]["domains"]["sort"]["sampled"]["total"] == 20
     measured = measured_with_swapped_teachers(tmp_path / "run", merging_again(trained, urls))
     assert measured == {name: model["domains"] for name, model in models.items()}
 

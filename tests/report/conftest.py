@@ -39,7 +39,9 @@ def accuracy(share: float) -> dict[str, Any]:
 
 
 def model(name: str, shares: tuple[float, ...], domains: list[str]) -> dict[str, Any]:
-    kind = name.partition(":")[0] if name.startswith(("base", "specialist", "merged")) else "baseline"
+    kind = (
+        name.partition(":")[0] if name.startswith(("base", "specialist", "teacher", "merged")) else "baseline"
+    )
     return {
         "name": name,
         "kind": kind,

@@ -38,7 +38,7 @@ def page_of(found: dict) -> str:
 def test_every_kind_is_counted_and_each_example_is_of_its_kind(rights, base: bool, teacher: bool) -> None:
     sides = {"merged": 2} | ({"base": 0} if base else {}) | ({"specialist:d": 1} if teacher else {})
     kept = {m: {"d": [told(i, row[side]) for i, row in enumerate(rights)]} for m, side in sides.items()}
-    found = side_by_side(kept, ["d", "empty"])
+    found = side_by_side(kept, ["d", "empty"], {"d": "specialist:d"})
     assert list(found) == (["d"] if rights else [])
     if not rights:
         return

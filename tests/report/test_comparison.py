@@ -63,6 +63,23 @@ def test_what_differs_is_named_and_what_says_nothing_is_not(several) -> None:
     )
 
 
+def test_nested_settings_are_told_field_by_field_and_specialists_only_where_one_was_trained(several) -> None:
+    teachers = {"a": {"type": "local", "options": {"path": "/x", "layers": 3}}}
+    other = {"teachers": teachers, "specialist": {"steps": 3}}
+    folders = several(((0.9,) * 3, {"specialist": {"steps": 2}}), ((0.9,) * 3, other))
+    teacher = [
+        ["teachers.a.type", "-", "local"],
+        ["teachers.a.options.path", "-", "/x"],
+        ["teachers.a.options.layers", "-", "3"],
+    ]
+    assert sorted(Runs.read(folders).settings()) == sorted([*teacher, ["specialist.steps", "2", "3"]])
+    for folder in folders:
+        data = json.loads((folder / "results.json").read_text())
+        data["stages"] = [stage for stage in data["stages"] if stage["name"] == "merge"]
+        (folder / "results.json").write_text(json.dumps(data))
+    assert sorted(Runs.read(folders).settings()) == sorted(teacher)
+
+
 def test_means_are_taken_over_seeds_and_not_over_settings(several) -> None:
     told = [(0.9, 0, 0.1), (0.6, 0, 0.2), (0.92, 1, 0.1), (0.7, 0, 0.3), (0.62, 1, 0.2)]
     runs = Runs.read(

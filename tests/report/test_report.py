@@ -74,7 +74,10 @@ class Outline(HTMLParser):
 def test_full_run_has_every_section_and_nothing_remote(make_run: RunMaker) -> None:
     config = {"name": "synthetic", "base": {"right": 0.3}}
     folders = {"merged": {"folder": "/m", "digest": "0123456789abcdef0", "loading": "```python\nx < 1\n```"}}
-    data = results() | {"answers": side_by_side(ANSWERS, DOMAINS), "folders": folders}
+    data = results() | {
+        "answers": side_by_side(ANSWERS, DOMAINS, {"sort": "specialist:sort"}),
+        "folders": folders,
+    }
     page = write_report(make_run(data, STAGES, config)).read_text(encoding="utf-8")
     outline = Outline(page)
     assert outline.headings[1:] == [

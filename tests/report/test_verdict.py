@@ -6,7 +6,8 @@ import pytest
 
 from opd.pipelines.report.closing import closing
 from opd.pipelines.report.load import Run, load_run
-from opd.pipelines.report.verdict import Verdict, caveats, write_verdict
+from opd.pipelines.report.tables import alternatives_table
+from opd.pipelines.report.verdict import Verdict, caveats, retained, write_verdict
 
 from .conftest import DOMAINS, SAMPLED, RunMaker, results
 
@@ -202,4 +203,23 @@ def test_the_teacher_of_a_domain_follows_the_recipe(make_run: RunMaker) -> None:
     run = load_run(make_run(results(), config=config))
     teachers = [run.teacher(domain) for domain in DOMAINS]
     names = [teacher.name for teacher in teachers if teacher is not None]
-    assert names == ["specialist:reverse", "specialist:reverse", "specialist:sort"]
+    assert names == ["specialist:sort", "specialist:reverse", "specialist:sort"]
+
+
+def test_of_several_given_teachers_the_best_counts_by_name_and_none_is_called_a_specialist(make_run) -> None:
+    shares = {"base": (0.1,) * 3, "teacher:sort": (0.9, 0.2, 0.8), "teacher:add3": (0.3, 0.9, 0.4)}
+    both = {"sort": 0.1, "add3": 0.9}
+    domains = {"sort": {}, "reverse": {"teacher": "add3"}, "add3": {"teacher": both}}
+    data = results(shares | {"merged": (0.9, 0.9, 0.6)})
+    data["stages"] = [stage for stage in data["stages"] if stage["name"] in ("merge", "evaluate")]
+    folder = make_run(data, config={"domains": domains, "teachers": {name: {"path": "/t"} for name in both}})
+    run = load_run(folder)
+    assert run.best_of_several() == {"add3": "sort"}
+    assert retained(run, run.model("merged"))["add3"] == pytest.approx(0.6 / 0.8)
+    verdict = write_verdict(run)
+    assert dict(verdict.points)["Several teachers:"] == "on add3 the best of its teachers counts, sort."
+    ended = closing(folder)
+    assert "on add3 the best of its teachers counts, sort" in ended
+    assert "Teachers, own domain" in ended
+    header, table = verdict.headline + str(verdict.points), alternatives_table(run)
+    assert "specialist" not in header + ended.lower() + table.replace("is-specialist", "").lower()

@@ -364,7 +364,7 @@ class WorkerGroup:
             if kind == "progress":
                 progress.update(stage, *words)
             else:
-                progress.note(f"{stage}: {words[0]}")
+                progress.note(words[0], stage)
         return bool(news)
 
     def _pass_on(self, trainers: Sequence[Remote], asked: Preemption) -> None:
