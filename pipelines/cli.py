@@ -135,7 +135,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _wal_parser(commands: argparse._SubParsersAction) -> None:
     lines = [f"{name}: {summary}." for name, summary in _WAL_ACTIONS.items()]
-    wal = commands.add_parser("wal", help=_OTHERS["wal"], description=" ".join(lines), allow_abbrev=False)
+    example = "Example: opd wal inspect runs/mine/stages/merge/wal"
+    told = " ".join([*lines, example])
+    wal = commands.add_parser("wal", help=_OTHERS["wal"], description=told, allow_abbrev=False)
     wal.add_argument("action", choices=list(_WAL_ACTIONS), metavar="ACTION")
     wal.add_argument("folder", type=Path, metavar="FOLDER")
     wal.add_argument("--out", type=Path, metavar="FILE", help="where export writes (default: the screen)")

@@ -22,7 +22,8 @@ class DomainConfig(Config):
     reward: str | None = None
     """Dotted path of a reward function, `package.module:function`; `None` takes the source's own checker."""
     teacher: str | dict[str, float] | None = None
-    """Name of a teacher, or weights over several; `None` is the specialist trained on this domain."""
+    """Name of a teacher, or weights over several; `None` is the teacher of the domain's own name:
+    the entry under `teachers`, or else the specialist that the run trains on this domain."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the merge's loss, relative to the other domains, with `distill.normalise: teacher`."""
     held_out: float = Field(default=0.1, ge=0.0001, le=0.9999)
