@@ -11,7 +11,7 @@ from opd.config.recipe import WEIGHT_MERGES
 from opd.foreign import machine_memory
 from opd.pipelines.doctor.checks import Finding, existing_parent, used_teachers
 from opd.pipelines.doctor.models import Models, Shape
-from opd.pipelines.stages.context import (
+from opd.pipelines.stages.precision import (
     WIDTH,
     has_masters,
     learning_width,

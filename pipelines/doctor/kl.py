@@ -11,7 +11,7 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.pipelines.doctor.checks import Finding, attempt, check_rewards, given_teachers
-from opd.pipelines.stages.context import model_dtype
+from opd.pipelines.stages.precision import model_dtype
 from opd.types import HiddenStates, RolloutRequest, Sample
 
 if TYPE_CHECKING:

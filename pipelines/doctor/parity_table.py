@@ -30,7 +30,7 @@ from opd.pipelines.doctor.parity import (
     difference,
 )
 from opd.pipelines.doctor.parity_ranks import RANKS, by_two_ranks
-from opd.pipelines.stages.context import model_dtype
+from opd.pipelines.stages.precision import model_dtype
 from opd.teachers.kinds import Placement
 from opd.types import Sample
 

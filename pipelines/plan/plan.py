@@ -13,7 +13,7 @@ from opd.config import Recipe
 from opd.errors import ConfigError, DataError
 from opd.pipelines.doctor.checks import number_of
 from opd.pipelines.doctor.estimate import readable
-from opd.pipelines.stages.context import WIDTH, model_dtype
+from opd.pipelines.stages.precision import WIDTH, model_dtype
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryStore
 from opd.train.plan import CostModel, DeviceBudget, PlanSettings, TrainingPlan, Workload, make_plan
 from opd.types import Status

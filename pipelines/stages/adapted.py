@@ -16,7 +16,8 @@ from opd.models.hf_folder import adapter_base, made_once
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.inputs import model_digests
-from opd.pipelines.stages.context import StageContext, checkpoint_dtype
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.precision import checkpoint_dtype
 from opd.storage.sealed import digest_of
 from opd.teachers.published_adapter import publish_adapter
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from opd.pipelines.stages.context import WIDTH, StageContext, model_dtype
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.precision import WIDTH, model_dtype
 from opd.pipelines.stages.sample_files import (
     SampleFiles,
     Scratch,

@@ -16,8 +16,9 @@ from opd.config import BatchConfig, OptimConfig, Recipe
 from opd.models.causal_lm import CausalLM
 from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of
 from opd.pipelines.stages.adapted import adapted, receiving, save_trained
-from opd.pipelines.stages.context import StageContext, model_dtype
+from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.helpers import Writers
+from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.stage_rollout import StageRollout, open_rollout
 from opd.progress import doing
 from opd.protocols import RolloutEngine

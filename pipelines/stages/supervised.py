@@ -21,9 +21,10 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.evaluation.accuracy import domain_accuracy
 from opd.pipelines.stages.adapted import all_weights
-from opd.pipelines.stages.context import StageContext, model_dtype
+from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.stages.loop import Algorithm, Extent, LoopState, Plan, Step, Update, train
+from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.source import Given
 from opd.pipelines.stages.student import Student, load_model, make_writer, sampling_params

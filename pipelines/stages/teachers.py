@@ -16,7 +16,8 @@ from opd.config import Recipe
 from opd.config.teachers import Reads
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.stages.adapted import published_with_base, whole_model
-from opd.pipelines.stages.context import StageContext, model_dtype
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.precision import model_dtype
 from opd.progress import doing
 from opd.protocols import Teacher
 from opd.rollout.ledger import Tokens, Transcript

@@ -15,7 +15,7 @@ from opd.pipelines.doctor.estimate import check_precision
 from opd.pipelines.doctor.models import Models, Shape
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.stages.context import checkpoint_dtype, lost_share, model_dtype, some_weights
+from opd.pipelines.stages.precision import checkpoint_dtype, lost_share, model_dtype, some_weights
 from opd.storage.published import PublishedModel
 
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
