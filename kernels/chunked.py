@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opd.kernels.divergences import divergence_
-from opd.kernels.head import Head, statistics_dtype
-from opd.kernels.projection import Gradients, Rows, blocks_with_slope, chunks, matmul_rows, take, write_logits
-from opd.kernels.rows import (
+from opd.kernels.divergences import (
     ALL_COLUMNS,
     Columns,
     RowKernel,
+    divergence_,
     first_halves,
     log_softmax_,
     row_blocks,
@@ -31,6 +29,8 @@ from opd.kernels.rows import (
     token_gradient_,
     token_statistics_,
 )
+from opd.kernels.head import Head, statistics_dtype
+from opd.kernels.projection import Gradients, Rows, blocks_with_slope, chunks, matmul_rows, take, write_logits
 
 __all__ = [
     "geometric_floor",

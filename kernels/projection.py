@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opd.kernels.divergences import Columns
 from opd.kernels.head import Head
-from opd.kernels.rows import Columns
 
 CPU_INFO = Path("/proc/cpuinfo")
 

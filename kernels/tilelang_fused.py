@@ -21,8 +21,8 @@ from torch import Tensor
 
 from opd.kernels import chunked
 from opd.kernels.checks import check_divergence, check_pair
+from opd.kernels.divergences import MAX_LOG_RATIO
 from opd.kernels.head import Head
-from opd.kernels.rows import MAX_LOG_RATIO
 from opd.kernels.tilelang_rows import MASKED, divergence_
 from opd.kernels.tilelang_target import CPU, CUDA, Target, build, functions, language, target_of
 

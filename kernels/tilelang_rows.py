@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from opd.kernels import divergences
-from opd.kernels.rows import MAX_LOG_RATIO
+from opd.kernels.divergences import MAX_LOG_RATIO
 from opd.kernels.tilelang_target import Target, build, functions, language, target_of
 
 # A lane that has seen nothing holds LOWEST; a place beyond the vocabulary reads MASKED, so that its

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.kernels import chunked, divergences, rows
-from opd.kernels.rows import MAX_LOG_RATIO
+from opd.kernels import chunked, divergences
+from opd.kernels.divergences import MAX_LOG_RATIO
 
 KINDS = ("reverse", "forward", "jsd")
 """Those of `opd.kernels.divergences` that have a kernel here."""
@@ -134,7 +134,7 @@ def _fault(kind: str, vocabulary: int, device: torch.device) -> str | None:
     try:
         got = launch(ours, teacher.clone(), kind, 0.3, coef, None)
         room = student.clone()
-        narrow = rows.first_halves(room)
+        narrow = divergences.first_halves(room)
         again = launch(room, teacher.clone(), kind, 0.3, coef, narrow)
         alone = launch(student.clone(), teacher.clone(), kind, 0.3, None, None)
     except Exception as error:  # a compiler's faults have no common class

@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opd.kernels import checks, chunked
-from opd.kernels.divergences import divergence_
+from opd.kernels.divergences import Columns, divergence_
 from opd.kernels.head import Head
-from opd.kernels.rows import Columns
 
 # Below every logit, and finite: what a rank with fewer than k rows offers for a top-k.
 NOT_A_LOGIT = -1e30

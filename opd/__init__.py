@@ -1,6 +1,10 @@
 """Domain specialists by GRPO, merged into one model by multi-teacher on-policy distillation."""
 
+import logging
 from importlib.metadata import PackageNotFoundError, version
+
+# As a library it says nothing by itself: whoever wants its records gives this logger a handler.
+logging.getLogger("opd").addHandler(logging.NullHandler())
 
 
 def installed_version() -> str:

@@ -102,6 +102,8 @@ _ADVICE = {
     errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
     errno.ENOTDIR: "there is a file where a folder is needed; move it away, or choose another place",
     errno.EISDIR: "there is a folder where a file is needed; move it away, or choose another place",
+    errno.ENXIO: "there is a link, a pipe or a device where a file is needed; move it away, or choose another"
+    " place",
     errno.EEXIST: "there is something already; move it away, or choose another place",
     errno.ENOTEMPTY: "the folder is not empty; is another process writing into it?",
     errno.ENOENT: "there is no such file or folder; check the path, and that nobody else removes files there",
@@ -123,8 +125,14 @@ _NUMBERS = {
     MemoryError: errno.ENOMEM,
 }
 """Of errors that libraries raise without a number."""
-_WORDS = {"failed to map segment": errno.ENOMEM, "can't start new thread": errno.EAGAIN}
-"""Of those that have neither a number nor a type of their own: a library that is loaded, a thread."""
+_WORDS = {
+    "failed to map segment": errno.ENOMEM,
+    "can't start new thread": errno.EAGAIN,
+    "ThreadPoolBuildError": errno.EAGAIN,
+}
+"""Of those that have neither a number nor a type of their own: a library that is loaded, a thread, threads of
+a tokenizer's.
+"""
 
 
 def from_system(error: BaseException) -> OpdError | None:
@@ -146,6 +154,16 @@ def from_system(error: BaseException) -> OpdError | None:
     if number not in _ADVICE:
         return None
     return OpdError(f"{_where(error)}{_ADVICE[number]}, then run the command again, a run with --resume.")
+
+
+def is_of_library(error: BaseException) -> bool:
+    """Whether `error` says that a library could not do what it was asked: any `Exception`, and the panic of a
+    compiled library, which is none; but not what the machine refused it.
+    """
+    panic = type(error).__name__ == "PanicException"
+    return (isinstance(error, Exception) or panic) and (
+        isinstance(error, OpdError) or from_system(error) is None
+    )
 
 
 def _where(error: BaseException) -> str:

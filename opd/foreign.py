@@ -11,7 +11,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeGuard
 
 from opd.errors import OpdError, StorageError
@@ -21,6 +21,7 @@ MAX_DEPTH = 64
 """Of nested lists and objects in a small document."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_ACTING = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]")
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 _MAX_NAME_BYTES = 255
 _UNREADABLE = (
@@ -38,12 +39,6 @@ def is_file_name(name: object) -> TypeGuard[str]:
         and not name.endswith(".")
         and _DEVICE.fullmatch(name) is None
     )
-
-
-def are_distinct(names: Iterable[str]) -> bool:
-    """Whether they are different files everywhere, also where capital letters do not count."""
-    folded = [name.casefold() for name in names]
-    return len(set(folded)) == len(folded)
 
 
 def object_path(path: str) -> str:
@@ -112,6 +107,16 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
+def visible(text: str, kept: str = "\n\t") -> str:
+    """`text` with what acts instead of being read escaped: control signs but those `kept`, signs that turn
+    the direction of writing around, and halves of characters, which no file can hold. Blanks and letters of
+    any script stay.
+    """
+    return _ACTING.sub(
+        lambda found: found[0] if found[0] in kept else found[0].encode("unicode_escape").decode(), text
+    )
 
 
 def shown(text: object, most: int = 100) -> str:

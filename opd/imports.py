@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import importlib
 import inspect
 import os
@@ -50,6 +51,19 @@ def check_signature(found: Any, path: str, where: str, error: type[OpdError], ta
             f"{where}: {path}{signature} is called with ({', '.join(takes)}), which does not fit ({cause});"
             " change its parameters."
         ) from None
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Around a command's start, which imports large libraries: they make hundreds of thousands of objects,
+    all of which stay. Looking through them for garbage, now and later, is a fifth of a short run's time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -17,9 +17,12 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from opd.errors import DataError, MissingExtraError, TrainingError, writing
+from opd.foreign import read_document
 from opd.storage.files import read_plain, write_atomic
 
 FILE_NAME = "metrics.jsonl"
+_LONGEST_ROW = 1 << 24
+"""Bytes; a row of a stage has some thousands."""
 CHAIN = "chain"
 _MARK = f', "{CHAIN}": "'.encode()
 
@@ -169,8 +172,8 @@ def _checked(path: Path, tail: str | None = None, *, chained: bool = False) -> I
     for number, data in enumerate(lines, start=1):
         body, chain = _split(data)
         try:
-            row = json.loads(body)
-        except (ValueError, RecursionError) as error:
+            row = read_document(body, _LONGEST_ROW)
+        except ValueError as error:
             raise DataError(f"{path}:{number}: not a line of JSON ({error}); restore the file.") from error
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise DataError(f"{path}:{number}: not a row of metrics; restore the file.")

@@ -5,11 +5,12 @@ No long silence: says that work goes on where nothing else has been said for a w
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 from rich import progress as rich_progress
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from opd.foreign import printable
+from opd.streams import Logged
 
 AFTER = 10.0
 """Seconds of silence before a word."""
@@ -106,7 +108,8 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """One bar per running stage, with its headline numbers; finished stages become lines above the bars.
+    """One bar per running stage, with its headline numbers; finished stages, and what is logged
+    under `opd` while it is open, become lines above the bars.
 
     Without a terminal, at most one line every few seconds and stage. Where nothing shows that work goes on, a
     line says so. May be called from several threads.
@@ -130,9 +133,11 @@ class Progress:
         self._tasks: dict[str, rich_progress.TaskID] = {}
         self._reached: dict[str, str] = {}
         self._heartbeat = Heartbeat(self._still, silence)
+        self._opened = ExitStack()
 
     def __enter__(self) -> Progress:
-        self._heartbeat.__enter__()
+        self._opened.enter_context(self._heartbeat)
+        self._opened.enter_context(Logged(self._show))
         if self._bars is not None:
             self._bars.start()
         return self
@@ -140,7 +145,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._heartbeat.__exit__(kind, error, trace)
+        self._opened.close()
         if self._bars is not None:
             self._bars.stop()
 
@@ -186,10 +191,11 @@ class Progress:
                 self._bars.remove_task(self._tasks.pop(stage))
             self._line(f"{stage:<24} done {headline}")
 
-    def note(self, text: str, stage: str = "") -> None:
-        """One line for the person who watches; what is said of a domain holds for all stages, and every stage
-        that reads the domain says it: it is told once, and of no `stage`.
+    def _show(self, record: logging.LogRecord) -> None:
+        """One line; after the `stage` that logged it in a process of its own. What is said of a domain holds
+        for all stages, and every stage that reads the domain says it: it is told once, and of no stage.
         """
+        text, stage = record.getMessage(), getattr(record, "stage", "")
         with self._lock:
             if text.startswith("domain "):
                 if text not in self._told:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -10,7 +10,6 @@ import numpy as np
 from opd.types import (
     Chunk,
     LoggedRequest,
-    RolloutBatch,
     RolloutRequest,
     Sample,
     SampleGroup,
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
 class RolloutEngine(Protocol):
     """Writes responses with the student's current weights.
 
+    Its unit is one request: each begins when it comes and ends when it ends, and what is in flight together
+    is decoded together. `opd.rollout.streams` makes `generate` of `submit`, `step` and `abort`.
+
     Weight sync is always `pause -> flush -> update_weights -> verify -> resume`; the version only grows.
     """
 
@@ -35,8 +37,23 @@ class RolloutEngine(Protocol):
         """Version of the weights that sample the next token."""
         ...
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        """Stream the tokens of `requests` until all have ended, in chunks of what became known together."""
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Begin `requests` with the next step, beside what is in flight.
+
+        Raises `RolloutError`, and begins none, if one of them cannot be served or is in flight already.
+        """
+        ...
+
+    def step(self) -> Chunk | None:
+        """The next tokens of what is in flight, those that became known together; `None` if nothing is.
+
+        Raises `RolloutError` while paused, by which nothing is lost. After any other error nothing is in
+        flight any more.
+        """
+        ...
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Let these go: no later step says anything of them. Those that are not in flight do not matter."""
         ...
 
     def pause(self) -> None:
@@ -113,36 +130,4 @@ class AdvantageEstimator(Protocol):
 
     def __call__(self, group: SampleGroup) -> list[np.ndarray]:
         """One `[R]` float32 array per sample of `group`, in its order."""
-        ...
-
-
-class TrainBackend(Protocol):
-    """Owns the student's weights and optimiser state."""
-
-    def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """`[R]` float32 log-probabilities of each response under the current weights (recompute contract)."""
-        ...
-
-    def forward_backward(self, batch: RolloutBatch) -> dict[str, float]:
-        """Accumulate the gradient of one optimiser step; returns its metrics."""
-        ...
-
-    def step(self, lr: float) -> dict[str, float]:
-        """Clip, update, zero the gradients."""
-        ...
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the student, for weight sync."""
-        ...
-
-    def digest(self) -> str:
-        """Identity of the student's weights, computed as the engine computes it after a push."""
-        ...
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Everything `load_state` needs to continue bit for bit, one entry per file of a checkpoint."""
-        ...
-
-    def load_state(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Continue from what `state` returned; `CheckpointError` if it belongs to another model."""
         ...

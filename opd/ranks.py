@@ -1,17 +1,25 @@
-"""The processes that run a stage together, and what they say to each other beside gradients.
+"""The processes that run a stage together, where they meet, and what they say to each other beside gradients.
 
 Every rank runs the same code on the same decisions: what a rank alone knows (its responses, its losses) is
-gathered first. So all ranks meet at the same places in the same order, and a rank that does not come can be
-named: each counts its meetings in a store that outlives a failed collective.
+gathered first. So all ranks enter the same collectives in the same order, and a rank that does not come can
+be named: each counts those it has entered in a store that outlives a failed one.
+
+They meet on the one address that is asked for, and on no other of this machine. torch's own store and gloo's
+pairs listen on every address, or on the one that the machine's name stands for: whoever reaches that machine
+could join a run, change what its ranks tell each other, and read its weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import math
 import os
 import re
+import socket
+import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -20,11 +28,99 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from opd.errors import OpdError, RanksError
-from opd.rendezvous import gloo_towards, host_store
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+EVERY = "0.0.0.0"
+
+
+def host_store(host: str, timeout: float, port: int = 0) -> tuple[TCPStore, int]:
+    """A store on `port` (0: a free one) of this machine's address `host` and of no other; it and its port.
+
+    `timeout` is in seconds. Raises `OSError` if the port is in use or `host` is no address of this machine.
+    """
+    listening = socket.create_server((address_of(host), port))
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listening.detach(),
+        use_libuv=False,  # the other server takes no socket
+    )
+    return store, port
+
+
+def address_of(host: str) -> str:
+    """The address to listen on for `host`: what it stands for.
+
+    A machine's own name often stands for loopback on that machine alone, while the others ask for another
+    address of it: then, and only then, it is every address.
+    """
+    address = socket.gethostbyname(host)
+    named = not _is_address(host) and host != "localhost"
+    return EVERY if named and ipaddress.ip_address(address).is_loopback else address
+
+
+def gloo_device(host: str) -> object:
+    """The device of a gloo group whose connections are made on `host`."""
+    return dist.ProcessGroupGloo.create_device(hostname=address_of(host))
+
+
+@contextlib.contextmanager
+def gloo_towards(host: str) -> Iterator[None]:
+    """Let every gloo group made in the block listen on the interface that leads to `host` alone, unless the
+    environment names one. Where no interface is found (not on Linux) gloo chooses.
+    """
+    found = None if _GLOO_INTERFACE in os.environ else interface_towards(host)
+    if found is None:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = found
+    try:
+        yield
+    finally:
+        os.environ.pop(_GLOO_INTERFACE, None)
+
+
+def interface_towards(host: str) -> str | None:
+    """Name of the network interface through which `host` is reached; `None` if it cannot be told."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            if address_of(host) == EVERY:
+                return None
+            asking.connect((host, 9))  # nothing is sent
+            own = asking.getsockname()[0]
+        except OSError:
+            return None
+        if ipaddress.ip_address(own).is_loopback:
+            return "lo"
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
+    return None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
 
 _LOST = re.compile(r"gloo|nccl|connection|timed out|timeout|socket|peer|heartbeat", re.IGNORECASE)
 """Words of the messages with which communication fails; its errors have no class of their own."""
@@ -43,8 +139,8 @@ class Ranks:
 
     Args:
         group: The processes; `None` is this one alone.
-        store: Where meetings are counted; without it a rank that does not come cannot be named.
-        name: Tells the meetings of several `Ranks` of one process apart.
+        store: Where collectives are counted; without it a rank that does not come cannot be named.
+        name: Tells the collectives of several `Ranks` of one process apart.
     """
 
     def __init__(
@@ -56,8 +152,8 @@ class Ranks:
         self._members = [0] if group is None else dist.get_process_group_ranks(group)
         self._store = store
         self._name = name
-        self._met = 0
-        self._acts = 0
+        self._entered = 0
+        self._main_firsts = 0
 
     @property
     def main(self) -> bool:
@@ -69,13 +165,13 @@ class Ranks:
         return self.size == 1
 
     @property
-    def patience(self) -> float:
+    def timeout(self) -> float:
         """Seconds a rank waits for another at most, as far as there is a store that knows."""
         if self._store is None:
             return math.inf
         return self._store.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def another(self, name: str, members: Sequence[int] | None = None) -> Ranks:
+    def new_group(self, name: str, members: Sequence[int] | None = None) -> Ranks:
         """The same ranks with a group of its own, for another thread; or only `members`, by their number.
 
         All ranks call it in the same order, also those that are not among `members` (which get a group they
@@ -89,11 +185,11 @@ class Ranks:
             return Ranks()
         return Ranks(group, self._store, name)
 
-    def board(self) -> Store | None:
-        """Where these ranks, and nobody else, can leave notes for each other; `None` without a store."""
+    def group_store(self) -> Store | None:
+        """A key-value store of these ranks and nobody else; `None` without a store."""
         if self._store is None or self.group is None:
             return None
-        return PrefixStore(f"notes/{self.group.group_name}", self._store)
+        return PrefixStore(f"group/{self.group.group_name}", self._store)
 
     def gather(self, mine: bytes, what: str) -> list[bytes]:
         """What every rank gives, in the order of ranks. `what` names the collective operation, for errors.
@@ -123,7 +219,7 @@ class Ranks:
         """Whether one of the ranks says so."""
         return flag if self.alone else any(self.gather_json(flag, what))
 
-    def most(self, count: int, what: str) -> int:
+    def max(self, count: int, what: str) -> int:
         """The largest of the ranks' counts."""
         return count if self.alone else max(self.gather_json(count, what))
 
@@ -131,19 +227,19 @@ class Ranks:
         """Return once every rank is here."""
         self.gather(b"", what)
 
-    def mine(self, items: Sequence[Any]) -> list[Any]:
+    def shard(self, items: Sequence[Any]) -> list[Any]:
         """This rank's share of `items`: every `size`-th."""
         return list(items[self.rank :: self.size])
 
-    def dealt(self, shares: Sequence[Sequence[Any]]) -> list[Any]:
-        """The items again in their order, from what `mine` gave every rank."""
-        whole: list[Any] = [None] * sum(map(len, shares))
-        for rank, share in enumerate(shares):
-            whole[rank :: self.size] = share
+    def unshard(self, shards: Sequence[Sequence[Any]]) -> list[Any]:
+        """The items again in their order, from what `shard` gave every rank."""
+        whole: list[Any] = [None] * sum(map(len, shards))
+        for rank, shard in enumerate(shards):
+            whole[rank :: self.size] = shard
         return whole
 
-    def wait_for(self, event: str) -> None:
-        """Return once `tell(event)` was called by the main rank, however long that takes.
+    def _wait_for(self, event: str) -> None:
+        """Return once `_set(event)` was called by the main rank, however long that takes.
 
         Raises `RanksError` if the main rank is gone.
         """
@@ -162,22 +258,22 @@ class Ranks:
             else:
                 return
 
-    def tell(self, event: str) -> None:
-        """Let the ranks that `wait_for(event)` go on."""
+    def _set(self, event: str) -> None:
+        """Let the ranks that `_wait_for(event)` go on."""
         if self._store is None:
             self.barrier(event)
         else:
             self._store.set(event, "1")
 
-    def main_first(self, act: Callable[[], object]) -> None:
-        """The main rank does it, however long that takes; the others do it when it is done."""
-        self._acts += 1
-        event = f"{self._name}/act/{self._acts}"
+    def main_first(self, work: Callable[[], object]) -> None:
+        """The main rank does `work`, however long that takes; the others do it after that."""
+        self._main_firsts += 1
+        event = f"{self._name}/main_first/{self._main_firsts}"
         if not self.main:
-            self.wait_for(event)
-        act()
+            self._wait_for(event)
+        work()
         if self.main and not self.alone:
-            self.tell(event)
+            self._set(event)
 
     @contextlib.contextmanager
     def collective(self, what: str) -> Iterator[None]:
@@ -185,10 +281,10 @@ class Ranks:
         if self.alone:
             yield
             return
-        self._met += 1
+        self._entered += 1
         with self.naming_the_lost(what):
             if self._store is not None:
-                self._store.set(self._key(self.rank), str(self._met))
+                self._store.set(self._key(self.rank), str(self._entered))
             yield
 
     @contextlib.contextmanager
@@ -204,7 +300,7 @@ class Ranks:
             raise self._lost(what, error) from error
 
     def _key(self, rank: int) -> str:
-        return f"met/{self._name}/{self._members[rank]}"
+        return f"entered/{self._name}/{self._members[rank]}"
 
     def _lost(self, what: str, error: RuntimeError) -> RanksError:
         late = self._late()
@@ -226,7 +322,7 @@ class Ranks:
             store.set(f"misses/{self._key(self.rank)}", "1")
             keys = [self._key(rank) for rank in range(self.size)]
             counts = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
-            late = [rank for rank, count in enumerate(counts) if count < self._met]
+            late = [rank for rank, count in enumerate(counts) if count < self._entered]
             if not late:
                 time.sleep(_OTHERS)
                 late = [rank for rank, key in enumerate(keys) if not store.check([f"misses/{key}"])]
@@ -255,7 +351,7 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with gloo_towards(os.environ.get("MASTER_ADDR", "localhost")):
         try:
-            store, rank, size = _meet(wait)
+            store, rank, size = _find_others(wait)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 store=PrefixStore("group", store),
@@ -273,7 +369,7 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
                 dist.destroy_process_group()
 
 
-def _meet(wait: timedelta) -> tuple[Store, int, int]:
+def _find_others(wait: timedelta) -> tuple[Store, int, int]:
     """The store all ranks share, this one's number, and how many they are."""
     environment = os.environ
     if environment.get("RANK") != "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

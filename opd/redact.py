@@ -1,8 +1,8 @@
 """Keeps secrets out of whatever is written: errors, logs, run folders, reports, model cards.
 
 What is a secret is told by its form (the part of a URL before `@`, parameters and headers with telling
-names) or by its value: those of the environment and those that the program has used. In memory they stay as
-they are.
+names) or by its value: those of the environment and those that the program has used, if they are more than a
+word. In memory they stay as they are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ HIDDEN = "***"
 
 _LEAST = 6
 """Characters: what is shorter would be found in ordinary words; its form must give it away."""
+_WORD = re.compile(r"(?:[a-z_]+|[A-Z_]+|[A-Z][a-z]+)\Z")
+_LONG_WORD = 16
+"""Characters: a shorter word of letters alone (`accuracy`) is one that everybody writes; its form must give
+it away too.
+"""
 _NAMED = r"(?:(?:api|access|private)[_-]?key|secret|passw(?:or)?d|passphrase|token|signature|credential)"
 _ENVIRONMENT = re.compile(rf"(?:{_NAMED}|_key|_pwd|_pat)(?:_id)?s?$", re.IGNORECASE)
 _FIELD = re.compile(
@@ -55,6 +60,8 @@ def hide(secret: str | None) -> None:
     global _known
     if not secret or len(secret) < _LEAST or secret in _values:
         return
+    if len(secret) < _LONG_WORD and _WORD.match(secret):
+        return
     _values.update({secret, quote(secret, safe=""), quote(secret), html.escape(secret), unquote(secret)})
     _values.update({json.dumps(secret)[1:-1], repr(secret)[1:-1]})
     _values.add(base64.b64encode(secret.encode(errors="surrogateescape")).decode())  # `Basic`
@@ -64,8 +71,10 @@ def hide(secret: str | None) -> None:
 
 def redact(text: str) -> str:
     """`text` with every secret in it as `***`. Doing it again changes nothing."""
-    if _known is not None:
-        text = _known.sub(HIDDEN, text)
+    return _by_form(text if _known is None else _known.sub(HIDDEN, text))
+
+
+def _by_form(text: str) -> str:
     if "://" in text:
         text = _PARAMETER.sub(_without_value, _USER.sub(rf"\g<1>{HIDDEN}@", text))
     text = _FORM.sub(HIDDEN, text)
@@ -77,7 +86,8 @@ def _without_value(found: re.Match[str]) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """A copy of a JSON value with every secret in it as `***`; whole strings under a key that names one.
+    """A copy of a JSON value with every secret in it as `***`; whole strings under a key that names one. Keys
+    stay what they are, unless they have the form of a secret: they say what the values mean.
 
     Nothing is learned: a URL with `accuracy` for a password that a model writes hides no word elsewhere.
     """
@@ -85,7 +95,7 @@ def redacted(value: Any) -> Any:
         return redact(value)
     if isinstance(value, Mapping):
         return {
-            redact(key) if isinstance(key, str) else key: HIDDEN
+            _key(key) if isinstance(key, str) else key: HIDDEN
             if isinstance(key, str) and isinstance(item, str) and _FIELD.fullmatch(key)
             else redacted(item)
             for key, item in value.items()
@@ -93,6 +103,10 @@ def redacted(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [redacted(item) for item in value]
     return value
+
+
+def _key(key: str) -> str:
+    return redact(key) if "://" in key else _by_form(key)
 
 
 def learn(value: Any) -> None:
@@ -114,7 +128,10 @@ def learn(value: Any) -> None:
 
 
 def _learn(text: str) -> None:
-    """Hide the secrets in a string that is a URL, however oddly it is written."""
+    """Hide the secrets in a string that is a URL, however oddly it is written, and passwords in one that
+    holds URLs.
+    """
+    _learn_passwords(text)
     start = _URL.match(text)
     if start is None:
         return
@@ -128,9 +145,13 @@ def _learn(text: str) -> None:
             hide(found[0][len(found[1]) :])
 
 
+def _learn_passwords(text: str) -> None:
+    for found in _PASSWORD.finditer(text):
+        hide(found[1])
+        hide(unquote(found[1]))
+
+
 for _name, _value in os.environ.items():
     if _ENVIRONMENT.search(_name) and not _value.startswith("/"):
         hide(_value)
-    for _found in _PASSWORD.finditer(_value):  # of a proxy, of a data base
-        hide(_found[1])
-        hide(unquote(_found[1]))
+    _learn_passwords(_value)  # of a proxy, of a data base

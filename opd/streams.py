@@ -1,13 +1,17 @@
-"""The standard streams of a command: no secret gets into them, and nobody's code takes them away."""
+"""What a command says: its standard streams, which nobody's code takes away, and what is logged under `opd`.
+
+No secret gets into either.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from opd.redact import redact
@@ -77,6 +81,53 @@ def _move_handlers(streams: Mapping[int, GuardedStream]) -> dict[logging.StreamH
             if stream is not None and id(stream) in streams and isinstance(handler, logging.StreamHandler):
                 moved[handler] = handler.setStream(streams[id(stream)])
     return moved
+
+
+class Logged(logging.Handler):
+    """While it is open, `say` gets every record that is logged under `opd`, its text without secrets: to show
+    it, or to send it to the process that does.
+
+    For a process with no logging of its own. What is shown reaches no root handler then: code of the user's
+    own that calls `logging.warning` makes one, and lines would come twice.
+    """
+
+    def __init__(self, say: Callable[[logging.LogRecord], None]) -> None:
+        super().__init__(logging.INFO)
+        self._say = say
+        self._logger = logging.getLogger("opd")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        told = copy.copy(record)
+        told.msg, told.args, told.exc_info, told.exc_text = redact(record.getMessage()), None, None, None
+        try:
+            self._say(told)
+        except Exception:
+            self.handleError(told)
+
+    def __enter__(self) -> Logged:
+        self._before = self._logger.level, self._logger.propagate
+        if not self._logger.isEnabledFor(logging.INFO):
+            self._logger.setLevel(logging.INFO)
+            self._logger.propagate = False
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+        level, self._logger.propagate = self._before
+        self._logger.setLevel(level)
+        self.close()
+
+
+def as_words(record: logging.LogRecord) -> tuple[str, int, str]:
+    """Logger, level and text, for another process."""
+    return record.name, record.levelno, record.getMessage()
+
+
+def log_again(logger: str, level: int, text: str, stage: str) -> None:
+    """Log what `stage` has logged in a process of its own."""
+    logging.getLogger(logger).log(level, "%s", text, extra={"stage": stage})
 
 
 @contextlib.contextmanager

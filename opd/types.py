@@ -9,7 +9,7 @@ predicted by the rows `C-1 ... C+R-2` of its sequence. A response of length 0 ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -294,6 +294,11 @@ class Chunk:
             finished,
         )
 
+    def without(self, uids: Collection[str]) -> Chunk:
+        """What is said of other requests than `uids`."""
+        rows = [row for row, uid in enumerate(self.uids) if uid not in uids]
+        return self.part(rows, {uid: status for uid, status in self.finished.items() if uid not in uids})
+
 
 @dataclass(slots=True)
 class LoggedRequest:
@@ -304,13 +309,11 @@ class LoggedRequest:
     metadata: dict[str, Any]
     """What the caller gave when it was opened; JSON-able."""
     token_ids: Int32
-    """[R] int32: response tokens so far, the student's and the environment's."""
+    """[R] int32: response tokens so far."""
     logprobs: Float32
-    """[R] float32, nats; 0 for environment tokens."""
+    """[R] float32, nats."""
     policy_versions: Int32
-    """[R] int32: version that sampled each token; the version in force for environment tokens."""
-    loss_mask: np.ndarray
-    """[R] bool: True where the student wrote the token."""
+    """[R] int32: version that sampled each token."""
     status: Status = Status.PENDING
     """`PENDING` while it is open."""
     failure: str | None = None

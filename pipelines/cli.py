@@ -15,14 +15,46 @@ from opd.config import Recipe
 from opd.config.load import dump_recipe, load_recipe, located
 from opd.config.other_names import refuse_other_name
 from opd.errors import ConfigError, RunFolderError
+from opd.imports import uncollected
 from opd.pipelines.commands.ending import ERROR, ended, one_line, require_address_space
-from opd.pipelines.plan.command import PLAN_OPTIONS, add_options, plan_command
 
 if TYPE_CHECKING:
     from opd.pipelines.records.run_folder import RunFolder
 
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"give a number of at least 1, not {text!r}")
+    return int(text)
+
+
+def _place(text: str) -> Path:
+    if not text:  # an unset variable of a shell; as a path it is the folder that one is in
+        raise argparse.ArgumentTypeError("it is empty; give a path")
+    return Path(text)
+
+
 _SWITCHES = {"--help", "--version", "--resume", "--accept-changed-code", "--dry-run", "--parity", "--json"}
-_WITH_VALUE = {"--out", "--domain", "--shards"} | PLAN_OPTIONS
+_PLAN_NUMBERS = {
+    "ranks": (_count, "how many share the work (default: 1)"),
+    "mini-batch": (_count, "trajectories of a step (default: what the recipe samples, or 64)"),
+    "budget-mb": (
+        float,
+        "MiB of a device for activations, a micro-batch's data and the next's (default: 16384)",
+    ),
+    "tflops": (float, "1e12 operations that a device computes in a second (default: 1)"),
+    "read-mb": (float, "MiB of data that a device is given in a second (default: 1000)"),
+    "overhead-ms": (float, "milliseconds that a micro-batch costs however small it is (default: 10)"),
+}
+"""Options of `opd plan`, beside `--store` and `--simulate`: type and help."""
+_WITH_VALUE = {
+    "--out",
+    "--domain",
+    "--shards",
+    "--store",
+    "--simulate",
+    *(f"--{name}" for name in _PLAN_NUMBERS),
+}
 _STAGES = {
     "run": "the whole pipeline: base, specialists, merge, baselines, evaluation, report",
     "specialist": "train the specialist of one domain (--domain), or of every domain",
@@ -54,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The first word that names a command; those of a command's options come after it.
     command = next((word for word in words if word in _STAGES or word in _OTHERS), None)
     resumes = command in _STAGES and "--dry-run" not in words
-    return ended(lambda: _heard(words, command or "opd"), resumes=resumes)
+    return ended(lambda: _heard(words, command or "opd"), resumes=resumes, last=argv is None)
 
 
 def _heard(words: list[str], command: str) -> int:
@@ -96,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
             help="with --resume: go on although rewards or other code of yours changed; it is recorded",
         )
         command.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
-        command.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/NAME)")
+        command.add_argument("--out", type=_place, metavar="DIR", help="run folder (default: runs/NAME)")
         command.lists_fields = name == "run"
         if name == "specialist":
             command.add_argument("--domain", action="append", metavar="D", help="may be given several times")
@@ -105,7 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--parity", action="store_true", help="compare what the back ends say of the same samples instead"
     )
     doctor.add_argument(
-        "--out", type=Path, metavar="DIR", help="the run folder that `opd run` would be given"
+        "--out", type=_place, metavar="DIR", help="the run folder that `opd run` would be given"
     )
     doctor.add_argument("--resume", action="store_true", help="check as for a run that is to go on")
     doctor.add_argument(
@@ -119,9 +151,9 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     compare = commands.add_parser("compare", help=_OTHERS["compare"], allow_abbrev=False)
     compare.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    compare.add_argument("--out", type=Path, metavar="FILE", default=Path("compare.html"), help="the page")
+    compare.add_argument("--out", type=_place, metavar="FILE", default=Path("compare.html"), help="the page")
     _wal_parser(commands)
-    add_options(_command(commands, "plan", _OTHERS["plan"], "*"))
+    _plan_parser(commands)
     completion = commands.add_parser(
         "completion",
         help=_OTHERS["completion"],
@@ -133,6 +165,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _plan_parser(commands: argparse._SubParsersAction) -> None:
+    plan = _command(commands, "plan", _OTHERS["plan"], "*")
+    plan.add_argument("--store", type=Path, metavar="FOLDER", help="plan for the trajectories in this store")
+    plan.add_argument(
+        "--simulate", type=Path, metavar="CLUSTER", help="instead: how long steps of this cluster would take"
+    )
+    for name, (kind, told) in _PLAN_NUMBERS.items():
+        plan.add_argument(f"--{name}", type=kind, metavar="N", help=told)
+
+
 def _wal_parser(commands: argparse._SubParsersAction) -> None:
     lines = [f"{name}: {summary}." for name, summary in _WAL_ACTIONS.items()]
     example = "Example: opd wal inspect runs/mine/stages/merge/wal"
@@ -140,7 +182,7 @@ def _wal_parser(commands: argparse._SubParsersAction) -> None:
     wal = commands.add_parser("wal", help=_OTHERS["wal"], description=told, allow_abbrev=False)
     wal.add_argument("action", choices=list(_WAL_ACTIONS), metavar="ACTION")
     wal.add_argument("folder", type=Path, metavar="FOLDER")
-    wal.add_argument("--out", type=Path, metavar="FILE", help="where export writes (default: the screen)")
+    wal.add_argument("--out", type=_place, metavar="FILE", help="where export writes (default: the screen)")
 
 
 def _command(commands: argparse._SubParsersAction, name: str, summary: str, recipes: str = "+") -> _Parser:
@@ -197,16 +239,15 @@ def _dispatch(argv: list[str]) -> int:
         options = _parsed(own)
     except SystemExit:  # of --help and --version; what is wrong is a `ConfigError`
         return 0
-    if options.command == "report":
-        return _report(options.run_dir, overrides)
-    if options.command == "compare":
-        return _compare(options, overrides)
-    if options.command == "wal":
-        return _wal(options, overrides)
-    if options.command == "publish":
-        return _publish(options, overrides)
-    if options.command == "plan":
-        return plan_command(options, overrides)
+    without_recipe = {
+        "report": _report,
+        "compare": _compare,
+        "wal": _wal,
+        "publish": _publish,
+        "plan": _plan,
+    }
+    if options.command in without_recipe:
+        return without_recipe[options.command](options, overrides)
     if options.command == "completion":
         print(_completion(options.shell))
         return 0
@@ -215,7 +256,7 @@ def _dispatch(argv: list[str]) -> int:
         print(dump_recipe(recipe), end="")
         return 0
     recipe = located(recipe)
-    require_address_space()
+    require_address_space(cache=recipe.storage.cache_mb > 0)
     if options.command == "doctor":
         return _doctor(recipe, options)
     return _run(recipe, options, argv)
@@ -252,7 +293,7 @@ def _completion(shell: str) -> str:
     from opd.config.schema import described
 
     parsers = _commands(build_parser())
-    fields = " ".join(f"--{one.key}" for one in described() if ".NAME" not in one.key)
+    fields = " ".join(dict.fromkeys(f"--{one.key}" for one in described() if ".NAME" not in one.key))
     cases = []
     for name, command in parsers.items():
         own = " ".join(word for word in command._option_string_actions if word.startswith("--"))
@@ -284,14 +325,14 @@ def _doctor(recipe: Recipe, options: argparse.Namespace) -> int:
     return diagnose(recipe, run_dir=options.out, resume=options.resume, as_json=options.json)
 
 
-def _report(run_dir: Path, overrides: Sequence[str]) -> int:
+def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd report takes a run folder and no settings; remove {overrides[0]}")
-    if not run_dir.is_dir():
-        raise RunFolderError(f"there is no run folder {run_dir}; check the path")
+    if not options.run_dir.is_dir():
+        raise RunFolderError(f"there is no run folder {options.run_dir}; check the path")
     from opd.pipelines.report import write_report
 
-    print(write_report(run_dir))
+    print(write_report(options.run_dir))
     return 0
 
 
@@ -321,24 +362,48 @@ def _wal(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return wal_command(options.action, options.folder, options.out)
 
 
+def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print a plan or a simulation; returns the exit status. Raises `ConfigError` for options that do not go
+    together.
+    """
+    if overrides and not options.recipe:
+        raise ConfigError(f"opd plan without a recipe takes no settings of one; remove {overrides[0]}")
+    names = [name.replace("-", "_") for name in ("store", *_PLAN_NUMBERS)]
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.simulate is not None:
+        if options.recipe or given:
+            raise ConfigError("opd plan --simulate takes a cluster and nothing else; see examples/cluster")
+        from opd.pipelines.plan.simulate import print_simulation
+
+        return print_simulation(options.simulate)
+    from opd.pipelines.plan.plan import PlanOptions, print_plan
+
+    recipe = load_recipe(options.recipe, overrides) if options.recipe else None
+    return print_plan(recipe, PlanOptions(**given))
+
+
 def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> int:
     stages = None if options.command == "run" else _stages(recipe, options)
-    from opd.pipelines.launch.local import end_with_launcher, is_rank, launch, wants_ranks
+    from opd.pipelines.launch.local import is_rank, launch, wants_ranks
 
     if is_rank(recipe):
-        end_with_launcher()
-        from opd.pipelines.launch.ranks import run_rank
+        from opd.pipelines.launch.supervisor import parent
+
+        parent()  # from now on this process ends with the one that started it
+        with uncollected():
+            from opd.pipelines.launch.ranks import run_rank
 
         return run_rank(recipe, _path(recipe, options), lambda: _open(recipe, options), stages)
     if wants_ranks(recipe):
         return launch(recipe, argv)
-    opened = _open(recipe, options)
-    if opened is None:
-        return ERROR
-    with opened as folder:
-        from opd.pipelines.report.closing import closing
+    with uncollected():
+        opened = _open(recipe, options)
+        if opened is None:
+            return ERROR
+        from opd.pipelines.report.verdict import closing
         from opd.pipelines.run import run_pipeline, run_stage
 
+    with opened as folder:
         if stages is None:
             run_pipeline(recipe, folder)
         for stage in stages or []:

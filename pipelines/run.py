@@ -11,15 +11,14 @@ from typing import Any
 from opd.config import Recipe
 from opd.errors import OpdError
 from opd.models.hf_folder import CHECKSUMS
-from opd.pipelines.evaluation.stage import measured, measurements
+from opd.pipelines.evaluation.evaluate import measured, measurements
 from opd.pipelines.launch.machine import settle
 from opd.pipelines.launch.workers import run_side_by_side
 from opd.pipelines.records.cards import write_cards
 from opd.pipelines.records.results import write_results
 from opd.pipelines.records.run_folder import ACCEPT_CODE, RunFolder
 from opd.pipelines.report import write_report
-from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.helpers import Helpers
+from opd.pipelines.stages.context import Helpers, StageContext
 from opd.pipelines.stages.order import Stage, plan, summary, with_needs
 from opd.pipelines.stages.served_engine import with_engine
 from opd.progress import Progress
@@ -61,7 +60,7 @@ def _run(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
             for stage in stages:
                 folder.stage_done(stage.name, weights=True)
         if recipe.launch.type == "ray" and waiting:
-            from opd.pipelines.launch.ray.supervise import run_on_ray
+            from opd.pipelines.launch.ray.trainer import run_on_ray
 
             run_on_ray(recipe, folder, waiting, progress)
             return
@@ -75,7 +74,6 @@ def _run(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
                 folder,
                 stage,
                 lambda done, total, headline, name=stage.name: progress.update(name, done, total, headline),
-                progress.note,
             )
             progress.finish(stage.name, summary(result))
 
@@ -85,7 +83,6 @@ def execute(
     folder: RunFolder,
     stage: Stage,
     report: Callable[[int, int, str], None],
-    note: Callable[[str], None],
     preemption: Preemption | None = None,
     helpers: Helpers | None = None,
     ranks: Ranks | None = None,
@@ -103,7 +100,7 @@ def execute(
     started = time.perf_counter()
     listening = Preemption(recipe.runtime.grace_seconds).listen() if preemption is None else None
     with listening or nullcontext(preemption) as asked:
-        context = StageContext.open(recipe, folder, stage.name, report, note, asked, helpers, ranks)
+        context = StageContext.open(recipe, folder, stage.name, report, asked, helpers, ranks)
         try:
             with _way_on(), context.closing, with_engine(context):
                 result = stage.run(context)

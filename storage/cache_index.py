@@ -48,7 +48,7 @@ _SPARE = 256 * 1024
 _SCANS = 16
 """Looks at the cache before a blob gets no room; others may use blobs between a look and the eviction."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ODD = (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+_ODD = (errno.EISDIR, errno.ENXIO)
 """In a segment's place is a link, a pipe or a folder."""
 _NAME = re.compile(r"\d{6,}")
 _PLACE = struct.Struct("<QQQ")

@@ -11,28 +11,26 @@ happens to it later.
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import CheckpointError, from_system
-from opd.storage.files import atomic_folder
-from opd.storage.sealed import check_files, read_sealed, write_sealed
+from opd.storage.files import atomic_folder, check_files, read_sealed, write_sealed
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _INSTEAD = "an older checkpoint is used, or the stage starts again"
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-
-
-def _ignore(message: str) -> None:
-    del message
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +57,13 @@ class Checkpoint:
 class CheckpointStore:
     """Saves every so many steps, keeps the newest `keep`, and finds the newest whole one after a crash."""
 
-    def __init__(
-        self,
-        folder: str | Path,
-        keep: int = 2,
-        on_warning: Callable[[str], None] = _ignore,
-        owner: str = "",
-    ) -> None:
-        """`on_warning` is told, in one sentence, of each checkpoint that `latest` skips: corrupt, or of
-        another `owner` (another run, or another stage).
-        """
+    def __init__(self, folder: str | Path, keep: int = 2, owner: str = "") -> None:
+        """`owner`: the run and the stage; `latest` skips what another has saved."""
         if keep < 1:
             raise ValueError(f"keep is {keep}; keep at least one checkpoint")
         self.folder = Path(folder)
         self.keep = keep
         self.owner = owner
-        self._on_warning = on_warning
 
     def save(
         self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]
@@ -110,7 +99,9 @@ class CheckpointStore:
         return Checkpoint(final, step, state, digests)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is complete and whose bytes match its checksums, or None."""
+        """The newest checkpoint that is complete and whose bytes match its checksums, or None. One that is
+        skipped, corrupt or of another owner, is logged.
+        """
         for step in sorted(self._steps(), reverse=True):
             folder = self.folder / f"step_{step}"
             if not (folder / _MANIFEST).exists():
@@ -118,7 +109,7 @@ class CheckpointStore:
             try:
                 return _read(folder, step, self.owner)
             except CheckpointError as error:
-                self._on_warning(f"skipping checkpoint {folder}: {error}")
+                _log.warning("skipping checkpoint %s: %s", folder, error)
         return None
 
     def _steps(self) -> list[int]:

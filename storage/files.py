@@ -1,10 +1,14 @@
-"""Files and folders that are either whole or absent, and a lock that a dead process cannot hold.
+"""Files and folders that are whole or absent, known by their digests; a lock that a dead process cannot hold.
 
 Everything here is durable before it is visible: data is flushed (`fsync`) first, then renamed into place,
 then the folder that holds the new name is flushed. A reader never sees half of anything, and neither a
 `kill -9` nor a power cut leaves more than a temporary `.NAME.XXXX.tmp`, which the next writer removes.
 
-A memory map that costs no file descriptor and cannot be used after its end.
+`MappedFile` is a memory map that costs no file descriptor and cannot be used after its end.
+
+What was written with a digest is read with it. A sealed document is a JSON object whose entry `sha256` covers
+all its other entries, however they are laid out. It may hold the digests of files, among them other lists of
+digests: so one seal covers a whole tree, and large files are hashed once, when they are written or loaded.
 """
 
 from __future__ import annotations
@@ -13,17 +17,21 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
+import json
 import mmap
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from opd.errors import RunFolderError, writing
+from opd.errors import OpdError, RunFolderError, StorageError, writing
+from opd.foreign import object_path, read_document
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
@@ -43,7 +51,8 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     _sweep(target)
-    temporary, descriptor = _open_temporary_file(target)
+    with writing(target):
+        temporary, descriptor = _open_temporary_file(target)
     try:
         with writing(target), os.fdopen(descriptor, "wb") as file:
             yield file
@@ -71,7 +80,8 @@ def atomic_folder(target: str | os.PathLike[str], *, replace: bool = False) -> I
     _sweep(final)
     if final.exists() and not replace:
         raise FileExistsError(f"{final} exists already; remove it or choose another place")
-    temporary, descriptor = _open_temporary_folder(final)
+    with writing(final):
+        temporary, descriptor = _open_temporary_folder(final)
     try:
         with writing(final):
             yield temporary
@@ -84,16 +94,36 @@ def atomic_folder(target: str | os.PathLike[str], *, replace: bool = False) -> I
         os.close(descriptor)
 
 
+def permit_as(model: Path, folder: Path) -> None:
+    """Give `folder` and all below it the permissions that the file `model`, just written, was made with: some
+    libraries write files and folders that nobody else may read, whatever the user's umask says.
+    """
+    mode = stat.S_IMODE(model.stat().st_mode)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(mode | (mode & 0o444) >> 2 if path.is_dir() else mode)
+
+
 def open_plain(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
-    """A descriptor of the file at `path`, opened with `flags`, at once. Raises `OSError` if a link (unless
-    `follow`), a pipe, a device or a folder is in its place: nothing elsewhere is read, written or waited for.
+    """A descriptor of the file at `path`, opened with `flags`, at once. Nothing elsewhere is read, written or
+    waited for: raises `OSError` with EISDIR if a folder is in the place of the file, and with ENXIO if a
+    link (unless `follow`), a pipe or a device is.
     """
     still = os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags | still, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        descriptor = os.open(path, flags | still, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow and os.path.islink(path):
+            raise _no_plain_file(errno.ENXIO, path) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise _no_plain_file(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO, path)
     return descriptor
+
+
+def _no_plain_file(number: int, path: str | os.PathLike[str]) -> OSError:
+    return OSError(number, "it is no plain file", str(path))
 
 
 def read_plain(path: str | os.PathLike[str], *, follow: bool = False) -> bytes:
@@ -337,3 +367,120 @@ class MappedFile:
     def __del__(self) -> None:
         if self._address:
             self._unmap(self._address, self.size)
+
+
+SEAL = "sha256"
+_MAX_BYTES = 256 * 2**20
+"""Of a JSON file; models' tokenizers are the largest."""
+_SETTLED = 2.0
+"""Seconds after which another change of a file shows in its time stamps, on every file system."""
+_known: dict[tuple[int, ...], str] = {}
+"""Digests of files this process has read, by what the system says when a file changes."""
+
+
+def digest_of(value: Any) -> str:
+    """sha256 (hex) of a JSON value; the order of keys and white space do not count."""
+    plain = json.loads(json.dumps(value, allow_nan=False))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_sealed(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
+    """Replace the file at `path`, durably, by `document` and its digest.
+
+    Raises `ValueError` or `TypeError` for what JSON cannot hold, and `OSError`.
+    """
+    sealed = {**document, SEAL: digest_of(document)}
+    write_atomic(path, json_bytes(sealed))
+
+
+def json_bytes(document: Mapping[str, Any]) -> bytes:
+    """`document` as a file for people holds it. Half of a character, which UTF-8 cannot say, is an escape of
+    JSON's, and so comes back as it was.
+
+    Raises `ValueError` or `TypeError` for what JSON cannot hold.
+    """
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode(errors="backslashreplace")
+
+
+def read_object(path: Path, mend: str, kind: type[OpdError] = RunFolderError) -> dict[str, Any]:
+    """The JSON object in the file `path`, sealed or not; raises `kind`, with the way out `mend`."""
+    try:
+        data = read_document(read_plain(path, follow=True), _MAX_BYTES)
+    except OSError as error:
+        raise kind(f"{path} cannot be read ({error.strerror or error}); {mend}") from None
+    except ValueError as error:
+        raise kind(f"{path} cannot be read as JSON ({error}); {mend}") from None
+    if not isinstance(data, dict):
+        raise kind(f"{path} holds no JSON object; {mend}")
+    return data
+
+
+def read_sealed(path: Path, mend: str, kind: type[OpdError] = RunFolderError) -> dict[str, Any]:
+    """What `write_sealed` wrote to `path`, without the seal.
+
+    Raises `kind`, with the way out `mend`, if it cannot be read, has no seal, or is not what was sealed.
+    """
+    return unsealed(path, read_object(path, mend, kind), mend, kind)
+
+
+def unsealed(
+    path: Path, document: dict[str, Any], mend: str, kind: type[OpdError] = RunFolderError
+) -> dict[str, Any]:
+    """`document`, read from `path`, without its seal; `kind` if that is missing or of another document."""
+    found = dict(document)
+    seal = found.pop(SEAL, None)
+    if seal is None:
+        raise kind(f"{path} has no {SEAL}: it is damaged, or an older release wrote it; {mend}")
+    try:
+        whole = seal == digest_of(found)
+    except ValueError:  # NaN and infinity, which are never written
+        whole = False
+    if not whole:
+        raise kind(f"{path} is not what was written: its {SEAL} differs; {mend}")
+    return found
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """sha256 (hex) of a file's bytes; what this process has hashed and did not change is not read again.
+
+    Raises `OSError`.
+    """
+    with os.fdopen(open_plain(path, follow=True), "rb") as file:
+        key = _state(file.fileno())
+        if key in _known:
+            return _known[key]
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        *_, changed = key
+        if key == _state(file.fileno()) and time.time_ns() - changed > _SETTLED * 1e9:
+            _known[key] = digest
+    return digest
+
+
+def digests_of(root: Path, paths: Iterable[Path]) -> dict[str, str]:
+    """sha256 of files below `root`, by their names from there."""
+    return {path.relative_to(root).as_posix(): file_digest(path) for path in paths}
+
+
+def check_files(
+    root: Path, digests: Mapping[str, str], mend: str, kind: type[OpdError] = RunFolderError
+) -> None:
+    """Raise `kind`, naming the first file below `root` that is missing or not of the digest it had."""
+    for name, expected in digests.items():
+        try:
+            path = root / object_path(name)
+        except StorageError as error:
+            raise kind(f"{root}: {error}") from None
+        try:
+            found = file_digest(path)
+        except FileNotFoundError:
+            raise kind(f"{path} is missing; {mend}") from None
+        except OSError as error:
+            raise kind(f"{path} cannot be read ({error.strerror or error}); {mend}") from None
+        if found != expected:
+            raise kind(f"{path} does not have the {SEAL} it was written with; {mend}")
+
+
+def _state(descriptor: int) -> tuple[int, ...]:
+    now = os.fstat(descriptor)
+    return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns

@@ -1,12 +1,15 @@
 """A node's cache of teachers' last hidden states: computed once, then mapped by whoever needs them again.
 
 Keys name a computation (teacher, tokens, rows), values are blobs that describe and check themselves
-(`blobs.py`) in the segments of a folder (`cache_index.py`). Wrong bytes are a miss, never an answer.
+(`blobs.py`) in the segments of a folder (`cache_index.py`). Wrong bytes are a miss and
+logged, never an answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,14 +39,12 @@ from opd.storage.leases import Lease
 
 __all__ = ["CacheCounters", "CacheRecord", "HiddenStateCache", "Lease", "RowsWriter", "cache_key"]
 
+_log = logging.getLogger(__name__)
+
 _GROUP = 64
 
 Item = tuple[bytes, np.ndarray, CacheRecord]
 """Key, rows `[R, D]`, and what is known of them."""
-
-
-def _ignore(message: str) -> None:
-    del message
 
 
 @dataclass(slots=True)
@@ -77,7 +78,6 @@ class HiddenStateCache:
             blob, so that damage done to it later goes unseen.
         durable: Flush every blob before it gets its name: it survives a power cut. Without, a power cut may
             cost blobs, which their checksums then show; a killed process never does.
-        on_warning: Told, in one sentence, of every corrupt blob.
     """
 
     def __init__(
@@ -87,7 +87,6 @@ class HiddenStateCache:
         quota_bytes: int,
         verify: Literal["always", "first"] = "always",
         durable: bool = True,
-        on_warning: Callable[[str], None] = _ignore,
     ) -> None:
         """Raises `StorageError` if the folder cannot be used."""
         if quota_bytes < 1 or verify not in ("always", "first"):
@@ -99,7 +98,6 @@ class HiddenStateCache:
         self._evictions_taken = 0
         self._owner = os.getpid()
         self._durable = durable
-        self._warn = on_warning
         self._counting = threading.Lock()
         self._always = verify == "always"
         self._known: set[tuple[bytes, Place]] = set()
@@ -205,7 +203,7 @@ class HiddenStateCache:
         except CorruptBlobError as error:
             self._files.remove(key, place)
             self._count(corrupt=1)
-            self._warn(f"{self._files.where(place)} was given up, it is corrupt: {error}")
+            _log.warning("%s was given up, it is corrupt: %s", self._files.where(place), error)
             return None
         self._files.touch(place)
         return Lease(self._files.leases, key, array, record)
@@ -245,6 +243,8 @@ class HiddenStateCache:
         except StorageError:
             raise
         except OSError as error:
+            if error.errno == errno.ENOMEM:  # not the folder's fault
+                raise
             raise StorageError(
                 f"the cache {self.folder} cannot be {action} ({error.strerror or error});"
                 " check its disk and permissions, or use another folder"

@@ -1,6 +1,6 @@
-"""A store of objects below one URL: ranged reads into a buffer, whole or absent writes; a folder as one.
-
-What a store may do wrong and for how long it is asked again.
+"""A store of objects below one URL: ranged reads into a buffer, whole or absent writes; what a store may do
+wrong, and for how long it is asked again. A folder is one, and so is any store that fsspec knows; the S3
+store (`s3_store.py`) replaces the reading and writing of these by faster ways.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from opd.errors import StorageError
-from opd.foreign import object_path, require_memory
+from opd.foreign import decoding, object_path, require_memory, shown, whole
 from opd.retry import Retry
 from opd.storage.files import atomic_file
 
@@ -183,8 +183,6 @@ class ObjectStore(ABC):
             from opd.storage.s3_store import S3Store
 
             return S3Store(f"s3://{rest}", chosen)
-        from opd.storage.fsspec_store import FsspecStore
-
         other = FsspecStore(text, chosen)
         other.connect()
         return other
@@ -205,10 +203,6 @@ class ObjectStore(ABC):
     @abstractmethod
     def exists(self, path: str) -> bool:
         """Whether the object is there and whole."""
-
-    @abstractmethod
-    def list(self, prefix: str = "") -> list[str]:
-        """Paths of all objects below the folder `prefix`, sorted; none if there is no such folder."""
 
     @abstractmethod
     def delete(self, path: str) -> None:
@@ -346,11 +340,6 @@ class LocalStore(ObjectStore):
     def exists(self, path: str) -> bool:
         return self._at(path).is_file()
 
-    def list(self, prefix: str = "") -> list[str]:
-        root = self._at(prefix) if prefix else self.folder
-        found = [entry for entry in root.rglob("*") if entry.is_file() and not _temporary(entry.name)]
-        return sorted(entry.relative_to(self.folder).as_posix() for entry in found)
-
     def delete(self, path: str) -> None:
         target = self._inside(path)
         try:
@@ -418,5 +407,108 @@ class LocalStore(ObjectStore):
         return StorageError(f"{self.name(path)} cannot be read ({error.strerror}); check its permissions.")
 
 
-def _temporary(name: str) -> bool:
-    return name.startswith(".") and name.endswith(".tmp")
+class FsspecStore(ObjectStore):
+    """Objects below a URL such as `memory://` or `gs://`, through its fsspec file system."""
+
+    def __init__(self, url: str, options: StoreOptions) -> None:
+        super().__init__(url, options)
+        self._root = self.url.partition("://")[2].rstrip("/")
+        self._made: Any = None
+        self._making = threading.Lock()
+
+    def connect(self) -> None:
+        """Make the file system now; `StorageError` if there is none for this protocol."""
+        self._root = self.fs._strip_protocol(self.url).rstrip("/")
+
+    @property
+    def fs(self) -> Any:
+        """The file system, made when it is first needed."""
+        with self._making:
+            if self._made is None:
+                self._made = self._make_filesystem()
+            return self._made
+
+    def size(self, path: str) -> int:
+        size = self._ask(path, "looked up", lambda: self.fs.info(self._key(path))["size"])
+        with decoding(lambda cause: StorageError(f"{self.name(path)} cannot be looked up: {cause}.")):
+            return whole(size, 0, 2**63, "its size")
+
+    def exists(self, path: str) -> bool:
+        def look() -> bool:
+            try:
+                return self.fs.info(self._key(path))["type"] == "file"
+            except FileNotFoundError:
+                return False
+
+        return self._ask(path, "looked up", look)
+
+    def delete(self, path: str) -> None:
+        def remove() -> None:
+            try:
+                self.fs.rm_file(self._key(path))
+            except FileNotFoundError:
+                return
+
+        self._ask(path, "deleted", remove)
+
+    def put(self, path: str, data: bytes | Chunks) -> None:
+        def write() -> None:
+            file = self.fs.open(self._key(path), "wb")
+            try:
+                for chunk in chunks_of(data):
+                    file.write(chunk)
+            except BaseException:
+                file.discard()
+                raise
+            file.close()
+
+        self._ask(path, "written", write)
+
+    def _read(self, request: Request) -> None:
+        def read() -> None:
+            data = self.fs.cat_file(self._key(request.path), start=request.start, end=request.stop)
+            self._count(len(data))
+            if len(data) != request.stop - request.start:
+                raise TransientError(f"only {len(data)} bytes came")
+            for wanted in request.ranges:
+                wanted.into[:] = data[wanted.start - request.start : wanted.stop - request.start]
+
+        self._ask(request.path, f"read (bytes {request.start}-{request.stop})", read)
+
+    def _key(self, path: str) -> str:
+        object_path(path)
+        return f"{self._root}/{path}" if self._root else path
+
+    def _ask(self, path: str, what: str, request: Callable[[], T]) -> T:
+        """The result of `request`, repeated while it fails in a way that may pass."""
+        where = f"{self.name(path)} cannot be {what}"
+
+        def attempt() -> T:
+            try:
+                with decoding(lambda cause: StorageError(f"{where}: its answer has another form ({cause}).")):
+                    return request()
+            except (StorageError, TransientError):
+                raise
+            except FileNotFoundError as error:
+                raise self._missing(path) from error
+            except PermissionError as error:
+                raise StorageError(
+                    f"{where}: access was refused ({error}); check the credentials."
+                ) from error
+            except (OSError, *self._transient()) as error:
+                said = shown(" ".join(str(error).split()), 300)
+                raise TransientError(said or type(error).__name__) from error
+
+        return with_retries(self.options, where, attempt)
+
+    def _make_filesystem(self) -> Any:
+        import fsspec
+
+        try:
+            return fsspec.core.url_to_fs(self.url)[0]
+        except (ValueError, ImportError) as error:
+            raise StorageError(f"{self.url} cannot be opened: {error}.") from error
+
+    def _transient(self) -> tuple[type[BaseException], ...]:
+        """What else, beside `OSError`, the file system raises for faults that may pass."""
+        return ()

@@ -24,6 +24,7 @@ import xxhash
 
 from opd.errors import StorageError
 from opd.foreign import is_file_name, read_document, whole
+from opd.storage.files import read_object
 from opd.storage.manifest import (
     DTYPE_BYTES,
     FILES,
@@ -55,7 +56,6 @@ from opd.storage.manifest import (
     unit_order,
 )
 from opd.storage.object_store import ObjectStore
-from opd.storage.sealed import read_object
 
 _MAX_HEADER = 100 * 2**20
 MEND = "copy the folder again."

@@ -23,10 +23,10 @@ from urllib.parse import quote, urlsplit
 from opd.errors import MissingExtraError, StorageError
 from opd.foreign import object_path, whole
 from opd.redact import hide
-from opd.storage.fsspec_store import FsspecStore
 from opd.storage.object_store import (
     MIB,
     Chunks,
+    FsspecStore,
     Request,
     StoreOptions,
     TransientError,

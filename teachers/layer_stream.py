@@ -255,7 +255,7 @@ def aligned(nbytes: int) -> int:
 
 
 class ByteRing:
-    """Keeps the books of a buffer of `capacity` bytes; owns no memory.
+    """Tracks what is free in a buffer of `capacity` bytes; owns no memory.
 
     Every piece is contiguous, so what is left at the end of the buffer may stay unused for a round. Space is
     used again in the order in which it was taken: a piece given back early counts only when all older ones
@@ -300,7 +300,7 @@ class ByteRing:
         return 0 if oldest >= size else None
 
 
-_PATIENCE = 60.0
+_CLOSE_TIMEOUT = 60.0
 """Seconds a rank that closes its stream waits for the others."""
 
 
@@ -408,7 +408,7 @@ class LayerStream:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(_PATIENCE if self.collective else None)
+            self._thread.join(_CLOSE_TIMEOUT if self.collective else None)
             if self._thread.is_alive():
                 return  # it waits for a rank that may never come, and needs its buffer if it does
         self._queue.clear()

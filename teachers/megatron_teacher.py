@@ -28,14 +28,24 @@ from opd.config.teachers import MegatronTeacherConfig
 from opd.errors import MissingExtraError, ModelError, TeacherError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
-from opd.megatron.convert import assemble, check_tensors, head_shard, read_from, tokens_of
-from opd.megatron.form import HEAD, Cut, MegatronForm, Piece, pieces
+from opd.megatron.form import (
+    HEAD,
+    Cut,
+    MegatronForm,
+    Piece,
+    assemble,
+    check_tensors,
+    head_shard,
+    pieces,
+    read_from,
+    tokens_of,
+)
 from opd.megatron.module import MegatronModule, model_parallel
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.models.hf_folder import check_folder, read_config, weight_files
+from opd.storage.files import file_digest
 from opd.storage.publish import read_headers
 from opd.storage.published import PublishedModel
-from opd.storage.sealed import file_digest
 from opd.teachers.kinds import Opening, Placement, TeacherKind
 from opd.teachers.layer_stream import UnitGather
 from opd.teachers.skeleton import is_published, small_files, unit_tensors
@@ -439,7 +449,7 @@ def _check(name: str, settings: MegatronTeacherConfig, recipe: Recipe) -> Iterat
     """Whether Megatron-Core is there and knows the teacher's architecture."""
     if find_spec("megatron") is None:
         raise MissingExtraError(f"teacher {name} on Megatron-Core", "megatron")
-    source = settings.path or recipe.model.path
+    source = recipe.given_teachers().get(name) or recipe.model.path
     if source is not None:
         with small_files(source) as folder:
             form = MegatronForm.from_config(read_config(folder))

@@ -9,6 +9,7 @@ os.environ.setdefault("KMP_BLOCKTIME", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import left_over
 import pytest
 import torch
 from hypothesis import settings
@@ -40,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, others), *helpers]))
     if config.getoption("--long"):
         os.environ["OPD_LONG_TESTS"] = "1"
+    left_over.end_with_this_process()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

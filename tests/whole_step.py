@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from opd.algorithms.advantages import opd_returns, teacher_means, with_opd_term
-from opd.algorithms.loss_weights import CorrectionSums, corrected, per_teacher_scales, policy_scales, weigh
+from opd.train.advantages import opd_returns, teacher_means, with_opd_term
+from opd.train.loss_weights import CorrectionSums, corrected, per_teacher_scales, policy_scales, weigh
 
 Arrays = Sequence[np.ndarray]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.tokenizers import character_tokenizer
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.ledger import Tokens, Transcript
+from opd.rollout.streams import Streaming
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
@@ -79,7 +80,7 @@ class Outcome:
         return np.array([np.isin(ids, EVIDENCE).sum() >= REQUIRED for ids in self.responses.values()], float)
 
 
-class PreemptibleEngine:
+class PreemptibleEngine(Streaming):
     """An engine that loses each running request with probability `hazard` after every token."""
 
     def __init__(self, inner: TorchEngine, hazard: float, seed: int, fresh_noise: bool) -> None:
@@ -97,8 +98,8 @@ class PreemptibleEngine:
         """Of the inner engine."""
         return self.inner.policy_version
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        """As the inner engine, with interruptions: `finished` says `ABORTED` for them."""
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """As the inner engine."""
         asked = []
         for request in requests:
             attempt = self._attempts.get(request.uid, 0)
@@ -107,13 +108,19 @@ class PreemptibleEngine:
                 self.resumes.append((request.uid, len(request.prefix_ids)))
             seed = request.seed + SEED_STEP * attempt if self.fresh_noise else request.seed
             asked.append(replace(request, seed=seed))
-        for step in self.inner.generate(asked):
-            self.sampled += len(step.uids)
-            struck = self._rng.random(len(step.uids)) < self.hazard
-            lost = [step.uids[i] for i in np.flatnonzero(struck) if step.uids[i] not in step.finished]
-            self.interruptions += len(lost)
-            self.inner.abort(lost)
-            yield step
+        self.inner.submit(asked)
+
+    def step(self) -> Chunk | None:
+        """As the inner engine, with interruptions: `finished` says `ABORTED` for them."""
+        chunk = self.inner.step()
+        if chunk is None:
+            return None
+        self.sampled += len(chunk.uids)
+        struck = self._rng.random(len(chunk.uids)) < self.hazard
+        lost = [chunk.uids[i] for i in np.flatnonzero(struck) if chunk.uids[i] not in chunk.finished]
+        self.interruptions += len(lost)
+        self.inner.abort(lost)
+        return replace(chunk, finished=chunk.finished | dict.fromkeys(lost, Status.ABORTED))
 
     def abort(self, uids: Collection[str]) -> None:
         """Of the inner engine."""

@@ -23,7 +23,7 @@ from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.distill import Distill
 from opd.pipelines.stages.loop import PhaseTimer, Step
 from opd.pipelines.stages.samples import StepSamples
-from opd.train.torch_backend import TorchBackend
+from opd.train.backend import TorchBackend
 
 
 def gradients(whole: Path, start: Path, name: str | None, draws: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ def gradients(whole: Path, start: Path, name: str | None, draws: int) -> torch.T
         RunFolder.create(Path(scratch) / "run", recipe) as folder,
         ExitStack() as stack,
     ):
-        context = StageContext.open(recipe, folder, "merge", lambda *_: None, lambda _: None)
+        context = StageContext.open(recipe, folder, "merge", lambda *_: None)
         merge, step = Distill(context, start, stack), Step(0, 0.0, PhaseTimer(), {})
         student, backend = merge.student, merge.student.backend
         assert isinstance(backend, TorchBackend)
@@ -46,7 +46,7 @@ def gradients(whole: Path, start: Path, name: str | None, draws: int) -> torch.T
         parameters = [p for p in module.parameters() if p.requires_grad]
         for draw in range(draws):
             prompts = [replace(prompt, uid=f"{draw}/{prompt.uid}") for prompt in merge.prompts(0)]
-            samples = StepSamples(student.rollout(prompts, 1, student.engine), backend)
+            samples = StepSamples(student.rollout(prompts, 1, student.writer), backend)
             merge.score(samples, step)
             [update] = merge.plan(samples, step).updates
             backend.accumulate(update.samples, update.read)

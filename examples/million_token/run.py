@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 from job import VOCABULARY, MemoryLog, peak_mib, publish_teachers, tokenizer, write_trajectories
 
-from opd.algorithms.loss_weights import weigh
 from opd.config import Recipe
 from opd.config.load import load_recipe
 from opd.models.causal_lm import CausalLM
@@ -34,10 +34,12 @@ from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
 from opd.teachers.streamed_teacher import streamed_teachers
-from opd.train.backend import Training
+from opd.train.backend import TorchBackend, Training
 from opd.train.distill_terms import build_distill_term
-from opd.train.torch_backend import TorchBackend
+from opd.train.loss_weights import weigh
 from opd.types import RolloutBatch, Sample, TokenTerms
+
+_log = logging.getLogger("opd.examples.million_token")
 
 _MIB = 1 << 20
 
@@ -165,7 +167,7 @@ class Job:
         ordered = [own[place] for place in schedule.order(own)]
         for part in backend.shares.in_step(ordered, backend.max_tokens):
             lengths = [len(ordered[i].prompt_ids) + len(ordered[i].response_ids) for i in part]
-            self.progress.note(f"micro-batch of {ordered[part[0]].teacher}: {lengths} tokens")
+            _log.info("micro-batch of %s: %s tokens", ordered[part[0]].teacher, lengths)
         return step, ordered
 
 

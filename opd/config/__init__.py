@@ -1,17 +1,22 @@
 """Recipes: YAML -> strict pydantic models. Importable without torch."""
 
-from opd.config.data import DomainConfig, RolloutConfig
 from opd.config.distill import DistillConfig, FullVocabularyKL, SampledTokenK1, SampledTokenK2, TopKKL
-from opd.config.launch import ActorResources, LaunchConfig, LocalLaunch, RayLaunch
 from opd.config.recipe import (
+    ActorResources,
     BaselinesConfig,
+    DomainConfig,
     EvaluationConfig,
+    LaunchConfig,
+    LocalLaunch,
     ModelConfig,
+    RayLaunch,
     Recipe,
+    RolloutConfig,
     RuntimeConfig,
     WarmupConfig,
 )
 from opd.config.rl import PolicyLossConfig, ReferenceKLConfig, SpecialistConfig
+from opd.config.sft import SFTConfig
 from opd.config.teachers import TeacherConfig
 from opd.config.train import BatchConfig, OptimConfig, TrainConfig
 
@@ -33,6 +38,7 @@ __all__ = [
     "ReferenceKLConfig",
     "RolloutConfig",
     "RuntimeConfig",
+    "SFTConfig",
     "SampledTokenK1",
     "SampledTokenK2",
     "SpecialistConfig",

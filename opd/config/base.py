@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 _LONGEST = 100
@@ -41,6 +49,19 @@ class Config(BaseModel):
     """No number is larger than any setting can mean, whatever the bounds of its own field; the seed and
     mappings that somebody else reads are not bounded."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, data: Any) -> Any:
+        """`steps: true` would be one step: as a word it is refused where a number is due."""
+        if not isinstance(data, Mapping):
+            return data
+        numbers = {
+            name
+            for name, field in cls.model_fields.items()
+            if (kinds := _kinds(field.annotation)) & {int, float} and not kinds & {bool, Any}
+        }
+        return {name: _told(value) if name in numbers else value for name, value in data.items()}
+
     @field_validator("*", mode="after")
     @classmethod
     def _refuse_the_impossible(cls, value: Any, info: ValidationInfo) -> Any:
@@ -52,6 +73,21 @@ class Config(BaseModel):
                 most = f"{cls.ceiling:,.0f}"
                 raise PydanticCustomError("too_large", "no setting can mean more than {most}", {"most": most})
         return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of."""
+    inside = get_args(annotation)
+    return {kind for part in inside for kind in _kinds(part)} if inside else {annotation}
+
+
+def _told(value: Any) -> Any:
+    """`value` with the words for truth values, also in a list or mapping."""
+    if isinstance(value, dict):
+        return {key: _told(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_told(item) for item in value]
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def _numbers(value: Any) -> list[int | float]:

@@ -83,8 +83,7 @@ class TopKKL(DistillLoss):
 
 
 class CustomDivergence(DistillLoss):
-    """A per-token loss of your own against one teacher, by dotted path:
-    `loss(micro, student, view) -> [N]` with a `MicroBatch`, `StudentRows` and a `TeacherView`."""
+    """A loss of your own against one teacher, by dotted path: `loss(micro, student, view) -> [N]`."""
 
     type: Literal["custom"] = "custom"
     path: str
@@ -140,10 +139,6 @@ class DistillConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> DistillConfig:
-        if self.teachers.path is not None:
-            raise ValueError(
-                "distill.teachers says of which kind teachers are, and has no path; give teachers.NAME.path"
-            )
         reverse = isinstance(self.loss, FullVocabularyKL) and self.loss.kind == "reverse"
         if self.mixture == "arithmetic" and not (reverse or isinstance(self.loss, SampledTokenK1)):
             raise ValueError(

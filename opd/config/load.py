@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from opd.config.base import Config
 from opd.config.other_names import former
-from opd.config.recipe import Recipe
+from opd.config.recipe import Recipe, inherited
 from opd.config.schema import arms, below, dotted, explain, follow, key_paths, models, tag
 from opd.config.yaml_reader import MAX_DEPTH, KeyPath, complaint, parse_value, read_yaml, write_yaml
 from opd.errors import ConfigError
@@ -66,6 +66,8 @@ def _resolve(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
     if follow(schema, given) is not None:
         return given
     found = [path for path in paths if path[-1] == given[-1] and _in_order(given, path)]
+    if len(found) > 1:  # a domain's own settings are asked for by its name
+        found = [path for path in found if path[0] != "domains" or path[1] in given] or found
     if len(found) == 1:
         return found[0]
     if found:
@@ -73,7 +75,7 @@ def _resolve(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
         raise ConfigError(f"{option} is ambiguous; give one of {names}")
     now = former(given)
     if now is not None:
-        raise ConfigError(f"{option} is no setting any more; {now}")
+        raise ConfigError(f"{option} is no setting; {now}")
     raise ConfigError(f"{option}: a recipe has no such setting; {_suggestion(given, paths)}")
 
 
@@ -147,6 +149,7 @@ def load_recipe(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> R
     data = merge(data, tree, Recipe)
     places.update(options)
     learn(data)
+    data = inherited(data)
     try:
         return Recipe.model_validate(complete(Recipe, data))
     except ValidationError as error:
@@ -185,6 +188,8 @@ def path_keys(recipe: Recipe) -> list[KeyPath]:
         *(("model", key) for key in ("path", "tokenizer", "chat_template")),
         *(("teachers", name, "path") for name in recipe.teachers),
         *(("domains", name, "source") for name in files),
+        *([("sft", "source")] if recipe.sft is not None else []),
+        *(("domains", name, "sft", "source") for name, domain in recipe.domains.items() if domain.sft),
         *([("rollout", "engine", "folder")] if recipe.rollout.engine.type == "sglang" else []),
     ]
 

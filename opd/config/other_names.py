@@ -203,6 +203,13 @@ ROWS = (
         ("gradient_checkpointing",),
         ("actor_rollout_ref.model.enable_gradient_checkpointing",),
     ),
+    Row(("sft.epochs", "domains.NAME.sft.epochs"), "", ("num-epoch",), ("num_train_epochs",)),
+    Row(
+        ("sft.source", "domains.NAME.sft.source"),
+        "`messages`, or `prompt` and `completion`; only what the assistant writes counts, rows are packed",
+        ("loss-mask-type",),
+        ("assistant_only_loss", "completion_only_loss", "packing"),
+    ),
     Row(("train.tensor_parallel",), "", ("tensor-model-parallel-size",)),
     Row(
         ("train.context_parallel",),
@@ -256,13 +263,14 @@ def refuse_other_name(option: str) -> None:
 FORMER = {
     "teachers.*.server": "write the servers beside the path, `{type: sglang, path: ..., urls: [...]}`",
     "distill.backend": "set `distill.teachers` to `{type: megatron}`, or leave it out for torch",
+    "distill.teachers.path": "it says of which kind teachers are; give each its own `teachers.NAME.path`",
     "distill.megatron": "set `distill.teachers` to `{type: megatron, tensor_parallel: ...}`",
 }
-"""Settings of earlier releases, and what says the same now."""
+"""What is no setting, or not any more, and what to write in its place."""
 
 
 def former(path: Sequence[str | int]) -> str | None:
-    """What to write in place of the setting at `path`, if an earlier release had it."""
+    """What to write in place of what stands at `path`, where that is known."""
     for pattern, now in FORMER.items():
         parts = pattern.split(".")
         if len(path) >= len(parts) and all(a in ("*", str(b)) for a, b in zip(parts, path, strict=False)):

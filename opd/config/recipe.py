@@ -3,19 +3,199 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from opd.config.base import Config, Name
-from opd.config.data import DomainConfig, RolloutConfig
 from opd.config.distill import DistillConfig
-from opd.config.launch import LaunchConfig, LocalLaunch
 from opd.config.rl import SpecialistConfig
-from opd.config.storage import StorageConfig
-from opd.config.teachers import KINDS_HERE, StreamedTeacherConfig, TeacherConfig, TeacherSettings
+from opd.config.sft import SFTConfig
+from opd.config.teachers import (
+    KINDS_HERE,
+    EngineConfig,
+    StreamedTeacherConfig,
+    TeacherConfig,
+    TeacherSettings,
+    TorchEngineConfig,
+)
 from opd.config.train import BatchConfig, LoRAConfig, OptimConfig, TrainConfig
 from opd.redact import learn
+
+
+class StorageConfig(Config):
+    """Published teachers and what is kept of their work."""
+
+    published: str | None = Field(default=None, min_length=1)
+    """URL below which the run publishes its teachers, each under its name: a folder, `file://` or `s3://`
+    (extra `s3`); `None` is `published/` in the run folder."""
+    shards: int = Field(default=1, gt=0, le=4096)
+    """Files each published teacher is cut into: as many ranks read an equal part each."""
+    prefetch_mb: int = Field(default=256, gt=0)
+    """Memory for layers read ahead, shared by all teachers (MiB)."""
+    cache_mb: int = Field(default=1024, ge=0)
+    """Disk for teachers' hidden states, so that they need not wait in memory for their turn in the update
+    (MiB); 0 keeps them in memory."""
+    trajectories: Literal["memory", "disk"] = "memory"
+    """Where the merge and GRPO keep samples between rollout and update. `disk`: in a trajectory store, which
+    each response goes to when it ends; the step is planned from lengths alone, and a micro-batch's tokens and
+    hidden states are read when it is their turn and let go after it, to the same weights. For long responses.
+    Several ranks need a run folder that all of them see. A stage with `to_batch` keeps them in memory."""
+    trajectory_mb: int = Field(default=1024, gt=0)
+    """Memory for the heavy data of a micro-batch and of the next, with `trajectories: disk` (MiB):
+    micro-batches are made smaller where theirs would take more."""
+
+
+class TokenLogConfig(Config):
+    """The log of a stage's rollouts: an interrupted run continues in the middle of a response."""
+
+    fsync: Literal["always", "interval", "os"] = "interval"
+    """When tokens are on the disk and not only with the operating system. Whatever the policy, no death of a
+    process loses any. `always`: before anyone sees them; `interval`: a power cut may take the newest
+    `interval_seconds`; `os`: a power cut may take all since the last checkpoint."""
+    interval_seconds: float = Field(default=0.2, gt=0)
+    """Seconds between two flushes with `fsync: interval`."""
+    segment_mb: int = Field(default=64, gt=0)
+    """Size of the log's files (MiB)."""
+
+
+class DomainConfig(Config):
+    """One domain."""
+
+    source: str = Field(min_length=1)
+    """`procedural:NAME` (built in, or `procedural:package.module:Class`), `reasoning-gym:NAME` (extra), or a
+    `.jsonl` / `.parquet` file with the columns `prompt` (text or messages) and `label`."""
+    params: dict[str, Any] = {}
+    """Arguments of the source; for a file, `domain` keeps the rows whose column `domain` says so."""
+    reward: str | None = None
+    """Dotted path of a reward function, `package.module:function`; `None` takes the source's own checker."""
+    teacher: str | dict[str, float] | None = None
+    """Name of a teacher, or weights over several; `None` is the teacher of the domain's own name:
+    the entry under `teachers`, or else the specialist that the run trains on this domain."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the merge's loss, relative to the other domains, with `distill.normalise: teacher`."""
+    held_out: float = Field(default=0.1, ge=0.0001, le=0.9999)
+    """Share of the prompts kept for evaluation, chosen by a hash of the prompt."""
+    long_prompts: Literal["drop", "truncate", "error"] = "drop"
+    """What becomes of a prompt that leaves no room for `rollout.max_new_tokens` in `rollout.max_sequence` or
+    in the model's positions: it is left out, counted and named; loses its beginning; or stops the run."""
+    prompts: int = Field(default=20_000, gt=0, le=10_000_000)
+    """How many training prompts a generated source makes."""
+    sft: SFTConfig | None = None
+    """Demonstrations that the domain's specialist learns from before GRPO, or in its place where
+    `specialist.steps` is 0."""
+    specialist: SpecialistConfig | None = None
+    """What its specialist is trained with in place of the recipe's `specialist`, of which it keeps all that
+    is not said here."""
+
+
+class RolloutConfig(Config):
+    """How the student writes."""
+
+    engine: EngineConfig = TorchEngineConfig()
+    """What it writes with: `{type: torch}`, or `{type: sglang, urls: [...]}`."""
+    temperature: float = Field(default=1.0, ge=0.001, le=1000)
+    """Sampling temperature; student and teacher are scored at it too."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest tokens with at least this probability together; 1 is all of them."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from this many of the most likely tokens; 0 is all of them."""
+    stop_ids: list[int] = []
+    """Token ids that end a response, beside those of `model_stop_ids`."""
+    model_stop_ids: bool = True
+    """Whether a response also ends where the model says: at its tokenizer's end-of-sequence token and at
+    every `eos_token_id` of its `generation_config.json` and `config.json`. `false`: at `stop_ids` alone."""
+    stop: list[str] = []
+    """Strings that end a response, however they are cut into tokens; they stay in the response."""
+    max_new_tokens: int = Field(default=16, gt=0, le=100_000_000)
+    """Response tokens after which a response is cut; it then counts as truncated."""
+    max_running: int = Field(default=512, gt=0, le=1_000_000)
+    """Requests decoded together; more wait in the queue."""
+    max_sequence: int = Field(default=4096, gt=1, le=100_000_000)
+    """Prompt plus response tokens a request may take."""
+    log: TokenLogConfig | None = TokenLogConfig()
+    """`null` writes no log: a resumed stage then repeats the rollouts since its last checkpoint."""
+    schedule: Literal["in_turn", "ahead", "async"] = "in_turn"
+    """`in_turn`: the student writes a batch, learns from it, writes the next. `ahead`: it writes the next one
+    while it learns, with weights one version older. `async`: the same up to `max_ahead` batches early, those
+    in flight together, and new weights reach responses in the middle (each token keeps its version). For both
+    consider a correction (`specialist.policy_loss`, `distill.policy_loss`)."""
+    max_ahead: int = Field(default=1, gt=0, le=1000)
+    """Batches that may be begun before their turn with `schedule: async`; no token is older than that many
+    versions when it is learnt from."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Tokens older than this many versions leave the loss. They occur beyond `max_ahead` only where a resumed
+    stage finishes responses of an earlier attempt."""
+    generate: str | None = None
+    """Dotted path of `generate(engine, prompts, group_size, sampling, seed) -> groups`, for responses of
+    several turns with an environment, tools or search (`opd.rollout.collect`)."""
+    reward_timeout: float = Field(default=60.0, gt=0)
+    """Seconds a reward function may take for one batch."""
+
+
+class ActorResources(Config):
+    """What one actor of a role asks of its node."""
+
+    cpus: float = Field(default=1.0, ge=0)
+    """Processors that Ray sets aside for it."""
+    gpus: float = Field(default=0.0, ge=0)
+    """A fraction shares a GPU with other actors of its bundle."""
+    memory_mb: int = Field(default=0, ge=0)
+    """0 asks for none in particular."""
+    custom: dict[str, float] = {}
+    """Resources of your own by name, such as `{h200: 1}`."""
+
+
+class LocalLaunch(Config):
+    """Everything in the process that was started (and, with `runtime.workers`, its children)."""
+
+    type: Literal["local"] = "local"
+
+
+class RayLaunch(Config):
+    """The trainer, its rollout engines and its teachers as actors of a Ray cluster (extra `ray`)."""
+
+    type: Literal["ray"] = "ray"
+    address: str | None = None
+    """`HOST:PORT` of a running cluster, or `auto` for the one this process belongs to (`RAY_ADDRESS`, a job).
+    `null` starts a cluster on this machine for this run alone, and ends it."""
+    port: int | None = Field(default=None, gt=0, lt=65536)
+    """Port of the cluster this run starts; `null` takes a free one."""
+    working_dir: str | None = None
+    """A folder that Ray copies to every node, where `opd` or your own modules are not installed there."""
+    layout: Literal["colocated", "disaggregated"] = "colocated"
+    """`colocated`: the engines and teachers share the bundle, and so the node and devices, of their trainer;
+    `disaggregated`: every actor has a bundle of its own, on other nodes where there are some."""
+    engines: int = Field(default=1, gt=0, le=4096)
+    """Rollout engines, at least one for each of `train.ranks`. A batch is shared out among them; one that
+    dies costs time alone."""
+    teachers: int = Field(default=1, ge=0, le=4096)
+    """Teacher actors; the teachers are dealt out to them in turn. 0 keeps them in the trainer. Served ones
+    (`type: sglang`) are elsewhere already."""
+    trainer: ActorResources = ActorResources()
+    engine: ActorResources = ActorResources()
+    teacher: ActorResources = ActorResources()
+    placement_timeout: float = Field(default=120.0, gt=0)
+    """Seconds to wait for the resources."""
+    start_timeout: float = Field(default=300.0, gt=0)
+    """Seconds an actor may take to start, or to come back after its death, with its model loaded."""
+    step_timeout: float = Field(default=600.0, gt=0)
+    """Seconds an engine may take for one call, and a teacher for one mini-batch, before it is taken for
+    hanging and started anew."""
+    trainer_timeout: float | None = Field(default=None, gt=0)
+    """Seconds without a finished step after which the trainer is taken for hanging and started anew."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often each actor of a stage may be started anew before the run gives up."""
+    bucket_mb: int = Field(default=256, gt=0)
+    """Weights travel to the engines in pieces of about this size."""
+
+
+def _named(value: Any) -> Any:
+    """`launch: ray` is short for `launch: {type: ray}`."""
+    return {"type": value} if isinstance(value, str) else value
+
+
+LaunchConfig = Annotated[LocalLaunch | RayLaunch, Field(discriminator="type"), BeforeValidator(_named)]
 
 
 class ModelConfig(Config):
@@ -140,6 +320,35 @@ class RuntimeConfig(Config):
     """How long a run that is told to stop (SIGTERM) may take to put away what it holds."""
 
 
+OF_DOMAINS = ("specialist",)
+"""Groups of settings that a domain may have its own of."""
+
+
+def inherited(data: Any) -> Any:
+    """A recipe as it is written, in which each domain's own settings stand on the recipe's of that name."""
+    domains = data.get("domains") if isinstance(data, Mapping) else None
+    if not isinstance(domains, Mapping):
+        return data
+    found = {}
+    for name, config in domains.items():
+        own = {}
+        for key in OF_DOMAINS if isinstance(config, Mapping) else ():
+            if isinstance(config.get(key), Mapping):
+                own[key] = _over(data.get(key), config[key])
+        found[name] = {**config, **own} if own else config
+    return {**data, "domains": found}
+
+
+def _over(general: Any, own: Any) -> Any:
+    """`own` laid over `general`, key by key; another `type` has nothing in common with it."""
+    general = general.model_dump() if isinstance(general, Config) else general
+    if not (isinstance(general, Mapping) and isinstance(own, Mapping)):
+        return own
+    if "type" in own and own["type"] != general.get("type", own["type"]):
+        return own
+    return {**general, **{key: _over(general.get(key), value) for key, value in own.items()}}
+
+
 class Recipe(Config):
     """Everything a run needs."""
 
@@ -155,6 +364,9 @@ class Recipe(Config):
     """Teachers that exist already, by `path`. One without `type` is of the kind of `distill.teachers`;
     specialists that the run trains need no entry."""
     base: WarmupConfig | None = None
+    sft: SFTConfig | None = None
+    """Demonstrations that the base learns from before anything else is trained: a cold start. Trains all
+    weights."""
     rollout: RolloutConfig = RolloutConfig()
     specialist: SpecialistConfig = SpecialistConfig()
     distill: DistillConfig = DistillConfig()
@@ -195,9 +407,38 @@ class Recipe(Config):
         given = self.given_teachers()
         return [domain for domain in self.domains if domain in named and domain not in given]
 
+    @property
+    def trains_base(self) -> bool:
+        """Whether the base learns something before specialists and merge begin from it."""
+        return self.base is not None or self.sft is not None
+
+    def for_domain(self, domain: str) -> Recipe:
+        """The recipe of what is trained for `domain` alone: its own settings are in their places."""
+        own = self.domains[domain].specialist
+        return self if own is None else self.model_copy(update={"specialist": own})
+
+    def grpo_domains(self) -> list[str]:
+        """Domains whose specialist is trained with GRPO, after demonstrations or without any."""
+        return [name for name in self.specialist_domains() if self.for_domain(name).specialist.steps]
+
+    def is_started(self, domain: str) -> bool:
+        """Whether a stage before GRPO lets the specialist of `domain` learn from demonstrations."""
+        return self.domains[domain].sft is not None and domain in self.grpo_domains()
+
+    def demonstrated(self) -> dict[str, SFTConfig]:
+        """Domain -> the demonstrations its specialist learns from; of the base under ``."""
+        found = {"": self.sft} if self.sft is not None else {}
+        own = {name: self.domains[name].sft for name in self.specialist_domains()}
+        return found | {name: sft for name, sft in own.items() if sft is not None}
+
     def model_post_init(self, context: Any, /) -> None:
         """Whoever has the recipe, in whatever process, writes its secrets nowhere."""
         learn(self.model_dump(mode="json"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_of_domains(cls, data: Any) -> Any:
+        return inherited(data)
 
     @model_validator(mode="before")
     @classmethod
@@ -214,13 +455,33 @@ class Recipe(Config):
         chosen = chosen if isinstance(chosen, Mapping) else {}
         # Whatever is wrong with `distill.teachers` is said of it alone.
         kind = KINDS_HERE.get(str(chosen.get("type")), StreamedTeacherConfig)
-        own = {key: chosen[key] for key in kind.model_fields if key in chosen and key != "path"}
+        own = {key: chosen[key] for key in kind.model_fields if key in chosen}
         own["type"] = kind.model_fields["type"].default
         typed = {
             name: {**own, **entry} if isinstance(entry, Mapping) and "type" not in entry else entry
             for name, entry in entries.items()
         }
         return {**data, "teachers": typed}
+
+    @model_validator(mode="after")
+    def _all_is_trained(self) -> Recipe:
+        if self.base is not None and self.sft is not None:
+            raise ValueError(
+                "give `base` (demonstrations that the domains make up) or `sft` (those of a file), not both"
+            )
+        learners = self.specialist_domains()
+        for domain, config in self.domains.items():
+            if config.sft is not None and domain not in learners:
+                raise ValueError(
+                    f"domains.{domain}.sft has no effect: this run trains no specialist of {domain}; leave it"
+                    f" out, or {domain} out of `teachers`"
+                )
+            if domain in learners and config.sft is None and not self.for_domain(domain).specialist.steps:
+                raise ValueError(
+                    f"with specialist.steps 0 the specialist of {domain} would learn nothing; give"
+                    f" domains.{domain}.sft, or domains.{domain}.specialist.steps"
+                )
+        return self
 
     @model_validator(mode="after")
     def _responses_end(self) -> Recipe:

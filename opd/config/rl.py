@@ -93,7 +93,7 @@ class RLOOAdvantage(Config):
 
 
 class CustomAdvantage(Config):
-    """An `AdvantageEstimator` of your own, by dotted path."""
+    """An estimator of your own, by dotted path."""
 
     type: Literal["custom"] = "custom"
     path: str
@@ -149,8 +149,8 @@ class ReferenceKLConfig(Config):
 class SpecialistConfig(Config):
     """One GRPO run; the same settings serve every domain and the mixed-domain baseline."""
 
-    steps: int = Field(default=120, gt=0, le=10_000_000)
-    """Rollout steps."""
+    steps: int = Field(default=120, ge=0, le=10_000_000)
+    """Rollout steps. 0 trains a domain that has `sft` on its demonstrations alone."""
     prompts_per_step: int = Field(default=64, gt=0, le=1_000_000)
     """Prompts of a rollout step; each is answered `group_size` times."""
     group_size: int = Field(default=8, gt=1, le=10_000)

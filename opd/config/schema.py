@@ -151,7 +151,7 @@ def _sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) ->
 def _unknown(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
     now = former(path)
     if now is not None:
-        return f"`{dotted(path)}` is no setting any more; {now}"
+        return f"`{dotted(path)}` is no setting; {now}"
     *parents, last = (str(part) for part in path)
     parent = follow(schema, parents)
     members = models(parent)
@@ -208,7 +208,8 @@ class Described:
 def described(
     model: type[Config] = Recipe, default: Any = None, prefix: str = "", only: str = ""
 ) -> Iterator[Described]:
-    """Every field below `model` in order; where `type` chooses among models the fields of every choice.
+    """Every field below `model` in order; where `type` chooses among models, each choice, as `KEY.type`, and
+    then its fields.
 
     `default` is the instance that stands in the recipe where nothing is given; `only` names that choice.
     """
@@ -223,11 +224,13 @@ def described(
         needed = ", has to be given" if value is PydanticUndefined else ""
         kind = f"{_kind(field.annotation)}{only}{needed}"
         yield Described(f"{prefix}{name}", kind, shown, " ".join(told.split()))
-        for one in inside:
-            where = f" (with type {tag(one)})" if len(inside) > 1 else only
-            yield from described(one, value, f"{prefix}{name}.", where)
-        for one in free:
-            yield from described(one, None, f"{prefix}{name}.NAME.", only)
+        for key, choices in ((f"{prefix}{name}", inside), (f"{prefix}{name}.NAME", free)):
+            for one in choices:
+                where = only
+                if len(choices) > 1:
+                    where = f" (with type {tag(one)})"
+                    yield Described(f"{key}.type", str(tag(one)), "", " ".join((one.__doc__ or "").split()))
+                yield from described(one, value if choices is inside else None, f"{key}.", where)
 
 
 def listing() -> str:

@@ -78,9 +78,6 @@ class TeacherSettings(Config):
     """What every kind of teacher has."""
 
     type: str
-    path: str | None = Field(default=None, min_length=1)
-    """A Hugging Face folder, or the URL of a published teacher (`opd publish`); `null` is the specialist that
-    this run trains on the domain of that name."""
 
     elsewhere: ClassVar[bool] = False
     """Whether it computes outside of this run's processes."""
@@ -136,6 +133,26 @@ class MegatronTeacherConfig(TeacherSettings):
         return "whole" if self.keep else "published"
 
 
+class Entry(Config):
+    """What an entry of `teachers` has beside its kind."""
+
+    path: str | None = Field(default=None, min_length=1)
+    """A Hugging Face folder, or the URL of a published teacher (`opd publish`); `null` is the specialist that
+    this run trains on the domain of that name."""
+
+
+class LocalTeacherEntry(LocalTeacherConfig, Entry):
+    __doc__ = LocalTeacherConfig.__doc__
+
+
+class StreamedTeacherEntry(StreamedTeacherConfig, Entry):
+    __doc__ = StreamedTeacherConfig.__doc__
+
+
+class MegatronTeacherEntry(MegatronTeacherConfig, Entry):
+    __doc__ = MegatronTeacherConfig.__doc__
+
+
 class SGLangTeacherConfig(TeacherSettings, ServerConfig):
     """SGLang servers that run the model at `path` (extra `sglang`)."""
 
@@ -168,7 +185,10 @@ _Here = LocalTeacherConfig | StreamedTeacherConfig | MegatronTeacherConfig
 KINDS_HERE: dict[str, type[TeacherSettings]] = {
     kind.model_fields["type"].default: kind for kind in get_args(_Here)
 }
-TeacherConfig = Annotated[_Here | SGLangTeacherConfig, Field(discriminator="type")]
+TeacherConfig = Annotated[
+    LocalTeacherEntry | StreamedTeacherEntry | MegatronTeacherEntry | SGLangTeacherConfig,
+    Field(discriminator="type"),
+]
 """An entry of `teachers`."""
 TeachersConfig = Annotated[_Here, Field(discriminator="type"), BeforeValidator(_named)]
 """The kind of those that have no `type` of their own, and of the specialists that the run trains."""

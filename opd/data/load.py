@@ -1,26 +1,20 @@
-"""From a recipe's domain to prompts, and from a prompt to token ids.
+"""From a recipe's domain to its prompts; the files among the sources.
 
-Prompts that leave no room for their response: found before anything is written, dealt with by choice.
+Files are .jsonl or .parquet: columns `prompt`, `label`, and `domain` if several share one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from opd.config.data import DomainConfig
-from opd.data.files import load_file
-from opd.data.procedural import load_procedural
-from opd.data.prompts import Domain, Prompt
-from opd.data.reasoning_gym_source import load_reasoning_gym
-from opd.errors import DataError
-from opd.models.chat_templates import render
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from opd.config.recipe import DomainConfig
+from opd.data.procedural import load_procedural, load_reasoning_gym
+from opd.errors import DataError, MissingExtraError
+from opd.foreign import MAX_DEPTH, depth_exceeds, machine_memory
+from opd.rollout.prompts import Domain, Prompt, fraction
 
 _SOURCES = {"procedural": load_procedural, "reasoning-gym": load_reasoning_gym}
 
@@ -43,132 +37,189 @@ def load_domain(name: str, config: DomainConfig, *, seed: int, held_out_prompts:
     )
 
 
-def encode_prompt(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
-) -> np.ndarray:
-    """[C] int32: messages through the tokenizer's chat template, up to where the assistant begins; text as it
-    is, with the special tokens (such as a BOS) the tokenizer itself puts before text. `template`: arguments
-    of the chat template's own.
+Row = tuple[str, dict[str, Any], int]
+"""Where it stands, for error messages (`FILE:LINE`), its columns, and how many bytes they take."""
 
-    Raises `DataError` naming the prompt if the tokenizer has no chat template for messages or cannot encode
-    the text, for example a character that a character tokenizer does not have.
+_LONGEST_ROW = 64 * 2**20
+"""Most bytes of one line or row: some twenty million tokens."""
+_ROWS_AT_ONCE = 16
+"""Of a .parquet file, in which a few bytes may stand for rows of any length."""
+_ROW_BYTES = 1000
+"""What a row takes in memory beside its text, about."""
+
+
+def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Domain:
+    """The file's prompts, of which a share of `config.held_out`, chosen by a hash of the prompt, is held out.
+
+    If rows have a `domain` column, those of `params.domain` (default: the domain's name) are taken. Columns
+    other than `prompt`, `label` and `domain` become the prompts' metadata. Raises `DataError` for a bad row,
+    naming file and line, and if nothing is left to train or to evaluate on.
     """
-    try:
-        if prompt.messages is None:
-            ids = tokenizer(prompt.text or "")["input_ids"]
-        else:
-            text = render(tokenizer, prompt.messages, template or {}, answer=True)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # tokenizers raise plain Exceptions of many kinds
-        shown = repr(prompt.text if prompt.text is not None else prompt.messages)
-        raise DataError(
-            f"domain {prompt.domain}: the tokenizer cannot encode the prompt {shown[:80]} "
-            f"({' '.join(str(error).split())}); give another model.tokenizer or model.chat_template, or mend "
-            "the prompt."
-        ) from error
-    return np.array(ids, dtype=np.int32)
+    wanted = _wanted_domain(name, config)
+    found: set[str] = set()
+    train: list[Prompt] = []
+    held_out: list[Prompt] = []
+    for where, row in rows_of(Path(config.source), wanted, found):
+        prompt = _prompt(where, row, name)
+        (held_out if fraction(prompt.key) < config.held_out else train).append(prompt)
+    _refuse_empty(name, config, found, train, held_out)
+    held_out.sort(key=lambda prompt: prompt.key)  # a prefix is then a sample of the whole file
+    return Domain(name, train, held_out[:held_out_prompts])
 
 
-Encode = Callable[[Prompt], np.ndarray]
-LongPrompts = Literal["drop", "truncate", "error"]
-_SLACK = 8
-"""Tokens a tokenizer may put before text on its own."""
-_SHOWN = 3
+def rows_of(path: Path, wanted: str | None, found: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place (`FILE:LINE`) and columns of the rows of a file whose column `domain` says `wanted`, or which
+    have none; of all rows for `None`. The names in that column are added to `found`.
 
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """How many tokens a prompt may have."""
-
-    tokens: int
-    why: str
-    """What leaves so many: words for a sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """A domain whose prompts have room for their responses."""
-
-    domain: Domain
-    long: list[Prompt] = field(default_factory=list)
-    """The prompts that were too long, in their order."""
-
-    def sentence(self, room: Room, policy: LongPrompts) -> str:
-        """What was too long, where it stands, and what became of it."""
-        one = len(self.long) == 1
-        done = f"{'its' if one else 'their'} beginning is cut off"
-        if policy != "truncate":
-            done = "it is left out" if one else "they are left out"
-        return (
-            f"{self.count()} longer than the {room.tokens} tokens that {room.why}: {done} ({self.places()})"
-        )
-
-    def count(self) -> str:
-        """`3 of 400 prompts are`."""
-        left = len(self.domain.train) + len(self.domain.held_out)
-        known = {id(prompt) for prompt in (*self.domain.train, *self.domain.held_out)}
-        total = left + sum(id(prompt) not in known for prompt in self.long)
-        return f"{len(self.long)} of {total} prompts {'is' if len(self.long) == 1 else 'are'}"
-
-    def places(self) -> str:
-        """Where the first of them stand."""
-        shown = ", ".join(prompt.where or f"prompt {prompt.key[:12]}" for prompt in self.long[:_SHOWN])
-        return f"{shown} and {len(self.long) - _SHOWN} more" if len(self.long) > _SHOWN else shown
-
-
-def fit(domain: Domain, room: Room, policy: LongPrompts, encode: Encode) -> Fitted:
-    """`domain` with those of its prompts that have at most `room` tokens, or all of them to be `truncated`.
-
-    Raises `DataError` naming file and line where `policy` is `error` and one is longer, and where nothing is
-    left to train or to evaluate on.
+    Raises `DataError` for what cannot be read, and for more rows than this machine can hold.
     """
-    piles = (domain.train, domain.held_out)
-    long = [prompt for pile in piles for prompt in _too_long(pile, room.tokens, encode)]
-    if not long or policy == "truncate":
-        return Fitted(domain, long)
-    gone = {id(prompt) for prompt in long}
-    train, held_out = ([prompt for prompt in pile if id(prompt) not in gone] for pile in piles)
-    fitted = Fitted(replace(domain, train=train, held_out=held_out), long)
-    if policy == "error" or not train or not held_out:
-        missing = "" if policy == "error" else f", so no {'held-out' if train else 'training'} prompt is left"
-        raise DataError(
-            f"domain {domain.name}: {fitted.count()} longer than the {room.tokens} tokens that"
-            f" {room.why}{missing} ({fitted.places()}); shorten them, raise the limit, or set"
-            f" domains.{domain.name}.long_prompts to truncate."
-        )
-    return fitted
-
-
-def truncated(ids: np.ndarray, room: int, bos: int | None) -> np.ndarray:
-    """[C] the last `room` of `ids`, where the question stands, and the very first if that is `bos`."""
-    if len(ids) <= room:
-        return ids
-    if room > 1 and ids[0] == bos:
-        return np.concatenate([ids[:1], ids[len(ids) - room + 1 :]])
-    return ids[len(ids) - room :]
-
-
-def _too_long(prompts: Sequence[Prompt], room: int, encode: Encode) -> Iterator[Prompt]:
-    # A token holds a byte of text or more: most prompts need not be encoded to know that they fit.
-    frame: int | None = None
-    for prompt in prompts:
-        if prompt.text is not None and len(prompt.text.encode()) + _SLACK <= room:
-            continue
-        size = _content_bytes(prompt)
-        if size is not None and prompt.messages is not None:
-            if frame is None:  # a whole prompt, which is more than a chat template writes around a message
-                frame = len(encode(prompt)) + _SLACK
-            if size + frame * (len(prompt.messages) + 1) <= room:
+    room = machine_memory() // 2
+    for where, row, size in _rows(path):
+        of = row.get("domain")
+        if of is not None and wanted is not None:
+            found.add(str(of))
+            if of != wanted:
                 continue
-        if len(encode(prompt)) > room:
-            yield prompt
+        room -= size + _ROW_BYTES
+        if room < 0:
+            raise DataError(
+                f"{where}: the rows up to here take more than half of this machine's memory; give a smaller"
+                " file, or leave out columns that no reward needs."
+            )
+        yield where, row
 
 
-def _content_bytes(prompt: Prompt) -> int | None:
-    """Bytes of the messages' contents; `None` where a message holds anything else."""
-    sizes = []
-    for message in prompt.messages or []:
-        if message.keys() != {"role", "content"} or not isinstance(message["content"], str):
-            return None
-        sizes.append(len(message["content"].encode()) + len(message["role"]))
-    return sum(sizes)
+def _wanted_domain(name: str, config: DomainConfig) -> str:
+    unknown = sorted(config.params.keys() - {"domain"})
+    if unknown:
+        raise DataError(f"domains.{name}.params: unknown parameter {unknown[0]!r}; files take `domain` only.")
+    return config.params.get("domain", name)
+
+
+def _refuse_empty(
+    name: str, config: DomainConfig, found: set[str], train: list[Prompt], held_out: list[Prompt]
+) -> None:
+    if not train and not held_out:
+        if found:
+            raise DataError(
+                f"{config.source} has no rows of domain {config.params.get('domain', name)!r}, only of "
+                f"{', '.join(sorted(found))}; set domains.{name}.params.domain to one of these."
+            )
+        raise DataError(f"{config.source} is empty; domain {name} needs at least two prompts.")
+    if not train or not held_out:
+        pile = "training" if held_out else "held-out"
+        raise DataError(
+            f"{config.source}: no {pile} prompts are left of {len(train) + len(held_out)} in domain {name}; "
+            f"add rows or change domains.{name}.held_out from {config.held_out:g}."
+        )
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    if not path.is_file():
+        raise DataError(f"{path} does not exist or is no file; check the path of the source.")
+    try:
+        yield from _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+    except OSError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error}); check its permissions, or write it again."
+        ) from error
+
+
+def _refuse_long(where: str, size: int) -> None:
+    if size > _LONGEST_ROW:
+        raise DataError(
+            f"{where}: it has more than {_LONGEST_ROW >> 20} MiB, which is no prompt; is the file what it"
+            " should be?"
+        )
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_ROW + 1), b""), start=1):
+            where = f"{path}:{number}"
+            _refuse_long(where, len(line))
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                if depth_exceeds(row, MAX_DEPTH):
+                    raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
+            except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or nested without end
+                raise DataError(f"{where}: not a line of JSON ({error}); mend or remove it.") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{where}: a {type(row).__name__} where an object with `prompt` is needed.")
+            yield where, row, len(line)
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError(f"reading {path}", "parquet") from error
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+                share = batch.nbytes // max(batch.num_rows, 1)
+                _refuse_long(f"{path}: row {number + 1}", share)
+                for row in batch.to_pylist():
+                    number += 1
+                    # One text that many rows refer to is shared in the batch, and not in what is made of it.
+                    size = max(
+                        share, sum(len(text) for text in row.values() if isinstance(text, str | bytes))
+                    )
+                    _refuse_long(f"{path}: row {number}", size)
+                    yield f"{path}: row {number}", row, size
+    except DataError:
+        raise
+    # ValueError: of values that Python has no type for, and of pyarrow's own errors.
+    except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
+        raise DataError(f"{path} is no readable parquet file ({' '.join(str(error).split())}).") from error
+
+
+def _prompt(where: str, row: dict[str, Any], domain: str) -> Prompt:
+    content = row.get("prompt")
+    if content is None:
+        columns = ", ".join(row) or "none"
+        if "messages" in row:
+            raise DataError(
+                f"{where}: there is no `prompt` (columns: {columns}); rename `messages` to `prompt`, as it is"
+                " called here: that takes a text, or a list of messages that ends before the answer."
+            )
+        raise DataError(f"{where}: there is no `prompt` (columns: {columns}); every row needs one.")
+    if isinstance(content, list):
+        check_messages(where, content)
+    elif not isinstance(content, str) or not content:
+        raise DataError(f"{where}: `prompt` is {content!r}; give a non-empty text or a list of messages.")
+    else:
+        check_text(where, content)
+    metadata = {key: value for key, value in row.items() if key not in ("prompt", "label", "domain")}
+    return Prompt.of(content, row.get("label"), domain, metadata, where)
+
+
+def check_text(where: str, text: str, column: str = "prompt") -> None:
+    """Raise `DataError` for a text that no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: `{column}` holds {text[error.start]!a}, half of a character; mend the text."
+        ) from None
+
+
+def check_messages(where: str, messages: list[Any], column: str = "prompt") -> None:
+    """Raise `DataError` unless these are messages that a chat template can be given."""
+    if not messages:
+        raise DataError(f"{where}: `{column}` is an empty list; give at least one message.")
+    for message in messages:
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or "content" not in message
+        ):
+            raise DataError(f"{where}: the message {message!r} is not an object with `role` and `content`.")
+        if isinstance(message["content"], str):
+            check_text(where, message["content"], column)

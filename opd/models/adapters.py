@@ -43,7 +43,7 @@ from opd.models.hf_folder import (
     weight_files,
 )
 from opd.models.hf_weights import LORA_A, LORA_B, PREFIX, adapter_pairs, merged, read_peft
-from opd.storage.sealed import file_digest
+from opd.storage.files import file_digest
 
 BASE = "base.sha256"
 """Name under which the digest of the base, `[32]` uint8, stands before the adapters."""

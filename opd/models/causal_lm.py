@@ -27,7 +27,7 @@ from opd.kernels.head import Head
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
 from opd.models.hf_folder import check_folder, scratch_config
 from opd.models.hf_weights import load_module
-from opd.models.long_sequence import WHOLE, LayerMemory, hidden_in_pieces, recomputed
+from opd.models.long_sequence import WHOLE, ChunkedLayers, LayerMemory, LayerPieces, final_norm, recomputed
 
 _DIVISORS = ("logits_scaling",)  # Granite, MiniCPM 3
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon H1, Muse Spark
@@ -182,6 +182,31 @@ def _eager(model: CausalLM) -> Iterator[None]:
         model.module.set_attn_implementation(ATTENTION_NAME)
 
 
+def check_pieces(model: CausalLM) -> None:
+    """`ModelError` unless `model` gives the same hidden states in pieces as whole; tried once."""
+    if model.pieces_checked:
+        return
+    ids = torch.arange(13, device=model.device) * 5 % model.vocab_size
+    positions = torch.arange(13, device=model.device)
+    try:
+        with torch.no_grad():
+            whole = model.run(ids, positions, PackedAttention([0, 13])).float()
+            pieces = model.run_pieces(ids, positions, ChunkedLayers([0, 13], 5)).float()
+    except (RuntimeError, AttributeError, TypeError, IndexError) as error:
+        raise ModelError(
+            f"{type(model.module).__name__} cannot run a sequence in pieces: {error}; leave"
+            " sequence_chunk out."
+        ) from error
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 1e-1
+    difference = float((whole - pieces).abs().max())
+    if not difference <= tolerance * max(1.0, float(whole.abs().max())):
+        raise ModelError(
+            f"{type(model.module).__name__} gives other hidden states in pieces than whole (difference"
+            f" {difference:.3g}); leave sequence_chunk out."
+        )
+    model.pieces_checked = True
+
+
 class WeightsDigest:
     """The digest of weights that pass by."""
 
@@ -230,7 +255,7 @@ class CausalLM:
         self.vocabulary: int | None = None
         """Tokens the tokenizer has; set it where a model pads its head, so that padding is never sampled."""
         self.pieces_checked = False
-        """Whether it was seen to give the same in pieces as whole; see `long_sequence.check_pieces`."""
+        """Whether it was seen to give the same in pieces as whole; see `check_pieces`."""
         check_attention(self)
         check_head(self)
 
@@ -311,6 +336,13 @@ class CausalLM:
         )
         return output.last_hidden_state[0]
 
+    def run_pieces(self, input_ids: Tensor, position_ids: Tensor, pieces: LayerPieces) -> Tensor:
+        """[T, D]: `run` with the layers in these `pieces`. Without a gradient (a prefill) that is one [T, D],
+        which every layer overwrites.
+        """
+        with pieces.installed(self.decoder.layers, final_norm(self.decoder)):
+            return self.run(input_ids, position_ids, pieces)
+
     def hidden(
         self,
         input_ids: Tensor,
@@ -320,11 +352,13 @@ class CausalLM:
     ) -> Tensor:
         """[T, D]: `run` on sequences packed end to end, `cu_seqlens` [B + 1], no attention across them.
 
-        `memory` says what is kept for a backward, and whether long sequences are run in pieces.
+        `memory` says what is kept for a backward, and whether long sequences are run in pieces. Raises
+        `ModelError` if the architecture's layers cannot be called piece by piece.
         """
         attend = PackedAttention(cu_seqlens)
         if memory.chunk is not None and memory.cuts(input_ids.numel()):
-            return hidden_in_pieces(self, input_ids, position_ids, attend.bounds, memory.chunk)
+            check_pieces(self)
+            return self.run_pieces(input_ids, position_ids, ChunkedLayers(attend.bounds, memory.chunk))
         if memory.recompute and torch.is_grad_enabled():
             with recomputed(self.decoder.layers):
                 return self.run(input_ids, position_ids, attend)

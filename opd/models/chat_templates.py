@@ -54,6 +54,28 @@ def render(
 
     Raises `TemplateError`.
     """
+    return _ask(tokenizer, messages, {**arguments, "add_generation_prompt": answer}, day=day)[0]
+
+
+def render_marked(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
+    """`render`, and where in it stand the parts that the template puts between `{% generation %}` and
+    `{% endgeneration %}`: the first character of each and the one after its last.
+
+    Raises `TemplateError`.
+    """
+    return _ask(tokenizer, messages, arguments, marked=True)
+
+
+def _ask(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    *,
+    day: str | None = None,
+    marked: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
     template: Any = tokenizer.chat_template
     if not template:
         raise TemplateError("the tokenizer has no chat template")
@@ -65,7 +87,8 @@ def render(
             "template": template,
             "special": special,
             "messages": list(messages),
-            "arguments": {**arguments, "add_generation_prompt": answer},
+            "arguments": dict(arguments),
+            "marked": marked,
             "day": day,
             "seconds": SECONDS,
         }
@@ -82,7 +105,9 @@ class _Renderer:
         self._endless: list[Any] = []
         """Templates that ended it: they are not waited for again."""
 
-    def render(self, request: Mapping[str, Any]) -> str:
+    def render(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        from opd.foreign import decoding, read_document, shown  # which the process that renders may not find
+
         data = json.dumps(request).encode()
         with self._lock:
             if request["template"] in self._endless:
@@ -98,10 +123,12 @@ class _Renderer:
                 self._end()
                 self._endless.append(request["template"])
                 raise TemplateError(_ENDLESS)
-        said = json.loads(answer)
-        if "text" not in said:
-            raise TemplateError(f"the chat template raised {said['error']}")
-        return said["text"]
+        with decoding(lambda cause: TemplateError(f"the chat template's process answered with {cause}")):
+            said = read_document(answer, LONGEST)
+            text, error = said.get("text"), shown(said.get("error"), 500)
+            if not isinstance(text, str):
+                raise TemplateError(f"the chat template raised {error}")
+            return text, [(int(start), int(end)) for start, end in said.get("marks", ())]
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
@@ -190,13 +217,25 @@ def _serve() -> None:
         # Nothing answers this signal: it ends the process, in the middle of whatever a library computes.
         signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
         try:
-            text = PreTrainedTokenizerBase.apply_chat_template(
-                stand_in,  # pyright: ignore[reportArgumentType]
-                asked["messages"],
-                tokenize=False,
-                **asked["arguments"],
-            )
-            answer = json.dumps({"text": str(text)})
+            marks: list[Any] = []
+            if asked["marked"]:
+                chosen = stand_in.get_chat_template(None, asked["arguments"].get("tools"))
+                said = [{k: v for k, v in m.items() if v is not None} for m in asked["messages"]]
+                texts, found = chat_template_utils.render_jinja_template(
+                    conversations=[said],
+                    chat_template=chosen,
+                    return_assistant_tokens_mask=True,
+                    **{**asked["special"], **asked["arguments"]},
+                )
+                text, marks = texts[0], list(found[0])
+            else:
+                text = PreTrainedTokenizerBase.apply_chat_template(
+                    stand_in,  # pyright: ignore[reportArgumentType]
+                    asked["messages"],
+                    tokenize=False,
+                    **asked["arguments"],
+                )
+            answer = json.dumps({"text": str(text), "marks": marks})
         except MemoryError:
             answer = json.dumps({"error": f"a MemoryError: it may take {MEMORY >> 20} MiB"})
         except Exception as error:  # a template raises what it likes

@@ -6,6 +6,7 @@ The model card: README.md of an exported checkpoint.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -16,10 +17,12 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from opd.errors import writing
+from opd.foreign import visible
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import CARD, write_checksums
 from opd.models.hf_weights import quiet
 from opd.redact import redact
+from opd.storage.files import permit_as
 
 SECTIONS = ("accuracy", "prompt_format", "loading", "base", "teachers", "data", "settings", "results")
 
@@ -35,12 +38,20 @@ def model_card(name: str, card: dict[str, Any]) -> str:
     if "base_model" in card:
         front["base_model"] = card["base_model"]
     front["tags"] = ["on-policy-distillation", "opd"]
-    lines = ["---", yaml.safe_dump(front, sort_keys=False, width=1000).strip(), "---", "", f"# {name}", ""]
-    lines += [f"{card['about']} Made with `opd`." if "about" in card else "Made with `opd`.", ""]
+    lines = ["---", yaml.safe_dump(front, sort_keys=False, width=1000).strip(), "---", ""]
+    about = [plain(card["about"])] if "about" in card else []
+    lines += [f"# {plain(name)}", "", " ".join([*about, "Made with `opd`."]), ""]
+    if "base_model" in card:
+        card = {**card, "base_model": plain(card["base_model"])}
     given = [section for section in card if section != "about"]
     for section in [*(s for s in SECTIONS if s in given), *(s for s in given if s not in SECTIONS)]:
         lines += [f"## {section.replace('_', ' ').capitalize()}", "", _body(card[section]), ""]
-    return redact("\n".join(lines))
+    return visible(redact("\n".join(lines)))
+
+
+def plain(text: str) -> str:
+    """`text` inside a line of Markdown, where it begins no paragraph, no element of HTML and no code."""
+    return visible(text, "").replace("<", "&lt;").replace("`", "'")
 
 
 def _body(value: Any) -> str:
@@ -49,12 +60,14 @@ def _body(value: Any) -> str:
         if all(isinstance(row, dict) and row and all(map(_plain, row.values())) for row in rows):
             return _table(value)
         if all(map(_plain, rows)):
-            return "\n".join(f"- {key}: {_text(item)}" for key, item in value.items())
+            return "\n".join(f"- {plain(str(key))}: {_item(item)}" for key, item in value.items())
     if isinstance(value, list) and value and all(map(_plain, value)):
-        return "\n".join(f"- {_text(item)}" for item in value)
+        return "\n".join(f"- {_item(item)}" for item in value)
     if _plain(value):
         return _text(value)
-    return f"```yaml\n{yaml.safe_dump(value, sort_keys=False, allow_unicode=True).strip()}\n```"
+    block = yaml.safe_dump(value, sort_keys=False, allow_unicode=True).strip()
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", block)), default=0))  # which no text in it ends
+    return f"{fence}yaml\n{block}\n{fence}"
 
 
 def _table(rows: dict[str, dict[str, Any]]) -> str:
@@ -75,8 +88,12 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def _item(value: Any) -> str:
+    return plain(_text(value))
+
+
 def _cell(value: Any) -> str:
-    return _text(value).replace("|", "\\|").replace("\n", " ")
+    return _item(value).replace("|", "\\|")
 
 
 MAX_SHARD_BYTES = 4 * 2**30
@@ -110,7 +127,7 @@ def save_checkpoint(
             if beside is not None:
                 beside(draft)
             write_checksums(draft)
-            draft.chmod(0o755)
+            permit_as(draft / CARD, draft)
             _flush(draft)
             _replace(draft, target)
     except BaseException:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,18 +41,14 @@ from opd.models.attention import (
     attend_segments_backward,
     cut_segments,
 )
+from opd.models.causal_lm import CausalLM, check_pieces
 from opd.models.long_sequence import (
     WHOLE,
     LayerCall,
     LayerMemory,
     LayerPieces,
-    check_pieces,
     recomputed,
-    run_pieces,
 )
-
-if TYPE_CHECKING:
-    from opd.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +172,8 @@ def shared_hidden(
     ids, positions = share.input_ids, share.position_ids
     if memory.chunk is not None and memory.cuts(ids.numel()):
         check_pieces(model)
-        return run_pieces(
-            model, ids, positions, SharedPieces(ranks, share.segments, ids.numel(), memory.chunk)
+        return model.run_pieces(
+            ids, positions, SharedPieces(ranks, share.segments, ids.numel(), memory.chunk)
         )
     attention = ContextAttention(ranks, share.segments)
     if memory.recompute and torch.is_grad_enabled():

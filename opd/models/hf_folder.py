@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 
 from opd.errors import CheckpointError, ModelError
 from opd.foreign import is_file_name, shown
-from opd.storage import sealed
+from opd.storage import files
+from opd.storage.files import check_files, digests_of, file_digest, read_sealed, write_sealed
 from opd.storage.publish import TOKENIZER_FILES
-from opd.storage.sealed import check_files, digests_of, file_digest, read_sealed, write_sealed
 
 if TYPE_CHECKING:  # run folders are opened, and refused, without it
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -185,8 +185,11 @@ def refuse_absent(path: Path, again: str = "copy it again from the model's sourc
 
 
 def check_shard(path: Path, expected: str | None) -> None:
-    """Raise `CheckpointError` if the shard at `path` is missing, cut short, or not of sha256 `expected`."""
+    """Raise `CheckpointError` if the shard at `path` is missing, cut short, or not of sha256 `expected`;
+    `OSError` if it may not be read.
+    """
     refuse_absent(path)
+    path.open("rb").close()  # what the system refuses is no damage, and safetensors says no reason
     try:
         with safe_open(path, framework="pt") as shard:
             shard.keys()
@@ -237,7 +240,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`. Raises `CheckpointError` if there is none."""
-    return sealed.read_object(path, "copy it again from its source.", CheckpointError)
+    return files.read_object(path, "copy it again from its source.", CheckpointError)
 
 
 # Read by transformers though not every configuration declares them.

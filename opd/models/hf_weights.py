@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
-from opd.errors import CheckpointError, ModelError
+from opd.errors import CheckpointError, ModelError, from_system
 from opd.foreign import shown, whole
 from opd.models.attention import ATTENTION_NAME
 from opd.models.hf_folder import (
@@ -179,6 +179,8 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
     except (
         *(ValueError, RuntimeError, LookupError, ArithmeticError, TypeError, AttributeError, ImportError),
     ) as error:
+        if from_system(error) is not None:
+            raise
         reason = " ".join(str(error).split())
         raise ModelError(f"{folder} cannot be loaded as a causal language model: {reason}") from error
     module, info = loaded

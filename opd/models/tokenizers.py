@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from opd.errors import CheckpointError, ModelError
+from opd.errors import CheckpointError, ModelError, is_of_library
 from opd.models.chat_templates import render
 from opd.models.hf_folder import check_small_files, described_in, read_object, refuse_code
 
@@ -78,7 +78,7 @@ def _loader(folder: Path) -> type:
     # For some model types (Qwen2) AutoTokenizer ignores a folder's own `tokenizer_class` and rebuilds that
     # family's byte-level pre-tokenizer around whatever vocabulary it finds; a generic class stays generic.
     path = folder / "tokenizer_config.json"
-    declared = json.loads(path.read_text("utf-8")).get("tokenizer_class") if path.is_file() else None
+    declared = read_object(path).get("tokenizer_class") if path.is_file() else None
     generic = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
     return PreTrainedTokenizerFast if generic and (folder / "tokenizer.json").is_file() else AutoTokenizer
 
@@ -240,7 +240,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any])
         text = render(tokenizer, conversation, template)
         rest = text.rpartition(_ANSWER)[2].lstrip()
         ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
-    except Exception:  # of many kinds; prompts that cannot be rendered say so themselves
+    except BaseException as error:  # of many kinds; prompts that cannot be rendered say so themselves
+        if not is_of_library(error):
+            raise
         return None
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 

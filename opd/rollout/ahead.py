@@ -1,4 +1,4 @@
-"""Batches written ahead of the learner, in threads of their own, several of them in one call of the engine.
+"""Batches written ahead of the learner, in threads of their own; their requests are decoded together.
 
 The learner takes batch `k` when it has made `k` updates: its weights are version `k`. A batch may be begun at
 most `max_ahead` updates early, so no token is ever older than `max_ahead` versions when it is learnt from,
@@ -8,207 +8,15 @@ whatever either side's speed is (the admission rule of AReaL, 2505.24298, sectio
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
 from opd.rollout.collect import Generates
-from opd.rollout.ledger import Tokens, Transcript
-from opd.types import Chunk, RolloutRequest, SampleGroup
-
-LOOK = 0.005
-"""Seconds after which a call that waits looks whether another still drives the engine."""
-
-
-class StepLock:
-    """Lets one thread in at a time; `between` gets in before the next `step`, however fast steps follow."""
-
-    def __init__(self) -> None:
-        self._door, self._room = threading.Lock(), threading.Lock()
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """For the writer: one chunk."""
-        with self._door:
-            self._room.acquire()
-        try:
-            yield
-        finally:
-            self._room.release()
-
-    @contextmanager
-    def between(self) -> Iterator[None]:
-        """For the learner: what must not happen while a chunk is written."""
-        with self._door, self._room:
-            yield
-
-
-class StoppedError(Exception):
-    """Nobody wants more steps."""
-
-
-class _Call:
-    """One caller's requests, and the steps that wait for it."""
-
-    def __init__(self, requests: Sequence[RolloutRequest]) -> None:
-        self.requests = {request.uid: request for request in requests}
-        self.open = set(self.requests)
-        self.inbox: deque[Chunk] = deque()
-        self.error: BaseException | None = None
-        self._given = {request.uid: len(request.prefix_ids) for request in requests}
-        self._written = Transcript({request.uid: Tokens.prefix(request) for request in requests})
-
-    def take(self, step: Chunk) -> None:
-        """A step that holds only this caller's requests."""
-        self._written.add(step)
-        self._written.end(step.finished)
-        self.open.difference_update(step.finished)
-        self.inbox.append(step)
-
-    def unfinished(self) -> list[RolloutRequest]:
-        """What an engine is to go on with, after the tokens that were written."""
-        waiting = [self.requests[uid] for uid in self.requests if uid in self.open]
-        return [
-            replace(request, prefix_ids=self._written.tokens(request.uid).token_ids)
-            if self._written.length(request.uid) > self._given[request.uid]
-            else request
-            for request in waiting
-        ]
-
-
-class JoinedCalls:
-    """Stands before one engine and lets several threads call `generate` at once.
-
-    The engine has one call at a time, which whoever waits drives. For a newcomer it is closed between two
-    steps and begun again with everything unfinished, each response after its tokens: where that is when new
-    weights come, whose keys and values have to be computed anyway, it costs nothing.
-
-    Args:
-        engine: What writes.
-        lock: Every use of the engine is one `step` of it.
-    """
-
-    def __init__(self, engine: RolloutEngine, lock: StepLock) -> None:
-        self._engine, self._lock = engine, lock
-        self._changed = threading.Condition()
-        self._calls: list[_Call] = []
-        self._steps: Iterator[Chunk] | None = None
-        self._again = False
-        """Whether the engine's call must be begun again: a caller came or went."""
-        self._driven = self._stopped = False
-
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        """The steps of `requests` alone. Raises what the engine raises, and `StoppedError` after `stop`."""
-        call = _Call(requests)
-        with self._changed:
-            self._calls.append(call)
-            self._again = True
-        return self._follow(call)
-
-    def stop(self) -> None:
-        """Let no call go on."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Let the engine go, once no thread calls any more."""
-        self._end()
-
-    def _follow(self, call: _Call) -> Iterator[Chunk]:
-        try:
-            while True:
-                if self._wait_or_drive(call):
-                    self._drive()
-                while call.inbox:
-                    yield call.inbox.popleft()
-                if call.error is not None:
-                    raise call.error
-                if not call.open:
-                    return
-        finally:
-            with self._changed:
-                self._calls.remove(call)
-                self._again = self._again or bool(call.open)
-                self._changed.notify_all()
-
-    def _wait_or_drive(self, call: _Call) -> bool:
-        """Whether `call` is to drive the engine now: nobody else does, and nothing waits for it."""
-        with self._changed:
-            while True:
-                if self._stopped:
-                    raise StoppedError
-                if call.inbox or call.error is not None or not call.open:
-                    return False
-                if not self._driven:
-                    self._driven = True
-                    return True
-                self._changed.wait(LOOK)
-
-    def _drive(self) -> None:
-        """One chunk, dealt out to its callers."""
-        try:
-            with self._lock.step():
-                step = self._next()
-                with self._changed:
-                    self._deal(step)
-                    over = step is None or not (self._again or any(call.open for call in self._calls))
-                if over:
-                    self._finish()
-        except BaseException as error:
-            with self._changed:
-                for call in self._calls:
-                    call.error = error
-        finally:
-            with self._changed:
-                self._driven = False
-
-    def _next(self) -> Chunk | None:
-        with self._changed:
-            calls = list(self._calls) if self._again or self._steps is None else None
-            self._again = False
-        if calls is not None:
-            self._end()
-            requests = [request for call in calls for request in call.unfinished()]
-            self._steps = iter(self._engine.generate(requests))
-        assert self._steps is not None
-        return next(self._steps, None)
-
-    def _deal(self, step: Chunk | None) -> None:
-        if step is None:  # the engine has no more, whatever is missing
-            for call in self._calls:
-                call.open.clear()
-            self._changed.notify_all()
-        elif len(self._calls) == 1 and not self._again:
-            self._calls[0].take(step)
-        else:
-            for call in self._calls:
-                rows = [row for row, uid in enumerate(step.uids) if uid in call.requests]
-                ended = {uid: status for uid, status in step.finished.items() if uid in call.requests}
-                if rows or ended:
-                    call.take(step.part(rows, ended))
-            if step.finished:
-                self._changed.notify_all()
-
-    def _finish(self) -> None:
-        """Let the engine's call run to its end: everything asked for is there."""
-        if self._steps is not None:
-            next(self._steps, None)
-        self._end()
-
-    def _end(self) -> None:
-        """Close the engine's call."""
-        steps, self._steps = self._steps, None
-        close = getattr(steps, "close", None)
-        if close is not None:
-            close()
-
-
-SOON = 0.05
-"""Seconds that decoding waits at most for a batch that was begun to ask for its responses."""
+from opd.rollout.streams import StoppedError, Stream, Streams, several
+from opd.types import RolloutRequest, SampleGroup
 
 
 class RolloutAhead:
@@ -237,13 +45,11 @@ class RolloutAhead:
             raise RolloutError(f"max_ahead must be at least 1, not {max_ahead}; for 0 write in turn.")
         self._write, self._max_ahead = write, max_ahead
         self._together = max_ahead + 1 if joined else 1
-        self.steps = StepLock()
-        self._calls = JoinedCalls(engine, self.steps)
+        self._streams = Streams(engine)
+        self.steps = self._streams.steps
         self._changed = threading.Condition()
         self._version = self._next = first
         self._writing: dict[int, threading.Thread] = {}
-        self._unasked: set[int] = set()
-        """Batches begun that have asked the engine for nothing yet."""
         self._held = 0
         """Learners that want no batch begun."""
         self._stopped = False
@@ -280,15 +86,10 @@ class RolloutAhead:
                 self._changed.wait()
 
     def learnt(self, version: int) -> None:
-        """The learner has reached `version`, and the engine has its weights.
-
-        Between two chunks the next one waits for the batches that may be begun now.
-        """
+        """The learner has reached `version`, and the engine has its weights."""
         with self._changed:
             self._version = version
             self._begin()
-            if self._together > 1:
-                self._changed.wait_for(lambda: not self._unasked, SOON)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -308,10 +109,10 @@ class RolloutAhead:
         with self._changed:
             self._stopped = True
             threads = list(self._writing.values())
-        self._calls.stop()
+        self._streams.stop()
         for thread in threads:
             thread.join()
-        self._calls.close()
+        self._streams.close()
 
     def _begin(self) -> None:
         """Begin the batches that are due, with the lock held."""
@@ -324,7 +125,6 @@ class RolloutAhead:
         ):
             index = self._next
             self._next += 1
-            self._unasked.add(index)
             thread = threading.Thread(target=self._run, args=(index,), name="rollout", daemon=True)
             self._writing[index] = thread
             thread.start()
@@ -345,18 +145,15 @@ class RolloutAhead:
                 if failure is not None:
                     self._errors[index] = failure
                 del self._writing[index]
-                self._unasked.discard(index)
                 self._begin()
                 self._changed.notify_all()
 
-    def _ask(self, index: int, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
+    def _ask(self, index: int, requests: RolloutRequest | Sequence[RolloutRequest]) -> Stream:
         """What batch `index` asks of the engine."""
+        asked = several(requests)
         with self._changed:
-            self._untaken.setdefault(index, set()).update(request.uid for request in requests)
-            steps = self._calls.generate(requests)
-            self._unasked.discard(index)
-            self._changed.notify_all()
-        return steps
+            self._untaken.setdefault(index, set()).update(request.uid for request in asked)
+        return self._streams.generate(asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,5 +163,5 @@ class _Batch:
     ahead: RolloutAhead
     index: int
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
+    def generate(self, requests: RolloutRequest | Sequence[RolloutRequest]) -> Stream:
         return self.ahead._ask(self.index, requests)

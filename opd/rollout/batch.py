@@ -7,9 +7,10 @@ are appended (`admit`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -69,22 +70,49 @@ class RequestQueue:
 
     @property
     def longest(self) -> int:
-        """Most tokens any request of the call may come to hold."""
+        """Most tokens any of these requests may come to hold."""
         return int((self.length + self.limit - self.position).max(initial=0))
 
-    def drop(self, places: list[int]) -> None:
-        """Forget requests that wait; `places` count from the front of the whole queue."""
-        gone = set(places)
-        self.uids = [uid for i, uid in enumerate(self.uids) if i not in gone]
-        self.tokens = [ids for i, ids in enumerate(self.tokens) if i not in gone]
-        for name in ("length", "position", "limit", "temperature", "top_p", "top_k", "stops", "seeds"):
-            setattr(self, name, np.delete(getattr(self, name), places, axis=0))
-        self.keys = np.delete(self.keys, places)
+    @property
+    def waiting(self) -> list[str]:
+        """Uids of the requests that have not left the queue."""
+        return self.uids[self.taken :]
+
+    def join(self, later: RequestQueue) -> RequestQueue:
+        """Those that wait here, and `later` behind them."""
+        width = max(self.stops.shape[1], later.stops.shape[1])
+        self.stops, later.stops = _widened(self.stops, width), _widened(later.stops, width)
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(self, name)[self.taken :], getattr(later, name)])
+            for name in _COLUMNS
+        }
+        tokens = self.tokens[self.taken :] + later.tokens
+        return RequestQueue(self.waiting + later.uids, tokens, **columns, ended=self.ended | later.ended)
+
+    def drop(self, uids: Collection[str]) -> None:
+        """Forget those of `uids` that wait."""
+        kept = [i for i, uid in enumerate(self.uids) if i < self.taken or uid not in uids]
+        self.uids, self.tokens = [self.uids[i] for i in kept], [self.tokens[i] for i in kept]
+        for name in _COLUMNS:
+            setattr(self, name, getattr(self, name)[kept])
+        self.ended = {uid: status for uid, status in self.ended.items() if uid not in uids}
 
 
-def queue_requests(requests: Sequence[RolloutRequest], limits: Limits) -> RequestQueue:
-    """Check `requests` and queue them. Raises `RolloutError` for one that cannot be served."""
-    _check_uids(requests)
+_COLUMNS = ("length", "position", "limit", "temperature", "top_p", "top_k", "stops", "seeds", "keys")
+
+
+def _widened(stops: np.ndarray, width: int) -> np.ndarray:
+    """`stops` [n, W], padded to `width` columns."""
+    return np.pad(stops, ((0, 0), (0, width - stops.shape[1])), constant_values=NO_STOP)
+
+
+def queue_requests(
+    requests: Sequence[RolloutRequest], limits: Limits, in_flight: Collection[str] = ()
+) -> RequestQueue:
+    """Check `requests` and queue them. Raises `RolloutError` for one that cannot be served, or whose uid is
+    among those `in_flight`.
+    """
+    _check_uids(requests, in_flight)
     for params in {id(r.sampling): r.sampling for r in requests}.values():
         _check_sampling(params, limits)
     _check_tokens(requests, limits)
@@ -135,8 +163,8 @@ def _ended(request: RolloutRequest) -> Status | None:
     return Status.TRUNCATED if len(request.prefix_ids) >= request.sampling.max_new_tokens else None
 
 
-def _check_uids(requests: Sequence[RolloutRequest]) -> None:
-    seen: set[str] = set()
+def _check_uids(requests: Sequence[RolloutRequest], in_flight: Collection[str]) -> None:
+    seen = set(in_flight)
     for request in requests:
         if request.uid in seen:
             raise RolloutError(
@@ -209,6 +237,22 @@ class RunningBatch:
         """[S, capacity] int32: prompt and response so far."""
         self.noise = NoiseTable(slots)
         self._rows = np.arange(slots)
+
+    def grown(self, slots: int, stop_width: int, capacity: int) -> RunningBatch:
+        """The same requests with room for more, larger and otherwise stopped ones."""
+        size = self.size
+        new = RunningBatch(
+            max(slots, self.slots),
+            max(stop_width, self.stops.shape[1]),
+            max(capacity, self.tokens.shape[1]),
+        )
+        new.size, new.uids = size, self.uids
+        new._integers[:size, :4] = self._integers[:size, :4]
+        new.stops[:size] = _widened(self.stops[:size], new.stops.shape[1])
+        new._reals[:size] = self._reals[:size]
+        new.tokens[:size, : self.tokens.shape[1]] = self.tokens[:size]
+        new.noise.assign(slice(0, size), *self.noise.keys(size))
+        return new
 
     def admit(self, queue: RequestQueue) -> int:
         """Fill the free slots from the queue; returns how many requests came in."""

@@ -26,9 +26,11 @@ from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams
 
 
 class Generates(Protocol):
-    """The one verb of a `RolloutEngine` that sampling needs."""
+    """What sampling needs: an engine, or what stands before it (`opd.rollout.streams`)."""
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]: ...
+    def generate(self, requests: RolloutRequest | Sequence[RolloutRequest]) -> Iterator[Chunk]:
+        """Stream what is written to one request, or to several, until all have ended."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +263,7 @@ class WriterBarrier:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._board = ranks, ranks.board()
+        self._ranks, self._store = ranks, ranks.group_store()
         self._batch = 0
         self._off = False
 
@@ -269,10 +271,10 @@ class WriterBarrier:
         """Return once every rank is here. Raises `RanksError` if one of them, or this one, has stopped, or
         does not come for as long as a collective would wait.
         """
-        if self._board is None:
+        if self._store is None:
             return
         with self._ranks.collective("the responses of a batch"):
-            begins = self._decided(self._board) == _BEGIN
+            begins = self._decided(self._store) == _BEGIN
         self._batch += 1
         if not begins:
             raise RanksError(
@@ -280,21 +282,21 @@ class WriterBarrier:
                 " error and start again with --resume."
             )
 
-    def _decided(self, board: Store) -> bytes:
+    def _decided(self, store: Store) -> bytes:
         """What becomes of this batch. Raises `RuntimeError` if that is open for too long."""
         said, pause = f"decided/{self._batch}", _SOONEST
-        limit = self._ranks.patience
+        limit = self._ranks.timeout
         until = time.monotonic() + limit
-        if board.add(f"here/{self._batch}", 1) == self._ranks.size:
+        if store.add(f"here/{self._batch}", 1) == self._ranks.size:
             self._decide(_BEGIN)
-        while not board.check([said]):
+        while not store.check([said]):
             if self._off:
                 self._decide(_STOP)
             if time.monotonic() > until:
                 raise RuntimeError(f"timed out after {limit:g} s")
             time.sleep(pause)
             pause = min(2 * pause, _LATEST)
-        return board.get(said)
+        return store.get(said)
 
     def abandon(self) -> None:
         """This rank writes no more: nobody is to wait for it, and it waits for nobody."""
@@ -303,8 +305,8 @@ class WriterBarrier:
             self._decide(_STOP)
 
     def _decide(self, what: bytes) -> None:
-        if self._board is not None:
-            self._board.compare_set(f"decided/{self._batch}", "", what.decode())
+        if self._store is not None:
+            self._store.compare_set(f"decided/{self._batch}", "", what.decode())
 
 
 def write_shared(
@@ -320,7 +322,7 @@ def write_shared(
     """
     if ranks.alone:
         return write(list(prompts))
-    mine = ranks.mine(prompts)
+    mine = ranks.shard(prompts)
     known = {prompt.uid: prompt for prompt in prompts}
     try:
         groups = write(mine) if mine else []

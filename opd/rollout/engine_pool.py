@@ -1,6 +1,6 @@
 """The engines of a rollout: how long a failing one is trusted, which serve now, and weight sync over all.
 
-One `generate` call on one engine, read in this thread or from a thread of its own.
+One engine at work, advanced in this thread or in one of its own.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from opd.errors import OpdError, RolloutError
 from opd.protocols import RolloutEngine
 from opd.retry import Retry
-from opd.types import Chunk
+from opd.types import Chunk, RolloutRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,102 +26,110 @@ AHEAD = 4
 """Decode steps a threaded engine may be ahead of the log."""
 POLL = 0.05
 """Seconds between two looks of a waiting thread at whether it should stop."""
+IDLE = 0.001
+"""Seconds between two looks of a thread whose engine has nothing in flight at whether something came."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The engine raised."""
+class Event:
+    """What an engine at work said."""
 
-    error: BaseException
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The engine has no more steps."""
-
-
-Event = Chunk | Failed | Ended
+    said: Chunk | Exception | None
+    """Tokens, what it raised, or that it had nothing in flight any more."""
+    number: int
+    """Of the newest submission that it knew of."""
+    refused: bool = False
+    """Whether it raised because it does not serve what it was asked for."""
 
 
-class Source(Protocol):
-    """Where the steps of a call come from."""
+class Source:
+    """One engine at work, advanced by whoever takes from it. Requests join what is in flight there."""
 
-    @property
-    def done(self) -> bool:
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._orders: deque[tuple[Sequence[RolloutRequest], Collection[str]]] = deque()
+        """Requests to submit and to abort: the engine hears of them between two steps."""
+        self._open: set[str] = set()
+        self._number = 0
+        self.done = False
         """Whether the engine is free again."""
-        ...
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Ask for `requests` too."""
+        self._orders.append((requests, ()))
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Ask for these no more."""
+        self._orders.append(((), uids))
+
+    def take(self) -> Event:
+        """The next thing it says."""
+        refused = False
+        try:
+            while self._orders:
+                requests, gone = self._orders.popleft()
+                if gone:
+                    self._engine.abort(gone)
+                    self._open.difference_update(gone)
+                if requests:
+                    self._number, refused = self._number + 1, True
+                    self._engine.submit(requests)
+                    self._open.update(request.uid for request in requests)
+                    refused = False
+            chunk = self._engine.step()
+        except Exception as error:
+            if not isinstance(error, RolloutError):  # else it refuses something, or is paused
+                self._open, refused = set(), False  # nothing is in flight where an engine failed
+            return Event(error, self._number, refused)
+        self._open = self._open.difference(chunk.finished) if chunk is not None else set()
+        return Event(chunk, self._number)
 
     def busy_since(self) -> float | None:
-        """Monotonic time at which the step in progress began; `None` between steps."""
-        ...
+        """Monotonic time at which the step in progress began; `None` between steps, and for one that holds
+        the caller.
+        """
+        return None
 
     def stop(self) -> None:
-        """Ask for no more steps."""
-        ...
+        """Let the engine go, with what is in flight there."""
+        with suppress(Exception):  # one that is gone has nothing in flight
+            self._engine.abort(self._open)
+        self.done = True
 
 
 @dataclass(slots=True)
 class Call:
-    """Requests given to one engine together."""
+    """One engine at work for a rollout, from its first request until it has none, or fails."""
 
     engine: int
-    requests: list[str]
-    """Uids."""
     source: Source
-    open: set[str] = field(default_factory=set)
-    """Requests that have not ended."""
-    over: set[str] = field(default_factory=set)
-    """Requests that ended without this engine's knowing: nothing it still says of them is heard."""
+    open: dict[str, int] = field(default_factory=dict)
+    """Requests that have not ended, and with which submission each came."""
+    left: bool = False
+    """Whether one was let go before its end: what the engine still says of it is not heard."""
+    submissions: int = 0
     tokens: int = 0
 
-    def leave(self, uids: Iterable[str]) -> list[str]:
-        """Hear no more of those of `uids` that are still open here; returns them."""
-        gone = self.open.intersection(uids)
-        self.open -= gone
-        self.over |= gone
-        return list(gone)
+    def ask(self, requests: Sequence[RolloutRequest]) -> None:
+        """Give it `requests` too."""
+        self.submissions += 1
+        self.open |= dict.fromkeys((request.uid for request in requests), self.submissions)
+        self.source.submit(requests)
 
-    def tell(self, engine: object, ended: Iterable[str]) -> None:
-        """As `leave`, and let the engine know, if it can be told."""
-        abort = getattr(engine, "abort", None)
-        gone = self.leave(ended)
-        if abort is not None:
-            abort(gone)
+    def leave(self, uids: Collection[str]) -> None:
+        """Ask no more for those of `uids` that are open here."""
+        if gone := self.open.keys() & uids:
+            self.left = True
+            self.open = {uid: number for uid, number in self.open.items() if uid not in gone}
+            self.source.abort(gone)
 
-    def due(self, step: Chunk) -> Chunk:
-        """`step` without what is over."""
-        if not self.over:
-            return step
-        keep = [row for row, uid in enumerate(step.uids) if uid not in self.over]
-        return step.part(keep, {u: status for u, status in step.finished.items() if u not in self.over})
-
-
-class InlineSource:
-    """Steps computed when they are asked for."""
-
-    def __init__(self, steps: Iterator[Chunk]) -> None:
-        self._steps = steps
-        self.done = False
-
-    def take(self) -> Event:
-        """The next event."""
-        try:
-            return next(self._steps)
-        except StopIteration:
-            self.done = True
-            return Ended()
-        except Exception as error:
-            self.stop()
-            return Failed(error)
-
-    def busy_since(self) -> float | None:
-        """Never: a step in progress holds the caller."""
-        return None
-
-    def stop(self) -> None:
-        """Close the engine's iterator."""
-        self.done = True
-        _close(self._steps)
+    def due(self, chunk: Chunk, number: int) -> Chunk:
+        """`chunk`, said when submission `number` was known, without what is over."""
+        if not self.left:
+            return chunk
+        told = {*chunk.uids, *chunk.finished}
+        late = {uid for uid in told if self.open.get(uid, number + 1) > number}
+        return chunk.without(late) if late else chunk
 
 
 class Gate:
@@ -147,13 +157,14 @@ class Gate:
             source.stepping.release()
 
 
-class ThreadSource:
-    """Steps computed in a thread of their own and put, with `key`, into a shared inbox."""
+class ThreadSource(Source):
+    """One engine at work in a thread of its own; every event is put, with `key`, into a shared inbox."""
 
     def __init__(
-        self, steps: Iterator[Chunk], inbox: queue.SimpleQueue[tuple[object, Event]], gate: Gate
+        self, engine: RolloutEngine, inbox: queue.SimpleQueue[tuple[object, Event]], gate: Gate
     ) -> None:
-        self._steps, self._inbox, self._gate = steps, inbox, gate
+        super().__init__(engine)
+        self._inbox, self._gate = inbox, gate
         self._stop = threading.Event()
         self._permits = threading.Semaphore(AHEAD)
         self._began: float | None = None
@@ -168,11 +179,6 @@ class ThreadSource:
         self._gate.watch(self)
         self._thread.start()
 
-    @property
-    def done(self) -> bool:
-        """Whether the engine is free again."""
-        return not self._thread.is_alive()
-
     def busy_since(self) -> float | None:
         """Monotonic time at which the step in progress began."""
         return self._began
@@ -182,10 +188,11 @@ class ThreadSource:
         self._permits.release()
 
     def stop(self) -> None:
-        """Ask the thread to end after the step in progress, and let the engine's iterator go."""
+        """Ask the thread to end after the step in progress, and to let the engine go."""
         self._stop.set()
 
     def _run(self) -> None:
+        event = None
         while not self._stop.is_set():
             if not self._permits.acquire(timeout=POLL):
                 continue
@@ -193,33 +200,28 @@ class ThreadSource:
             if event is None:
                 self._permits.release()
                 self._gate.opened.wait(POLL)
-                continue
-            if not isinstance(event, Chunk):
-                if self._stop.is_set():
-                    event = (
-                        None  # it was paused or left in the middle of a step: that is no failure of its own
-                    )
+            elif isinstance(event.said, Exception):
                 break
-            self._inbox.put((self.key, event))
-        else:
-            event = None
-        # Closed first: whoever hears of the end may give the engine its next requests at once.
-        _close(self._steps)
-        if event is not None:
+            else:
+                self._inbox.put((self.key, event))
+        stopped = self._stop.is_set()
+        super().stop()
+        # Whoever hears of the failure may give the engine its next requests at once. One that was paused or
+        # left in the middle of a step has not failed.
+        if event is not None and isinstance(event.said, Exception) and not stopped:
             self._inbox.put((self.key, event))
 
     def _step(self) -> Event | None:
-        """The next event; `None` while the gate is closed."""
+        """What comes next; `None` while the gate is closed or there is nothing to do."""
         with self.stepping:
             if not self._gate.opened.is_set():
                 return None
+            if not (self._open or self._orders):
+                time.sleep(IDLE)
+                return None
             self._began = time.monotonic()
             try:
-                return next(self._steps)
-            except StopIteration:
-                return Ended()
-            except Exception as error:
-                return Failed(error)
+                return self.take()
             finally:
                 self._began = None
 
@@ -228,12 +230,6 @@ def words(error: BaseException) -> str:
     """Why something failed, for people."""
     text = str(error).rstrip(".")
     return text if isinstance(error, OpdError | TimeoutError) else f"{type(error).__name__}: {text}"
-
-
-def _close(steps: Iterator[Chunk]) -> None:
-    close = getattr(steps, "close", None)
-    if close is not None:
-        close()
 
 
 ENGINES = Retry(attempts=3, pause=0.2, longest=30.0)
@@ -253,11 +249,16 @@ class RetryPolicy:
     silence_limit: float = 600.0
     """When every engine is in a step that does not end: time until the requests are given up."""
     deadline: float | None = None
-    """Time a request may take, from the call of `generate`. It ends long responses more often than short
+    """Time a request may take, from when it was submitted. It ends long responses more often than short
     ones: a safety net, not a way to save time."""
     exhausted: Literal["raise", "fail"] = "raise"
     """When nothing is left to try: raise and leave the request open in the log, so that a restart goes on
     with it, or close it as failed with the reason and go on with the others."""
+    revive: Callable[[int], RolloutEngine] | None = None
+    """A new engine with the current weights in place of engine `i`, which failed."""
+
+
+DEFAULT_POLICY = RetryPolicy()
 
 
 @dataclass(slots=True)
@@ -318,15 +319,10 @@ class Returning(Protocol):
 
 class EnginePool:
     """Engines by index, with the health of each. A single engine without a time-out runs in the caller's
-    thread; otherwise each call has its own.
+    thread; otherwise each has its own while it is at work.
     """
 
-    def __init__(
-        self,
-        engines: Sequence[RolloutEngine],
-        policy: RetryPolicy,
-        revive: Callable[[int], RolloutEngine] | None,
-    ) -> None:
+    def __init__(self, engines: Sequence[RolloutEngine], policy: RetryPolicy = DEFAULT_POLICY) -> None:
         """Raises `RolloutError` if there is no engine, or if they hold different policy versions."""
         versions = {engine.policy_version for engine in engines}
         if len(versions) != 1:
@@ -341,7 +337,6 @@ class EnginePool:
         self.paused = False
         self.threaded = len(self.engines) > 1 or policy.step_timeout is not None
         self.gate = Gate()
-        self._revive = revive
         self._occupied: dict[int, Source] = {}
 
     def occupy(self, index: int, source: Source) -> None:
@@ -367,8 +362,8 @@ class EnginePool:
         """Engine `index`, rebuilt first if it failed and can be rebuilt. Raises `RolloutError` if what was
         rebuilt holds another policy version.
         """
-        if self._revive is not None and self._replaceable(index):
-            self.engines[index] = self._revive(index)
+        if self.policy.revive is not None and self._replaceable(index):
+            self.engines[index] = self.policy.revive(index)
             self.health[index].stale = False
         held = self.engines[index].policy_version
         if held != self.version:
@@ -388,7 +383,7 @@ class EnginePool:
 
     def has_other(self, index: int) -> bool:
         """Whether there is an engine beside `index`, or a new one in its place, that may yet serve."""
-        return self._revive is not None or any(i != index for i in self._alive())
+        return self.policy.revive is not None or any(i != index for i in self._alive())
 
     def pause(self) -> None:
         """Stop sampling everywhere, between two chunks."""
@@ -440,10 +435,12 @@ class EnginePool:
     def _replaceable(self, index: int) -> bool:
         """Whether a new engine takes its place: then a step in which it hangs is not waited for."""
         health = self.health[index]
-        return self._revive is not None and (health.in_a_row > 0 or health.stale)
+        return self.policy.revive is not None and (health.in_a_row > 0 or health.stale)
 
     def _alive(self) -> list[int]:
-        return [i for i, health in enumerate(self.health) if not health.stale or self._revive is not None]
+        return [
+            i for i, health in enumerate(self.health) if not health.stale or self.policy.revive is not None
+        ]
 
 
 def _recovering(engine: RolloutEngine) -> bool:

@@ -1,35 +1,304 @@
-"""A rollout engine that outlives its engines: every token is in the log before anyone sees it."""
+"""A rollout engine that outlives its engines: every token is in the log before anyone sees it.
+
+Requests go to engines, and come back until each has ended.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import logging
+import math
+import queue
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from opd.errors import OpdError, RolloutError
 from opd.protocols import RolloutEngine, TokenLog
-from opd.rollout.dispatch import Dispatch
-from opd.rollout.engine_pool import EngineHealth, EnginePool, RetryPolicy
-from opd.rollout.ledger import Keeping, Ledger, StopStrings
+from opd.rollout.engine_pool import (
+    DEFAULT_POLICY,
+    Call,
+    EngineHealth,
+    EnginePool,
+    Event,
+    RetryPolicy,
+    Source,
+    ThreadSource,
+    words,
+)
+from opd.rollout.ledger import ENDS, NOTHING_LEFT, Ledger, Recovery, StopStrings
 from opd.rollout.preemption import WRITE_SPEED, KVStore, Preemption, Suspendable
-from opd.types import Chunk, RolloutRequest
+from opd.rollout.streams import Streaming
+from opd.types import Chunk, RolloutRequest, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULT_POLICY = RetryPolicy()
+_log = logging.getLogger(__name__)
+
 ENGINE_COUNTS = {"prefilled_tokens": "prefilled_tokens", "kv_restored_tokens": "restored_tokens"}
 """Counter -> attribute of an engine that grows with it."""
 
 
-class FaultTolerantRollout:
+LOOK = 0.1
+"""Seconds between two looks at time-outs, deadlines and preemption while no step arrives."""
+
+
+class Dispatch:
+    """Requests that are open, and the engines they are at."""
+
+    def __init__(self, pool: EnginePool, ledger: Ledger, counters: Counter[str]) -> None:
+        self._pool, self._ledger, self._counters = pool, ledger, counters
+        self._inbox: queue.SimpleQueue[tuple[object, Event]] = queue.SimpleQueue()
+        self._calls: dict[int, Call] = {}
+        self._pending: deque[str] = deque()
+        self._limit = math.inf
+        """Most requests at an engine at once; halved while engines fail without giving a token."""
+        self._fruitless = 0
+        """Failures in a row without a token."""
+        self._strikes: Counter[str] = Counter()
+        self._lengths: dict[str, int] = {}
+        self._began: dict[str, float] = {}
+        self._served = time.monotonic()
+        """When an engine was last free, resting or at work."""
+
+    def add(self, uids: Sequence[str]) -> None:
+        """Serve these, which the ledger knows, behind those that wait."""
+        now = time.monotonic()
+        if not self._began:
+            self._served, self._limit, self._fruitless = now, math.inf, 0
+        self._pending += uids
+        self._began |= dict.fromkeys(uids, now)
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Let these go. They stay open in the log."""
+        self._ledger.forget(uids)
+        self._forget(uids)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there may be more chunks."""
+        return bool(self._began) or self._ledger.waiting
+
+    def step(self) -> Chunk | None:
+        """The next chunk, if one has come.
+
+        Raises `RolloutError` when nothing is left to try, or for a request that cannot be served, and
+        `StorageError` if the log cannot be written. Nothing is open any more then.
+        """
+        if (chunk := self._ledger.take()) is not None:
+            return chunk
+        try:
+            if self._pending:
+                self._assign()
+            self._listen()
+        except BaseException:
+            self.abort(list(self._began))
+            raise
+        return self._ledger.take()
+
+    def _forget(self, uids: Collection[str]) -> None:
+        """These have ended, or are let go."""
+        gone = set(uids)
+        for uid in gone:
+            for known in (self._began, self._lengths, self._strikes):
+                known.pop(uid, None)
+        self._pending = deque(uid for uid in self._pending if uid not in gone)
+        for call in list(self._calls.values()):
+            call.leave(gone)
+            if not call.open:
+                self._let_go(call)
+
+    def _assign(self) -> None:
+        """Give waiting requests to engines: to those that are free, and to those at work as far as that makes
+        them equal, unless a bad request is looked for.
+        """
+        loads: dict[int, int] = {}
+        for index in self._pool.ready():
+            call = self._calls.get(index)
+            if call is None or (self._limit == math.inf and not self._pool.health[index].stale):
+                loads[index] = len(call.open) if call is not None else 0
+        share = math.ceil((len(self._pending) + sum(loads.values())) / max(1, len(loads)))
+        for index, load in loads.items():
+            room = int(min(self._limit, share)) - load
+            if batch := [self._pending.popleft() for _ in range(min(room, len(self._pending)))]:
+                self._ask(index, batch)
+        if not self._calls:
+            self._wait()
+
+    def _wait(self) -> None:
+        """No engine can serve now."""
+        seconds, now, limit = self._pool.next_return(), time.monotonic(), self._pool.policy.silence_limit
+        if seconds is None:
+            error: Exception = RolloutError("no engine holds the current weights; restart with --resume.")
+        elif seconds == 0 and now - self._served > limit:
+            error = TimeoutError(f"no engine has answered for {limit:g} s")
+        else:
+            self._served = now if seconds else self._served
+            self._check_deadline()
+            time.sleep(min(max(seconds, 0.001), LOOK))
+            return
+        self._give_up(list(self._pending), error)
+
+    def _ask(self, index: int, uids: list[str]) -> None:
+        """Ask engine `index` for `uids`."""
+        requests = [self._ledger.ask(uid) for uid in uids]
+        for request in requests:
+            length = len(request.prefix_ids)
+            if length > self._lengths.get(request.uid, -1):
+                self._lengths[request.uid] = length
+                self._strikes.pop(request.uid, None)
+        self._served = time.monotonic()
+        if (call := self._calls.get(index)) is None:
+            try:
+                engine = self._pool.take(index)
+            except Exception as error:
+                self._failed(Call(index, Source(self._pool.engines[index]), dict.fromkeys(uids, 0)), error)
+                return
+            if self._pool.threaded:
+                source = ThreadSource(engine, self._inbox, self._pool.gate)
+                call = Call(index, source)
+                source.start(call)
+            else:
+                call = Call(index, Source(engine))
+            self._calls[index] = call
+        call.ask(requests)
+
+    def _listen(self) -> None:
+        """Handle what engines say next."""
+        if not self._calls:
+            return
+        if not self._pool.threaded:
+            self._check_deadline()
+            for call in list(self._calls.values()):
+                self._handle(call, call.source.take())
+            return
+        over = [call for call in self._calls.values() if call.source.done]
+        try:
+            key, event = self._inbox.get(timeout=LOOK)
+        except queue.Empty:
+            for call in over:
+                self._failed(call, TimeoutError("it was in a step that a pause could not wait for"))
+            self._check_time_outs()
+        else:
+            assert isinstance(key, Call)
+            assert isinstance(key.source, ThreadSource)
+            key.source.taken()
+            if self._calls.get(key.engine) is key:
+                self._handle(key, event)
+        self._check_deadline()
+
+    def _handle(self, call: Call, event: Event) -> None:
+        if isinstance(event.said, Chunk):
+            self._take(call, call.due(event.said, event.number))
+        elif event.said is not None and event.refused:
+            raise event.said  # the engine works and says that nobody could serve the request
+        elif event.said is not None:
+            self._failed(call, event.said)
+        elif call.open and event.number == call.submissions:
+            self._failed(call, RuntimeError(f"the engine ended without finishing {min(call.open)}"))
+
+    def _take(self, call: Call, chunk: Chunk) -> None:
+        """A chunk of an engine."""
+        call.tokens += len(chunk.uids)
+        self._pool.health[call.engine].heard(time.monotonic(), len(chunk.uids))
+        if chunk.uids:
+            self._fruitless = 0
+        chunk, early = self._ledger.stopped(chunk)
+        ends = {uid: status for uid, status in chunk.finished.items() if status in ENDS}
+        stopped = [uid for uid in chunk.finished if uid not in ends]
+        self._ledger.accept(chunk if not stopped else replace(chunk, finished=ends))
+        if not chunk.finished:
+            return
+        for uid in chunk.finished.keys() - early:
+            call.open.pop(uid, None)
+        self._forget(ends)
+        self._return(stopped)
+        if not call.open:
+            self._limit = 2 * self._limit if 2 * self._limit < len(self._began) else math.inf
+            self._let_go(call)
+
+    def _return(self, uids: list[str]) -> None:
+        """Requests that an engine stopped before their end go to the end of the queue."""
+        self._counters["interrupted_requests"] += len(uids)
+        for uid in uids:
+            self._strikes[uid] += 1
+            if self._strikes[uid] > self._pool.policy.retry.attempts:
+                error = RolloutError(f"engines stopped it {self._strikes[uid]} times without a new token")
+                self._give_up([uid], error)
+            else:
+                self._pending.append(uid)
+
+    def _failed(self, call: Call, error: BaseException) -> None:
+        """An engine raised, was too slow, or ended too early: its requests go on elsewhere."""
+        self._counters["engine_failures"] += 1
+        self._pool.failed(call.engine, error)
+        self._let_go(call)
+        uids = list(call.open)
+        self._counters["interrupted_requests"] += len(uids)
+        if isinstance(error, RolloutError) and not self._pool.has_other(call.engine):
+            self._give_up([*uids, *self._pending], error)
+            return
+        self._pending.extendleft(reversed(uids))
+        if call.tokens:
+            return
+        self._fruitless += 1
+        self._limit = max(1, len(uids) // 2)
+        if len(uids) == 1:
+            self._strikes[uids[0]] += 1
+            if self._strikes[uids[0]] >= self._pool.policy.retry.attempts:
+                self._fruitless, self._limit = 0, math.inf
+                self._give_up(uids, error)
+                return
+        # Enough to find one bad request among all.
+        if self._fruitless > math.ceil(math.log2(len(self._began))) + self._pool.policy.retry.attempts:
+            self._give_up(list(self._began), error)
+
+    def _give_up(self, uids: list[str], error: BaseException) -> None:
+        """Nothing is left to try for `uids`: raise, or close them as failed."""
+        if self._pool.policy.exhausted == "raise":
+            if isinstance(error, OpdError):
+                raise error
+            raise RolloutError(
+                f"request {uids[0]!r} and {len(uids) - 1} more cannot be finished: {words(error)}; what was"
+                " written is kept, so mend the engine and restart with --resume."
+            ) from error
+        for uid in uids:
+            self._ledger.close(uid, Status.FAILED, words(error))
+        self._forget(uids)
+
+    def _check_time_outs(self) -> None:
+        limit = self._pool.policy.step_timeout
+        if limit is None:
+            return
+        for call in list(self._calls.values()):
+            since = call.source.busy_since()
+            if since is not None and time.monotonic() - since > limit:
+                self._counters["engine_timeouts"] += 1
+                self._failed(call, TimeoutError(f"no tokens in {limit:g} s"))
+
+    def _check_deadline(self) -> None:
+        limit, now = self._pool.policy.deadline, time.monotonic()
+        if limit is not None and (late := [uid for uid, at in self._began.items() if now - at > limit]):
+            self._counters["deadlines"] += len(late)
+            self._give_up(late, TimeoutError(f"not finished within the deadline of {limit:g} s"))
+
+    def _let_go(self, call: Call) -> None:
+        """Stop reading from an engine; it serves again once its step in progress is over."""
+        if self._calls.get(call.engine) is call:
+            del self._calls[call.engine]
+            call.source.stop()
+            self._pool.occupy(call.engine, call.source)
+
+
+class FaultTolerantRollout(Streaming):
     """Implements `opd.protocols.RolloutEngine` over other engines and a token log.
 
     Whatever interrupts a request (its engine raises, hangs, aborts it, is preempted, or this process dies and
     another opens the same log), it continues on a live engine after the tokens that are logged: these are
-    never sampled again, and each keeps the policy version it was sampled with. `generate` tells what the log
-    held first, as chunks like any other, so that its caller sees every response whole.
+    never sampled again, and each keeps the policy version it was sampled with. What the log held is told
+    first, as chunks like any other, so that the caller sees every response whole.
 
     Because nothing is thrown away, an interruption does not favour short responses. With the noise a function
     of (seed, uid, position), a resumed response is moreover the one that would have been written undisturbed.
@@ -40,37 +309,28 @@ class FaultTolerantRollout:
 
     def __init__(
         self,
-        engines: Sequence[RolloutEngine],
+        engines: EnginePool | Sequence[RolloutEngine],
         log: TokenLog | None = None,
         *,
         policy: RetryPolicy = DEFAULT_POLICY,
-        describe: Callable[[RolloutRequest], Mapping[str, Any]] = lambda request: {},
         stops: StopStrings | None = None,
         preemption: Preemption | None = None,
-        kv: KVStore | None = None,
-        revive: Callable[[int], RolloutEngine] | None = None,
-        note: Callable[[str], None] = lambda text: None,
-        accept_newer: bool = False,
-        owner: str | None = None,
+        recovery: Recovery = NOTHING_LEFT,
     ) -> None:
-        """`describe`: metadata to log with a request. `stops`: strings that end a response beside its
-        stop ids. `kv`: where keys and values go when the rollout is preempted; without it they are
-        rebuilt by prefill. `revive(i)`: a new engine with the current weights in place of engine `i`, which
-        failed. `note`: one line for the person who watches. `accept_newer`: take tokens from the log that
-        later weights wrote than the engine holds: asynchronous rollouts leave such when a run goes back to
-        its last checkpoint. `owner`: whose requests they are; what another has logged is refused.
+        """`engines`: or a pool, which has a policy of its own. `stops`: strings that end a response
+        beside its stop ids.
 
         Raises `RolloutError` if there is no engine, or if they hold different policy versions.
         """
-        self.counters: Counter[str] = Counter()
+        self._pool = engines if isinstance(engines, EnginePool) else EnginePool(engines, policy)
+        self._ledger = Ledger(log, stops, recovery)
+        self.counters = self._ledger.counters
         """Since the last `take_counters`; `requests` = `completed` + `truncated` + `failed` + `aborted` once
-        calls have run to their end."""
-        self.failures: dict[str, str] = {}
-        """Why requests of the newest call failed."""
-        self._pool = EnginePool(engines, policy, revive)
-        self._keeping = Keeping(log, describe, stops, self.counters, self.failures, accept_newer, owner)
-        self._preemption, self._kv, self._note = preemption, kv, note
-        self._active: weakref.ref[Dispatch] | None = None
+        all have ended."""
+        self.failures = self._ledger.failures
+        """Why requests failed, of those that were open together last."""
+        self._dispatch = Dispatch(self._pool, self._ledger, self.counters)
+        self._preemption, self._kv = preemption, recovery.kv
         self._counted = self._count_engines()
 
     @property
@@ -88,29 +348,45 @@ class FaultTolerantRollout:
         """What each engine has done so far, by index."""
         return list(self._pool.health)
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        """Every token of `requests` from response position `len(prefix_ids)` on: first what the log holds,
-        then what the engines write, each step in the log before it is yielded.
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Begin `requests`, or go on with what the log holds of them: every token from response position
+        `len(prefix_ids)` on is told, first those of the log.
 
-        The iterator raises `RolloutError` for a request that no engine can serve, while the rollout is paused
-        (nothing is lost by that), and when the policy has nothing left to try; `PreemptedError` when the run
-        is to stop; `StorageError` if the log cannot be written. Raises `RolloutError` at once for requests
-        the log knows otherwise, or if an earlier call is still in flight.
+        Raises `RolloutError` for requests that the log knows otherwise, and `StorageError` if it cannot be
+        written. A request that no engine can serve is found out by `step`.
         """
-        earlier = self._active() if self._active is not None else None
-        if earlier is not None and earlier.is_open:
-            raise RolloutError(
-                "an earlier generate call is still in flight; exhaust or close its iterator before"
-                " starting another."
-            )
-        self.failures.clear()
-        ledger = Ledger(requests, self._keeping, self._pool.version)
-        if ledger.recovered:
+        if not self._dispatch.busy:
+            self._counted = self._count_engines()  # others may have used the engines in the meantime
+        unfinished, recovered = self._ledger.add(requests, self._pool.version)
+        if recovered:
             self._restore()
-        self._counted = self._count_engines()  # others may have used the engines in the meantime
-        dispatch = Dispatch(self._pool, ledger, self.counters, self._between_steps, self._count_call)
-        self._active = weakref.ref(dispatch)
-        return dispatch
+        self._dispatch.add(unfinished)
+
+    def step(self) -> Chunk | None:
+        """The next chunk, in the log before it is returned; `None` if no request is open.
+
+        Raises `RolloutError` for a request that no engine can serve, while the rollout is paused (nothing is
+        lost by that), and when the policy has nothing left to try; `PreemptedError` when the run is to stop;
+        `StorageError` if the log cannot be written.
+        """
+        while self._dispatch.busy:
+            self._between_steps()
+            if self._pool.paused:
+                raise RolloutError("the engine is paused; call resume() before the next chunk.")
+            try:
+                chunk = self._dispatch.step()
+            finally:
+                if not self._dispatch.busy:
+                    self._count_work()
+            if chunk is not None:
+                return chunk
+        return None
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Let these go; they stay open in the log."""
+        if self._dispatch.busy:
+            self._dispatch.abort(uids)
+            self._count_work()
 
     def pause(self) -> None:
         """Stop sampling between two chunks; requests in flight stay where they are."""
@@ -152,6 +428,8 @@ class FaultTolerantRollout:
         """The counters since they were last taken, for the metrics. `prefilled_tokens` were computed, and
         `kv_restored_tokens` taken from kept keys and values instead, by engines that say so.
         """
+        if self._dispatch.busy:
+            self._count_work()
         counters = {name: float(value) for name, value in self.counters.items()}
         self.counters.clear()
         return counters
@@ -163,10 +441,10 @@ class FaultTolerantRollout:
             for name, attribute in ENGINE_COUNTS.items()
         }
 
-    def _count_call(self) -> None:
-        """Add what engines did in the call that is over."""
-        counts = self._count_engines()
-        grown = {name: count - self._counted[name] for name, count in counts.items()}
+    def _count_work(self) -> None:
+        """Add what engines did since they were last counted."""
+        before, self._counted = self._counted, self._count_engines()
+        grown = {name: count - before[name] for name, count in self._counted.items()}
         self.counters.update({name: count for name, count in grown.items() if count > 0})
 
     def _between_steps(self) -> None:
@@ -174,11 +452,11 @@ class FaultTolerantRollout:
         if asked is None or not asked.pending:
             return
         self.suspend()
-        self._note("made room: keys and values released")
+        _log.info("made room: keys and values released")
         asked.wait()
         asked.check()
         self.wake()
-        self._note("goes on")
+        _log.info("goes on")
 
     def _suspendable(self) -> dict[int, Suspendable]:
         return {i: engine for i, engine in enumerate(self._pool.engines) if isinstance(engine, Suspendable)}
@@ -202,7 +480,7 @@ class FaultTolerantRollout:
         """Give kept keys and values back to their engines; whoever finds none prefills."""
         tensors = self._kv.load() if self._kv is not None else None
         if self._kv is None or not tensors:
-            self._note("keys and values are computed again from the tokens")
+            _log.info("keys and values are computed again from the tokens")
             return
         for index, engine in self._suspendable().items():
             start = f"{index}."
@@ -212,8 +490,8 @@ class FaultTolerantRollout:
             try:
                 count = engine.restore(own)
             except OpdError as error:
-                self._note(f"engine {index} prefills: {error}")
+                _log.info("engine %d prefills: %s", index, error)
                 continue
             self.counters["kv_restored_sequences"] += count
-            self._note(f"engine {index} restored keys and values of {count} sequences")
+            _log.info("engine %d restored keys and values of %d sequences", index, count)
         self._kv.clear()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from opd.errors import RolloutError
+from opd.foreign import read_document
 
 SPARE = 16
 
@@ -96,9 +97,16 @@ class KVCache:
 
     def ensure(self, tokens: int, limit: int, used: int) -> None:
         """Make room for `tokens` tokens per slot, with some to spare up to `limit`; `used` slots are kept."""
-        if tokens <= self.capacity:
-            return
-        self.capacity = max(tokens, min(tokens + spare(tokens), limit))
+        if tokens > self.capacity:
+            self._lay_out(self.slots, max(tokens, min(tokens + spare(tokens), limit)), used)
+
+    def widen(self, slots: int, used: int) -> None:
+        """Make room for `slots` requests; `used` slots are kept."""
+        if slots > self.slots:
+            self._lay_out(slots, self.capacity, used)
+
+    def _lay_out(self, slots: int, capacity: int, used: int) -> None:
+        self.slots, self.capacity = slots, capacity
         for index, old in self._layers.items():
             # Old and new layout share memory, hence the copies.
             kept = [x[:used].clone() for x in (old.keys, old.values)]
@@ -205,7 +213,7 @@ def unpack(tensors: Mapping[str, Tensor]) -> tuple[dict[bytes, PromptKV], Origin
     Raises `RolloutError` if `tensors` are not what `pack` made.
     """
     try:
-        origin = Origin(**json.loads(bytes(tensors["origin"].numpy())))
+        origin = Origin(**read_document(bytes(tensors["origin"].numpy()), 1 << 16))
         tokens, lengths = tensors["tokens"].numpy(), tensors["lengths"].tolist()
         layers = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("layer.")})
         pairs = {

@@ -1,10 +1,10 @@
-"""The requests of one call: every token into the log, then into the transcript, then to the caller.
+"""The requests that are open: every token into the log, then into the transcript, then to the caller.
 
 What the log already holds of a request is checked, told again in chunks, and continued.
 
 Strings that end a response, found in its text however it was cut into tokens, and across interruptions.
 
-What every request of a call has been given so far, put together from chunks without per-token work.
+What every request has been given so far, put together from chunks without per-token work.
 
 Shapes: `B` tokens of a step, `R` response tokens of a request.
 """
@@ -12,7 +12,7 @@ Shapes: `B` tokens of a step, `R` response tokens of a request.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 
 from opd.errors import RolloutError
 from opd.protocols import TokenLog
+from opd.rollout.preemption import KVStore
 from opd.types import Chunk, LoggedRequest, RolloutRequest, Status, no_ids
 
 
@@ -47,7 +48,7 @@ class StopStrings:
 
 
 class StopWatch:
-    """The newest tokens of every request's turn. One call's."""
+    """The newest tokens of every request that is open."""
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
@@ -64,6 +65,11 @@ class StopWatch:
         tail.append(token)
         del tail[: -self._stops.window]
         return self._stops.found(tail)
+
+    def end(self, uids: Iterable[str]) -> None:
+        """These get no more tokens."""
+        for uid in uids:
+            self._tails.pop(uid, None)
 
 
 FOLD_AT = 1 << 16
@@ -127,36 +133,30 @@ class Tokens:
 class _Growing:
     """One request's tokens in buffers that double: appending `R` tokens one by one copies less than `2 R`."""
 
-    __slots__ = ("_held", "gone", "length", "moved")
+    __slots__ = ("_held", "length")
 
     def __init__(self, tokens: Tokens) -> None:
         self._held = tokens
         self.length = len(tokens)
-        self.moved = 0
-        """Tokens copied because the buffers were full."""
-        self.gone = False
 
-    def append(self, new: Tokens) -> None:
-        """Take over `new`; what was given out before stays as it is."""
-        start, end = self.length, self.length + len(new)
+    def append(self, new: Tokens) -> int:
+        """Take over `new`; what was given out before stays as it is. Returns how many tokens were copied
+        because the buffers were full.
+        """
+        start, end, moved = self.length, self.length + len(new), 0
         self.length = end
-        if self.gone:
-            return
         if start == 0:
             self._held = new
-            return
+            return 0
         if end > len(self._held):
-            self.moved += start
+            moved = start
             held = Tokens(*(np.empty(max(end, 2 * start), c.dtype) for c in self._held.columns))
             for wide, old in zip(held.columns, self._held.columns, strict=True):
                 wide[:start] = old[:start]
             self._held = held
         for wide, fresh in zip(self._held.columns, new.columns, strict=True):
             wide[start:end] = fresh
-
-    def drop(self) -> None:
-        """Let the tokens go; their number stays."""
-        self._held, self.gone = Tokens.empty(), True
+        return moved
 
     def tokens(self) -> Tokens:
         return self._held if len(self._held) == self.length else self._held.cut(slice(0, self.length))
@@ -167,17 +167,20 @@ class Transcript:
     once.
     """
 
-    def __init__(self, known: dict[str, Tokens]) -> None:
-        """`known`: every request there is, with the tokens it has already."""
-        self._requests = {uid: _Growing(tokens) for uid, tokens in known.items()}
+    def __init__(self, known: Mapping[str, Tokens] | None = None) -> None:
+        """`known`: requests, with the tokens they have already."""
+        self._requests: dict[str, _Growing] = {}
         self._steps: list[Chunk] = []
         self._waiting = 0
         self._ended: list[str] = []
-
-    @property
-    def moved(self) -> int:
+        self.moved = 0
         """Tokens copied so far because a buffer was full."""
-        return sum(request.moved for request in self._requests.values())
+        self.begin(known or {})
+
+    def begin(self, known: Mapping[str, Tokens]) -> None:
+        """More requests, with the tokens they have already."""
+        self._fold()
+        self._requests |= {uid: _Growing(tokens) for uid, tokens in known.items()}
 
     def add(self, step: Chunk) -> None:
         """Take one chunk. Raises `RolloutError` as `tokens` does, now or later."""
@@ -188,22 +191,15 @@ class Transcript:
             if self._waiting >= FOLD_AT:
                 self._fold()
 
-    def length(self, uid: str) -> int:
-        """Tokens of a request so far."""
-        self._fold()
-        return self._requests[uid].length
-
     def tokens(self, uid: str) -> Tokens:
         """All tokens of a request so far, in order; later ones do not change them. Raises `RolloutError` if a
-        position is missing or came twice, or `end` was told that nobody would ask.
+        position is missing or came twice, or a token is of a request that there is not.
         """
         self._fold()
-        if self._requests[uid].gone:
-            raise RolloutError(f"request {uid!r} has ended and its tokens were let go; ask before.")
         return self._requests[uid].tokens()
 
     def end(self, uids: Iterable[str]) -> None:
-        """Nobody will ask for the tokens of `uids`: they go when the kept steps are sorted."""
+        """Nobody will ask for `uids`: they go when the kept steps are sorted."""
         self._ended += uids
 
     def _fold(self) -> None:
@@ -211,7 +207,7 @@ class Transcript:
         if self._steps:
             self._sort()
         for uid in self._ended:
-            self._requests[uid].drop()
+            self._requests.pop(uid, None)
         self._ended.clear()
 
     def _sort(self) -> None:
@@ -235,7 +231,7 @@ class Transcript:
         expected = np.arange(len(positions)) - (bounds[:-1] - first)[owner[order]]
         self._check_positions(names, owner[order], positions, expected)
         for uid, start, stop in zip(names, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            self._requests[uid].append(columns.cut(slice(start, stop)))
+            self.moved += self._requests[uid].append(columns.cut(slice(start, stop)))
 
     def _check_known(self, names: Iterable[str]) -> None:
         stranger = next((uid for uid in names if uid not in self._requests), None)
@@ -264,70 +260,99 @@ OWNER = "owner"
 """Metadata of a request that tells the logs of two runs apart."""
 
 
-@dataclass(slots=True)
-class Keeping:
-    """What outlives a call."""
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What an earlier process may have left, and what of it is taken up."""
 
-    log: TokenLog | None
-    describe: Callable[[RolloutRequest], Mapping[str, Any]]
-    stops: StopStrings | None
-    counters: Counter[str]
-    failures: dict[str, str]
-    accept_newer: bool = False
+    kv: KVStore | None = None
+    """Where keys and values go when the rollout is preempted; without it they are rebuilt by prefill."""
     owner: str | None = None
-    """Whose requests they are: those of another in the log are refused."""
+    """Whose requests these are: those of another in the log are refused."""
+    accept_newer: bool = False
+    """Take tokens from the log that later weights wrote than the engine holds: asynchronous rollouts leave
+    such when a run goes back to its last checkpoint."""
+
+
+NOTHING_LEFT = Recovery()
 
 
 class Ledger:
-    """State of all requests of one call; `take` gives the steps that are logged and wait for the caller."""
+    """State of all open requests; `take` gives the chunks that are logged and wait for the caller."""
 
-    def __init__(self, requests: Sequence[RolloutRequest], keeping: Keeping, version: int) -> None:
-        """Look the requests up in the log and open those it does not know. Raises `RolloutError` for a uid
-        given twice or a request that the log knows otherwise, and `StorageError` if the log cannot be
-        written.
+    def __init__(
+        self, log: TokenLog | None, stops: StopStrings | None = None, recovery: Recovery = NOTHING_LEFT
+    ) -> None:
+        self._log, self._recovery = log, recovery
+        self.counters: Counter[str] = Counter()
+        self.failures: dict[str, str] = {}
+        """Why requests failed, of those that were open together last."""
+        self.requests: dict[str, RolloutRequest] = {}
+        """Those that have not ended, in the caller's order."""
+        self._ready: deque[Chunk] = deque()
+        self._told: Iterator[Chunk] | None = None
+        """What the log held, made as it is taken: as objects, a long response's chunks are large."""
+        self.version = 0
+        """Policy version of the newest chunk."""
+        self.transcript = Transcript()
+        self._watch = StopWatch(stops) if stops is not None else None
+
+    def add(self, requests: Sequence[RolloutRequest], version: int) -> tuple[list[str], bool]:
+        """Look the requests up in the log and open those it does not know. Returns those that an engine is to
+        go on with, and whether the log held tokens of them that the caller has not seen.
+
+        Raises `RolloutError` for a uid given twice or a request that the log knows otherwise, and
+        `StorageError` if the log cannot be written.
         """
-        self.requests = {request.uid: request for request in requests}
-        if len(self.requests) != len(requests):
-            twice = next(uid for uid, n in Counter(r.uid for r in requests).items() if n > 1)
+        new = {request.uid: request for request in requests}
+        if len(new) != len(requests) or new.keys() & self.requests.keys():
+            twice = next(
+                uid for uid, n in Counter([*self.requests, *(r.uid for r in requests)]).items() if n > 1
+            )
             raise RolloutError(
                 f"request {twice!r} is given twice; the uid keys the sampling noise and the log, so give"
                 " every request its own."
             )
-        self._keeping = keeping
-        self.ended: dict[str, Status] = {}
-        self._ready: deque[Chunk] = deque()
-        self._told: Iterator[Chunk] = iter(())
-        """What the log held, made as it is taken: as objects, a long response's steps are large."""
-        self._telling = False
+        if not self.requests:
+            self.failures.clear()
         self.version = version
-        """Policy version of the newest step."""
-        known = {r.uid: Tokens.prefix(r, version) for r in requests}
-        self.resumed = [r.uid for r in requests if len(r.prefix_ids)]
-        self.recovered = False
-        """Whether the log held tokens that the caller has not seen."""
-        keeping.counters["requests"] += len(requests) - len(self.resumed)
-        if keeping.log is not None:
-            known |= self._read(keeping.log, requests, version)
-        self.transcript = Transcript(known)
-        self.transcript.end(self.ended)
-        self._watch = StopWatch(keeping.stops) if keeping.stops is not None else None
-        for uid in self.resumed:  # interrupted after a stop string, before its end was logged
+        known = {uid: Tokens.prefix(request, version) for uid, request in new.items()}
+        resumed, recovered = [uid for uid in new if len(known[uid])], False
+        counted = len(new) - len(resumed)
+        if self._log is not None:
+            resumed, recovered = self._read(self._log, new, known, version)
+        self.counters["requests"] += counted
+        self.requests |= new
+        self.transcript.begin(known)
+        for uid in resumed:  # interrupted after a stop string, before its end was logged
             if self._watch is not None and self._watch.begin(uid, known[uid].token_ids.tolist()):
                 self.close(uid, Status.COMPLETED)
-
-    def take(self) -> Chunk | None:
-        """The next step for the caller, if one waits: first what the log held."""
-        if self._telling:
-            step = next(self._told, None)
-            if step is not None:
-                return step
-            self._telling = False
-        return self._ready.popleft() if self._ready else None
+        # Those that go on come first: cached keys and values are restored from the first slot on.
+        order = dict.fromkeys([*resumed, *new])
+        return [uid for uid in order if uid in self.requests], recovered
 
     @property
-    def unfinished(self) -> list[str]:
-        """Requests that have not ended, in the caller's order."""
-        return [uid for uid in self.requests if uid not in self.ended]
+    def waiting(self) -> bool:
+        """Whether chunks may wait for the caller."""
+        return self._told is not None or bool(self._ready)
+
+    def take(self) -> Chunk | None:
+        """The next chunk for the caller, if one waits: first what the log held."""
+        if self._told is not None:
+            chunk = next(self._told, None)
+            if chunk is not None:
+                return chunk
+            self._told = None
+        return self._ready.popleft() if self._ready else None
+
+    def forget(self, uids: Collection[str]) -> None:
+        """The caller lets these go: they stay open in the log, and nothing more is said of them."""
+        gone = set(uids)
+        for uid in gone & self.requests.keys():
+            del self.requests[uid]
+        self._ended(gone)
+        self._ready = deque(chunk.without(gone) for chunk in self._ready)
+        if self._told is not None:
+            self._told = (chunk.without(gone) for chunk in self._told)
 
     def ask(self, uid: str) -> RolloutRequest:
         """What to ask an engine for: the request, to be continued after what was written."""
@@ -357,51 +382,63 @@ class Ledger:
         self.version = step.policy_version
         if not step.uids and not step.finished:
             return
-        if self._keeping.log is not None:
-            self._keeping.log.append(step)
+        if self._log is not None:
+            self._log.append(step)
         self.transcript.add(step)
-        self._keeping.counters["tokens"] += len(step.uids)
+        self.counters["tokens"] += len(step.uids)
         self._end(step.finished)
-        self.transcript.end(step.finished)
         self._ready.append(step)
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
         """End a request outside a chunk."""
-        if self._keeping.log is not None:
-            self._keeping.log.close(uid, status, reason)
+        if self._log is not None:
+            self._log.close(uid, status, reason)
         if reason is not None:
-            self._keeping.failures[uid] = reason
+            self.failures[uid] = reason
         self._end({uid: status})
-        self.transcript.end([uid])
         self._ready.append(_ending(self.version, {uid: status}))
 
     def _end(self, finished: Mapping[str, Status]) -> None:
-        self.ended.update(finished)
-        for status in finished.values():
-            self._keeping.counters[status.value] += 1
+        if not finished:
+            return
+        for uid, status in finished.items():
+            self.requests.pop(uid, None)
+            self.counters[status.value] += 1
+        self._ended(finished)
 
-    def _read(self, log: TokenLog, requests: Sequence[RolloutRequest], version: int) -> dict[str, Tokens]:
-        """Take over what the log holds, to be told first, and open the requests it does not know."""
-        keeping = self._keeping
-        newest = None if keeping.accept_newer else version
-        found, unknown = look_up(log, requests, newest, keeping.owner)
-        own = {} if keeping.owner is None else {OWNER: keeping.owner}
-        _open(log, [(plain(request), {**keeping.describe(request), **own}) for request in unknown])
-        known = {uid: Tokens.logged(logged) for uid, logged in found.items()}
-        skip = {uid: len(self.requests[uid].prefix_ids) for uid in found}
-        self._told, self._telling = replay(known, skip), True
+    def _ended(self, uids: Iterable[str]) -> None:
+        self.transcript.end(uids)
+        if self._watch is not None:
+            self._watch.end(uids)
+
+    def _read(
+        self, log: TokenLog, new: dict[str, RolloutRequest], known: dict[str, Tokens], version: int
+    ) -> tuple[list[str], bool]:
+        """Take over into `known` what the log holds, to be told first, open the requests it does not know,
+        and leave in `new` those that have not ended. Returns those that have tokens, and whether the caller
+        has not seen some of these.
+        """
+        owner, newest = self._recovery.owner, None if self._recovery.accept_newer else version
+        found, unknown = look_up(log, list(new.values()), newest, owner)
+        _open(log, [(plain(request), {} if owner is None else {OWNER: owner}) for request in unknown])
+        held = {uid: Tokens.logged(logged) for uid, logged in found.items()}
+        skip = {uid: len(new[uid].prefix_ids) for uid in found}
+        told = replay(held, skip)
+        self._told = told if self._told is None else chain(self._told, told)
+        known |= held
         ended = {uid: r.status for uid, r in found.items() if r.status is not Status.PENDING}
         if ended:
             self._ready.append(_ending(version, ended))
-            self._end(ended)
-        keeping.failures |= {uid: found[uid].failure or "" for uid in ended if found[uid].failure}
-        self.resumed = [uid for uid in found if uid not in ended and len(known[uid])]
-        told = {uid: len(tokens) - skip[uid] for uid, tokens in known.items()}
-        self.recovered = any(told[uid] for uid in self.resumed)
-        keeping.counters["replayed_requests"] += len(ended)
-        keeping.counters["resumed_requests"] += sum(told[uid] > 0 for uid in self.resumed)
-        keeping.counters["replayed_tokens"] += sum(told.values())
-        return known
+        for uid, status in ended.items():
+            del new[uid], known[uid]
+            self.counters[status.value] += 1
+        self.failures |= {uid: found[uid].failure or "" for uid in ended if found[uid].failure}
+        resumed = [uid for uid in found if uid not in ended and len(held[uid])]
+        fresh = {uid: len(tokens) - skip[uid] for uid, tokens in held.items()}
+        self.counters["replayed_requests"] += len(ended)
+        self.counters["resumed_requests"] += sum(fresh[uid] > 0 for uid in resumed)
+        self.counters["replayed_tokens"] += sum(fresh.values())
+        return resumed, any(fresh[uid] for uid in resumed)
 
 
 def _open(log: TokenLog, requests: list[tuple[RolloutRequest, Mapping[str, Any]]]) -> None:

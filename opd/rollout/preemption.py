@@ -116,6 +116,8 @@ class Preemption:
             signal.SIGUSR2: self.wake,
         }
         before = {s: signal.signal(s, lambda *_, do=do: do()) for s, do in answers.items()}
+        # Who started this process may have held them back; then they wait again for the next who listens.
+        held = signal.pthread_sigmask(signal.SIG_UNBLOCK, answers)
         over = threading.Event()
         if leave:
             threading.Thread(target=self._leave_in_time, args=(over,), daemon=True).start()
@@ -123,6 +125,7 @@ class Preemption:
             yield self
         finally:
             over.set()
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
             for number, handler in before.items():
                 signal.signal(number, handler)
 

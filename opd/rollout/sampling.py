@@ -93,6 +93,10 @@ class NoiseTable:
         self._keys[0, rows], self._keys[1, rows] = seeds, keys
         self._block[rows] = -1
 
+    def keys(self, count: int) -> np.ndarray:
+        """[2, count] uint64: seeds and keys of the first slots."""
+        return self._keys[:, :count]
+
     def move(self, source: np.ndarray, target: np.ndarray) -> None:
         """Move requests to other slots."""
         self._keys[:, target] = self._keys[:, source]

@@ -16,6 +16,7 @@ from opd.errors import OpdError, RolloutError
 from opd.foreign import decoding, shown
 from opd.rollout.batch import Limits, queue_requests
 from opd.rollout.sglang_workers import Workers
+from opd.rollout.streams import Streaming
 from opd.served.http_pool import PoolOptions, RefusedError, Server, Trouble, UnavailableError
 from opd.served.sglang_answers import most_bytes
 from opd.types import Chunk, RolloutRequest, Status
@@ -39,7 +40,7 @@ class Piece:
     finished: Status | None = None
 
 
-class Stream:
+class MessageReader:
     """Reads the messages of one request: cumulative or not, tokens in groups, several versions."""
 
     def __init__(
@@ -155,7 +156,7 @@ class ServedModel:
     """The student's Hugging Face configuration, to be compared with the workers'."""
 
 
-class SGLangEngine:
+class SGLangEngine(Streaming):
     """Implements `opd.protocols.RolloutEngine` on SGLang workers of one model.
 
     The responses to one prompt go to one worker, the first of them ahead, so that its prefix cache computes
@@ -175,9 +176,16 @@ class SGLangEngine:
         self._workers = Workers(options, push, version, model.config)
         self._limits = Limits(model.vocabulary, model.max_sequence)
         self._never = {str(token): NEVER for token in range(model.vocabulary, model.rows or 0)}
-        self._active: _Generation | None = None
+        self._arrived: queue.SimpleQueue[tuple[object, Piece] | BaseException] = queue.SimpleQueue()
+        """Pieces, each with the one of `_left` that it is of."""
+        self._left: dict[str, object] = {}
+        """What is in flight: a name of its own for each request, whose uid may come again."""
+        self._tasks: dict[object, asyncio.Task[None]] = {}
+        """Who reads, by that name. The event loop's."""
+        self._chunks: Iterator[Chunk] = iter(())
+        self._ended: dict[str, Status] = {}
         self.cached_tokens = 0
-        """Prompt tokens that workers had in their prefix cache, in all calls so far."""
+        """Prompt tokens that workers had in their prefix cache so far."""
 
     @property
     def policy_version(self) -> int:
@@ -189,20 +197,40 @@ class SGLangEngine:
         """Whether sampling is stopped."""
         return self._workers.paused
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        """Stream all `requests`; each step holds what has arrived, one token a request.
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Send `requests` to the workers. Raises `RolloutError`, and sends none, if one cannot be served."""
+        ended = queue_requests(requests, self._limits, {*self._left, *self._ended}).ended
+        self._ended |= ended
+        groups: dict[bytes, list[tuple[object, RolloutRequest]]] = {}
+        for request in requests:
+            if request.uid not in ended:
+                name = self._left[request.uid] = object()
+                prompt = np.asarray(request.prompt_ids, dtype=np.int32).tobytes()
+                groups.setdefault(prompt, []).append((name, request))
+        if groups:
+            self._workers.loop.start(self._stream_all(list(groups.values())))
 
-        Raises `RolloutError` for a request that cannot be served, before anything is sampled, and if an
-        earlier call is still in flight. The iterator raises it when no worker is left, or while paused.
+    def step(self) -> Chunk | None:
+        """What has arrived of one policy version, waiting for the first; `None` if nothing is in flight.
+
+        Raises `RolloutError` when no worker is left, which ends everything in flight, or while paused.
         """
-        if self._active is not None and self._active.open:
-            raise RolloutError(
-                "an earlier generate call is still in flight; exhaust or close its iterator before"
-                " starting another."
-            )
-        ended = queue_requests(requests, self._limits).ended
-        self._active = _Generation(self, self._workers, list(requests), ended)
-        return self._active
+        while (chunk := next(self._chunks, None)) is None:
+            if not self._ended and not self._left:
+                return None
+            pieces = [Piece(uid, 0, [], [], [], status) for uid, status in self._ended.items()]
+            self._ended.clear()
+            self._chunks = chunks_of(pieces or self._take(), self._workers.version)
+        return chunk
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Let these go: closing its stream ends a request on its worker."""
+        gone = set(uids)
+        self._chunks = iter([chunk.without(gone) for chunk in self._chunks])
+        names = {name for uid in gone if (name := self._left.pop(uid, None)) is not None}
+        self._ended = {uid: status for uid, status in self._ended.items() if uid not in gone}
+        if names:
+            self._workers.loop.start(self._cancel(names))
 
     def pause(self) -> None:
         """Stop sampling on every worker; requests in flight stay, without their cache."""
@@ -225,108 +253,63 @@ class SGLangEngine:
         """Continue sampling."""
         self._workers.resume()
 
-    def abort(self, uids: Collection[str]) -> None:
-        """Stop these requests of the call in flight; a step reports them as aborted."""
-        if self._active is not None:
-            self._active.abort(uids)
-
     def close(self) -> None:
-        """End the call in flight and the connections; the workers go on."""
-        if self._active is not None:
-            self._active.close()
+        """End what is in flight and the connections; the workers go on."""
+        self.abort(list(self._left))
         self._workers.close()
-
-
-class _Generation(Iterator[Chunk]):
-    """One call: a stream a request, read in the background, handed out as steps."""
-
-    def __init__(
-        self,
-        engine: SGLangEngine,
-        workers: Workers,
-        requests: list[RolloutRequest],
-        ended: dict[str, Status],
-    ) -> None:
-        self._engine, self._workers = engine, workers
-        self._arrived: queue.SimpleQueue[Piece | BaseException] = queue.SimpleQueue()
-        self._steps: Iterator[Chunk] = chunks_of(
-            [Piece(uid, 0, [], [], [], status) for uid, status in ended.items()], workers.version
-        )
-        waiting = [request for request in requests if request.uid not in ended]
-        self._left = {request.uid for request in waiting}
-        self._aborted: set[str] = set()
-        self.open = True
-        self._work = workers.loop.start(self._stream_all(waiting))
-
-    def __next__(self) -> Chunk:
-        while self.open:
-            step = next(self._steps, None)
-            if step is not None:
-                return step
-            if not self._left:
-                self.close()
-                break
-            self._steps = chunks_of(self._take(), self._workers.version)
-        raise StopIteration
-
-    def close(self) -> None:
-        """Let the workers go: closing its stream aborts a request there."""
-        self.open = False
-        self._work.cancel()
-
-    def abort(self, uids: Collection[str]) -> None:
-        """These end with what has arrived."""
-        for uid in set(uids) & self._left - self._aborted:
-            self._aborted.add(uid)
-            self._arrived.put(Piece(uid, 0, [], [], [], Status.ABORTED))
 
     def _take(self) -> list[Piece]:
         """What has arrived, waiting for the first."""
-        pieces, first = [], True
-        while first or not self._arrived.empty():
-            if first and self._workers.paused and self._arrived.empty():
+        pieces: list[Piece] = []
+        while not pieces or not self._arrived.empty():
+            if not pieces and self._workers.paused and self._arrived.empty():
                 raise RolloutError("the engine is paused; call resume() before the next chunk.")
             found = self._arrived.get()
-            first = False
             if isinstance(found, BaseException):
-                self.close()
+                self.abort(list(self._left))
                 raise found
-            if found.uid in self._left and (found.uid not in self._aborted or found.finished is not None):
-                pieces.append(found)
-                if found.finished is not None:
-                    self._left.discard(found.uid)
+            name, piece = found
+            if self._left.get(piece.uid) is name:
+                pieces.append(piece)
+                if piece.finished is not None:
+                    del self._left[piece.uid]
         return pieces
 
-    async def _stream_all(self, requests: list[RolloutRequest]) -> None:
-        groups: dict[bytes, list[RolloutRequest]] = {}
-        for request in requests:
-            groups.setdefault(np.asarray(request.prompt_ids, dtype=np.int32).tobytes(), []).append(request)
+    async def _cancel(self, names: set[object]) -> None:
+        for name in names:
+            if (task := self._tasks.pop(name, None)) is not None:
+                task.cancel()
+
+    async def _stream_all(self, groups: list[list[tuple[object, RolloutRequest]]]) -> None:
         servers = self._workers.pool.servers
-        homes = [servers[place % len(servers)] for place in range(len(groups))]
         try:
             async with asyncio.TaskGroup() as tasks:
-                for home, group in zip(homes, groups.values(), strict=True):
-                    tasks.create_task(self._stream_group(group, home))
+                for place, group in enumerate(groups):
+                    tasks.create_task(self._stream_group(group, servers[place % len(servers)]))
         except BaseExceptionGroup as errors:
             self._arrived.put(_first_error(errors))
 
-    async def _stream_group(self, group: list[RolloutRequest], home: Server) -> None:
+    async def _stream_group(self, group: list[tuple[object, RolloutRequest]], home: Server) -> None:
         cached = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._stream(group[0], home, cached))
-            if len(group) > 1:
-                await cached.wait()
-            for request in group[1:]:
-                tasks.create_task(self._stream(request, home, cached))
+            for place, (name, request) in enumerate(group):
+                if place == 1:
+                    await cached.wait()
+                if self._left.get(request.uid) is name:
+                    self._tasks[name] = tasks.create_task(self._stream(name, request, home, cached))
+                else:
+                    cached.set()
 
-    async def _stream(self, request: RolloutRequest, home: Server, cached: asyncio.Event) -> None:
+    async def _stream(
+        self, name: object, request: RolloutRequest, home: Server, cached: asyncio.Event
+    ) -> None:
         """One response to its end, on as many workers as it takes."""
         written = [int(token) for token in request.prefix_ids]
         trouble = Trouble()
         try:
             while True:
                 try:
-                    if await self._attempt(request, written, home, cached):
+                    if await self._attempt(name, request, written, home, cached):
                         return
                 except UnavailableError as failure:
                     self._workers.pool.bear(trouble, failure)
@@ -334,16 +317,17 @@ class _Generation(Iterator[Chunk]):
                     raise RolloutError(f"request {request.uid!r}: {refusal}; check the request.") from None
         finally:
             cached.set()
+            self._tasks.pop(name, None)
 
     async def _attempt(
-        self, request: RolloutRequest, written: list[int], home: Server, cached: asyncio.Event
+        self, name: object, request: RolloutRequest, written: list[int], home: Server, cached: asyncio.Event
     ) -> bool:
         """Stream after `written`, which grows; whether the response has ended."""
-        pool, body = self._workers.pool, request_body(request, written, self._engine._never)
+        pool, body = self._workers.pool, request_body(request, written, self._never)
         tokens = len(request.prompt_ids) + request.sampling.max_new_tokens
         due = self._workers.version
-        vocabulary, stops = self._limits_vocabulary, request.sampling.stop_ids
-        stream = Stream(request.uid, len(written), self._workers.versions, vocabulary, stops)
+        vocabulary, stops = self._limits.vocab_size, request.sampling.stop_ids
+        stream = MessageReader(request.uid, len(written), self._workers.versions, vocabulary, stops)
         most, lines = most_bytes(body), 1024 + 8 * request.sampling.max_new_tokens
         async with (
             pool.lease(tokens, [], home) as server,
@@ -353,24 +337,18 @@ class _Generation(Iterator[Chunk]):
                 piece = stream.read(line)
                 if piece is None:
                     continue
-                if request.uid in self._aborted:
-                    return True
                 if piece.finished is Status.ABORTED:
                     raise UnavailableError(f"{server.url} aborted {request.uid}", answered=True)
                 if min(piece.versions, default=due) < due:
                     # It was started again and nobody noticed: it is given the newest weights before more.
                     raise UnavailableError(f"{server.url} has lost version {due}", answered=True)
                 written += piece.token_ids
-                self._arrived.put(piece)
+                self._arrived.put((name, piece))
                 cached.set()
                 if piece.finished is not None:
-                    self._engine.cached_tokens += stream.cached_tokens
+                    self.cached_tokens += stream.cached_tokens
                     return True
         raise UnavailableError(f"{server.url} ended the stream of {request.uid} early", answered=False)
-
-    @property
-    def _limits_vocabulary(self) -> int:
-        return self._engine._limits.vocab_size
 
 
 def request_body(

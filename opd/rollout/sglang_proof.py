@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import DTYPES, raw_bytes
+from opd.storage.files import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,8 @@ def check_config(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -
     theirs = {key: info.get(key) for key in FORM}
     file = Path(str(info.get("model_path"))) / "config.json"
     if file.is_file():
-        theirs |= json.loads(file.read_bytes())
+        mend = "serve a model whose configuration can be read, or from a machine of its own."
+        theirs |= read_object(file, mend, RolloutError)
     for key in FORM:
         there, here = theirs.get(key), config.get(key)
         if there is not None and here is not None and there != here:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from opd.errors import RolloutError
 from opd.foreign import decoding
 from opd.models.causal_lm import raw_bytes, weights_digest
-from opd.rendezvous import gloo_device, host_store
+from opd.ranks import gloo_device, host_store
 from opd.rollout.sglang_proof import Proof, check_config, check_form
 from opd.rollout.weight_sync import WeightFolder, Weights, buckets
 from opd.served.http_pool import (

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,210 +14,18 @@ from torch import Tensor
 from opd.errors import RolloutError
 from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
-from opd.rollout.batch import Limits, RequestQueue, RunningBatch, queue_requests
+from opd.rollout.batch import Limits, RunningBatch, queue_requests
 from opd.rollout.forward import Runner
 from opd.rollout.kv_cache import Origin, PromptKV, pack, unpack
 from opd.rollout.sampling import SamplingPlan, sample
-from opd.types import Chunk, RolloutRequest, Status
+from opd.rollout.streams import Streaming
+from opd.types import Chunk, RolloutRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class EngineState(Protocol):
-    """What a generation asks of its engine."""
-
-    @property
-    def policy_version(self) -> int: ...
-
-    @property
-    def paused(self) -> bool: ...
-
-    chunk_seconds: float
-
-    @property
-    def cache_epoch(self) -> int:
-        """Changes whenever the cache was dropped."""
-        ...
-
-    @property
-    def head(self) -> Head: ...
-
-    @property
-    def saved(self) -> dict[bytes, PromptKV]:
-        """Keys and values from before a preemption, by the bytes of their int32 token ids."""
-        ...
-
-
-class Generation(Iterator[Chunk]):
-    """Iterator over the chunks of a call, each of one or more decode steps.
-
-    Requests in flight survive pause, flush and weight updates.
-
-    After a flush the keys and values of all running requests are rebuilt from their tokens.
-    """
-
-    def __init__(
-        self,
-        engine: EngineState,
-        runner: Runner,
-        queue: RequestQueue,
-        slots: int,
-        on_end: Callable[[Generation], None],
-    ) -> None:
-        self._engine, self._runner, self._queue, self._on_end = engine, runner, queue, on_end
-        slots = max(1, min(slots, len(queue)))
-        self._batch = RunningBatch(slots, queue.stops.shape[1], queue.longest)
-        runner.start(slots)
-        self._cached = 0
-        """The first slots, whose tokens but the newest are all in the cache."""
-        self._epoch = engine.cache_epoch
-        self._plan: SamplingPlan | None = None
-        self._aborting: set[str] = set()
-        self.restored_tokens = 0
-        """Tokens whose keys and values came from `EngineState.saved`."""
-        self._open = True
-
-    def __next__(self) -> Chunk:
-        """The next chunk. Raises `RolloutError` while the engine is paused; nothing is lost by that."""
-        if not self._open:
-            raise StopIteration
-        if self._engine.paused:
-            raise RolloutError("the engine is paused; call resume() before the next chunk.")
-        if self._aborting:
-            with torch.inference_mode():
-                self._drop_aborted()
-        if self._queue.ended:
-            return self._report_ended()
-        if self._batch.size == 0 and not self._queue:
-            self.close()
-            raise StopIteration
-        begin, steps = time.monotonic(), []
-        with torch.inference_mode():
-            while not steps or (
-                time.monotonic() - begin < self._engine.chunk_seconds and (self._batch.size or self._queue)
-            ):
-                steps.append(self._step())
-        return Chunk.join(steps)
-
-    def close(self) -> None:
-        """Drop the requests that are still in flight."""
-        if self._open:
-            self._open = False
-            self._on_end(self)
-
-    def abort(self, uids: Collection[str]) -> None:
-        """Stop these requests before the next decode step, which reports them as aborted."""
-        self._aborting.update(uids)
-
-    def held(self) -> Iterator[tuple[np.ndarray, PromptKV]]:
-        """Of every running request: its tokens but the newest, `[L]` int32, and their keys and values."""
-        if self._epoch != self._engine.cache_epoch:
-            return
-        for row in range(self._cached):
-            known = self._batch.known(row)[:-1].copy()
-            yield known, self._runner.cache.read(row, len(known))
-
-    def _drop_aborted(self) -> None:
-        """Free the slots and queue places of aborted requests; their end is reported like that of others."""
-        names, self._aborting = self._aborting, set()
-        rows = [row for row, uid in enumerate(self._batch.uids) if uid in names]
-        queue = self._queue
-        waiting = [i for i in range(queue.taken, len(queue.uids)) if queue.uids[i] in names]
-        gone = [self._batch.uids[row] for row in rows] + [queue.uids[i] for i in waiting]
-        queue.ended = queue.ended | dict.fromkeys(gone, Status.ABORTED)
-        if rows:
-            self._remove(rows)
-        if waiting:
-            queue.drop(waiting)
-
-    def _step(self) -> Chunk:
-        if self._epoch != self._engine.cache_epoch:
-            self._epoch, self._cached = self._engine.cache_epoch, 0
-        if self._batch.admit(self._queue):
-            self._plan = None
-        logits = self._engine.head.logits(self._forward())
-        batch = self._batch
-        if self._plan is None:
-            size = batch.size
-            self._plan = SamplingPlan.build(
-                batch.temperature[:size], batch.top_p[:size], batch.top_k[:size], logits.device
-            )
-        uniforms = torch.from_numpy(batch.noise.at(batch.position[: batch.size])).to(logits.device)
-        try:
-            ids, logprobs = sample(logits, uniforms, self._plan)
-        except RolloutError:
-            # Keys and values that are not finite must not reach a later call through masked positions.
-            self._runner.release()
-            self.close()
-            raise
-        return self._commit(ids.cpu().numpy(), logprobs.cpu().numpy())
-
-    def _forward(self) -> Tensor:
-        """[B, D]: the hidden states that predict the next token of every running request."""
-        batch, cached = self._batch, self._cached
-        longest = int(batch.length[: batch.size].max())
-        self._runner.cache.ensure(longest, self._queue.longest, cached)
-        if self._engine.saved:
-            cached = self._cached = self._restore(cached)
-        parts = [self._runner.decode(batch, cached)] if cached else []
-        if cached < batch.size:
-            upcoming = self._queue.tokens[self._queue.taken].tobytes() if self._queue else None
-            parts.append(self._runner.prefill(batch, cached, upcoming))
-            self._cached = batch.size
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _commit(self, ids: np.ndarray, logprobs: np.ndarray) -> Chunk:
-        batch = self._batch
-        step = Chunk(
-            uids=batch.uids.copy(),
-            positions=batch.position[: batch.size].astype(np.int32),
-            token_ids=ids.astype(np.int32),
-            logprobs=logprobs,
-            policy_version=self._engine.policy_version,
-            finished={},
-        )
-        ended = batch.append(ids)
-        if ended:
-            step.finished = {step.uids[row]: status for row, status in ended.items()}
-            self._remove(list(ended))
-        return step
-
-    def _remove(self, rows: list[int]) -> None:
-        """Free slots, with their keys and values."""
-        batch = self._batch
-        length = int(batch.length[: batch.size].max()) - 1
-        source, target = batch.remove(rows)
-        if source.size:
-            self._runner.cache.move(source, target, length)
-        self._cached = batch.size
-        self._plan = None
-
-    def _restore(self, cached: int) -> int:
-        """Give the next slots the keys and values that were saved for their tokens; returns how many slots
-        are cached then.
-        """
-        batch, saved = self._batch, self._engine.saved
-        while cached < batch.size:
-            known = batch.known(cached)[:-1]
-            kept = saved.get(known.tobytes())
-            if kept is None:
-                break
-            self._runner.cache.write(slice(cached, cached + 1), kept)
-            self.restored_tokens += len(known)
-            cached += 1
-        if not self._queue:
-            saved.clear()
-        return cached
-
-    def _report_ended(self) -> Chunk:
-        """A step without tokens for resumed requests that had already ended."""
-        ended, self._queue.ended = self._queue.ended, {}
-        nothing = np.zeros(0, dtype=np.int32)
-        return Chunk([], nothing, nothing, np.zeros(0, dtype=np.float32), self._engine.policy_version, ended)
-
-
-class TorchEngine:
+class TorchEngine(Streaming):
     """Implements `opd.protocols.RolloutEngine` on a `CausalLM`.
 
     A request's tokens depend on the weights, its prompt, its sampling settings, and (seed, uid, position)
@@ -262,9 +69,17 @@ class TorchEngine:
         self.chunk_seconds = 0.0
         """Tokens are handed out together that are decoded in less; a single decode step may take longer."""
         self._paused = False
-        self._epoch = 0
-        self._active: weakref.ref[Generation] | None = None
-        self._restored = 0
+        self._queue = queue_requests([], self._limits)
+        self._batch = RunningBatch(1, 0, 0)
+        self._longest = 0
+        """Most tokens that any request may come to hold of those in flight together."""
+        self._joined = False
+        """Whether requests have come for which there may be no room yet."""
+        self._cached = 0
+        """The first slots, whose tokens but the newest are all in the cache."""
+        self._plan: SamplingPlan | None = None
+        self.restored_tokens = 0
+        """Tokens whose keys and values came from `restore` instead of a forward."""
         self.saved: dict[bytes, PromptKV] = {}
         """Restored keys and values that no request has taken yet, by the bytes of their token ids."""
 
@@ -279,46 +94,64 @@ class TorchEngine:
         return self._paused
 
     @property
-    def cache_epoch(self) -> int:
-        """Grows whenever the cached keys and values were dropped."""
-        return self._epoch
-
-    @property
-    def head(self) -> Head:
-        """The head that turns hidden states into logits."""
-        return self._head
-
-    @property
     def prefilled_tokens(self) -> int:
         """Prompt tokens computed so far; one shared by several requests of a call counts once."""
         return self._runner.prefilled_tokens
 
     @property
-    def restored_tokens(self) -> int:
-        """Tokens whose keys and values came from `restore` instead of a forward, in all calls so far."""
-        active = self._active() if self._active is not None else None
-        return self._restored + (active.restored_tokens if active is not None else 0)
+    def in_flight(self) -> list[str]:
+        """Uids of the requests that run or wait."""
+        return [*self._batch.uids, *self._queue.waiting, *self._queue.ended]
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        """Decode all `requests`, more than `max_running` of them waiting for a free slot.
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Queue `requests` behind those that wait for a free slot, of which there are `max_running`.
 
-        A resumed request whose `prefix_ids` already end it is reported first, in a step without tokens.
-        Raises `RolloutError` for a request that cannot be served, before anything is sampled, and if the
-        iterator of an earlier call is neither exhausted nor closed nor dropped.
+        A resumed request whose `prefix_ids` already end it is reported first, in a chunk without tokens.
+        Raises `RolloutError`, and queues none, if one cannot be served or is in flight already.
         """
-        earlier = self._active() if self._active is not None else None
-        if earlier is not None:
-            raise RolloutError(
-                "an earlier generate call is still in flight; exhaust or close its iterator before"
-                " starting another."
-            )
-        queue = queue_requests(requests, self._limits)
-        generation = Generation(self, self._runner, queue, self._max_running, _forget(weakref.ref(self)))
-        self._active = weakref.ref(generation)
-        return generation
+        known = self.in_flight
+        queue = queue_requests(requests, self._limits, known)
+        if not known:
+            self._longest = 0
+        self._longest = max(self._longest, queue.longest)
+        self._queue, self._joined = self._queue.join(queue) if known else queue, True
+
+    def step(self) -> Chunk | None:
+        """The next chunk, of one or more decode steps; `None` if nothing is in flight. Raises `RolloutError`
+        while paused; nothing is lost by that.
+        """
+        if self._paused:
+            raise RolloutError("the engine is paused; call resume() before the next chunk.")
+        if self._queue.ended:
+            return self._report_ended()
+        if not (self._batch.size or self._queue):
+            return None
+        begin, steps = time.monotonic(), []
+        try:
+            with torch.inference_mode():
+                self._make_room()
+                while not steps or (
+                    time.monotonic() - begin < self.chunk_seconds and (self._batch.size or self._queue)
+                ):
+                    steps.append(self._decode())
+        except BaseException:
+            # Keys and values that are not finite must not reach a later request through masked positions.
+            self._runner.release()
+            self._queue, self._batch = queue_requests([], self._limits), RunningBatch(1, 0, 0)
+            self._cached = 0
+            raise
+        return Chunk.join(steps)
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Free slots and places of these requests; nothing more is said of them."""
+        gone = set(uids)
+        self._queue.drop(gone)
+        if rows := [row for row, uid in enumerate(self._batch.uids) if uid in gone]:
+            with torch.inference_mode():
+                self._remove(rows)
 
     def pause(self) -> None:
-        """Stop sampling; requests in flight stay where they are, and their iterator raises until `resume`."""
+        """Stop sampling; requests in flight stay where they are, and `step` raises until `resume`."""
         self._paused = True
 
     def flush(self) -> None:
@@ -327,7 +160,7 @@ class TorchEngine:
         """
         self._runner.clear()
         self.saved.clear()
-        self._epoch += 1
+        self._cached = 0
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Copy `weights` in place, flush, and return the digest of the model the engine now holds.
@@ -350,7 +183,7 @@ class TorchEngine:
             self._runner.refresh()
             self.saved.clear()
             self._head = self._decode_head()
-            self._epoch += 1
+            self._cached = 0
         self._version = version
         return self.model.digest()
 
@@ -358,20 +191,14 @@ class TorchEngine:
         """Continue sampling."""
         self._paused = False
 
-    def abort(self, uids: Collection[str]) -> None:
-        """Stop these requests of the call in flight; its next step reports them as aborted."""
-        active = self._active() if self._active is not None else None
-        if active is not None:
-            active.abort(uids)
-
     def snapshot(self) -> dict[str, Tensor]:
         """Keys and values of all requests in flight, as named tensors on the CPU; empty if there are none.
 
         Raises `RolloutError` if the engine is not paused.
         """
         self._check_paused("snapshot")
-        active = self._active() if self._active is not None else None
-        held = list(active.held()) if active is not None else []
+        known = [self._batch.known(row)[:-1].copy() for row in range(self._cached)]
+        held = [(ids, self._runner.cache.read(row, len(ids))) for row, ids in enumerate(known)]
         return pack(held, self._origin()) if held else {}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> int:
@@ -401,7 +228,7 @@ class TorchEngine:
         self._runner.release()
         self._runner.start(slots)
         self.saved.clear()
-        self._epoch += 1
+        self._cached = 0
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -419,18 +246,93 @@ class TorchEngine:
             return head
         return replace(head, weight=head.weight.detach()[: head.vocabulary].float(), vocab_size=None)
 
-    def _end(self, generation: Generation) -> None:
-        if self._active is not None and self._active() is generation:
-            self._active = None
-            self._restored += generation.restored_tokens
+    def _make_room(self) -> None:
+        """Lay slots and cache out for those that have come: for them alone, or beside what is running."""
+        if not self._joined:
+            return
+        queue, batch, self._joined = self._queue, self._batch, False
+        slots, width = min(self._max_running, batch.size + len(queue)), queue.stops.shape[1]
+        if batch.size:
+            self._batch = batch.grown(slots, width, self._longest)
+            self._runner.cache.widen(slots, self._cached)
+        else:
+            self._batch, self._cached = RunningBatch(slots, width, self._longest), 0
+            self._runner.start(slots)
 
+    def _decode(self) -> Chunk:
+        """One token for every running request."""
+        if self._batch.admit(self._queue):
+            self._plan = None
+        logits = self._head.logits(self._forward())
+        batch = self._batch
+        if self._plan is None:
+            size = batch.size
+            self._plan = SamplingPlan.build(
+                batch.temperature[:size], batch.top_p[:size], batch.top_k[:size], logits.device
+            )
+        uniforms = torch.from_numpy(batch.noise.at(batch.position[: batch.size])).to(logits.device)
+        ids, logprobs = sample(logits, uniforms, self._plan)
+        return self._commit(ids.cpu().numpy(), logprobs.cpu().numpy())
 
-def _forget(engine: weakref.ref[TorchEngine]) -> Callable[[Generation], None]:
-    """A callback that does not keep the engine alive."""
+    def _forward(self) -> Tensor:
+        """[B, D]: the hidden states that predict the next token of every running request."""
+        batch, cached = self._batch, self._cached
+        longest = int(batch.length[: batch.size].max())
+        self._runner.cache.ensure(longest, self._longest, cached)
+        if self.saved:
+            cached = self._cached = self._restore(cached)
+        parts = [self._runner.decode(batch, cached)] if cached else []
+        if cached < batch.size:
+            upcoming = self._queue.tokens[self._queue.taken].tobytes() if self._queue else None
+            parts.append(self._runner.prefill(batch, cached, upcoming))
+            self._cached = batch.size
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def on_end(generation: Generation) -> None:
-        alive = engine()
-        if alive is not None:
-            alive._end(generation)
+    def _commit(self, ids: np.ndarray, logprobs: np.ndarray) -> Chunk:
+        batch = self._batch
+        step = Chunk(
+            uids=batch.uids.copy(),
+            positions=batch.position[: batch.size].astype(np.int32),
+            token_ids=ids.astype(np.int32),
+            logprobs=logprobs,
+            policy_version=self._version,
+            finished={},
+        )
+        ended = batch.append(ids)
+        if ended:
+            step.finished = {step.uids[row]: status for row, status in ended.items()}
+            self._remove(list(ended))
+        return step
 
-    return on_end
+    def _remove(self, rows: list[int]) -> None:
+        """Free slots, with their keys and values."""
+        batch = self._batch
+        length = int(batch.length[: batch.size].max()) - 1
+        source, target = batch.remove(rows)
+        if source.size:
+            self._runner.cache.move(source, target, length)
+        self._cached = min(self._cached, batch.size)  # after a flush none is
+        self._plan = None
+
+    def _restore(self, cached: int) -> int:
+        """Give the next slots the keys and values that were saved for their tokens; returns how many slots
+        are cached then.
+        """
+        batch, saved = self._batch, self.saved
+        while cached < batch.size:
+            known = batch.known(cached)[:-1]
+            kept = saved.get(known.tobytes())
+            if kept is None:
+                break
+            self._runner.cache.write(slice(cached, cached + 1), kept)
+            self.restored_tokens += len(known)
+            cached += 1
+        if not self._queue:
+            saved.clear()
+        return cached
+
+    def _report_ended(self) -> Chunk:
+        """A step without tokens for resumed requests that had already ended."""
+        ended, self._queue.ended = self._queue.ended, {}
+        nothing = np.zeros(0, dtype=np.int32)
+        return Chunk([], nothing, nothing, np.zeros(0, dtype=np.float32), self._version, ended)

@@ -13,6 +13,7 @@ from opd.errors import RolloutError
 from opd.models.causal_lm import WeightsDigest
 from opd.models.hf_folder import INDEX
 from opd.protocols import RolloutEngine
+from opd.storage.files import permit_as
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,3 +133,4 @@ def _write_shards(folder: Path, weights: Weights, limit: int) -> None:
         flush()
     index = {"metadata": {"total_size": total}, "weight_map": placed}
     (folder / INDEX).write_text(json.dumps(index), "utf-8")
+    permit_as(folder / INDEX, folder)  # a server may be another user's

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from opd.errors import ConfigError, MissingExtraError, OpdError
-from opd.foreign import shown
+from opd.foreign import MAX_DEPTH, depth_exceeds, shown
 from opd.redact import hide
 from opd.retry import Retry
 
@@ -135,7 +135,6 @@ class HTTPClient:
         control request. Raises `UnavailableError` or `RefusedError`.
         """
         import aiohttp
-        import orjson
 
         session = self._open_session()
         try:
@@ -152,7 +151,7 @@ class HTTPClient:
             raise UnavailableError(f"{where} with more than the {most} bytes that are due", answered=True)
         try:
             # Hidden states are megabytes of numbers: in another thread, so that other answers go on.
-            found = await asyncio.to_thread(orjson.loads, content) if content else None
+            found = await asyncio.to_thread(_parsed, content) if content else None
         except ValueError:
             if method == "POST" and path != "/generate":
                 return None  # some control requests answer with a line of text
@@ -228,6 +227,18 @@ def _headers(owner: str, variable: str | None) -> dict[str, str]:
         )
     hide(key)
     return {"Authorization": f"Bearer {key}"}
+
+
+def _parsed(content: bytes) -> Any:
+    """The JSON in it; `ValueError` if it is none, or nested deeper than what is walked through may be. Hidden
+    states are larger and are not walked through: where their numbers are due lies nothing else.
+    """
+    import orjson
+
+    found = orjson.loads(content)
+    if len(content) <= CONTROL_BYTES and depth_exceeds(found, MAX_DEPTH):
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
+    return found
 
 
 def _excerpt(content: bytes) -> str:

@@ -11,8 +11,7 @@ from opd.config.train import BatchConfig, TrainConfig
 from opd.errors import ConfigError
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks, process_group
-from opd.train.backend import Backend, Training
-from opd.train.torch_backend import TorchBackend
+from opd.train.backend import Backend, TorchBackend, Training
 
 Load = Callable[[str | None], CausalLM]
 """The model in a dtype by name, or in the recipe's for `None`."""

@@ -18,12 +18,18 @@ from torch import Tensor
 
 from opd.config.train import TrainConfig
 from opd.errors import MissingExtraError
-from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
-from opd.train.backend import MOMENTS, Backend, Training, adamw, check_names, not_finite, optimizer_fields
+from opd.train.backend import (
+    MOMENTS,
+    Training,
+    WholeModelBackend,
+    adamw,
+    check_names,
+    not_finite,
+    optimizer_fields,
+)
 from opd.train.fsdp_backend import Root
-from opd.train.torch_backend import layer_memory
 
 
 def deepspeed_library() -> ModuleType:
@@ -46,8 +52,8 @@ def deepspeed_library() -> ModuleType:
     return deepspeed
 
 
-class DeepSpeedBackend(Backend):
-    """A `TrainBackend` on a DeepSpeed engine. Checkpoints hold whole tensors, as those of every back end.
+class DeepSpeedBackend(WholeModelBackend):
+    """The back end on a DeepSpeed engine. Checkpoints hold whole tensors, as those of every back end.
 
     Args:
         model: The student; trained in place.
@@ -67,14 +73,11 @@ class DeepSpeedBackend(Backend):
         train: TrainConfig,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(training, data, model)
-        self.model = model
-        self._memory = layer_memory(training.batch)
+        super().__init__(model, training, data)
         self._device = model.device
         self._parameters = dict(model.module.named_parameters())
         self._library = deepspeed_library()
         self._stage = train.zero_stage
-        self._max_grad_norm = training.optim.max_grad_norm
         optimizer = adamw(self._parameters, training.optim, fused=False)
         self._engine = self._start(optimizer, train.deepspeed, compute_dtype)
 
@@ -105,16 +108,6 @@ class DeepSpeedBackend(Backend):
     @property
     def device(self) -> torch.device:
         return self._device
-
-    @property
-    def hidden_size(self) -> int:
-        return self.model.config.hidden_size
-
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return self.model.hidden(input_ids, position_ids, cu_seqlens, self._memory)
-
-    def head(self) -> Head:
-        return self.model.head()
 
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
         return self._engine(compute)

@@ -21,10 +21,9 @@ from opd.errors import ModelError
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
 from opd.ranks import Ranks
-from opd.train.backend import Training, optimizer_fields, state_of
+from opd.train.backend import TorchBackend, Training, optimizer_fields, state_of
 from opd.train.packing import Shares
 from opd.train.terms import MetricSums, linear_logprobs
-from opd.train.torch_backend import TorchBackend
 from opd.types import MicroBatch
 
 

@@ -24,8 +24,7 @@ from opd.config.train import OptimConfig, TrainConfig
 from opd.errors import ConfigError, ModelError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
-from opd.megatron.convert import from_megatron, head_shard, to_megatron
-from opd.megatron.form import HEAD, MegatronForm, pieces
+from opd.megatron.form import HEAD, MegatronForm, from_megatron, head_shard, pieces, to_megatron
 from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, model_parallel
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
@@ -249,7 +248,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class MegatronBackend(Backend):
-    """A `TrainBackend` on Megatron-Core. Checkpoints hold whole Hugging Face tensors, as of every back end.
+    """The back end on Megatron-Core. Checkpoints hold whole Hugging Face tensors, as of every back end.
 
     Args:
         model: The student as it begins; its weights are copied, it may be dropped.
@@ -464,7 +463,7 @@ def _data_ranks(ranks: Ranks, tensor_parallel: int) -> Ranks:
     mine = ranks
     for place in range(tensor_parallel):
         members = range(place, ranks.size, tensor_parallel)
-        found = ranks.another(f"data-{place}", members)
+        found = ranks.new_group(f"data-{place}", members)
         if ranks.rank in members:
             mine = found
     return mine

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.algorithms.loss_weights import MismatchSums
-from opd.algorithms.losses import clipped_policy_loss, reference_penalty
 from opd.config.rl import PolicyLossConfig, ReferenceKLConfig
 from opd.errors import ConfigError, TrainingError
 from opd.imports import POLICY_LOSS, calling, import_function
@@ -24,6 +22,8 @@ from opd.kernels import ops, vocab_parallel
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
 from opd.ranks import Ranks
+from opd.train.loss_weights import MismatchSums
+from opd.train.losses import clipped_policy_loss, reference_penalty
 from opd.types import MicroBatch
 
 

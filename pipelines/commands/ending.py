@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from opd.errors import OpdError, PreemptedError, RanksError, from_system
 from opd.foreign import printable
@@ -24,20 +24,23 @@ _LONGEST = 1200
 """Characters of a sentence: a path of thousands hides what is wrong with it."""
 _ADDRESS_SPACE = 1280 * 2**20
 """Bytes that torch and the libraries with it take before there is a model: 0.9 GiB were measured."""
+_CACHE_MAPS = 2 * 2**30
+"""Bytes of address space, not of memory, that the cache's index and one of its segments take."""
 _UNWIND = 5
 """Seconds after SIGTERM in which a command that does not listen for it closes what it has open; it is told
 again every second."""
 
 
-def ended(command: Callable[[], int], *, resumes: bool) -> int:
+def ended(command: Callable[[], int], *, resumes: bool, last: bool = False) -> int:
     """Run `command`; returns the exit status: its own, 2 for a user's error or what the machine refuses, 1
     for a bug (with its traceback), 130 for Ctrl-C, 141 where nobody reads what is printed, 143 for SIGTERM.
 
-    `resumes`: whether what was stopped goes on with `--resume`.
+    `resumes`: whether what was stopped goes on with `--resume`; `last`: whether the process ends with it.
     """
     guard_streams()
-    with _no_false_success(resumes):
-        return _ended(command, resumes)
+    with _no_false_success(resumes, last) as status:
+        status.append(_ended(command, resumes))
+        return status[0]
 
 
 def _ended(command: Callable[[], int], resumes: bool) -> int:
@@ -85,23 +88,39 @@ def _left(by: str, file: str, line: int | None, resumes: bool) -> str:
 
 
 @contextlib.contextmanager
-def _no_false_success(resumes: bool) -> Iterator[None]:
-    """Who else ends this process by `os._exit` is named, and status 0, which would be success, is not 0."""
-    leave, process = os._exit, os.getpid()
+def _no_false_success(resumes: bool, last: bool) -> Iterator[list[int]]:
+    """Who else ends this process by `os._exit`, or lets another program take its place, is named, and status
+    0, which would be success, is not 0. The block gives the command's own status into the list, which then
+    is that of the process, whatever is called `atexit`.
+    """
+    leave, execute, process = os._exit, (os.execv, os.execve), os.getpid()
+    known: list[int] = []
 
     def left(status: int) -> NoReturn:
         caller = sys._getframe(1)
         file = caller.f_code.co_filename
         if os.getpid() == process and not is_of_opd(file):  # forked processes end so
-            _say(f"error: {_left(f'os._exit({status})', file, caller.f_lineno, resumes)}")
-            status = status or ERROR
+            if not known:
+                _say(f"error: {_left(f'os._exit({status})', file, caller.f_lineno, resumes)}")
+            status = known[0] if known else status or ERROR
         leave(status)
 
-    os._exit = left
+    def replaced(path: Any, *arguments: Any) -> NoReturn:
+        if os.getpid() == process:
+            caller = sys._getframe(1)
+            while caller.f_back is not None and caller.f_globals is vars(os):  # `os.execlp` and its like
+                caller = caller.f_back
+            by = f"os.exec of {told(arguments[0], lambda words: words[0])}"
+            _say(f"error: {_left(by, caller.f_code.co_filename, caller.f_lineno, resumes)}")
+            leave(ERROR)
+        execute[len(arguments) - 1](path, *arguments)
+
+    os._exit, os.execv, os.execve = left, replaced, replaced
     try:
-        yield
+        yield known
     finally:
-        os._exit = leave
+        if not last:
+            os._exit, os.execv, os.execve = leave, *execute
 
 
 def one_line(text: str) -> str:
@@ -112,23 +131,30 @@ def one_line(text: str) -> str:
     return printable(words)
 
 
-def require_address_space() -> None:
-    """Raise `OpdError`, before torch is imported, if this process may map too little for it: what is then
-    refused somewhere inside a library crashes in as many ways as there are libraries.
+def require_address_space(*, cache: bool = False) -> None:
+    """Raise `OpdError`, before torch is imported, if this process may map too little for it, and for the
+    `cache` of hidden states: what is then refused somewhere inside a library crashes in as many ways as there
+    are libraries, or after hours.
     """
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if most != resource.RLIM_INFINITY and most < _ADDRESS_SPACE:
+    needed = _ADDRESS_SPACE + _CACHE_MAPS * cache
+    if most != resource.RLIM_INFINITY and most < needed:
+        whose, way_out = "torch alone needs", ""
+        if cache:
+            whose, way_out = "torch and the cache of hidden states need", ", or set storage.cache_mb to 0"
         raise OpdError(
-            f"this process may take {most >> 20} MiB of address space, and torch alone needs"
-            f" {_ADDRESS_SPACE >> 20}; raise the limit (`ulimit -v`)."
+            f"this process may take {most >> 20} MiB of address space, and {whose} {needed >> 20}; raise the"
+            f" limit (`ulimit -v`){way_out}."
         )
 
 
 def complain(error: OpdError) -> None:
     """Say a user's error, or leave it to the process that started this rank."""
-    from opd.pipelines.launch.local import report
+    from opd.pipelines.launch.supervisor import parent
 
-    if not report(error) and not _said_by_another(error):
+    if (supervisor := parent()) is not None:
+        supervisor.say("error", type(error).__name__, one_line(str(error)))
+    elif not _said_by_another(error):
         _say(f"error: {error}")
 
 
@@ -170,7 +196,7 @@ def _no_memory(error: BaseException, resumes: bool) -> OpdError | None:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(ValueError):  # somebody has closed it
+    with contextlib.suppress(ValueError, OSError):  # somebody has closed it, or its disk is full
         print(f"opd: {one_line(text)}", file=sys.stderr, flush=True)
 
 
@@ -228,5 +254,7 @@ def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
         signal.set_wakeup_fd(before)
         os.close(theirs)
 
-    threading.Thread(target=watch, daemon=True).start()
+    # Without a thread, who hears of the signal in time leaves; what is to be done will say what is missing.
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=watch, daemon=True).start()
     return over

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from opd.errors import StorageError
 from opd.pipelines.doctor.checks import number_of
 from opd.pipelines.records.run_folder import DONE
+from opd.storage.files import atomic_file
 from opd.storage.wal import LogReport, TokenWAL, read_log
 from opd.types import LoggedRequest
 
@@ -39,7 +41,6 @@ def inspect(folder: Path) -> int:
     contents = read_log(folder)
     requests = contents.requests()
     tokens = sum(len(logged.token_ids) for logged in requests.values())
-    environment = sum(int((~logged.loss_mask).sum()) for logged in requests.values())
     versions = [logged.policy_versions for logged in requests.values() if len(logged.policy_versions)]
     report = contents.report
     print(
@@ -50,7 +51,7 @@ def inspect(folder: Path) -> int:
     print(
         f"requests  {len(requests):,}" + "".join(f", {count:,} {end}" for end, count in sorted(ends.items()))
     )
-    print(f"tokens    {tokens:,}, {environment:,} of them by the environment")
+    print(f"tokens    {tokens:,}")
     if versions:
         low, high = min(int(v.min()) for v in versions), max(int(v.max()) for v in versions)
         print(f"weights   versions {low} to {high}")
@@ -69,18 +70,20 @@ def verify(folder: Path) -> int:
 
 
 def export(folder: Path, out: Path | None) -> int:
-    """Write the requests of the log in `folder` to `out`, or to standard output, one line of JSON each."""
+    """Write the requests of the log in `folder` to `out`, which is there whole or not at all, or to standard
+    output, one line of JSON each.
+    """
     contents = read_log(folder)
     if contents.report.damage is not None:
         print(f"opd: warning: {contents.report.damage}; what comes before is exported", file=sys.stderr)
     if out is None:
-        _write_lines(contents.requests(), sys.stdout)
+        sys.stdout.writelines(_lines(contents.requests()))
         return 0
+    if os.path.lexists(out):
+        raise StorageError(f"{out} exists already; remove it or choose another name")
     try:
-        with out.open("x", encoding="utf-8") as file:
-            _write_lines(contents.requests(), file)
-    except FileExistsError:
-        raise StorageError(f"{out} exists already; remove it or choose another name") from None
+        with atomic_file(out) as file:
+            file.writelines(line.encode() for line in _lines(contents.requests()))
     except OSError as error:
         raise StorageError(f"{out} cannot be written ({error.strerror}); choose another place") from error
     return 0
@@ -110,9 +113,9 @@ def _state(report: LogReport) -> str:
     return "whole, and closed by its writer" if report.clean else "whole; its writer is at work or was killed"
 
 
-def _write_lines(requests: dict[str, LoggedRequest], file: TextIO) -> None:
+def _lines(requests: dict[str, LoggedRequest]) -> Iterator[str]:
     for logged in requests.values():
-        file.write(json.dumps(_document(logged), allow_nan=False) + "\n")
+        yield json.dumps(_document(logged), allow_nan=False) + "\n"
 
 
 def _document(logged: LoggedRequest) -> dict:
@@ -128,5 +131,4 @@ def _document(logged: LoggedRequest) -> dict:
         "token_ids": logged.token_ids.tolist(),
         "logprobs": [value if math.isfinite(value) else None for value in logged.logprobs.tolist()],
         "policy_versions": logged.policy_versions.tolist(),
-        "loss_mask": logged.loss_mask.tolist(),
     }

@@ -1,23 +1,24 @@
-"""What the doctor can tell from the recipe, the data and the file system, without loading a model.
-
-What can be known to be wrong without any library of models: sizes, places to publish, rewards on answers.
+"""What the doctor can tell from the recipe, the data, the file system and servers, without loading a model.
 
 Importable without torch, so that what a run cannot do is said in a second.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from opd.config import Recipe
-from opd.errors import ConfigError, StorageError, from_system
-from opd.foreign import machine_memory
+from opd.config.teachers import SGLangEngineConfig
+from opd.errors import ConfigError, DataError, OpdError, RolloutError, StorageError, from_system
+from opd.foreign import machine_memory, shown
 from opd.imports import import_function
 from opd.pipelines.records.inputs import user_functions
 from opd.pipelines.records.run_folder import RunFolder
@@ -26,7 +27,8 @@ from opd.redact import redact
 from opd.retry import Retry
 
 if TYPE_CHECKING:
-    from opd.data.prompts import Domain, Prompt
+    from opd.rollout.prompts import Domain, Prompt
+    from opd.served.http_pool import HTTPPool, Server
 
 _PEEK = 64
 """Prompts a procedural source makes for a check: enough to see their form."""
@@ -86,8 +88,15 @@ def check_schedule(recipe: Recipe) -> list[Finding]:
     if schedule == "in_turn":
         return []
     uncorrected = []
-    if recipe.specialist_domains() and recipe.specialist.policy_loss.correction is None:
-        uncorrected.append("specialist.policy_loss.correction")
+    for name in recipe.grpo_domains():
+        if recipe.for_domain(name).specialist.policy_loss.correction is None:
+            own = recipe.domains[name].specialist is not None
+            where = f"domains.{name}.specialist" if own else "specialist"
+            uncorrected += (
+                []
+                if f"{where}.policy_loss.correction" in uncorrected
+                else [f"{where}.policy_loss.correction"]
+            )
     sampled = needs_policy_stream(distill) or distill.weighs_samples
     if sampled and policy_loss(distill).correction is None:
         where = "loss.loss" if distill.loss.type == "k1" else "policy_loss"
@@ -108,7 +117,7 @@ def check_paths(recipe: Recipe) -> list[Finding]:
 
 def _check_path(path: str, where: str, takes: Sequence[str]) -> list[Finding]:
     if where.endswith("advantage.path"):
-        from opd.algorithms.advantages import OwnAdvantage  # which may be a class
+        from opd.train.advantages import OwnAdvantage
 
         OwnAdvantage(path, where)
     else:
@@ -160,7 +169,7 @@ def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
 
 def _check_scorer(recipe: Recipe, name: str) -> list[Finding]:
     """What is wrong with the reward of a domain, whatever its prompts are."""
-    from opd.rewards.functions import load_reward
+    from opd.rollout.rewards import load_reward
 
     config = recipe.domains[name]
     if config.reward is not None:
@@ -182,6 +191,8 @@ def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list
         held_out = min(8, held_out)
     domain = load_domain(name, small, seed=recipe.seed, held_out_prompts=held_out)
     domains[name] = domain
+    if recipe.storage.trajectories == "disk":
+        _require_json([*domain.train, *domain.held_out])
     if recipe.base is not None and domain.demonstrations is None:
         detail = (
             f"{config.source} has no demonstrations for the warm-up of `base`; give model.path and no `base`"
@@ -189,6 +200,19 @@ def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list
         return [Finding("error", f"domain {name}", detail)]
     scored = config.reward or "the source's own checker"
     return [Finding("ok", f"domain {name}", f"{config.source}, scored by {scored}")]
+
+
+def _require_json(prompts: Iterable[Prompt]) -> None:
+    """Raise `DataError` for the first prompt with a label or a column that no trajectory store can keep."""
+    for prompt in prompts:
+        for name, value in {"label": prompt.label, **prompt.metadata}.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise DataError(
+                    f"{prompt.where or f'domain {prompt.domain}'}: {shown(name)} holds what JSON cannot"
+                    f" ({shown(error)}); write it as text, or set storage.trajectories to memory."
+                ) from error
 
 
 def _held_out(recipe: Recipe) -> int:
@@ -387,8 +411,7 @@ def _check_reward(recipe: Recipe, domain: Domain, title: str, written: Sequence[
 
 
 def _scores(recipe: Recipe, domain: Domain, answers: Iterable[str]) -> list[float]:
-    from opd.rewards.functions import checker_reward, load_reward
-    from opd.rewards.runner import Job
+    from opd.rollout.rewards import Job, checker_reward, load_reward
 
     config = recipe.domains[domain.name]
     if config.reward is not None:
@@ -405,7 +428,7 @@ def _scores(recipe: Recipe, domain: Domain, answers: Iterable[str]) -> list[floa
 
 def _sample(uid: str, prompt: Prompt, text: str) -> Any:
     """An answer to `prompt` as a reward function sees it; its tokens are its characters."""
-    from opd.rewards.functions import RewardSample, Turn
+    from opd.rollout.rewards import RewardSample, Turn
 
     said = prompt.text if prompt.text is not None else str(prompt.messages)
     own = {"messages": prompt.messages} if prompt.messages is not None else {}
@@ -420,3 +443,72 @@ def _sample(uid: str, prompt: Prompt, text: str) -> Any:
         token_ids=tuple(map(ord, text)),
         loss_mask=(True,) * len(text),
     )
+
+
+WORKERS = "rollout workers"
+
+
+def check_kinds(recipe: Recipe) -> list[Finding]:
+    """What the kind of each teacher that some domain uses has to say of it."""
+    findings: list[Finding] = []
+    for name in used_teachers(recipe):
+        findings += attempt(f"{recipe.teacher(name).type} teacher {name}", partial(_check_kind, recipe, name))
+    return findings
+
+
+def _check_kind(recipe: Recipe, name: str) -> list[Finding]:
+    from opd.teachers.kinds import kind_of
+
+    settings = recipe.teacher(name)
+    title = f"{settings.type} teacher {name}"
+    findings = []
+    try:
+        for said in kind_of(settings).check(name, settings, recipe):
+            findings.append(Finding("error" if isinstance(said, OpdError) else "ok", title, str(said)))
+    except OpdError as error:
+        findings.append(Finding("error", title, str(error)))
+    return findings
+
+
+def check_workers(recipe: Recipe) -> list[Finding]:
+    """The servers that the student writes on, if it does."""
+    engine = recipe.rollout.engine
+    if not isinstance(engine, SGLangEngineConfig):
+        return []
+    return attempt(WORKERS, lambda: _check_workers(recipe, engine))
+
+
+def _check_workers(recipe: Recipe, config: SGLangEngineConfig) -> list[Finding]:
+    """Each worker: is it there, and does it serve a model of the student's form?"""
+    from opd.models.hf_folder import read_object
+    from opd.served.http_pool import HTTPPool, LoopThread
+    from opd.teachers.sglang_teacher import pool_options
+    from opd.teachers.skeleton import small_files
+
+    form: dict[str, Any] = dict(recipe.model.config or {})
+    if recipe.model.path is not None:
+        with small_files(recipe.model.path) as folder:
+            file = folder / "config.json"
+            form = read_object(file) if file.exists() else {}  # which `check_models` reports
+    pool = HTTPPool("the rollout engine", pool_options(config), RolloutError)
+    loop = LoopThread("doctor-workers")
+    try:
+        findings = []
+        for server in pool.servers:
+            findings += attempt(WORKERS, lambda s=server: [loop.run(_visit_worker(pool, s, form))])
+        return findings
+    finally:
+        loop.run(pool.close())
+        loop.close()
+
+
+async def _visit_worker(pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
+    from opd.rollout.sglang_proof import check_config
+    from opd.served.http_pool import RefusedError, UnavailableError
+
+    try:
+        info = await pool.ask(server, "GET", "/model_info") or {}
+    except (UnavailableError, RefusedError) as trouble:
+        raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
+    check_config(server.url, info, form.get("text_config", form))
+    return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}")

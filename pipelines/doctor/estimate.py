@@ -37,8 +37,8 @@ Parts = dict[str, int]
 
 
 def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts:
-    """Bytes of each part of the stage that holds the most at once: the merge, the warm-up of all weights, or
-    the specialists that train side by side.
+    """Bytes of each part of the stage that holds the most at once: the merge, what trains all weights of the
+    base, or the specialists that train side by side.
     """
     width, lora = WIDTH[model_dtype(recipe)], recipe.model.lora is not None
     stages = [
@@ -50,6 +50,8 @@ def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) 
     ]
     if recipe.base is not None:
         stages.append(_training(recipe, student, recipe.base.batch, lora=False))
+    for domain, sft in recipe.demonstrated().items():
+        stages.append(_training(recipe, student, sft.batch, lora and bool(domain)))
     if specialists := len(recipe.specialist_domains()):
         beside = min(recipe.runtime.workers, specialists)
         one = _training(recipe, student, recipe.specialist.batch, lora)
@@ -103,11 +105,12 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
     width, own, lora = WIDTH[model_dtype(recipe)], learning_width(recipe), recipe.model.lora is not None
     weights, learns = student.parameters * width, student.adapters if lora else student.parameters
     specialists, methods = len(recipe.specialist_domains()), recipe.baselines.methods
-    trained = specialists + 1 + recipe.baselines.mixed_grpo_all_tokens
+    started = sum(map(recipe.is_started, recipe.specialist_domains()))
+    trained = specialists + started + 1 + recipe.baselines.mixed_grpo_all_tokens
     trained += sum(method in ("mixed_grpo", "off_policy") for method in methods)
-    folders = specialists + 2 + len(methods) + recipe.baselines.mixed_grpo_all_tokens
+    folders = specialists + started + 2 + len(methods) + recipe.baselines.mixed_grpo_all_tokens
     # Weights as they are learnt, and two moments of each.
-    checkpoints = 3 * own * (trained * learns + (recipe.base is not None) * student.parameters)
+    checkpoints = 3 * own * (trained * learns + recipe.trains_base * student.parameters)
     parts = {
         "model folders": folders * weights + (folders - 2 - len(methods)) * lora * learns * own,
         "checkpoints": recipe.runtime.keep_checkpoints * checkpoints,
@@ -156,9 +159,10 @@ def disk_left(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], run
 def _writers(recipe: Recipe) -> dict[str, bool]:
     """The stages that leave a model, and whether they keep checkpoints."""
     methods = [*recipe.baselines.methods, *["mixed_grpo_all"] * recipe.baselines.mixed_grpo_all_tokens]
-    made_here = recipe.base is not None or recipe.model.config is not None
+    made_here = recipe.trains_base or recipe.model.config is not None
     return {
-        **({"base": recipe.base is not None} if made_here else {}),
+        **({"base": recipe.trains_base} if made_here else {}),
+        **{f"sft-{domain}": True for domain in recipe.specialist_domains() if recipe.is_started(domain)},
         **{f"specialist-{domain}": True for domain in recipe.specialist_domains()},
         "merge": True,
         **{f"baseline-{method}": method not in WEIGHT_MERGES for method in methods},
@@ -196,8 +200,11 @@ def check_precision(recipe: Recipe, models: Models) -> list[Finding]:
 def _learning_rates(recipe: Recipe) -> dict[str, float]:
     """The peak of every stage that trains."""
     found = {"the warm-up": recipe.base.optim.lr} if recipe.base is not None else {}
-    if recipe.specialist_domains():
-        found["the specialists"] = recipe.specialist.optim.lr
+    found |= {f"sft of {domain or 'the base'}": sft.optim.lr for domain, sft in recipe.demonstrated().items()}
+    for name in recipe.grpo_domains():
+        own = recipe.domains[name].specialist
+        title = "the specialists" if own is None else f"the specialist of {name}"
+        found[title] = recipe.for_domain(name).specialist.optim.lr
     return found | {"the merge": recipe.distill.optim.lr}
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from opd.config import Recipe
 from opd.pipelines.commands.ending import one_line
@@ -16,6 +17,7 @@ from opd.pipelines.doctor.checks import (
     attempt,
     check_domains,
     check_held_out,
+    check_kinds,
     check_paths,
     check_publishing,
     check_rewards,
@@ -23,14 +25,15 @@ from opd.pipelines.doctor.checks import (
     check_sampling,
     check_schedule,
     check_sizes,
+    check_workers,
     number_of,
 )
+from opd.pipelines.doctor.demonstrations import check_demonstrations
 from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models
-from opd.pipelines.doctor.served import check_kinds, check_workers
 from opd.pipelines.records.run_folder import default_path
 
 if TYPE_CHECKING:
-    from opd.data.prompts import Domain
+    from opd.rollout.prompts import Domain
 
 __all__ = ["Finding", "diagnose", "examine"]
 
@@ -86,6 +89,7 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     if any(finding.title == DEVICE and finding.level == "error" for finding in findings):
         return findings
     findings += check_models(recipe, domains, models)
+    findings += check_demonstrations(recipe, models)
     findings += check_kinds(recipe) + check_workers(recipe)
     if models.student is None:
         return findings
@@ -127,7 +131,7 @@ def diagnose(
     elif console.is_terminal:
         console.print(_table(recipe, findings), markup=True)
     else:
-        lines = [f"{f.level:<8} {f.title}: {one_line(f.detail)}" for f in findings]
+        lines = [f"{f.level:<8} {one_line(f'{f.title}: {f.detail}')}" for f in findings]
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     errors, warnings = (sum(f.level == level for f in findings) for level in ("error", "warning"))
     if not as_json:
@@ -136,9 +140,10 @@ def diagnose(
 
 
 def _table(recipe: Recipe, findings: list[Finding]) -> Table:
-    table = Table(title=f"opd doctor: {recipe.name}", title_justify="left", show_lines=False)
+    # Texts, not markup: they hold names, answers and the words of servers.
+    table = Table(title=Text(one_line(f"opd doctor: {recipe.name}")), title_justify="left", show_lines=False)
     for column in ("", "check", "finding"):
         table.add_column(column, overflow="fold")
     for finding in findings:
-        table.add_row(_MARKS[finding.level], finding.title, finding.detail)
+        table.add_row(_MARKS[finding.level], Text(one_line(finding.title)), Text(one_line(finding.detail)))
     return table

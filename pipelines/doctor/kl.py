@@ -7,17 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from opd.config import Recipe
 from opd.pipelines.doctor.checks import Finding, attempt, check_rewards, given_teachers
 from opd.pipelines.stages.precision import model_dtype
 from opd.types import HiddenStates, RolloutRequest, Sample
 
 if TYPE_CHECKING:
-    from opd.data.prompts import Domain
     from opd.models.causal_lm import CausalLM
     from opd.protocols import Teacher
+    from opd.rollout.prompts import Domain
 
 FAR = 3.1
 """Nats per token: the farthest start that a merge was measured from. The quick start's base begins at 0.7 to
@@ -92,9 +90,10 @@ def _check(
 
 def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenizer: Any) -> list[Sample]:
     """The student's responses to a few held-out prompts, sampled as the recipe does."""
-    from opd.data.load import encode_prompt, truncated
     from opd.pipelines.stages.domains import prompt_room
     from opd.pipelines.stages.student import sampling_params
+    from opd.rollout.collect import responses
+    from opd.rollout.prompts import encode_prompt, truncated
     from opd.rollout.torch_engine import TorchEngine
 
     room, kwargs = prompt_room(recipe, tokenizer), recipe.model.chat_template_kwargs
@@ -108,22 +107,17 @@ def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenize
         RolloutRequest(f"doctor/{domain.name}/{number}", prompt, sampling, recipe.seed)
         for number, prompt in enumerate(prompts)
     ]
-    written: dict[str, list[int]] = {request.uid: [] for request in requests}
     engine = TorchEngine(
         student,
         max_running=_PROMPTS,
         max_sequence=recipe.rollout.max_sequence,
         vocab_size=len(tokenizer),
     )
-    for step in engine.generate(requests):
-        for uid, token in zip(step.uids, step.token_ids, strict=True):
-            written[uid].append(int(token))
+    written = {uid: tokens.token_ids for uid, _, tokens in responses(engine, requests)}
     return [
-        Sample(
-            request.uid, request.uid, domain.name, request.prompt_ids, response_ids=np.array(ids, np.int32)
-        )
+        Sample(request.uid, request.uid, domain.name, request.prompt_ids, response_ids=ids)
         for request in requests
-        if (ids := written[request.uid])
+        if len(ids := written[request.uid])
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.config.train import LoRAConfig
-from opd.errors import ModelError, OpdError
+from opd.errors import CheckpointError, ModelError, OpdError
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers, number_of
 from opd.progress import doing
 
 if TYPE_CHECKING:
-    from opd.data.prompts import Domain
+    from opd.rollout.prompts import Domain
 
 
 DEVICE = "device"
@@ -317,7 +316,23 @@ def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
             " which responses do not end"
         )
         findings.append(Finding("warning", title, f"{detail}; add {turn} to rollout.stop_ids"))
-    return findings + (_check_day(recipe, tokenizer) if models.chat else [])
+    if not models.chat:
+        return findings
+    return findings + _check_day(recipe, tokenizer) + _check_header(recipe, tokenizer)
+
+
+def _check_header(recipe: Recipe, tokenizer: Any) -> list[Finding]:
+    """Whether a prompt goes on to where the model begins."""
+    from opd.data.demonstrations import missing_header
+
+    header = missing_header(tokenizer, recipe.model.chat_template_kwargs) if tokenizer.chat_template else None
+    if header is None:
+        return []
+    detail = (
+        f"it has no generation prompt: prompts end before {header!r}, which the model would have to write"
+    )
+    advice = "give model.chat_template one that heeds add_generation_prompt"
+    return [Finding("warning", "chat template", f"{detail}; {advice}")]
 
 
 def _check_day(recipe: Recipe, tokenizer: Any) -> list[Finding]:
@@ -422,12 +437,14 @@ def _check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
 
 def _check_temperature(title: str, path: str | None, temperature: float) -> list[Finding]:
     """A model tuned to be sampled at another temperature than the recipe's is another policy."""
+    from opd.models.hf_folder import read_object
+
     file = Path(path) / "generation_config.json" if path is not None else None
     if file is None or not file.is_file():
         return []
     try:
-        own = json.loads(file.read_bytes()).get("temperature")
-    except (OSError, ValueError, AttributeError):
+        own = read_object(file).get("temperature")
+    except CheckpointError:
         return [Finding("warning", title, f"{file} is not readable JSON; it is not used")]
     if own is None or own == temperature:
         return []
@@ -437,8 +454,8 @@ def _check_temperature(title: str, path: str | None, temperature: float) -> list
 
 def _check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """All prompts: do they need a chat template, do they fit? Of some, how long are they?"""
-    from opd.data.load import encode_prompt, fit
     from opd.pipelines.stages.domains import prompt_room
+    from opd.rollout.prompts import encode_prompt, fit
 
     title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
     prompts = [*domain.train, *domain.held_out]

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +27,8 @@ from opd.errors import OpdError, TeacherError
 from opd.kernels import vocab_parallel
 from opd.kernels.head import Head
 from opd.pipelines.doctor.parity import TEMPERATURES, Problem, Scores
+from opd.pipelines.launch.supervisor import MemberFailedError, Supervisor, parent, start_command
+from opd.rollout.preemption import Preemption
 from opd.teachers.kinds import Placement
 from opd.teachers.megatron_teacher import MegatronTeacher, cut_like, megatron_teachers
 from opd.types import Sample
@@ -35,8 +36,6 @@ from opd.types import Sample
 RANKS = 2
 TIMEOUT = 600.0
 """Seconds for both ranks together."""
-POLL = 0.05
-"""Seconds between two looks at the ranks."""
 
 
 def by_two_ranks(problem: Problem, sources: Mapping[str, str]) -> dict[str, Scores]:
@@ -80,49 +79,25 @@ def _write_problem(folder: Path, problem: Problem, sources: Mapping[str, str]) -
 
 
 def _run_ranks(folder: Path) -> None:
-    files = [(folder / f"errors-{rank}").open("wb") for rank in range(RANKS)]
     command = [sys.executable, "-m", "opd.pipelines.doctor.parity_ranks", str(folder)]
-    processes = [
-        subprocess.Popen([*command, str(rank)], stderr=file, stdout=file, env=_environment())
-        for rank, file in enumerate(files)
-    ]
-    try:
-        timely = _wait(processes)
-    finally:
-        codes = [process.poll() for process in processes]
-        for process, file in zip(processes, files, strict=True):
-            file.close()
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    for rank, code in enumerate(codes):
-        if code:
-            lines = (folder / f"errors-{rank}").read_text("utf-8", "replace").strip().splitlines()
-            raise TeacherError(f"Megatron-Core rank {rank} failed: {lines[-1] if lines else code}")
-    if not timely:
-        raise TeacherError(
-            f"two Megatron-Core ranks have not answered within {TIMEOUT:g} s; try a smaller model."
-        )
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
-    """Until all have ended, or one has failed: the others may wait for it. False if time is up first."""
+    one_thread = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # two ranks share this machine
     deadline = time.monotonic() + TIMEOUT
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            break
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL)
-    return True
-
-
-def _environment() -> dict[str, str]:
-    # One thread each: two ranks share this machine. Both are on it, so gloo needs no other interface.
-    given = {"OMP_NUM_THREADS": "1"}
-    if sys.platform == "linux":
-        given["GLOO_SOCKET_IFNAME"] = "lo"
-    return given | os.environ
+    try:
+        with Supervisor(Preemption(grace=0.0)) as ranks:
+            for rank in range(RANKS):
+                name = f"rank {rank}"
+                ranks.add(start_command(name, [*command, str(rank)], one_thread, folder / name))
+            while ranks.running:
+                ranks.look()
+                if time.monotonic() > deadline:
+                    raise TeacherError(
+                        f"two Megatron-Core ranks have not answered within {TIMEOUT:g} s; try a smaller"
+                        " model."
+                    )
+    except MemberFailedError as failed:
+        rank = failed.member
+        lines = rank.log.read_text("utf-8", "replace").strip().splitlines() or [rank.status()]
+        raise TeacherError(f"Megatron-Core {rank.name} failed: {lines[-1]}") from None
 
 
 def _answer(folder: Path, rank: int) -> None:
@@ -177,6 +152,7 @@ def _scores(problem: Problem, teacher: MegatronTeacher) -> dict[str, Tensor]:
 
 def main() -> int:
     """Answer as one rank; what goes wrong becomes one sentence on the error stream."""
+    parent()  # this process ends with the one that started it
     torch.set_num_threads(1)
     try:
         _answer(Path(sys.argv[1]), int(sys.argv[2]))

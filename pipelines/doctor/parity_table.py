@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from opd.config import Recipe
 from opd.errors import OpdError
+from opd.pipelines.commands.ending import one_line
 from opd.pipelines.doctor.checks import given_teachers
 from opd.pipelines.doctor.kl import sample_responses
 from opd.pipelines.doctor.parity import (
@@ -69,7 +71,7 @@ def check_parity(
     tolerance = TOLERANCE[model_dtype(recipe)]
     with _problem(recipe) as (problem, sources):
         found, failed = _score(problem, sources, modes)
-    table = Table(title=f"opd doctor --parity: {recipe.name}", title_justify="left")
+    table = Table(title=Text(one_line(f"opd doctor --parity: {recipe.name}")), title_justify="left")
     for column in ("teacher", "back end", "max |Δ log p|", "max |Δ KL|", "mean KL at T 1, 0.7", ""):
         table.add_column(column, overflow="fold")
     wrong = len(failed)
@@ -81,9 +83,8 @@ def check_parity(
             good = apart.within(tolerance)
             wrong += not good
             mark = "[green]ok[/]" if good else "[red]differs[/]"
-            table.add_row(
-                teacher, mode, f"{apart.logprobs:.1e}", f"{apart.kl:.1e}", _mean_kl(scores[teacher]), mark
-            )
+            numbers = (f"{apart.logprobs:.1e}", f"{apart.kl:.1e}", _mean_kl(scores[teacher]))
+            table.add_row(Text(teacher), mode, *numbers, mark)
     console.print(table)
     tokens, counts = len(problem.targets), [len(s.response_ids) for s in problem.samples]
     console.print(
@@ -97,7 +98,7 @@ def check_parity(
         floor = max(float(values.abs().max()) for values in scores[ITSELF].kl.values())
         console.print(f"noise floor, {mode}: KL of the student to itself is at most {floor:.1e} nats")
     for mode, reason in failed.items():
-        console.print(f"[red]{mode} was not compared:[/] {reason}")
+        console.print(Text.assemble((f"{mode} was not compared:", "red"), f" {one_line(reason)}"))
     return 2 if wrong else 0
 
 

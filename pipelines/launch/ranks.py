@@ -12,7 +12,7 @@ from opd.errors import RanksError, TrainingError
 from opd.pipelines.launch.local import has_joined
 from opd.pipelines.launch.machine import out_of_memory
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.report.closing import closing
+from opd.pipelines.report.verdict import closing
 from opd.pipelines.run import execute, record
 from opd.pipelines.stages.order import Stage, plan, summary, with_needs
 from opd.progress import Progress
@@ -92,7 +92,6 @@ def _execute(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> N
                 folder,
                 stage,
                 lambda done, total, headline: progress and progress.update(stage.name, done, total, headline),
-                lambda text: progress and progress.note(text),
                 preemption,
                 ranks=ranks,
             )

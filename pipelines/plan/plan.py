@@ -144,11 +144,10 @@ def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
 
 def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
     """The student's shape, and the first step of the merge. Reads prompts, configurations and tokenizer."""
-    from opd.data.load import encode_prompt, fit, truncated
-    from opd.data.prompts import Domain, Prompt, PromptCursor
     from opd.pipelines.doctor.checks import check_domains
     from opd.pipelines.doctor.models import Models, check_models
     from opd.pipelines.stages.domains import prompt_room
+    from opd.rollout.prompts import Domain, Prompt, PromptCursor, encode_prompt, fit, truncated
     from opd.teachers.schedule import Router
 
     domains: dict[str, Domain] = {}

@@ -12,16 +12,19 @@ from typing import Any
 from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.data.load import load_domain
-from opd.data.prompts import Prompt
 from opd.errors import OpdError
+from opd.foreign import visible
 from opd.models.adapters import FOLDER, has_adapter
-from opd.models.checkpoint import model_card
+from opd.models.checkpoint import model_card, plain
 from opd.models.hf_folder import CARD
 from opd.pipelines.records.run_folder import RunFolder
+from opd.rollout.prompts import Prompt
 from opd.storage.files import write_atomic
 
 PEEK = 16
 """Prompts that a generated source makes for an example."""
+LONGEST = 4000
+"""Characters of a prompt in the lines that load a model."""
 MESSAGES = "Chat messages, through the tokenizer's chat template, up to where the assistant begins."
 TEXT = "Plain text, as it is, with the special tokens that the tokenizer itself puts before it."
 METHODS = {
@@ -37,8 +40,12 @@ METHODS = {
 
 def made_here(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
     """Name -> stage of every model that the run itself makes and that is there."""
-    stages = {f"specialist:{domain}": f"specialist-{domain}" for domain in recipe.specialist_domains()}
-    if recipe.base is not None or recipe.model.config is not None:
+    stages = {
+        f"{kind}:{domain}": f"{kind}-{domain}"
+        for domain in recipe.specialist_domains()
+        for kind in ("sft", "specialist")
+    }
+    if recipe.trains_base or recipe.model.config is not None:
         stages["base"] = "base"
     stages["merged"] = "merge"
     for method in METHODS:
@@ -63,7 +70,8 @@ class Cards:
     def of_stage(self, stage: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """The card of the model that `stage` makes, before anything was measured."""
         kind, _, rest = stage.partition("-")
-        name = {"merge": "merged", "specialist": f"specialist:{rest}", "baseline": rest}.get(kind, "base")
+        of_domain = {each: f"{each}:{rest}" for each in ("sft", "specialist")}
+        name = {"merge": "merged", **of_domain, "baseline": rest}.get(kind, "base")
         return self.card(name, result, {})
 
     def card(self, name: str, result: Mapping[str, Any], accuracy: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,13 +87,13 @@ class Cards:
         elif recipe.model.path is not None:
             sections["base_model"] = str(Path(recipe.model.path).absolute())
         sections["accuracy"] = _accuracy(accuracy)
-        sections |= self.use(place, [domain] if kind == "specialist" else list(recipe.domains))
-        if kind not in ("base", "specialist", "mixed_grpo", "mixed_grpo_all"):
+        sections |= self.use(place, [domain] if domain else list(recipe.domains))
+        if kind not in ("base", "sft", "specialist", "mixed_grpo", "mixed_grpo_all"):
             sections["teachers"] = _teachers(recipe, folder)
         sections["weights"] = _weights(place, result)
-        config = (folder.path / "config.json").absolute()
-        sections["recipe"] = f"Run {recipe.name}, seed {recipe.seed}; all of its recipe: `{config}`."
-        sections["settings"] = _settings(recipe, kind, result)
+        run, config = plain(recipe.name), plain(str((folder.path / "config.json").absolute()))
+        sections["recipe"] = f"Run {run}, seed {recipe.seed}; all of its recipe: `{config}`."
+        sections["settings"] = _settings(recipe, name, result)
         return sections
 
     def use(self, place: Path, domains: list[str]) -> dict[str, str]:
@@ -99,7 +107,7 @@ class Cards:
             forms.setdefault(TEXT if prompt.messages is None else MESSAGES, []).append(prompt)
         lists = [
             f"{how} A training prompt of each{'' if len(forms) == 1 else ' such'} domain:\n\n"
-            + "\n".join(f"- {prompt.domain}: `{_shown(prompt)}`" for prompt in prompts)
+            + "\n".join(f"- {plain(prompt.domain)}: `{_shown(prompt)}`" for prompt in prompts)
             for how, prompts in forms.items()
         ]
         lines = "\n".join(
@@ -127,7 +135,12 @@ def write_cards(recipe: Recipe, folder: RunFolder, measured: Mapping[str, Any]) 
 def title(recipe: Recipe, name: str) -> str:
     """What the card calls a model."""
     kind, _, domain = name.partition(":")
-    role = {"base": "base", "merged": "merged student", "specialist": f"specialist for {domain}"}
+    role = {
+        "base": "base",
+        "merged": "merged student",
+        "specialist": f"specialist for {domain}",
+        "sft": f"demonstrations of {domain}",
+    }
     return f"{recipe.name}: {role.get(kind, name.replace('_', ' '))}"
 
 
@@ -135,6 +148,11 @@ def _about(recipe: Recipe, name: str) -> str:
     kind, _, domain = name.partition(":")
     if kind == "base":
         begun = "Random weights" if recipe.model.path is None else f"The model {recipe.model.path}"
+        if recipe.sft is not None:
+            return (
+                f"{begun}, fine-tuned on the demonstrations of {recipe.sft.source}: what this run's"
+                " specialists and student begin as."
+            )
         if recipe.base is None:
             return f"{begun}, untrained: what this run's specialists and student begin as."
         right = f"about {recipe.base.right:.0%} of them right"
@@ -142,8 +160,14 @@ def _about(recipe: Recipe, name: str) -> str:
             f"{begun}, warmed up on demonstrations, {right}: the base from which this run's "
             "specialists and student are trained. No specialist and no merge has touched it."
         )
-    if kind == "specialist":
-        return f"A specialist for the domain {domain}: the base, trained with GRPO on its rewards alone."
+    if kind in ("sft", "specialist"):
+        sft = recipe.domains[domain].sft
+        taught = "" if sft is None else f"fine-tuned on the demonstrations of {sft.source}"
+        if kind == "sft":
+            return f"What the specialist for the domain {domain} begins as: the base, {taught}."
+        rewarded = "trained with GRPO on its rewards alone" if domain in recipe.grpo_domains() else ""
+        learnt = ", then ".join(part for part in (taught, rewarded) if part)
+        return f"A specialist for the domain {domain}: the base, {learnt}."
     if kind == "merged":
         return (
             "A student merged from its teachers by multi-teacher on-policy distillation: it wrote its own"
@@ -178,16 +202,19 @@ def example_prompts(recipe: Recipe) -> dict[str, Prompt]:
 def loading_lines(recipe: Recipe, place: Path, prompt: Prompt) -> str:
     """Python that asks the model in `place` with plain transformers, as the recipe samples."""
     rollout = recipe.rollout
+    asked = ascii(prompt.text if prompt.messages is None else prompt.messages)
+    if len(asked) > LONGEST:
+        asked = ascii("a prompt") if prompt.messages is None else ascii([{"role": "user", "content": "..."}])
     if prompt.messages is None:
-        encode = f'tokenizer({json.dumps(prompt.text)}, return_tensors="pt")'
+        encode = f'tokenizer({asked}, return_tensors="pt")'
     else:
         encode = (
-            f"tokenizer.apply_chat_template(\n    {json.dumps(prompt.messages)},\n"
+            f"tokenizer.apply_chat_template(\n    {asked},\n"
             '    add_generation_prompt=True, return_dict=True, return_tensors="pt",\n)'
         )
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"folder = {json.dumps(str(place.absolute()))}\n"
+        f"folder = {str(place.absolute())!a}\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
         "model = AutoModelForCausalLM.from_pretrained(folder)\n"
         f"asked = {encode}\n"
@@ -201,7 +228,7 @@ def loading_lines(recipe: Recipe, place: Path, prompt: Prompt) -> str:
 
 def _shown(prompt: Prompt, limit: int = 400) -> str:
     text = prompt.text if prompt.text is not None else json.dumps(prompt.messages, ensure_ascii=False)
-    text = text.replace("`", "'").replace("\n", "\\n")
+    text = visible(text, "").replace("`", "'")
     return text if len(text) <= limit else f"{text[:limit]} ..."
 
 
@@ -224,10 +251,15 @@ def _weights(place: Path, result: Mapping[str, Any]) -> str:
     return lines + adapter
 
 
-def _settings(recipe: Recipe, kind: str, result: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(recipe: Recipe, name: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    kind, _, domain = name.partition(":")
     if kind == "base":
-        own: Any = recipe.base
-    elif kind in ("specialist", "mixed_grpo", "mixed_grpo_all"):
+        own: Any = recipe.sft or recipe.base
+    elif kind == "sft" or (kind == "specialist" and domain not in recipe.grpo_domains()):
+        own = recipe.domains[domain].sft
+    elif kind == "specialist":
+        own = recipe.for_domain(domain).specialist
+    elif kind in ("mixed_grpo", "mixed_grpo_all"):
         own = recipe.specialist
     else:
         own = None if kind in WEIGHT_MERGES else recipe.distill

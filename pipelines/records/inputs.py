@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.config import Recipe
+from opd.config import Recipe, SpecialistConfig
 from opd.imports import BATCH, DIVERGENCE, GENERATE, GROUP, POLICY_LOSS
 
 Given = dict[str, dict[str, str]]
@@ -30,14 +30,17 @@ def user_functions(recipe: Recipe) -> dict[str, tuple[str, Sequence[str]]]:
     """Key of the recipe -> (dotted path, what it is called with) of every function of the user's own but
     rewards.
     """
-    specialist, distill = recipe.specialist, recipe.distill
+    distill = recipe.distill
     own_policy = getattr(distill.loss, "loss", None)  # of k1
-    paths = {
+    paths: dict[str, tuple[str | None, Sequence[str]]] = {
         "rollout.generate": (recipe.rollout.generate, GENERATE),
-        "specialist.advantage.path": (getattr(specialist.advantage, "path", None), GROUP),
-        "specialist.policy_loss.path": (specialist.policy_loss.path, POLICY_LOSS),
-        "specialist.group_filter": (specialist.group_filter, GROUP),
-        "specialist.to_batch": (specialist.to_batch, BATCH),
+        **_of_specialist("specialist", recipe.specialist),
+        **{
+            key: found
+            for name, domain in recipe.domains.items()
+            if domain.specialist is not None
+            for key, found in _of_specialist(f"domains.{name}.specialist", domain.specialist).items()
+        },
         "distill.advantage.path": (getattr(distill.advantage, "path", None), GROUP),
         "distill.loss.path": (getattr(distill.loss, "path", None), DIVERGENCE),
         "distill.loss.loss.path": (getattr(own_policy, "path", None), POLICY_LOSS),
@@ -45,6 +48,15 @@ def user_functions(recipe: Recipe) -> dict[str, tuple[str, Sequence[str]]]:
         "distill.to_batch": (distill.to_batch, BATCH),
     }
     return {where: (path, takes) for where, (path, takes) in paths.items() if path is not None}
+
+
+def _of_specialist(where: str, config: SpecialistConfig) -> dict[str, tuple[str | None, Sequence[str]]]:
+    return {
+        f"{where}.advantage.path": (getattr(config.advantage, "path", None), GROUP),
+        f"{where}.policy_loss.path": (config.policy_loss.path, POLICY_LOSS),
+        f"{where}.group_filter": (config.group_filter, GROUP),
+        f"{where}.to_batch": (config.to_batch, BATCH),
+    }
 
 
 def user_code(recipe: Recipe) -> dict[str, str]:
@@ -85,7 +97,7 @@ def changed_files(change: Mapping[str, Any]) -> str:
 def _code(path: str) -> dict[str, str]:
     from opd.errors import DataError
     from opd.imports import source_files
-    from opd.storage.sealed import file_digest
+    from opd.storage.files import file_digest
 
     try:
         return {name: file_digest(file) for name, file in source_files(path).items()}
@@ -106,11 +118,14 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name, domain in recipe.domains.items():
         if Path(domain.source).is_file():
             yield f"domains.{name}.source", domain.source
+    for name, sft in recipe.demonstrated().items():
+        if Path(sft.source).is_file():
+            yield f"domains.{name}.sft.source" if name else "sft.source", sft.source
 
 
 def _digests(source: str) -> dict[str, str]:
     from opd.errors import DataError
-    from opd.storage.sealed import file_digest
+    from opd.storage.files import file_digest
     from opd.teachers.skeleton import is_published
 
     try:
@@ -150,7 +165,7 @@ def model_digests(folder: Path) -> dict[str, str]:
         read_checksums,
         weight_files,
     )
-    from opd.storage.sealed import file_digest
+    from opd.storage.files import file_digest
 
     base = adapter_base(folder)
     if base is not None:

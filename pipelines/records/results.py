@@ -12,8 +12,7 @@ import torch
 
 from opd import installed_version
 from opd.config import Recipe
-from opd.pipelines.evaluation.accuracy import side_by_side
-from opd.pipelines.evaluation.stage import best_teachers, kept_answers, measured
+from opd.pipelines.evaluation.evaluate import best_teachers, kept_answers, measured, side_by_side
 from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
 from opd.pipelines.records.cards import Cards, made_here
 from opd.pipelines.records.run_folder import RunFolder

@@ -7,7 +7,7 @@ stages/STAGE/                    metrics.jsonl  checkpoints/  done.json (written
                                  a stage that ran in a process of its own
                                  wal/ (the log of its rollouts) and cache/ (teachers' hidden states) are
                                  there while the stage runs
-base/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
+base/  sft/DOMAIN/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
 published/TEACHER/               what the merge streams, unless storage.published says elsewhere
 downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, where needed whole;
                                  written again unless they are what was published
@@ -42,15 +42,17 @@ from opd.models.hf_folder import CHECKSUMS, adapter_base, check_folder, check_sm
 from opd.pipelines.launch.machine import threads_here
 from opd.pipelines.records.inputs import changed_files, given_inputs, user_code, with_changes
 from opd.redact import redacted
-from opd.storage.files import FileLock, write_atomic
-from opd.storage.sealed import (
+from opd.storage.files import (
     SEAL,
+    FileLock,
     check_files,
     digest_of,
     digests_of,
+    json_bytes,
     read_object,
     read_sealed,
     unsealed,
+    write_atomic,
     write_sealed,
 )
 
@@ -259,17 +261,20 @@ class RunFolder:
         return self.path / "baselines" / safe_name(name)
 
     def model(self, recipe: Recipe, name: str) -> Path:
-        """Where a model lies: `base`, `merged`, `specialist:DOMAIN` or a baseline by name.
+        """Where a model lies: `base`, `merged`, `specialist:DOMAIN`, `sft:DOMAIN` (what that specialist was
+        before GRPO) or a baseline by name.
 
-        A base that is given and not warmed up stays where it is; it is not copied, unless it is an adapter.
+        A base that is given and not trained stays where it is; it is not copied, unless it is an adapter.
         """
-        if name == "base" and recipe.model.path is not None and recipe.base is None:
+        if name == "base" and recipe.model.path is not None and not recipe.trains_base:
             given = Path(recipe.model.path)
             return given if adapter_base(given) is None else self.base
         if name in ("base", "merged"):
             return self.base if name == "base" else self.merged
         if name.startswith("specialist:"):
             return self.specialist(name.removeprefix("specialist:"))
+        if name.startswith("sft:"):
+            return self.path / "sft" / safe_name(name.removeprefix("sft:"))
         return self.baseline(name)
 
     def stage(self, stage: str) -> Path:
@@ -418,7 +423,7 @@ class RunFolder:
         self._write_config(config)
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
-        write_atomic(self.config, _json_bytes(config))
+        write_atomic(self.config, json_bytes(config))
 
     def _require_same(self, recipe: Recipe, accept_code: bool) -> tuple[dict[str, Any], _Changed]:
         """Compare `recipe` and what it gives with what the run began with; returns that, and changed code."""
@@ -530,7 +535,3 @@ def _written(recipe: Recipe) -> dict[str, Any]:
 def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
     """What must stay as it is from attempt to attempt."""
     return {key: value for key, value in config.items() if key not in _FREE}
-
-
-def _json_bytes(data: Mapping[str, Any]) -> bytes:
-    return (json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()

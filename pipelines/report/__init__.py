@@ -1,15 +1,16 @@
 """The report: one self-contained HTML file that says what a run achieved, and what it does not show.
 
 `load` reads the run folder, `verdict` puts numbers into sentences, `tables` (answers side by side too) and
-`figures` choose what is shown, `charts` draws, `page` puts it together. `closing` is what a command says at
-its end, `comparison` sets several runs beside each other. To add a chart, add a `Panel` to a function of
-`figures`.
+`figures` choose what is shown, `charts` draws, `page` puts it together. `verdict` also has what a command
+says at its end, `comparison` sets several runs beside each other. To add a chart, add a `Panel` to a function
+of `figures`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from opd.foreign import visible
 from opd.pipelines.report.load import load_run
 from opd.redact import redact
 from opd.storage.files import write_atomic
@@ -28,5 +29,5 @@ def write_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     page = render(load_run(run_dir))
     target = run_dir / "report.html"
-    write_atomic(target, redact(page).encode("utf-8"))
+    write_atomic(target, visible(redact(page)).encode())
     return target

@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -25,6 +26,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
+from opd.foreign import visible
 from opd.pipelines.evaluation.statistics import Interval, at_the_end
 from opd.pipelines.report.words import NARROW, amount, power
 
@@ -281,10 +283,11 @@ def _rows(count: int, x_label: str) -> tuple[Figure, Axes]:
 
 def _row_labels(axes: Axes, labels: Sequence[tuple[str, str]]) -> None:
     """A label at the left and a number at the right above every row."""
-    across = axes.get_yaxis_transform()
+    # The names are others': a pair of dollar signs begins no formula.
+    shared: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "bottom", "parse_math": False}
     for row, (label, note) in enumerate(labels):
-        axes.text(0, row - 0.24, _short(label), transform=across, color=light("ink"), va="bottom")
-        axes.text(1, row - 0.24, note, transform=across, color=light("muted"), va="bottom", ha="right")
+        axes.text(0, row - 0.24, _short(visible(label, "")), color=light("ink"), **shared)
+        axes.text(1, row - 0.24, note, color=light("muted"), ha="right", **shared)
 
 
 def _short(label: str, limit: int = 34) -> str:
@@ -315,7 +318,9 @@ def _decades(lines: Sequence[Series]) -> float:
 def _svg(figure: Figure, name: str, told: str) -> str:
     """Serialise for inlining: no prologue, size or style sheet, ids of its own, colours as variables."""
     buffer = io.StringIO()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}), warnings.catch_warnings():
+        # Names of any script: the font that draws the page's text is the reader's.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]

@@ -11,11 +11,11 @@ from statistics import mean, stdev
 from typing import Any
 
 from opd.errors import ConfigError, RunFolderError
+from opd.foreign import visible
 from opd.pipelines.evaluation.statistics import at_the_end, mean_accuracy
 from opd.pipelines.records.run_folder import differences
-from opd.pipelines.report.closing import aligned
 from opd.pipelines.report.load import Run, load_run
-from opd.pipelines.report.verdict import compare, retained
+from opd.pipelines.report.verdict import aligned, compare, retained
 from opd.pipelines.report.words import model_label, own_label, point_bounds, points
 from opd.redact import redact
 from opd.storage.files import write_atomic
@@ -152,7 +152,7 @@ def compare_runs(folders: Sequence[Path], page: Path) -> str:
     runs = Runs.read(folders)
     if page.is_dir() or not page.parent.is_dir():
         raise RunFolderError(f"{page} cannot be written: give a file in a folder that is there with --out")
-    write_atomic(page, redact(_page(runs)).encode("utf-8"))
+    write_atomic(page, visible(redact(_page(runs))).encode())
     tables = [
         [runs.head("mean sampled accuracy, %"), *runs.accuracy()],
         [runs.head("merged student, %"), *runs.domains()],
@@ -161,7 +161,7 @@ def compare_runs(folders: Sequence[Path], page: Path) -> str:
     if differing:
         tables.append([["setting", *runs.names], *differing])
     parts = [runs.verdict(), *("\n".join(aligned(table)) for table in tables), f"page  {page}"]
-    return "\n\n".join(parts)
+    return visible("\n\n".join(parts))
 
 
 def _page(runs: Runs) -> str:

@@ -149,13 +149,10 @@ def learning(run: Run, cues: Cues) -> list[Panel]:
     if len(lines) > 1:
         note = "Higher and further left is better. Lines are cut at the merge\u2019s token budget."
         _add(panels, "Merge and trained baselines", "mean reward over domains", lines, Axis(), note)
-    base = run.stage("base")
-    if base:
-        lines = [_line(base, "loss/ce", Cue("base", "ink", "o"), against="step")]
-        note = "Should fall and flatten. It cannot reach zero when demonstrations disagree."
-        _add(
-            panels, "Base: warm-up loss", "cross-entropy, nats per token", lines, Axis(), note, x_label="step"
-        )
+    taught = [stage for stage in run.stages if stage.name == "base" or stage.name.startswith(_TAUGHT)]
+    lines = [_line(s, "loss/ce", cues.of(_short(s.name)), against="step") for s in taught]
+    note = "Should fall and flatten. It cannot reach zero when demonstrations disagree."
+    _add(panels, "Demonstrations: loss", "cross-entropy, nats per token", lines, Axis(), note, x_label="step")
     return panels
 
 
@@ -413,5 +410,9 @@ def _is_specialist(stage: StageResult) -> bool:
     return stage.name.startswith("specialist-")
 
 
+_TAUGHT = ("sft-", "specialist-")
+"""Stages that may have learnt from demonstrations."""
+
+
 def _short(stage: str) -> str:
-    return stage.removeprefix("specialist-")
+    return stage.removeprefix("specialist-").removeprefix("sft-")

@@ -92,7 +92,7 @@ class Run:
     folders: dict[str, dict[str, str]] = field(default_factory=dict)
     """Model -> its folder, digest, prompt format and loading lines, as far as each is known."""
     answers: dict[str, Any] = field(default_factory=dict)
-    """Domain -> a few answers side by side, as `pipelines/evaluation/accuracy.py` gives them."""
+    """Domain -> a few answers side by side, as `pipelines/evaluation/evaluate.py` gives them."""
     code_changes: list[dict[str, Any]] = field(default_factory=list)
     """What changed in the user's own code during the run, as `RunFolder.code_changes` says it."""
 
@@ -227,7 +227,7 @@ def _stage(name: str, entry: dict, metrics: list[dict]) -> StageResult:
 
 
 def _stage_order(name: str) -> tuple[int, str]:
-    ranks = ("base", "specialist-", "merge", "baseline-", "evaluate")
+    ranks = ("base", "sft-", "specialist-", "merge", "baseline-", "evaluate")
     return next((rank for rank, start in enumerate(ranks) if name.startswith(start)), len(ranks)), name
 
 

@@ -26,6 +26,8 @@ SHAPES = {
     "p": '<path d="M17 1.4 20.4 4 19.1 8H14.9L13.6 4Z"/>',
 }
 """A legend's drawing of each of `theme.MARKERS`, at the end of its line."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""What a browser lets the page do: be drawn."""
 LIBRARIES = (("python", "Python"), ("torch", "PyTorch"))
 
 
@@ -57,6 +59,7 @@ def document(title: str, body: str) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f"<title>{escape(title)} \u2013 opd report</title>\n<style>\n{theme}\n{style}</style>\n</head>\n"
         f"<body>\n<main>\n{body}</main>\n</body>\n</html>\n"
     )

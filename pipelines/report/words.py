@@ -20,7 +20,7 @@ MODELS = {
     "mixed_grpo_all": "Mixed-domain GRPO (all tokens)",
     "off_policy": "Off-policy distillation",
 }
-STAGES = {"base": "Base warm-up", "merge": "Merge", "evaluate": "Evaluation"}
+STAGES = {"base": "Base", "merge": "Merge", "evaluate": "Evaluation"}
 
 
 def model_label(name: str) -> str:
@@ -48,8 +48,8 @@ def in_sentence(label: str) -> str:
 def stage_label(name: str) -> str:
     """Display name of a stage."""
     kind, _, rest = name.partition("-")
-    if kind == "specialist" and rest:
-        return f"Specialist, {rest}"
+    if kind in ("specialist", "sft") and rest:
+        return f"{'Specialist' if kind == 'specialist' else 'Demonstrations'}, {rest}"
     if kind == "baseline" and rest:
         return MODELS.get(rest, rest)
     return STAGES.get(name, name)

@@ -1,24 +1,39 @@
-"""What a running stage is given: its recipe, its place in the run folder, and where to report."""
+"""What a running stage is given: its recipe, its place in the run folder, where to report, and helpers.
+
+Helpers compute for it beside its own process: rollout engines and teachers elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from opd.config import Recipe
 from opd.metrics import MetricsWriter, NoMetrics
 from opd.pipelines.records.cards import Cards
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.stages.helpers import Helpers
+from opd.protocols import Teacher
 from opd.ranks import Ranks, path_of_rank
+from opd.rollout.engine_pool import EnginePool
 from opd.rollout.preemption import Preemption
 from opd.storage.checkpoints import CheckpointStore
 
-if TYPE_CHECKING:
-    pass
+
+class Helpers(Protocol):
+    """What `launch` has put at a stage's disposal."""
+
+    def writers(self, model: Path) -> EnginePool:
+        """Engines that hold the Hugging Face folder `model` as version 0, or nothing yet as version -1."""
+        ...
+
+    def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
+        """The recipe's teachers of these names, cut to `vocabulary` tokens; `None`: they run in this
+        process.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -33,8 +48,6 @@ class StageContext:
     checkpoints: CheckpointStore
     progress: Callable[[int, int, str], None]
     """`progress(done, total, headline)`."""
-    note: Callable[[str], None]
-    """One line for the person who watches."""
     preemption: Preemption
     """What the run has been asked: to stop, to make room, or nothing."""
     helpers: Helpers | None = None
@@ -51,7 +64,6 @@ class StageContext:
         folder: RunFolder,
         stage: str,
         progress: Callable[[int, int, str], None],
-        note: Callable[[str], None],
         preemption: Preemption | None = None,
         helpers: Helpers | None = None,
         ranks: Ranks | None = None,
@@ -64,11 +76,8 @@ class StageContext:
             folder,
             stage,
             MetricsWriter(place, tensorboard=recipe.runtime.tensorboard) if ranks.main else NoMetrics(),
-            CheckpointStore(
-                folder.checkpoints(stage), recipe.runtime.keep_checkpoints, note, folder.owner(stage)
-            ),
+            CheckpointStore(folder.checkpoints(stage), recipe.runtime.keep_checkpoints, folder.owner(stage)),
             progress,
-            note,
             preemption or Preemption(recipe.runtime.grace_seconds),
             helpers,
             ranks,
@@ -99,8 +108,8 @@ class StageContext:
 def model_stage(name: str) -> str:
     """The stage that makes the model which `StageContext.model_path` knows as `name`."""
     kind, _, domain = name.partition(":")
-    if kind == "specialist":
-        return f"specialist-{domain}"
+    if kind in ("specialist", "sft"):
+        return f"{kind}-{domain}"
     return {"base": "base", "merged": "merge"}.get(name, f"baseline-{name}")
 
 

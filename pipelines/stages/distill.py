@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from opd.algorithms.advantages import build_advantage
-from opd.algorithms.loss_weights import per_teacher_scales, policy_scales, weigh
 from opd.config import DistillConfig, PolicyLossConfig, Recipe, SampledTokenK1, SampledTokenK2
-from opd.pipelines.evaluation.accuracy import domain_accuracy
+from opd.pipelines.evaluation.evaluate import prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, train
@@ -26,7 +24,9 @@ from opd.pipelines.stages.student import Student, tokenizer_of
 from opd.pipelines.stages.teachers import open_schedule, scoring_ahead, wait_shares
 from opd.rollout.collect import EncodedPrompt, Generates
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
+from opd.train.advantages import build_advantage
 from opd.train.distill_terms import build_distill_term
+from opd.train.loss_weights import per_teacher_scales, policy_scales, weigh
 from opd.train.packing import convert_batch
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm
 from opd.types import RolloutBatch, Sample, TokenTerms
@@ -137,10 +137,11 @@ class Distill(Algorithm):
         self.context, self.config, self.optim = context, config, config.optim
         vocabulary = len(tokenizer_of(recipe, start))
         self.schedule = stack.enter_context(open_schedule(context, vocabulary))
+        self._corrects = needs_correction(config)
         self.probe = MismatchProbe(context.ranks, entropy=not needs_policy_stream(config))
         terms = [*loss_terms(config, self.schedule), self.probe]
         self.student = Student.open(context, start, config.optim, config.batch, terms)
-        self.data = DomainSet.open(recipe, self.student.tokenizer, context.note)
+        self.data = DomainSet.open(recipe, self.student.tokenizer)
 
     def open_source(self, stack: ExitStack) -> Rollouts:
         """What the student writes, until `stack` is unwound."""
@@ -217,7 +218,7 @@ class Distill(Algorithm):
         is exact at every state, whatever policy led there.
         """
         config, loss = self.config, self.config.loss
-        if not needs_correction(config):
+        if not self._corrects:
             return None, {}
         k1 = loss if isinstance(loss, SampledTokenK1) else None
         against = None if k1 is None else Against(k1.coef, k1.baseline, k1.discount)
@@ -283,11 +284,10 @@ class Distill(Algorithm):
         student = self.student
         with step.timer("evaluate"), self.source.idle():
             return {
-                f"accuracy/{domain}": domain_accuracy(
+                f"accuracy/{domain}": prompt_accuracy(
                     student.evaluator,
                     self.data,
-                    domain,
-                    evaluation.curve_prompts,
+                    self.data.held_out(domain, evaluation.curve_prompts, "evaluate"),
                     student.sampling,
                     seed=student.seed,
                 ).accuracy

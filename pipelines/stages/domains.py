@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,15 +11,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe
-from opd.data.load import Room, encode_prompt, fit, load_domain, truncated
-from opd.data.prompts import Domain, Prompt, PromptCursor
+from opd.data.load import load_domain
 from opd.errors import ConfigError, DataError, ModelError
 from opd.models.hf_folder import read_config, scratch_config
 from opd.models.tokenizers import character_tokenizer, set_chat_template
 from opd.pipelines.stages.student import model_stops, tokenizer_of
-from opd.rewards.functions import load_reward
-from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, Generate, collect, load_generate
+from opd.rollout.prompts import Domain, Prompt, PromptCursor, Room, encode_prompt, fit, truncated
+from opd.rollout.rewards import RewardRunner, load_reward
+
+_log = logging.getLogger(__name__)
 
 
 def load_domains(recipe: Recipe) -> dict[str, Domain]:
@@ -50,17 +52,27 @@ def student_tokenizer(recipe: Recipe, domains: Iterable[Domain]) -> PreTrainedTo
     return made
 
 
+def sequence_limit(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, name: str
+) -> tuple[int, str]:
+    """Tokens of a sequence, and what says so: `limit`, by the field `name`, or the model's positions if those
+    are fewer.
+    """
+    model = recipe.model
+    config = read_config(Path(model.path)) if model.path else scratch_config(model.config or {}, tokenizer)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions and positions < limit:
+        return int(positions), "the model's max_position_embeddings"
+    return limit, name
+
+
 def prompt_room(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Room:
     """How long prompts may be, so that a response of `rollout.max_new_tokens` fits behind them.
 
     Raises `ConfigError` if no prompt would have room.
     """
-    model, rollout = recipe.model, recipe.rollout
-    config = read_config(Path(model.path)) if model.path else scratch_config(model.config or {}, tokenizer)
-    limit, name = rollout.max_sequence, "rollout.max_sequence"
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions and positions < limit:
-        limit, name = int(positions), "the model's max_position_embeddings"
+    rollout = recipe.rollout
+    limit, name = sequence_limit(recipe, tokenizer, rollout.max_sequence, "rollout.max_sequence")
     if rollout.max_new_tokens >= limit:
         raise ConfigError(
             f"rollout.max_new_tokens {rollout.max_new_tokens} leaves no room for a prompt in {name} {limit};"
@@ -77,17 +89,15 @@ class DomainSet:
     domains: dict[str, Domain]
     rewards: RewardRunner
     tokenizer: PreTrainedTokenizerBase
-    _cursors: dict[str, PromptCursor]
+    _cursors: dict[str, PromptCursor[Prompt]]
     _encode: Callable[[Prompt], EncodedPrompt]
     generate: Generate = collect
     """From prompts to responses, learnt from and measured alike: the recipe's own, if it names one."""
 
     @classmethod
-    def open(
-        cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, note: Callable[[str], None] = lambda _: None
-    ) -> DomainSet:
+    def open(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> DomainSet:
         """Load the sources and the reward functions. Prompts that are too long are dealt with as the recipe
-        says, and `note` is told of them.
+        says, and logged.
         """
         room, domains = prompt_room(recipe, tokenizer), {}
         template = recipe.model.chat_template_kwargs
@@ -96,7 +106,7 @@ class DomainSet:
             fitted = fit(domain, room, policy, lambda p: encode_prompt(p, tokenizer, template))
             domains[name] = fitted.domain
             if fitted.long:
-                note(f"domain {name}: {fitted.sentence(room, policy)}")
+                _log.info("domain %s: %s", name, fitted.sentence(room, policy))
         functions = {}
         for name, config in recipe.domains.items():
             function = load_reward(config.reward) if config.reward else domains[name].checker

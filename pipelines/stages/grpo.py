@@ -8,8 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from opd.algorithms.advantages import build_advantage, keep_groups
-from opd.algorithms.loss_weights import policy_scales, weigh
 from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.stages.context import StageContext
@@ -20,9 +18,11 @@ from opd.pipelines.stages.samples import StepSamples, judged
 from opd.pipelines.stages.source import Asked, open_source
 from opd.pipelines.stages.student import Student, load_model
 from opd.rollout.collect import EncodedPrompt
+from opd.train.advantages import build_advantage, keep_groups
+from opd.train.backend import response_logprobs
+from opd.train.loss_weights import policy_scales, weigh
 from opd.train.packing import convert_batch
 from opd.train.terms import LossTerm, PolicyTerm, ReferenceTerm
-from opd.train.torch_backend import response_logprobs
 from opd.types import RolloutBatch, Sample, TokenTerms
 
 
@@ -64,7 +64,7 @@ class GRPO(Algorithm):
             if config.reference_kl.placement == "loss":
                 terms.append(ReferenceTerm(config.reference_kl))
         self.student = Student.open(context, start, config.optim, config.batch, terms)
-        self.data = DomainSet.open(recipe, self.student.tokenizer, context.note)
+        self.data = DomainSet.open(recipe, self.student.tokenizer)
         self._domains, self._rollout = list(domains), recipe.rollout
 
     def prompts(self, index: int) -> list[EncodedPrompt]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.samples import StepSamples
 from opd.train.backend import Backend, Read, learning_rate
 from opd.types import RolloutBatch, Sample
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -262,5 +265,5 @@ def _restore(context: StageContext, backend: Backend) -> LoopState:
     backend.load_state({name: checkpoint.load(name) for name in ("model", "optimizer")})
     state = LoopState(**checkpoint.state)
     context.metrics.truncate(state.step, state.metrics)
-    context.note(f"resumed from step {state.step}")
+    _log.info("resumed from step %d", state.step)
     return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,15 @@ from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
 from opd.models.hf_folder import adapter_base
-from opd.pipelines.evaluation.stage import evaluate
-from opd.pipelines.stages.adapted import whole_model
+from opd.pipelines.evaluation.evaluate import evaluate
 from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.distill import distill
 from opd.pipelines.stages.grpo import train_grpo
 from opd.pipelines.stages.loop import Extent
+from opd.pipelines.stages.sft import fine_tune
 from opd.pipelines.stages.student import tokenizer_of
-from opd.pipelines.stages.supervised import distill_off_policy, new_base, warm_up
+from opd.pipelines.stages.supervised import all_weights, distill_off_policy, new_base, warm_up
+from opd.pipelines.stages.teachers import whole_model
 from opd.pipelines.stages.weight_baselines import merge_weights
 from opd.progress import clock
 
@@ -43,14 +44,18 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
     """Every stage of `recipe`, in an order in which each comes after what it needs."""
     stages: list[Stage] = []
     base: tuple[str, ...] = ()
-    if recipe.base is not None or recipe.model.config is not None or _is_adapter(recipe):
+    if recipe.trains_base or recipe.model.config is not None or _is_adapter(recipe):
         stages.append(Stage("base", (), _base, model="base"))
         base = ("base",)
     specialists = tuple(specialist_stage(domain) for domain in recipe.specialist_domains())
-    stages += [
-        Stage(specialist_stage(d), base, partial(_specialist, domain=d), model=f"specialist:{d}")
-        for d in recipe.specialist_domains()
-    ]
+    for domain in recipe.specialist_domains():
+        needs = base
+        if recipe.is_started(domain):
+            needs = (f"sft-{domain}",)
+            run = partial(_start_specialist, domain=domain)
+            stages.append(Stage(needs[0], base, run, model=f"sft:{domain}"))
+        run = partial(_specialist, domain=domain)
+        stages.append(Stage(specialist_stage(domain), needs, run, model=f"specialist:{domain}"))
     stages.append(Stage("merge", base + specialists, _merge, model="merged"))
     baselines = [
         Stage(
@@ -95,25 +100,44 @@ def _is_adapter(recipe: Recipe) -> bool:
 def _base(context: StageContext) -> dict[str, Any]:
     recipe = context.recipe
     out = context.model_path("base")
-    if recipe.base is None and _is_adapter(recipe):
+    if not recipe.trains_base and _is_adapter(recipe):
         source = Path(recipe.model.path or "")
         tokenizer, main = tokenizer_of(recipe, source), context.ranks.main
         context.ranks.main_first(lambda: whole_model(source, out, tokenizer) if main else None)
         return _nothing_trained()
     if recipe.model.path is not None:
-        return warm_up(context, Path(recipe.model.path), out)
-    fresh = context.folder.stage("base") / "initial" if recipe.base is not None else out
+        return _begin(context, Path(recipe.model.path), out)
+    fresh = context.folder.stage("base") / "initial" if recipe.trains_base else out
     ranks = context.ranks
     ranks.main_first(lambda: new_base(recipe, fresh) if ranks.main else None)
-    if recipe.base is None:
-        return _nothing_trained()
-    return warm_up(context, fresh, out)
+    return _begin(context, fresh, out) if recipe.trains_base else _nothing_trained()
+
+
+def _begin(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
+    """What the base learns first, from demonstrations of a file or those that the domains make up."""
+    if context.recipe.sft is None:
+        return warm_up(context, start, out)
+    return fine_tune(all_weights(context), context.recipe.sft, start, out)
+
+
+def _start_specialist(context: StageContext, domain: str) -> dict[str, Any]:
+    return _demonstrated(context, domain, context.model_path(f"sft:{domain}"))
+
+
+def _demonstrated(context: StageContext, domain: str, out: Path) -> dict[str, Any]:
+    config = context.recipe.domains[domain].sft
+    assert config is not None  # else there is no such stage
+    return fine_tune(context, config, context.model("base"), out, domain)
 
 
 def _specialist(context: StageContext, domain: str) -> dict[str, Any]:
-    extent = Extent(steps=context.recipe.specialist.steps)
     out = context.model_path(f"specialist:{domain}")
-    return train_grpo(context, context.model("base"), [domain], out, extent)
+    context = replace(context, recipe=context.recipe.for_domain(domain))
+    if domain not in context.recipe.grpo_domains():
+        return _demonstrated(context, domain, out)
+    start = f"sft:{domain}" if context.recipe.is_started(domain) else "base"
+    extent = Extent(steps=context.recipe.specialist.steps)
+    return train_grpo(context, context.model(start), [domain], out, extent)
 
 
 def _merge(context: StageContext) -> dict[str, Any]:

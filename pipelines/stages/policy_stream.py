@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from opd.algorithms.advantages import OwnAdvantage, opd_returns, teacher_means, with_opd_term
-from opd.algorithms.loss_weights import CorrectionSums, MismatchSums, corrected
 from opd.config.rl import CorrectionConfig
 from opd.pipelines.stages.samples import StepSamples
 from opd.protocols import AdvantageEstimator
+from opd.train.advantages import OwnAdvantage, opd_returns, teacher_means, with_opd_term
+from opd.train.loss_weights import CorrectionSums, MismatchSums, corrected
 from opd.train.packing import PerSample
 from opd.types import Sample
 

@@ -168,7 +168,7 @@ def groups_of(
         for rank, part in enumerate(written)
     ]
     groups, rows = [], {}
-    for uid, places in ranks.dealt(placed):
+    for uid, places in ranks.unshard(placed):
         samples = [light_sample(union, row) for row in places]
         groups.append(SampleGroup(uid, samples[0].domain, samples))
         rows |= {sample.uid: row for sample, row in zip(samples, places, strict=True)}

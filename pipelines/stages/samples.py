@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from opd.algorithms.advantages import zero_variance_fraction
-from opd.algorithms.loss_weights import drop_stale, staleness
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks
-from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, Generates
+from opd.rollout.rewards import RewardRunner
+from opd.train.advantages import zero_variance_fraction
 from opd.train.backend import Backend
+from opd.train.loss_weights import drop_stale, staleness
 from opd.train.packing import PerSample
 from opd.types import RolloutBatch, Sample, SampleGroup, Status, TokenTerms
 
@@ -86,12 +86,12 @@ class StepSamples:
     def reward(self, rewards: RewardRunner) -> None:
         """Reward every sample, each on one rank."""
         samples = self.samples
-        mine = self.ranks.mine(samples)
+        mine = self.ranks.shard(samples)
         rewards.score(mine)
         if self.ranks.alone:
             return
         found = [[sample.reward, sample.reward_parts] for sample in mine]
-        everyone = self.ranks.dealt(self.ranks.gather_json(found, "the rewards of a batch"))
+        everyone = self.ranks.unshard(self.ranks.gather_json(found, "the rewards of a batch"))
         for sample, (reward, parts) in zip(samples, everyone, strict=True):
             sample.reward, sample.reward_parts = reward, parts
 

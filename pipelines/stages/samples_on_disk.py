@@ -26,8 +26,9 @@ from opd.pipelines.stages.sample_files import (
 from opd.pipelines.stages.samples import Home, StepSamples
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks, path_of_rank
-from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, Generates, collect, stream
+from opd.rollout.rewards import RewardRunner
+from opd.rollout.streams import several
 from opd.storage.trajectories import TrajectoryUnion
 from opd.train.backend import Backend
 from opd.train.packing import PerSample
@@ -112,7 +113,7 @@ class DiskHome(Home):
         written is not written again.
         """
         student = self._student
-        mine = prompts if student.writing.alone else student.writing.mine(prompts)
+        mine = prompts if student.writing.alone else student.writing.shard(prompts)
         try:
             (self._stream if student.generate is collect else self._generate)(engine, mine, size, index)
         except BaseException:
@@ -193,8 +194,8 @@ class _Noted:
         self._engine = engine
         self.asked: list[str] = []
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        self.asked += [request.uid for request in requests]
+    def generate(self, requests: RolloutRequest | Sequence[RolloutRequest]) -> Iterator[Chunk]:
+        self.asked += [request.uid for request in several(requests)]
         return self._engine.generate(requests)
 
 

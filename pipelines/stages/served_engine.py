@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from opd.config.teachers import SGLangEngineConfig
+from opd.models.hf_folder import read_object
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.helpers import Writers
 from opd.pipelines.stages.student import tokenizer_of
 from opd.protocols import Teacher
 from opd.retry import Retry
-from opd.rollout.engine_pool import RetryPolicy
+from opd.rollout.engine_pool import EnginePool, RetryPolicy
 from opd.rollout.sglang_engine import ServedModel, SGLangEngine
 from opd.rollout.sglang_workers import FolderPush, Push, TensorPush, check_distinct
 from opd.rollout.weight_sync import WeightFolder
@@ -31,14 +30,14 @@ class ServedWriters:
         self._context, self._config, self._stack = context, config, stack
         self._others = context.helpers
 
-    def writers(self, model: Path) -> Writers:
+    def writers(self, model: Path) -> EnginePool:
         """One engine over all workers, or over this rank's share of them where several ranks write. It holds
         nothing before its first push (`Student.start`), so that what it samples with is always what the
         trainer holds. Raises `ConfigError` if there are fewer workers than ranks, and `RolloutError` if two
         URLs lead to one.
         """
         recipe, ranks = self._context.recipe, self._context.ranks
-        described = json.loads((model / "config.json").read_bytes())
+        described = read_object(model / "config.json")
         text = described.get("text_config", described)
         rows: int = text["vocab_size"]
         limit = recipe.rollout.max_sequence
@@ -48,7 +47,7 @@ class ServedWriters:
         check_distinct(options)  # all ranks' workers: two ranks must not control one server either
         engine = SGLangEngine(replace(options, urls=own), served, self._push(model), version=-1)
         self._stack.callback(engine.close)
-        return Writers([engine], ONCE)
+        return EnginePool([engine], ONCE)
 
     def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
         """See `Helpers`."""

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from opd.errors import CheckpointError
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.helpers import Writers
+from opd.rollout.engine_pool import EnginePool
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.ledger import StopStrings
-from opd.storage.files import fsync_folder
-from opd.storage.sealed import read_sealed, write_sealed
+from opd.rollout.ledger import Recovery, StopStrings
+from opd.storage.files import fsync_folder, read_sealed, write_sealed
 from opd.storage.tensors import load_tensors, save_tensors
 from opd.storage.wal import TokenWAL
 from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
@@ -133,7 +132,7 @@ class StageRollout:
 
 @contextmanager
 def open_rollout(
-    context: StageContext, writers: Writers, stops: StopStrings | None
+    context: StageContext, writers: EnginePool, stops: StopStrings | None
 ) -> Iterator[StageRollout]:
     """`writers` behind the stage's log while the block runs; the log goes on where an earlier attempt ended.
 
@@ -155,18 +154,17 @@ def open_rollout(
 
 
 def _tolerant(
-    context: StageContext, writers: Writers, log: TimedLog | None, stops: StopStrings | None
+    context: StageContext, writers: EnginePool, log: TimedLog | None, stops: StopStrings | None
 ) -> FaultTolerantRollout:
     kept = KVFile(context.of_rank(context.folder.stage(context.stage) / "in_flight.safetensors"))
     return FaultTolerantRollout(
-        writers.engines,
+        writers,
         log,
-        policy=writers.policy,
         stops=stops,
         preemption=context.preemption,
-        kv=kept if log is not None else None,
-        revive=writers.revive,
-        note=context.note,
-        accept_newer=context.recipe.rollout.schedule == "async",
-        owner=context.folder.owner(context.stage),
+        recovery=Recovery(
+            kept if log is not None else None,
+            context.folder.owner(context.stage),
+            context.recipe.rollout.schedule == "async",
+        ),
     )

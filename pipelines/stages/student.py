@@ -1,4 +1,4 @@
-"""The student of a stage: model, tokenizer, trainer, rollout engine, and the weight sync between them."""
+"""The student of a stage: model, adapters, tokenizer, trainer, rollout engine, and their weight sync."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
-from opd.models.causal_lm import CausalLM
+from opd.models.adapters import AdaptedLM, MergingLM, save_adapted
+from opd.models.causal_lm import CausalLM, torch_dtype
+from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of
-from opd.pipelines.stages.adapted import adapted, receiving, save_trained
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.helpers import Writers
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.stage_rollout import StageRollout, open_rollout
 from opd.progress import doing
-from opd.protocols import RolloutEngine
 from opd.ranks import Ranks
 from opd.rollout.collect import (
     EncodedPrompt,
@@ -32,14 +31,14 @@ from opd.rollout.collect import (
     load_generate,
     write_shared,
 )
+from opd.rollout.engine_pool import EnginePool
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.ledger import StopStrings
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights
-from opd.train.backend import Backend, Training
+from opd.train.backend import Backend, TorchBackend, Training
 from opd.train.backends import Load, open_backend
 from opd.train.terms import LossTerm
-from opd.train.torch_backend import TorchBackend
 from opd.types import SampleGroup, SamplingParams
 
 CHUNK_SECONDS = 0.02
@@ -129,19 +128,19 @@ def stop_strings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> StopStri
     return StopStrings(recipe.rollout.stop, lambda ids: str(tokenizer.decode(ids)))
 
 
-def make_writer(recipe: Recipe, model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+Writer = TorchEngine | FaultTolerantRollout
+"""An engine, or what ends responses at stop strings before it."""
+
+
+def make_writer(recipe: Recipe, model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Writer:
     """An embedded engine around `model` that also knows the recipe's stop strings."""
-    return with_stops(make_engine(recipe, model), stop_strings(recipe, tokenizer))
-
-
-def with_stops(engine: RolloutEngine, stops: StopStrings | None) -> RolloutEngine:
-    """`engine`, ending responses at `stops` too."""
+    engine, stops = make_engine(recipe, model), stop_strings(recipe, tokenizer)
     return engine if stops is None else FaultTolerantRollout([engine], stops=stops)
 
 
-def embedded(recipe: Recipe, path: Path) -> Writers:
+def embedded(recipe: Recipe, path: Path) -> EnginePool:
     """One engine in this process, around a model of its own."""
-    return Writers([make_engine(recipe, receiving(recipe, load_model(recipe, path)))])
+    return EnginePool([make_engine(recipe, receiving(recipe, load_model(recipe, path)))])
 
 
 @dataclass(slots=True)
@@ -150,7 +149,9 @@ class Student:
 
     tokenizer: PreTrainedTokenizerBase
     backend: Backend
-    writers: Writers
+    writers: EnginePool
+    evaluator: FaultTolerantRollout
+    """The engines for responses that are measured, not learnt from: nothing is logged."""
     sampling: SamplingParams
     seed: int
     load: Load
@@ -182,11 +183,14 @@ class Student:
         training = Training(optim, batch, recipe.rollout.temperature, terms)
         opened = open_backend(load, recipe.train, training, ranks, dtype=model_dtype(recipe))
         backend = context.closing.enter_context(opened)
-        writing = ranks.another(f"{context.stage}/rollouts")
+        writing = ranks.new_group(f"{context.stage}/rollouts")
+        writers = embedded(recipe, path) if helpers is None else helpers.writers(path)
+        stops = stop_strings(recipe, tokenizer)
         return cls(
             tokenizer,
             backend,
-            embedded(recipe, path) if helpers is None else helpers.writers(path),
+            writers,
+            FaultTolerantRollout(writers, stops=stops),
             sampling_params(recipe, tokenizer),
             recipe.seed,
             load,
@@ -194,7 +198,7 @@ class Student:
             writing,
             WriterBarrier(writing),
             load_generate(recipe.rollout.generate),
-            stop_strings(recipe, tokenizer),
+            stops,
         )
 
     def open_rollouts(self, context: StageContext, stack: ExitStack) -> StageRollout:
@@ -203,22 +207,9 @@ class Student:
         return self.rollouts
 
     @property
-    def engine(self) -> RolloutEngine:
-        """What writes, without a log: the only engine, or all of them."""
-        writers = self.writers
-        if len(writers.engines) == 1 and writers.revive is None:
-            return writers.engines[0]
-        return FaultTolerantRollout(writers.engines, policy=writers.policy, revive=writers.revive)
-
-    @property
-    def writer(self) -> RolloutEngine:
-        """What responses are sampled with: the engine, or what stands in front of it."""
-        return self.engine if self.rollouts is None else self.rollouts.engine
-
-    @property
-    def evaluator(self) -> RolloutEngine:
-        """The engine for responses that are measured, not learnt from: nothing is logged."""
-        return with_stops(self.engine, self.stops)
+    def writer(self) -> FaultTolerantRollout:
+        """What responses are sampled with, and what weights are pushed to."""
+        return self.evaluator if self.rollouts is None else self.rollouts.engine
 
     def rollout(
         self, prompts: Sequence[EncodedPrompt], group_size: int, engine: Generates
@@ -258,3 +249,32 @@ class Student:
         model = self.load(None)
         model.load_weights(kept.items())
         return save_trained(model, self.tokenizer, folder, card)
+
+
+def adapted(recipe: Recipe, model: CausalLM, path: Path, dtype: str | None = None) -> CausalLM:
+    """`model`, read from `path`, as it is trained: with the adapters of `model.lora`, if the recipe has it.
+
+    `dtype`: what adapters are kept in, if it is not that of `model`.
+    """
+    lora = recipe.model.lora
+    if lora is None:
+        return model
+    found = AdaptedLM(model, lora, path, recipe.seed)
+    if dtype is not None:
+        found.keep_adapters_in(torch_dtype(dtype))
+    return found
+
+
+def receiving(recipe: Recipe, model: CausalLM) -> CausalLM:
+    """`model` as an engine holds it: one that merges the adapters it is sent, if the recipe trains them."""
+    return model if recipe.model.lora is None else MergingLM(model, recipe.model.lora)
+
+
+def save_trained(
+    model: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict[str, Any]
+) -> str:
+    """Write the Hugging Face folder, adapters merged and kept beside; returns the digest of its weights."""
+    if isinstance(model, AdaptedLM):
+        return save_adapted(model, tokenizer, folder, card)
+    save_checkpoint(model, tokenizer, folder, card)
+    return model.digest()

@@ -1,26 +1,25 @@
-"""What learns from given samples: the off-policy baseline, and a base made from scratch.
+"""What learns from given samples: off-policy distillation, and the warm-up of a base made from scratch.
 
-Off-policy distillation: the student is supervised on what its teachers wrote. A baseline of the merge.
-
-A base made from scratch: random weights, then a supervised warm-up on demonstrations of mixed quality.
+The first is a baseline of the merge, supervised on what its teachers wrote; the second has random weights,
+then demonstrations of mixed quality.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from opd.algorithms.loss_weights import per_teacher_scales, policy_scales, weigh
 from opd.config import OptimConfig, Recipe, WarmupConfig
 from opd.errors import ConfigError, TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.evaluation.accuracy import domain_accuracy
-from opd.pipelines.stages.adapted import all_weights
+from opd.pipelines.evaluation.evaluate import prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.stages.loop import Algorithm, Extent, LoopState, Plan, Step, Update, train
@@ -32,8 +31,11 @@ from opd.pipelines.stages.teachers import whole_teacher
 from opd.rollout.collect import write_shared
 from opd.teachers.schedule import Route, Router
 from opd.train.backend import learning_rate
+from opd.train.loss_weights import per_teacher_scales, policy_scales, weigh
 from opd.train.terms import CrossEntropyTerm
 from opd.types import Sample, Status, TokenTerms
+
+_log = logging.getLogger(__name__)
 
 MERGE = "merge"
 """The merge's stage: with its uids the prompts are routed to the same teachers."""
@@ -83,7 +85,7 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     recipe = context.recipe
     config = recipe.distill
     student = Student.open(context, start, config.optim, config.batch, [CrossEntropyTerm()])
-    data = DomainSet.open(recipe, student.tokenizer, context.note)
+    data = DomainSet.open(recipe, student.tokenizer)
     written = _teacher_samples(context, data, student, config.steps)
     per_step = len(recipe.domains) * config.prompts_per_domain * config.samples_per_prompt
 
@@ -158,7 +160,7 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     recipe = context.recipe
     config = recipe.base or WarmupConfig()
     student = Student.open(all_weights(context), start, config.optim, config.batch, [CrossEntropyTerm()])
-    data = DomainSet.open(recipe, student.tokenizer, context.note)
+    data = DomainSet.open(recipe, student.tokenizer)
     algorithm = WarmUp(context, config, student, data)
     source = Given(
         lambda index: _demonstrations(data, config, student.tokenizer, recipe.seed, index), student.backend
@@ -198,7 +200,7 @@ class WarmUp(Supervised):
                 short = _short(self.measure(done), config)
             if self._context.ranks.any(bool(short), "the end of a round"):
                 step.counters[_MORE_ROUNDS] = step.counters.get(_MORE_ROUNDS, 0.0) + 1.0
-                self._context.note(f"another round of warm-up: {short}")
+                _log.info("another round of warm-up: %s", short)
         return {}
 
     def measure(self, version: int) -> dict[str, float]:
@@ -208,7 +210,13 @@ class WarmUp(Supervised):
             student.sync(version)
             engine, sampling = student.evaluator, student.sampling
             self._measured[version] = {
-                name: domain_accuracy(engine, self._data, name, 500, sampling, seed=recipe.seed).accuracy
+                name: prompt_accuracy(
+                    engine,
+                    self._data,
+                    self._data.held_out(name, 500, "evaluate"),
+                    sampling,
+                    seed=recipe.seed,
+                ).accuracy
                 for name in recipe.domains
             }
         return self._measured[version]
@@ -252,17 +260,31 @@ def _demonstrations(
             )
         text = demonstrate(prompt.metadata["prompt"], rng, config.right, config.wrong_rule)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        samples.append(_supervised_sample(prompt.uid, prompt.domain, prompt.token_ids, ids))
+        samples.append(supervised_sample(prompt.uid, prompt.domain, prompt.token_ids, ids))
     return samples
 
 
-def _supervised_sample(uid: str, domain: str, prompt_ids: np.ndarray, response_ids: Sequence[int]) -> Sample:
+def supervised_sample(
+    uid: str,
+    domain: str,
+    prompt_ids: np.ndarray,
+    response_ids: Sequence[int] | np.ndarray,
+    mask: np.ndarray | None = None,
+) -> Sample:
+    """What somebody wrote, of which the tokens of `mask` `[R]` bool are learnt; `None`: all of them."""
     return Sample(
         uid=uid,
         group_uid=uid,
         domain=domain,
         prompt_ids=prompt_ids,
         response_ids=np.array(response_ids, dtype=np.int32),
-        loss_mask=np.ones(len(response_ids), dtype=bool),
+        loss_mask=np.ones(len(response_ids), dtype=bool) if mask is None else mask.copy(),
         status=Status.COMPLETED,
     )
+
+
+def all_weights(context: StageContext) -> StageContext:
+    """`context` of a stage that trains all weights, whatever the recipe says of adapters."""
+    recipe = context.recipe
+    model = recipe.model.model_copy(update={"lora": None})
+    return replace(context, recipe=recipe.model_copy(update={"model": model}))

@@ -11,18 +11,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe
 from opd.config.teachers import Reads
+from opd.models.adapters import has_adapter, read_adapter
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.models.hf_folder import adapter_base, made_once
+from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.stages.adapted import published_with_base, whole_model
+from opd.pipelines.records.inputs import model_digests
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.precision import model_dtype
+from opd.pipelines.stages.precision import checkpoint_dtype, model_dtype
 from opd.progress import doing
 from opd.protocols import Teacher
 from opd.rollout.ledger import Tokens, Transcript
+from opd.rollout.streams import several
+from opd.storage.files import digest_of
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.teachers.kinds import Opening, Placement, open_kinds
+from opd.teachers.published_adapter import publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
 from opd.teachers.skeleton import download, is_published
@@ -69,7 +78,6 @@ def open_schedule(
                 context.of_rank(context.folder.cache(context.stage)),
                 quota_bytes=recipe.storage.cache_mb * MIB,
                 durable=False,
-                on_warning=context.note,
             )
             cache = CachedScores(stack.enter_context(files), variants=cached)
         yield TeacherSchedule(teachers, router, cache=cache, group=group)
@@ -192,9 +200,9 @@ class ScoreAhead:
         self._engine, self._schedule = engine, schedule
         self._prompts = {prompt.uid: prompt for prompt in prompts}
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        """The engine's steps, as they come."""
-        asked = {request.uid: request for request in requests}
+    def generate(self, requests: RolloutRequest | Sequence[RolloutRequest]) -> Iterator[Chunk]:
+        """The engine's chunks, as they come."""
+        asked = {request.uid: request for request in several(requests)}
         transcript = Transcript({uid: Tokens.empty() for uid in asked})
         for step in self._engine.generate(requests):
             transcript.add(step)
@@ -209,3 +217,39 @@ class ScoreAhead:
             return None  # a request of the recipe's own `generate`, named as it likes
         ids = transcript.tokens(request.uid).token_ids
         return Sample(request.uid, group_uid, prompt.domain, prompt.token_ids, response_ids=ids)
+
+
+SHARED_BASE = "adapted-base"
+"""Where, below the root of published teachers, the bases lie that adapters belong to."""
+
+
+def whole_model(source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+    """`source`, or for an adapter of peft's the model it makes of its base, written to `out`.
+
+    What was written there of the same adapter and base is kept, unless a byte of it has changed.
+    """
+    base = adapter_base(source)
+    if base is None:
+        return source
+
+    def write() -> None:
+        model = CausalLM.from_pretrained(source, dtype=checkpoint_dtype(base))
+        card = {"base": str(base), "adapter": str(source)}
+        save_checkpoint(model, tokenizer or load_tokenizer(source), out, card)
+
+    return made_once(out, digest_of(model_digests(source)), write)
+
+
+def published_with_base(context: StageContext, name: str) -> str | None:
+    """URL of teacher `name` published as an adapter, and its base once beside it; `None` if it kept none.
+
+    Raises `CheckpointError` or `StorageError` if either cannot be published.
+    """
+    source = context.teacher_source(name)
+    if not has_adapter(source):
+        return None
+    storage = context.recipe.storage
+    root = (storage.published or str(context.folder.published)).rstrip("/")
+    published = publish_checkpoint(read_adapter(source).base, f"{root}/{SHARED_BASE}", shards=storage.shards)
+    base = f"{root}/{SHARED_BASE}/{published.manifest.version}"
+    return f"{root}/{name}/{publish_adapter(source, f'{root}/{name}', base)}"

@@ -15,8 +15,14 @@ import xxhash
 from opd.errors import StorageError
 from opd.storage.files import MappedFile, open_plain
 from opd.storage.leases import LeaseTable
-from opd.storage.trajectories.fields import Field, StoreHeader, reporting
-from opd.storage.trajectories.segments import CHECK_BYTES, lease_key, segment_path
+from opd.storage.trajectories.segments import (
+    CHECK_BYTES,
+    Field,
+    StoreHeader,
+    lease_key,
+    reporting,
+    segment_path,
+)
 from opd.storage.trajectories.table import TrajectoryTable
 from opd.types import Sample
 

@@ -19,18 +19,8 @@ import numpy as np
 
 from opd.errors import StorageError
 from opd.foreign import read_document, shown, whole
-from opd.storage.framed_log import (
-    Content,
-    Frame,
-    FramedLog,
-    FrameReport,
-    LogIO,
-    LogPolicy,
-    Recovered,
-    WriteGuard,
-    read_beside_writer,
-    recover,
-)
+from opd.storage.framed_log import Frame, FrameReport, LogIO, Recovered, read_beside_writer, recover
+from opd.storage.framed_log_writer import Content, FramedLog, LogPolicy, WriteGuard
 from opd.storage.trajectories.table import Category, Strings, TrajectoryRecord, TrajectoryTable
 
 _LENGTH = struct.Struct("<Q")

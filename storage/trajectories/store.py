@@ -14,8 +14,8 @@ import numpy as np
 from opd.errors import StorageError
 from opd.storage.files import read_plain
 from opd.storage.trajectories.batch import BlockChecks, ReadCounters, Segments, TrajectoryBatch
-from opd.storage.trajectories.fields import HEADER, Field, StoreHeader, decode_header, reporting
 from opd.storage.trajectories.metadata import MetadataReader
+from opd.storage.trajectories.segments import HEADER, Field, StoreHeader, decode_header, reporting
 from opd.storage.trajectories.table import TrajectoryTable
 from opd.types import Sample
 

@@ -197,7 +197,7 @@ class TrajectoryTable:
         return cls(
             uid=Strings.of(record.uid for record in records),
             group_uid=Strings.of(record.group_uid for record in records),
-            extra=Strings.of(json.dumps(dict(r.extra), allow_nan=False) if r.extra else "" for r in records),
+            extra=Strings.of(_extra(r) if r.extra else "" for r in records),
             domain=Category.of(record.domain for record in records),
             teacher=Category.of(record.teacher for record in records),
             prompt_tokens=numbers("prompt_tokens", "<i8"),
@@ -286,3 +286,13 @@ def _joined(columns: list) -> Any:
 
 def _taken(column: Any, rows: np.ndarray) -> Any:
     return column[rows] if isinstance(column, np.ndarray) else column.take(rows)
+
+
+def _extra(record: TrajectoryRecord) -> str:
+    try:
+        return json.dumps(dict(record.extra), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StorageError(
+            f"what sample {shown(record.uid)} carries cannot be kept on the disk ({shown(error)}); keep label"
+            " and metadata to what JSON can hold, or set storage.trajectories to memory"
+        ) from error

@@ -13,19 +13,22 @@ import numpy as np
 
 from opd.errors import RunFolderError, StorageError
 from opd.storage.files import FileLock, fsync_folder, write_atomic
-from opd.storage.framed_log import WriteGuard
-from opd.storage.trajectories.fields import (
+from opd.storage.framed_log_writer import WriteGuard
+from opd.storage.trajectories.metadata import Change, ChangeKind, MetadataWriter
+from opd.storage.trajectories.segments import (
     HEADER,
     SAMPLE_FIELDS,
     Field,
+    FieldStream,
+    Reclaimer,
+    SegmentWriter,
     StoreHeader,
     check_fields,
     find_header,
     refuse_lost,
     reporting,
+    segment_numbers,
 )
-from opd.storage.trajectories.metadata import Change, ChangeKind, MetadataWriter
-from opd.storage.trajectories.segments import FieldStream, Reclaimer, SegmentWriter, segment_numbers
 from opd.storage.trajectories.table import LOCATION, TrajectoryRecord, TrajectoryTable
 from opd.types import Sample
 

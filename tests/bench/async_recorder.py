@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from opd.pipelines.stages.loop import PhaseTimer
-from opd.rollout.torch_engine import Generation
+from opd.rollout.torch_engine import TorchEngine
 from opd.types import Chunk
 
 GAP = 0.004
@@ -39,11 +39,13 @@ class Recorder:
     @contextmanager
     def record(self) -> Iterator[None]:
         """Time every decode step of the embedded engine and every phase of the learner."""
-        decode, phase = Generation.__next__, PhaseTimer.__call__
+        decode, phase = TorchEngine.step, PhaseTimer.__call__
 
-        def timed_decode(generation: Generation) -> Chunk:
+        def timed_decode(engine: TorchEngine) -> Chunk | None:
             began, processor = time.perf_counter(), time.thread_time()
-            step = decode(generation)
+            step = decode(engine)
+            if step is None:
+                return None
             used = time.thread_time() - processor
             self.engine.append(Interval("decode", began, time.perf_counter(), used))
             self.rows.append(len(step.uids))
@@ -57,12 +59,12 @@ class Recorder:
             used = time.thread_time() - processor
             self.learner.append(Interval(name, began, time.perf_counter(), used))
 
-        Generation.__next__ = timed_decode
+        TorchEngine.step = timed_decode
         PhaseTimer.__call__ = timed_phase
         try:
             yield
         finally:
-            Generation.__next__, PhaseTimer.__call__ = decode, phase
+            TorchEngine.step, PhaseTimer.__call__ = decode, phase
 
     def step_bounds(self) -> list[float]:
         """When each step of the learner began, and when the last one ended."""

@@ -27,7 +27,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from trajectory_formats import ROW_BYTES, arrays
 from trajectory_metadata import BUDGET, COST
 
 from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.streams import Streaming
 from opd.storage.wal import TokenWAL, read_log
 from opd.train.plan import PlanSettings, Workload, make_plan
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
@@ -48,17 +49,29 @@ CHUNK = 1024
 WARM_UP = 2_000
 
 
-class PlainEngine:
+class PlainEngine(Streaming):
     """Gives the token 1 until a response is as long as wanted, then the stop id 0."""
 
     policy_version = 0
 
     def __init__(self, length: int) -> None:
         self.length = length
+        self._chunks: Iterator[Chunk] = iter(())
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        """One request, one token a step."""
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """One request."""
         (request,) = requests
+        self._chunks = self._write(request)
+
+    def step(self) -> Chunk | None:
+        """One token."""
+        return next(self._chunks, None)
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Write no more."""
+        self._chunks = iter(())
+
+    def _write(self, request: RolloutRequest) -> Iterator[Chunk]:
         uids, logprob, limit = [request.uid], -np.ones(1, np.float32), request.sampling.max_new_tokens
         going, last = np.ones(1, np.int32), min(self.length, limit) - 1
         for position in range(len(request.prefix_ids), last):

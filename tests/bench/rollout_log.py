@@ -19,7 +19,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +45,18 @@ class ClockedEngine(TorchEngine):
     clock: Callable[[], float] = time.perf_counter
     inside = 0.0
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """As `TorchEngine`."""
-        clock = self.clock
-        begin = clock()
-        steps = super().generate(requests)
-        while True:
-            step = next(steps, None)
-            self.inside += clock() - begin
-            if step is None:
-                return
-            yield step
-            begin = clock()
+        begin = self.clock()
+        super().submit(requests)
+        self.inside += self.clock() - begin
+
+    def step(self) -> Chunk | None:
+        """As `TorchEngine`."""
+        begin = self.clock()
+        chunk = super().step()
+        self.inside += self.clock() - begin
+        return chunk
 
 
 def model(hidden: int) -> CausalLM:

@@ -33,7 +33,8 @@ from opd.config import Recipe
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.plan.simulate import Cluster, simulate
+from opd.pipelines.plan.cluster import Cluster
+from opd.pipelines.plan.simulate import simulate
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 

@@ -28,9 +28,9 @@ from typing import Any
 import lmdb
 import numpy as np
 
-from opd.storage.framed_log.writer import RESERVE
+from opd.storage.framed_log_writer import RESERVE
 from opd.storage.wal import TokenWAL, read_log
-from opd.storage.wal.records import TOKEN
+from opd.storage.wal_table import TOKEN
 from opd.types import Chunk, RolloutRequest, SamplingParams
 
 Commit = Callable[[Chunk], None]

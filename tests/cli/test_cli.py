@@ -48,6 +48,8 @@ def test_options_before_the_recipe_do_not_swallow_it(recipe, capsys):
         (["run", "{recipe}", "--distill.stps", "3", "--dry-run"], "did you mean --distill.steps?"),
         (["run", "{recipe}", "--resum"], "unknown option --resum; did you mean --resume?"),
         (["run", "{recipe}", "--seed"], "--seed needs a value"),
+        (["run", "{recipe}", "--out", "", "--dry-run"], "--out: it is empty; give a path"),
+        (["plan", "{recipe}", "--ranks", "0"], "--ranks: give a number of at least 1, not '0'"),
         (["run"], "the following arguments are required: RECIPE; see `opd run --help`"),
         (["rum", "{recipe}"], "invalid choice: 'rum'"),
         (["specialist", "{recipe}", "--domain", "chess"], "it trains sort"),

@@ -201,6 +201,13 @@ def test_a_chat_template_that_writes_the_date_is_told(student, tmp_path):
         assert len(warnings(examine(recipe, thorough=False), "chat template")) == told
 
 
+def test_a_chat_template_without_a_generation_prompt_is_told(student, tmp_path):
+    headless = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    mine = with_template(student, tmp_path / "mine", headless)
+    (told,) = warnings(examine(chat_recipe(mine, mine, tmp_path), thorough=False), "chat template")
+    assert "prompts end before 'assistant', which the model would have to write" in told
+
+
 def test_a_turn_that_ends_where_no_response_does_is_found_early(student, tmp_path):
     mine = with_template(student, tmp_path / "mine", ENDING)
     found = examine(chat_recipe(mine, mine, tmp_path), thorough=False)

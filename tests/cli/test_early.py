@@ -4,8 +4,12 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import UTC, datetime
 
+import numpy as np
 import pytest
+import tiny
 from recipes import tiny_recipe, write_recipe
 
 from opd.config import Recipe
@@ -23,6 +27,8 @@ from opd.pipelines.doctor.checks import (
     refuse_place,
 )
 from opd.pipelines.doctor.models import check_device
+from opd.storage.trajectories.table import TrajectoryTable
+from opd.storage.trajectories.writer import record_of
 
 REWARDS = """
 calls = []
@@ -328,3 +334,26 @@ def test_a_cheap_refusal_imports_no_library_of_models(tmp_path, words):
     )
     assert result.stdout == "2 []\n", result.stdout + result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "row", ['"label": Infinity', '"label": 1, "n": NaN', '"label": 1, "deep": [[-Infinity]]']
+)
+def test_columns_that_a_trajectory_store_cannot_keep_are_named_before_a_run(tmp_path, row):
+    """In memory they are what they are; on the disk they were a traceback after the specialists."""
+    lines = [f'{{"prompt": "{number}", "label": 1}}' for number in range(100)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, f'{{"prompt": "x", {row}}}']))
+    domains = {"a": {"source": str(tmp_path / "a.jsonl"), "reward": "math:sqrt"}}
+    for kept, found in (("memory", []), ("disk", ["error"])):
+        recipe = tiny_recipe(domains=domains, base=None, storage={"trajectories": kept})
+        findings = check_domains(recipe, {})
+        assert [finding.level for finding in findings if finding.level != "ok"] == found
+    assert "a.jsonl:101: " in findings[0].detail
+    assert "set storage.trajectories to memory" in findings[0].detail
+
+
+def test_what_no_store_can_keep_of_a_sample_is_a_sentence():
+    """Code of the user's own may add it later."""
+    for label in (datetime.now(UTC), float("nan"), b"x"):
+        with pytest.raises(StorageError, match="keep label and metadata to what JSON can hold"):
+            TrajectoryTable.of([record_of(replace(tiny.samples([(1, 1)])[0], label=label))], np.zeros((1, 1)))

@@ -124,7 +124,7 @@ def test_what_cannot_be_resumed_is_not_told_to(end, capsys):
     ],
 )
 def test_every_command_knows_whether_it_can_be_resumed(words, resumes, monkeypatch):
-    monkeypatch.setattr(cli, "ended", lambda command, resumes: resumes)
+    monkeypatch.setattr(cli, "ended", lambda command, resumes, last: resumes)
     assert main(words) is resumes
     named = set(cli.build_parser()._subparsers._group_actions[0].choices)
     assert named == {*cli._STAGES, *cli._OTHERS}
@@ -179,13 +179,22 @@ def command():
         getattr(leaves, sys.argv[1])()
     print("the end")
     return 0
-sys.exit(ended(command, resumes=True))
+sys.exit(ended(command, resumes=True, last=True))
 """
 OWN = """
-import os, sys
+import atexit, os, sys
 def exits(): sys.exit(0)
 def leaves(): os._exit(0)
 def leaves_with_7(): os._exit(7)
+def becomes(): os.execv("/bin/true", ["true"])
+def becomes_another(): os.execlp("true", "true")
+def becomes_with(): os.execvpe("true", ["true"], {})
+def fails_and_leaves(): atexit.register(lambda: os._exit(0)); exits()
+def leaves_at_the_end(): atexit.register(os._exit, 3); atexit.register(lambda: os._exit(4))
+def starts():
+    child = os.fork()
+    if not child: os.execlp("true", "true")
+    assert os.waitpid(child, 0)[1] == 0
 def forks():
     import multiprocessing
     child = multiprocessing.get_context("fork").Process(target=print)
@@ -204,7 +213,12 @@ def detaches(): sys.stdout.detach()
         ("exits", 2, "f raised SystemExit: 0 (leaves.py:3)"),
         ("leaves", 2, "ended by os._exit(0) in leaves.py:4"),
         ("leaves_with_7", 7, "ended by os._exit(7) in leaves.py:5"),
+        ("becomes", 2, "ended by os.exec of true in leaves.py:6"),
+        ("becomes_another", 2, "true in leaves.py:7"),
+        ("becomes_with", 2, "true in leaves.py:8"),
+        ("fails_and_leaves", 2, "f raised SystemExit: 0"),
         *[(name, 0, "the end") for name in ("forks", "closes", "closes_both", "closes_numbers", "detaches")],
+        *[(name, 0, "the end") for name in ("starts", "leaves_at_the_end")],
     ],
 )
 def test_only_the_command_ends_itself_with_success(tmp_path, name, status, words):

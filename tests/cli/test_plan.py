@@ -126,7 +126,7 @@ def test_no_help_sends_the_reader_into_the_source(capsys) -> None:
     names = [name for name in build_parser()._subparsers._group_actions[0].choices]
     for words in ([], *([name] for name in names)):
         assert main([*words, "--help"]) == 0
-        said = re.sub(r"DeepSpeed|DeepSeekMath|TensorBoard", "", capsys.readouterr().out)
+        said = re.sub(r"DeepSpeed|DeepSeekMath|TensorBoard|IcePop", "", capsys.readouterr().out)
         assert not re.search(r"[a-z_]+\.py\b|[A-Z][a-z]+[A-Z][a-z]\w+", said), words
 
 
@@ -136,9 +136,9 @@ def test_no_help_sends_the_reader_into_the_source(capsys) -> None:
         ([], "needs a recipe, or --store"),
         (["--store", "none"], "there is no trajectory store in none"),
         (["--store", "{store}", "--seed", "1"], "opd plan without a recipe takes no settings"),
-        (["--store", "{store}", "--ranks", "0"], "must be at least 1"),
+        (["--store", "{store}", "--ranks", "0"], "at least 1, not"),
         (["--store", "{store}", "--tflops", "0"], "must be positive"),
-        (["--store", "{store}", "--ranks", "many"], "invalid int value"),
+        (["--store", "{store}", "--ranks", "many"], "at least 1, not"),
     ],
 )
 def test_a_users_error_is_one_line(store: str, words: list[str], part: str, capsys) -> None:

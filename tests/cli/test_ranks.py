@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from recipes import tiny_recipe, write_recipe
 
-from opd.errors import ConfigError, PreemptedError, RanksError
+from opd.errors import ConfigError, RanksError
 from opd.pipelines.commands.ending import ended
-from opd.pipelines.launch.local import _outcome, _Rank, is_rank, launch, wants_ranks
-from opd.rollout.preemption import Preemption
+from opd.pipelines.launch.local import is_rank, launch, wants_ranks
 
 SECONDS = 240
 
@@ -50,7 +49,6 @@ def test_a_process_of_torchrun_is_a_rank(monkeypatch):
 def test_under_torchrun_a_machine_says_an_error_once(monkeypatch, capsys, rank, joined, error, says):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.delenv("OPD_RANK_REPORT", raising=False)
     monkeypatch.setattr("opd.pipelines.launch.local._joined", joined)
 
     def command() -> int:
@@ -77,16 +75,6 @@ def test_a_port_in_use_is_one_sentence():
         recipe = tiny_recipe(train={"ranks": 2, "port": taken.getsockname()[1]})
         with pytest.raises(RanksError, match=r"cannot be used for the ranks .* choose another train.port"):
             launch(recipe, ["run", "nothing.yaml"])
-
-
-def test_ranks_that_did_not_stop_in_time_are_one_sentence(tmp_path):
-    preemption = Preemption(3.0)
-    preemption.stop()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        process.kill()
-        process.wait()
-        with pytest.raises(PreemptedError, match=r"did not stop within runtime.grace_seconds \(3\)"):
-            _outcome([_Rank(0, process, tmp_path / "said", None)], [None], preemption)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from opd.config.schema import key_paths
 from opd.errors import CheckpointError, RunFolderError
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.cli import main
-from opd.pipelines.evaluation.stage import _identity
+from opd.pipelines.evaluation.evaluate import _identity
 from opd.pipelines.launch import machine
 from opd.pipelines.records import run_folder
 from opd.pipelines.records.run_folder import RunFolder, default_path
@@ -178,7 +178,7 @@ def test_the_code_of_a_run_must_stay_what_it_was(tmp_path: Path, monkeypatch):
 def measured_as(folder: RunFolder) -> str:
     """What a measurement of a given model is known by."""
     recipe = make_recipe()
-    context = StageContext.open(recipe, folder, "merge", lambda *_: None, lambda _: None)
+    context = StageContext.open(recipe, folder, "merge", lambda *_: None)
     try:
         return _identity(context, folder.path.parent)
     finally:
@@ -281,13 +281,23 @@ def test_no_path_of_the_schema_is_forgotten():
     named = {"path", "folder", "published", "run_dir", "tokenizer", "chat_template", "source", "dir"}
     settings = {
         "teachers": {"math": {"path": "x"}},
-        "domains": {"sort": {"source": "x.jsonl", "teacher": "math", "reward": "a:b"}},
+        "domains": {
+            "sort": {"source": "x.jsonl", "teacher": "math", "reward": "a:b"},
+            "reverse": {"source": "v.jsonl", "reward": "a:b", "sft": {"source": "y.jsonl"}},
+        },
+        "sft": {"source": "z.jsonl"},
         "rollout": {"engine": {"type": "sglang", "urls": ["http://localhost:1"]}},
     }
     known = set(path_keys(make_recipe(**settings)))
     code = {(*key, "path") for key in (("specialist", "advantage"), ("distill", "advantage"))}
     code |= {(kind, "policy_loss", "path") for kind in ("specialist", "distill")}
+    code |= {
+        ("domains", name, "specialist", key, "path")
+        for name in ("sort", "reverse")
+        for key in ("advantage", "policy_loss")
+    }
     code |= {("distill", "loss", "path"), ("distill", "loss", "loss", "path")}
+    code.add(("domains", "sort", "sft", "source"))  # refused: `math` teaches sort
     code.add(("distill", "teachers", "path"))  # of a kind of teachers, which is refused there
     found = {path for path in key_paths(Recipe, settings) if path[-1] in named}
     assert found - code == known

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from opd.config import DistillConfig, FullVocabularyKL, LocalLaunch, RayLaunch, Recipe, TopKKL
 from opd.config.load import complete, dump_recipe, load_recipe, merge
-from opd.config.teachers import LocalTeacherConfig, MegatronTeacherConfig
+from opd.config.teachers import MegatronTeacherEntry
 from opd.errors import ConfigError
 
 MINIMAL = """\
@@ -107,8 +107,11 @@ def test_the_order_of_two_options_of_one_union_does_not_matter(write):
         ("teachers: {a: {path: p, server: {urls: [u]}}}", ["`teachers.a.server` is no", "{type: sglang,"]),
         ("distill: {teachers: resident}", ["resident teachers are called local now"]),
         ("distill: {backend: megatron}", ["`distill.backend` is no setting", "{type: megatron}"]),
-        ("distill: {megatron: {tensor_parallel: 2}}", ["`distill.megatron` is no setting any more"]),
-        ("distill: {teachers: {path: p}}", ["has no path; give teachers.NAME.path"]),
+        ("distill: {megatron: {tensor_parallel: 2}}", ["`distill.megatron` is no setting"]),
+        (
+            "distill: {teachers: {path: p}}",
+            ["`distill.teachers.path` is no setting", "its own `teachers.NAME.path`"],
+        ),
         ("distill: [1]", ["`distill` is [1], but takes a mapping"]),
         ("seed: 1\nseed: 2", ["recipe.yaml:8", "'seed' appears twice"]),
         ("1: 2", ["recipe.yaml:7", "'1' is not text"]),
@@ -136,6 +139,11 @@ def test_a_wrong_file_gives_one_sentence(write, text, parts):
         (["--seed"], ["--seed needs a value"]),
         (["--seed", "--name", "a"], ["--seed needs a value"]),
         (["--seed", "one"], ["--seed: `seed` is 'one'", "integer"]),
+        (["--distill.lr", "true"], ["`distill.optim.lr` is 'true'", "number"]),
+        (["--distill.steps", "true"], ["`distill.steps` is 'true'", "integer"]),
+        (["--baselines.scales", "[0.1, false]"], ["`baselines.scales[1]` is 'false'", "number"]),
+        (["--domains.sort.weight", "true"], ["`domains.sort.weight` is 'true'", "number"]),
+        (["--runtime.threads", "true"], ["`runtime.threads` is 'true'", "integer"]),
         (["--seed", "["], ["--seed: '[' is not a valid value"]),
         (["seed"], ["'seed' is not an option"]),
         (["--distill.optim", "3", "--distill.lr", "1"], ["'optim' as a whole"]),
@@ -237,9 +245,33 @@ def test_a_teacher_without_type_is_of_the_kind_of_the_merge(write):
     recipe = load_recipe(
         [write(text)], ["--distill.teachers.type", "megatron", "--distill.teachers.keep", "true"]
     )
-    assert recipe.teachers["sort"] == MegatronTeacherConfig(path="p", keep=True)
-    assert recipe.teacher("add3") == LocalTeacherConfig()
+    assert recipe.teachers["sort"] == MegatronTeacherEntry(path="p", keep=True)
+    assert recipe.teacher("add3").type == "local"
     assert recipe.specialist_domains() == ["reverse", "add3"]
     assert load_recipe([write(text)], ["--distill.teachers", "local"]).teacher("sort").type == "local"
-    with pytest.raises(ConfigError, match=r"--distill.backend is no setting any more; set"):
+    with pytest.raises(ConfigError, match=r"--distill.backend is no setting; set"):
         load_recipe([write(text)], ["--distill.backend", "torch"])
+
+
+def test_a_domain_changes_what_its_specialist_is_trained_with_and_keeps_the_rest(write):
+    own = (
+        "  sort: {source: 'procedural:sort', specialist: {steps: 7, advantage: {type: rloo}, optim: {lr: 1}}}"
+    )
+    general = "specialist: {group_size: 5, advantage: {type: grpo, eps: 0.1}, optim: {beta1: 0.5, lr: 2}}\n"
+    path = write(MINIMAL.replace('  sort: {source: "procedural:sort"}', own) + general)
+    recipe = load_recipe([path], ["--specialist.optim.beta2", "0.7", "--specialist.weight_decay", "0.3"])
+    found, other = (recipe.for_domain(name).specialist for name in ("sort", "reverse"))
+    assert (found.steps, found.group_size, found.advantage.type) == (7, 5, "rloo")
+    assert (found.optim.lr, found.optim.beta1, found.optim.beta2, found.optim.weight_decay) == (
+        1,
+        0.5,
+        0.7,
+        0.3,
+    )
+    assert (other.steps, other.optim.lr, other) == (120, 2, recipe.specialist)
+    assert load_recipe([write(dump_recipe(recipe), "dumped.yaml")]) == recipe
+    changed = load_recipe([path], ["--domains.sort.specialist.lr", "3"])
+    assert changed.for_domain("sort").specialist.optim.lr == 3
+    path.write_text(path.read_text().replace("steps: 7", "stepz: 7"))
+    assert "recipe.yaml:5" in refusal([path])
+    assert "did you mean `domains.sort.specialist.steps`?" in refusal([path])

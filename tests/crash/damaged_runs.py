@@ -12,9 +12,10 @@ from opd.errors import PreemptedError
 from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute
-from opd.pipelines.stages import student
+from opd.pipelines.stages import samples_on_disk, student
 from opd.pipelines.stages.order import plan, with_needs
 from opd.rollout.preemption import Preemption
+from opd.storage.trajectories import TrajectoryWriter
 
 
 class StopsInTheMiddle(Preemption):
@@ -59,13 +60,19 @@ def stop_in_merge(out: Path, seed: int, steps: int, **changes) -> None:
     """Make a run folder whose merge was stopped after `steps` decode steps, with responses in flight.
 
     Every decode step is a chunk of its own: how many a longer chunk holds is a matter of the machine's speed.
+    What goes to disk goes there response by response, and its writer ends as a kill would end it.
     """
     recipe: Recipe = tiny_recipe(**settings(seed, **changes))
-    with RunFolder.create(out, recipe) as folder, patch.object(student, "CHUNK_SECONDS", 0.0):
+    with (
+        RunFolder.create(out, recipe) as folder,
+        patch.object(student, "CHUNK_SECONDS", 0.0),
+        patch.object(samples_on_disk, "_TOGETHER", 1),
+        patch.object(TrajectoryWriter, "_finish"),
+    ):
         for stage in with_needs(plan(recipe), "merge"):
             asked = StopsInTheMiddle(steps if stage.name == "merge" else 1 << 30)
             try:
-                execute(recipe, folder, stage, lambda *_: None, lambda text: None, asked)
+                execute(recipe, folder, stage, lambda *_: None, asked)
             except PreemptedError:
                 assert stage.name == "merge"
                 return

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from zlib import crc32
 
-from opd.storage.wal import LogIO
+from opd.storage.framed_log import LogIO
 
 
 class DyingIO(LogIO):

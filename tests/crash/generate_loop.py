@@ -21,7 +21,7 @@ import select
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from opd.models.causal_lm import CausalLM
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL, read_log
-from opd.types import Chunk, RolloutRequest, SamplingParams, Status
+from opd.types import RolloutRequest, SamplingParams, Status
 
 REQUESTS, RUNNING = 8, 6
 SEGMENT_BYTES = 1500
@@ -63,12 +63,12 @@ class CheckedEngine(TorchEngine):
 
     log: TokenWAL
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
         for request in requests:
             logged = self.log.find(request.uid)
             assert logged is not None
             assert logged.token_ids.tolist() == request.prefix_ids.tolist()
-        return super().generate(requests)
+        super().submit(requests)
 
 
 def generate_until_killed(

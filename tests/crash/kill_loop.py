@@ -23,7 +23,8 @@ from pathlib import Path
 
 from log_model import LogModel, ModelRequest, random_call, state_of
 
-from opd.storage.wal import LogIO, TokenWAL, read_log
+from opd.storage.framed_log import LogIO
+from opd.storage.wal import TokenWAL, read_log
 from opd.types import LoggedRequest
 
 POLICIES = ("os", "interval", "always")
@@ -40,7 +41,6 @@ def model_of(requests: dict[str, LoggedRequest]) -> LogModel:
             logged.token_ids.tolist(),
             logged.logprobs.tolist(),
             logged.policy_versions.tolist(),
-            logged.loss_mask.tolist(),
             logged.status,
             logged.failure,
         )

@@ -20,7 +20,6 @@ class ModelRequest:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
     status: Status = Status.PENDING
     failure: str | None = None
 
@@ -31,7 +30,6 @@ class ModelRequest:
             np.array(self.tokens, np.int32),
             np.array(self.logprobs, np.float32),
             np.array(self.versions, np.int32),
-            np.array(self.mask, bool),
             self.status,
             self.failure,
         )
@@ -49,7 +47,6 @@ def key(logged: LoggedRequest) -> tuple:
         logged.token_ids.tobytes(),
         logged.logprobs.tobytes(),
         logged.policy_versions.tobytes(),
-        logged.loss_mask.tobytes(),
         logged.status,
         logged.failure,
     )
@@ -73,14 +70,10 @@ class LogModel:
 
     def append(self, step: Chunk) -> None:
         for uid, token, logprob in zip(step.uids, step.token_ids, step.logprobs, strict=True):
-            self._add(uid, int(token), float(logprob), step.policy_version, True)
+            self._add(uid, int(token), float(logprob), step.policy_version)
         for uid, status in step.finished.items():
             self.requests[uid].status = status
             self._keys.pop(uid, None)
-
-    def append_observation(self, uid: str, token_ids: np.ndarray, policy_version: int) -> None:
-        for token in token_ids:
-            self._add(uid, int(token), 0.0, policy_version, False)
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
         self.requests[uid].status, self.requests[uid].failure = status, reason
@@ -100,12 +93,11 @@ class LogModel:
                 self._keys[uid] = key(request.logged())
         return tuple(self._keys[uid] for uid in self.requests)
 
-    def _add(self, uid: str, token: int, logprob: float, version: int, mine: bool) -> None:
+    def _add(self, uid: str, token: int, logprob: float, version: int) -> None:
         request = self.requests[uid]
         request.tokens.append(token)
         request.logprobs.append(logprob)
         request.versions.append(version)
-        request.mask.append(mine)
         self._keys.pop(uid, None)
 
 
@@ -115,11 +107,8 @@ def random_call(model: LogModel, rng: random.Random, serial: int) -> tuple[str, 
     choice = rng.random()
     if not running or (choice < 0.15 and len(running) < 8):
         return "open", (random_request(rng, f"r{serial}"), {"group": serial, "label": "é" * rng.randrange(3)})
-    if choice < 0.70:
-        return "append", (random_step(model, rng),)
     if choice < 0.80:
-        tokens = np.array([rng.randrange(1000) for _ in range(rng.randrange(1, 6))], np.int32)
-        return "append_observation", (rng.choice(running), tokens, serial % 1000)
+        return "append", (random_step(model, rng),)
     if choice < 0.88:
         return "close", (rng.choice(running), rng.choice(ENDS), rng.choice([None, "", "a reason"]))
     return "retire", (rng.sample(known, rng.randrange(1, min(4, len(known)) + 1)),)

@@ -29,8 +29,8 @@ from opd.pipelines.cli import main
 
 README = Path(__file__).parents[1] / "README.md"
 LETTERS = {"found": "F", "mended": "M", "harmless": "H"}
-DECODE_STEPS = 27
-"""After them the merge has two checkpoints, and responses in flight."""
+DECODE_STEPS = 28
+"""After them the merge has two checkpoints, a response that has ended, and others in flight."""
 DISK = {"storage": {"trajectories": "disk"}}
 
 
@@ -69,7 +69,7 @@ def stored(place) -> Scene:
         stop_in_merge(place / f"stored-{seed}", seed, DECODE_STEPS, **DISK)
     folders = place / "stored-0", place / "stored-1"
     truth = merged(folders[0], recipe, place / "merged-from-disk")
-    return Scene("stored", *folders, recipe, truth, "trajectories|token log", "distill")
+    return Scene("stored", *folders, recipe, truth, "trajectories|token log|locks", "distill")
 
 
 def merged(stopped: Path, recipe: Path, copy: Path) -> dict[str, str]:
@@ -126,13 +126,16 @@ def some(scene: Scene, step: int):
 
 
 def try_all(scene: Scene, cells, copy: Path) -> dict[tuple[str, str], set[str]]:
-    """The outcomes of cells; fails if one is not good."""
+    """The outcomes of cells; fails, naming them, if some are not good."""
     found: dict[tuple[str, str], set[str]] = {}
+    faults = []
     for row, column, what, name, damage in cells:
         end, said = outcome(scene, name, damage, scene.command, copy)
-        assert end in GOOD, f"{scene.name}: {what}: {end}\n{said}"
-        if column in COLUMNS:  # not for root: "unreadable"
+        if end not in GOOD:
+            faults.append(f"{scene.name}: {what}: {end}\n{said}")
+        elif column in COLUMNS:  # not for root: "unreadable"
             found.setdefault((row, column), set()).add(LETTERS[end])
+    assert not faults, "\n".join(faults)
     return found
 
 

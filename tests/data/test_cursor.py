@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.data.prompts import Prompt, PromptCursor
 from opd.errors import DataError
+from opd.rollout.prompts import Prompt, PromptCursor
 
 PROMPTS = [Prompt.of(f"prompt {i}", i, "d") for i in range(13)]
 

@@ -9,10 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from opd.data.load import encode_prompt
-from opd.data.prompts import Prompt
 from opd.errors import DataError
 from opd.models.tokenizers import character_tokenizer, load_tokenizer
+from opd.rollout.prompts import Prompt, encode_prompt
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
@@ -45,7 +44,7 @@ def test_what_cannot_be_encoded_names_domain_and_prompt() -> None:
 
 def test_data_and_rewards_need_no_torch() -> None:
     code = (
-        "import sys; import opd.data.load, opd.data.prompts, opd.rewards.runner, opd.rewards.functions; "
+        "import sys; import opd.data.load, opd.rollout.prompts, opd.rollout.rewards; "
         "assert not {'torch', 'transformers', 'pyarrow', 'reasoning_gym'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -11,8 +11,8 @@ import pytest
 
 from opd.config import DomainConfig
 from opd.data.load import load_domain
-from opd.data.prompts import Domain
 from opd.errors import DataError, MissingExtraError
+from opd.rollout.prompts import Domain
 
 ROWS = [{"prompt": f"{i} + 1 =", "label": i + 1, "level": i % 3} for i in range(200)]
 

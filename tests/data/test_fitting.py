@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.config import DomainConfig, Recipe
-from opd.data.load import Room, encode_prompt, fit, load_domain, truncated
-from opd.data.prompts import Domain, Prompt
+from opd.data.load import load_domain
 from opd.errors import ConfigError, DataError
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.stages.domains import DomainSet, prompt_room
+from opd.rollout.prompts import Domain, Prompt, Room, encode_prompt, fit, truncated
 
 TOKENIZER = character_tokenizer("0123456789=ü ", ["<sort>"])
 TOKENIZER.chat_template = "{% for m in messages %}<sort>{{ m.content }}<eos>{% endfor %}="
@@ -75,9 +75,10 @@ def recipe(path: Path, *, domain: dict | None = None, positions: int = 64, **rol
 LENGTHS = [3, 4, 30, 5, 3, 2, 6, 4, 5, 3, 60, 2, 1, 4, 2]
 
 
-def test_a_run_leaves_long_prompts_out_and_says_which(tmp_path):
-    notes: list[str] = []
-    data = DomainSet.open(recipe(write(tmp_path, LENGTHS)), TOKENIZER, notes.append)
+def test_a_run_leaves_long_prompts_out_and_says_which(tmp_path, caplog):
+    caplog.set_level("INFO", "opd")
+    data = DomainSet.open(recipe(write(tmp_path, LENGTHS)), TOKENIZER)
+    notes = caplog.messages
     left = [*data.domains["d"].train, *data.domains["d"].held_out]
     assert len(left) == 13
     assert all(len(p.token_ids) <= 12 for p in data.take("d", 0, 40, "s"))
@@ -87,13 +88,13 @@ def test_a_run_leaves_long_prompts_out_and_says_which(tmp_path):
     assert "a.jsonl:11" in notes[0]
 
 
-def test_or_cuts_them(tmp_path):
-    notes: list[str] = []
+def test_or_cuts_them(tmp_path, caplog):
+    caplog.set_level("INFO", "opd")
     cut = recipe(write(tmp_path, LENGTHS), domain={"long_prompts": "truncate"})
-    data = DomainSet.open(cut, TOKENIZER, notes.append)
+    data = DomainSet.open(cut, TOKENIZER)
     taken = data.take("d", 0, len(data.domains["d"].train), "s")
     assert max(len(p.token_ids) for p in taken) == 12
-    assert "their beginning is cut off" in notes[0]
+    assert "their beginning is cut off" in caplog.messages[0]
 
 
 def test_or_stops(tmp_path):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from opd.config import DomainConfig
 from opd.data.load import load_domain
 from opd.data.procedural import ALPHABET, TASKS, DigitTask, register
-from opd.data.prompts import Domain, Prompt
 from opd.errors import DataError
+from opd.rollout.prompts import Domain, Prompt
 
 digit_strings = st.text("0123456789", min_size=2, max_size=12)
 
@@ -131,7 +131,7 @@ def test_held_out_strings_are_never_trained_on_by_any_task_or_seed() -> None:
         ("procedural:sort", {"digits": "8"}, "whole number"),
         ("procedural:sort", {"digits": 2}, "with 2 digits there are"),
         ("procedural:no.such.module:Task", {}, "cannot be loaded"),
-        ("procedural:opd.data.prompts:Domain", {}, "is no DigitTask"),
+        ("procedural:opd.rollout.prompts:Domain", {}, "is no DigitTask"),
     ],
 )
 def test_bad_tasks_and_parameters_are_one_sentence(source: str, params: dict, told: str) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from opd.config import DomainConfig
 from opd.data.load import load_domain
-from opd.data.prompts import Domain
 from opd.errors import DataError, MissingExtraError
+from opd.rollout.prompts import Domain
 
 
 def _load(task: str = "chain_sum", *, seed: int = 0, **fields: Any) -> Domain:

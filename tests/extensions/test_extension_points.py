@@ -9,7 +9,6 @@ import tiny
 import torch
 from recipes import tiny_recipe
 
-from opd.algorithms.advantages import keep_groups
 from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.distill import CustomDivergence
 from opd.errors import ConfigError, RolloutError, TrainingError
@@ -18,10 +17,11 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.rollout.collect import EncodedPrompt, load_generate
 from opd.rollout.torch_engine import TorchEngine
+from opd.train.advantages import keep_groups
+from opd.train.backend import TorchBackend
 from opd.train.distill_terms import TeacherView, build_distill_term
 from opd.train.packing import convert_batch
 from opd.train.terms import PolicyTerm
-from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, SampleGroup, SamplingParams, TokenTerms
 
 SAMPLING = SamplingParams(max_new_tokens=6, stop_ids=(1,))

@@ -8,19 +8,18 @@ import tiny
 import torch
 import wrong_code  # noqa: F401 - named by paths
 
-from opd.algorithms.advantages import build_advantage, keep_groups
 from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.distill import CustomDivergence
 from opd.config.rl import CustomAdvantage
 from opd.errors import ConfigError, OpdError, RewardError, RolloutError, TrainingError
 from opd.imports import calling
-from opd.rewards.functions import load_reward
-from opd.rewards.runner import RewardRunner
 from opd.rollout.collect import EncodedPrompt, load_generate
+from opd.rollout.rewards import RewardRunner, load_reward
+from opd.train.advantages import build_advantage, keep_groups
+from opd.train.backend import TorchBackend
 from opd.train.distill_terms import TeacherView, build_distill_term
 from opd.train.packing import convert_batch
 from opd.train.terms import PolicyTerm
-from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, SampleGroup, SamplingParams, TokenTerms
 
 

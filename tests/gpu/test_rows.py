@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opd.kernels import rows, triton_rows
+from opd.kernels import divergences, triton_rows
 from opd.kernels.divergences import divergence_
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl, linear_mixture_kl
@@ -45,7 +45,7 @@ def test_a_rounded_gradient_is_the_wide_one_rounded_in_its_own_memory(kind, shap
     coef = torch.rand(len(student), device="cuda")
     wide, room = student.clone(), student.clone()
     values = triton_rows.launch(wide, teacher.clone(), kind, 0.3, coef, None)
-    narrow = rows.first_halves(room)
+    narrow = divergences.first_halves(room)
     again = triton_rows.launch(room, teacher.clone(), kind, 0.3, coef, narrow)
     assert torch.equal(values, again)
     assert torch.equal(narrow, wide.bfloat16())

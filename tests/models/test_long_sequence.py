@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from opd.errors import ModelError
 from opd.models import attention as blocks
-from opd.models.causal_lm import CausalLM
-from opd.models.long_sequence import LayerMemory, check_pieces, pieces_of
+from opd.models.causal_lm import CausalLM, check_pieces
+from opd.models.long_sequence import LayerMemory, pieces_of
 
 LENGTHS = [3, 29, 4, 2, 17, 1]
 

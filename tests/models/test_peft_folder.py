@@ -21,9 +21,8 @@ from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.pipelines.stages.adapted import whole_model
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.teachers import published_teacher, streamed_source
+from opd.pipelines.stages.teachers import published_teacher, streamed_source, whole_model
 from opd.storage.published import PublishedModel
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.published_adapter import is_adapter
@@ -198,7 +197,7 @@ def test_they_are_published_as_adapters_on_one_base_or_whole_where_that_is_asked
     teachers = {name: adapt(start, tmp_path / name, seed=i)[0] for i, name in enumerate(("one", "two"))}
     recipe = run_recipe(start, teachers)
     with RunFolder.create(tmp_path / "run", recipe) as folder:
-        context = StageContext.open(recipe, folder, "merge", lambda *_: None, lambda _: None)
+        context = StageContext.open(recipe, folder, "merge", lambda *_: None)
         urls = [streamed_source(context, name) for name in teachers]
         assert all(is_adapter(url) for url in urls)
         with PublishedModel.open(published_teacher(context, "one")) as published:

@@ -17,6 +17,7 @@ QUIET = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
+    "RAY_worker_niceness": "0",  # not 15: beside other work on a busy machine actors would starve
 }
 
 

@@ -36,8 +36,7 @@ class Watch:
     def __init__(self, rank: int, steps: int) -> None:
         self.rank, self.steps = rank, steps
         self.batches: list[str] = []
-        self.calls = 0
-        self._rollout, self._generate = Student.rollout, TorchEngine.generate
+        self._rollout, self._step = Student.rollout, TorchEngine.step
 
     def rollout(self, student: Student, *given) -> list[SampleGroup]:
         """`Student.rollout`, remembered."""
@@ -51,17 +50,15 @@ class Watch:
         self.batches.append(digest.hexdigest())
         return groups
 
-    def generate(self, engine: TorchEngine, requests):
-        """`TorchEngine.generate`, at times slower on one rank, at times on the other; and so slow on one with
+    def step(self, engine: TorchEngine):
+        """`TorchEngine.step`, at times slower on one rank, at times on the other; and so slow on one with
         what will not be learnt from that the other waits for it when both have ended.
         """
-        self.calls += 1
-        pause = 0.02 if self.calls % 2 == self.rank % 2 else 0.0
+        pause = 0.02 if len(self.batches) % 2 == self.rank % 2 else 0.0
         if self.rank and len(self.batches) >= self.steps:
             pause = 1.0
-        for step in self._generate(engine, requests):
-            time.sleep(pause)
-            yield step
+        time.sleep(pause)
+        return self._step(engine)
 
 
 def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
@@ -70,7 +67,7 @@ def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
     watch = Watch(ranks.rank, task["slow"])
     Student.rollout = lambda *given: watch.rollout(*given)
     if task["slow"]:
-        TorchEngine.generate = lambda *given: watch.generate(*given)
+        TorchEngine.step = lambda *given: watch.step(*given)
     recipe = tiny_recipe(**task["recipe"])
     try:
         execute(
@@ -78,11 +75,10 @@ def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
             RunFolder.attach(Path(task["folder"])),
             plan(recipe)[task["stage"]],
             lambda *_: None,
-            lambda _: None,
             ranks=ranks,
         )
     finally:
-        Student.rollout, TorchEngine.generate = watch._rollout, watch._generate
+        Student.rollout, TorchEngine.step = watch._rollout, watch._step
     (folder / f"{task['name']}-{ranks.rank}.json").write_text(json.dumps(watch.batches))
 
 

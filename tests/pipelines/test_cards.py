@@ -14,15 +14,14 @@ import yaml
 from recipes import tiny_recipe
 
 from opd.config import Recipe
-from opd.data.load import encode_prompt
-from opd.data.prompts import Prompt
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer, load_tokenizer
-from opd.pipelines.evaluation.stage import measured
+from opd.pipelines.evaluation.evaluate import measured
 from opd.pipelines.records.cards import Cards, example_prompts, loading_lines
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline
+from opd.rollout.prompts import Prompt, encode_prompt
 
 DISTILL = {"steps": 2, "prompts_per_domain": 4}
 CARDS = ["base", "specialists/sort", "specialists/add3", "merged", "baselines/average", "baselines/dare"]
@@ -144,5 +143,5 @@ def test_each_domain_is_told_with_its_own_prompt_format(tmp_path: Path) -> None:
     chat, plain = used["loading"].split("# plain\n")
     assert "# chat\n" in chat
     assert "apply_chat_template" in chat
-    assert 'tokenizer("hello' in plain
+    assert "tokenizer('hello" in plain
     assert "Plain" not in cards.use(tmp_path, ["chat"])["prompt_format"]

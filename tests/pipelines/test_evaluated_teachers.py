@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recipes import tiny_recipe
 
-from opd.pipelines.evaluation.stage import _mean, _to_keep, best_teachers, domains_of, teacher_model
+from opd.pipelines.evaluation.evaluate import _mean, _to_keep, best_teachers, domains_of, teacher_model
 
 GIVEN = {"sort": {"path": "/models/sort"}}
 DOMAINS = {

@@ -1,5 +1,6 @@
 """torch and Megatron-Core, with one rank and two, say the same of the same samples; a liar is found."""
 
+import functools
 import io
 import json
 from pathlib import Path
@@ -196,6 +197,9 @@ def test_a_rank_that_fails_is_not_hidden_by_one_that_waits(tmp_path, monkeypatch
     script.write_text('#!/bin/sh\n[ "$4" = 0 ] && exec sleep 600\necho its own words; exit 3\n')
     script.chmod(0o755)
     monkeypatch.setattr(parity_ranks.sys, "executable", str(script))
+    monkeypatch.setattr(
+        parity_ranks, "Supervisor", functools.partial(parity_ranks.Supervisor, last_words=0.5)
+    )
     with pytest.raises(TeacherError, match="rank 1 failed: its own words"):
         parity_ranks._run_ranks(tmp_path)
     monkeypatch.setattr(parity_ranks, "TIMEOUT", 0.2)

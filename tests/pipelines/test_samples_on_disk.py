@@ -28,16 +28,15 @@ from opd.pipelines.stages.sample_files import SampleFiles, Scratch, groups_of, w
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.samples_on_disk import FIELDS, SamplesOnDisk
 from opd.ranks import Ranks
-from opd.rewards.functions import wrap_reward
-from opd.rewards.runner import RewardRunner
+from opd.rollout.rewards import RewardRunner, wrap_reward
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.trajectories import TrajectoryBatch, TrajectoryUnion
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
+from opd.train.backend import TorchBackend
 from opd.train.distill_terms import build_distill_term
 from opd.train.packing import Shares
-from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, Sample, SampleGroup, TokenTerms
 
 LENGTHS = [(3, 4), (5, 1), (2, 37), (4, 0), (6, 3), (1, 5), (2, 9)]

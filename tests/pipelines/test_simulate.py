@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 
 from opd.errors import ConfigError
 from opd.pipelines.cli import main
-from opd.pipelines.plan.simulate import Cluster, Simulated, load_cluster, simulate
-from opd.pipelines.plan.simulate.cluster import LayerCost, decode_of, layer_cost, sync_seconds, train_seconds
-from opd.pipelines.plan.simulate.run import TeacherPasses
+from opd.pipelines.plan.cluster import (
+    Cluster,
+    LayerCost,
+    decode_of,
+    layer_cost,
+    load_cluster,
+    sync_seconds,
+    train_seconds,
+)
+from opd.pipelines.plan.simulate import Simulated, TeacherPasses, simulate
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "ten_teachers.yaml"
 MODEL = {

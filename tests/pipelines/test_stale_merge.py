@@ -8,14 +8,14 @@ from pydantic import ValidationError
 from recipes import tiny_recipe
 from whole_step import correct, opd_advantages
 
-from opd.algorithms.loss_weights import weigh
 from opd.config import DistillConfig, SampledTokenK1
 from opd.kernels.head import Head
 from opd.pipelines.doctor.checks import check_schedule
 from opd.pipelines.stages.distill import loss_terms, policy_loss, token_terms
 from opd.pipelines.stages.policy_stream import PolicyTokens
+from opd.train.backend import TorchBackend
 from opd.train.distill_terms import TeacherView
-from opd.train.torch_backend import TorchBackend
+from opd.train.loss_weights import weigh
 from opd.types import RolloutBatch, Sample
 
 PROMPT = np.array([3, 1, 4], np.int32)

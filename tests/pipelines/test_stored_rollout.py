@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from by_calls import ByCalls
 from recipes import tiny_recipe
 
 from opd.config import Recipe
@@ -24,12 +25,12 @@ from opd.pipelines.run import run_stage
 from opd.pipelines.stages import samples_on_disk
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.distill import Distill
-from opd.pipelines.stages.helpers import Writers
 from opd.pipelines.stages.samples_on_disk import DiskHome
 from opd.pipelines.stages.source import Rollouts
 from opd.pipelines.stages.student import Student
 from opd.rollout import ledger as transcript
 from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.engine_pool import EnginePool
 from opd.storage.wal import TokenWAL
 from opd.types import Chunk, RolloutRequest, SampleGroup, Status
 
@@ -38,17 +39,16 @@ TOGETHER = 8
 GENERATE = {"max_new_tokens": 100_000, "max_sequence": 200_000}
 
 
-class PlainEngine:
+class PlainEngine(ByCalls):
     """Gives request `u` the tokens `key(u), key(u) + 1, ...`, `length` of them, some requests at a time."""
-
-    policy_version = 0
 
     def __init__(self, length: int, most: int = 1 << 60) -> None:
         """It fails after `most` tokens."""
+        super().__init__()
         self.length, self.left = length, most
         self.asked: list[str] = []
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
+    def write(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
         """One token a step of every request in work."""
         self.asked += [request.uid for request in requests]
         for first in range(0, len(requests), TOGETHER):
@@ -65,11 +65,6 @@ class PlainEngine:
                 finished = dict.fromkeys(uids, Status.TRUNCATED) if last else {}
                 places = np.full(len(now), position, np.int32)
                 yield Chunk(uids, places, (keys + position) % 9, -1.0 - ends / 8, 0, finished)
-
-    def pause(self) -> None:
-        """It never samples by itself."""
-
-    resume = flush = pause
 
 
 def key(uid: str) -> int:
@@ -119,10 +114,10 @@ def merging(folder: RunFolder, recipe: Recipe, engine: PlainEngine) -> Iterator[
     """A merge whose responses `engine` writes."""
     quiet = lambda *words: None  # noqa: E731
     with ExitStack() as stack:
-        context = StageContext.open(recipe, folder, "merge", quiet, quiet)
+        context = StageContext.open(recipe, folder, "merge", quiet)
         stack.callback(context.metrics.close)
         run = Distill(context, Path(recipe.model.path or ""), stack)
-        run.student.writers = Writers([engine])  # type: ignore[list-item]
+        run.student.writers = EnginePool([engine])  # type: ignore[list-item]
         yield Merging(run.student, run.open_source(stack))
 
 

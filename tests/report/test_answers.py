@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.pipelines.evaluation.accuracy import (
+from opd.pipelines.evaluation.evaluate import (
     CHARACTERS,
     KINDS,
     PROMPTS,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import RunFolderError
-from opd.pipelines.evaluation.accuracy import side_by_side
+from opd.pipelines.evaluation.evaluate import side_by_side
 from opd.pipelines.evaluation.statistics import at_the_end
 from opd.pipelines.records.results import _teachers
 from opd.pipelines.records.run_folder import RunFolder
@@ -285,7 +285,7 @@ def test_a_half_written_last_line_is_ignored(make_run: RunMaker) -> None:
     folder = make_run(stages=["base"])
     path = folder / "stages" / "base" / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 121, "loss/')
-    assert "Base: warm-up loss" in write_report(folder).read_text(encoding="utf-8")
+    assert "Demonstrations: loss" in write_report(folder).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("line", ["{broken", "[1]"])

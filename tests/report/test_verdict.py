@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from opd.pipelines.report.closing import closing
 from opd.pipelines.report.load import Run, load_run
 from opd.pipelines.report.tables import alternatives_table
-from opd.pipelines.report.verdict import Verdict, caveats, retained, write_verdict
+from opd.pipelines.report.verdict import Verdict, caveats, closing, retained, write_verdict
 
 from .conftest import DOMAINS, SAMPLED, RunMaker, results
 

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from opd.errors import RewardError
 from opd.models.tokenizers import character_tokenizer
-from opd.rewards.functions import RewardFunction, RewardSample, Turn, load_reward, wrap_reward
-from opd.rewards.runner import RewardRunner
+from opd.rollout.rewards import RewardFunction, RewardRunner, RewardSample, Turn, load_reward, wrap_reward
 from opd.types import Sample, Status
 
 TOKENIZER = character_tokenizer("0123456789=", ["<sort>"])

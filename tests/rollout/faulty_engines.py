@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from opd.rollout.torch_engine import TorchEngine
-from opd.types import Chunk, RolloutRequest
+from opd.types import Chunk, RolloutRequest, Status
 
 
 class FaultyEngine:
-    """`fault(engine, requests, number)` runs before chunk `number` of each call: it may raise, wait,
-    or call `engine.abort`.
+    """`fault(engine, uids, number)` runs before chunk `number` since it was last idle, with the requests in
+    flight: it may raise, wait, or call `engine.stop`.
     """
 
     def __init__(self, inner: TorchEngine, fault: Callable[[FaultyEngine, list[str], int], None]) -> None:
@@ -21,31 +23,43 @@ class FaultyEngine:
         self.prefixes: dict[str, list[int]] = {}
         self.sampled: list[tuple[str, int]] = []
         """(uid, position) of every token it sampled."""
+        self._number = 0
+        self._stopped: list[str] = []
 
     @property
     def policy_version(self) -> int:
         return self.inner.policy_version
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        uids = [request.uid for request in requests]
-        self.asked.append(uids)
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self.asked.append([request.uid for request in requests])
         for request in requests:
             self.prefixes.setdefault(request.uid, []).append(len(request.prefix_ids))
-        steps = self.inner.generate(requests)
+        self._number = self._number if self.inner.in_flight else 0
+        self.inner.submit(requests)
 
-        def run() -> Iterator[Chunk]:
-            try:
-                for number in range(10**9):
-                    self.fault(self, uids, number)
-                    step = next(steps, None)
-                    if step is None:
-                        return
-                    self.sampled += zip(step.uids, step.positions.tolist(), strict=True)
-                    yield step
-            finally:
-                steps.close()  # pyright: ignore[reportAttributeAccessIssue]
+    def step(self) -> Chunk | None:
+        in_flight = self.inner.in_flight
+        if not in_flight:
+            return None
+        self._number += 1
+        try:
+            self.fault(self, in_flight, self._number - 1)
+        except Exception:
+            self.inner.abort(in_flight)
+            raise
+        if self._stopped:
+            ended, self._stopped = dict.fromkeys(self._stopped, Status.ABORTED), []
+            nothing = np.zeros(0, np.int32)
+            return Chunk([], nothing, nothing, np.zeros(0, np.float32), self.policy_version, ended)
+        chunk = self.inner.step()
+        if chunk is not None:
+            self.sampled += zip(chunk.uids, chunk.positions.tolist(), strict=True)
+        return chunk
 
-        return run()
+    def stop(self, uids: Collection[str]) -> None:
+        """End these before their end, and say so in the next chunk."""
+        self.inner.abort(uids)
+        self._stopped += uids
 
     def abort(self, uids: Collection[str]) -> None:
         self.inner.abort(uids)
@@ -81,7 +95,7 @@ def raises_at(*numbers: int, error: type[Exception] = ConnectionError) -> Callab
 
 
 def hangs_once(at: int, release: threading.Event) -> Callable[..., None]:
-    """Wait before step `at` of the first call until `release` is set."""
+    """Wait before chunk `at`, once, until `release` is set."""
     hung = []
 
     def fault(engine: FaultyEngine, uids: list[str], number: int) -> None:

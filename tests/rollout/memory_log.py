@@ -18,7 +18,7 @@ class Entry:
 
     request: RolloutRequest
     metadata: dict[str, Any]
-    rows: list[tuple[int, float, int, bool]] = field(default_factory=list)
+    rows: list[tuple[int, float, int]] = field(default_factory=list)
     status: Status = Status.PENDING
     failure: str | None = None
 
@@ -46,7 +46,7 @@ class MemoryLog:
             entry = self._pending(uid)
             if position != len(entry.rows):
                 raise StorageError(f"{uid}: token {position} where {len(entry.rows)} is due")
-            entry.rows.append((token, logprob, step.policy_version, True))
+            entry.rows.append((token, logprob, step.policy_version))
         for uid, status in step.finished.items():
             self._pending(uid).status = Status(status)
 
@@ -66,7 +66,6 @@ class MemoryLog:
             np.array([row[0] for row in rows], dtype=np.int32),
             np.array([row[1] for row in rows], dtype=np.float32),
             np.array([row[2] for row in rows], dtype=np.int32),
-            np.array([row[3] for row in rows], dtype=bool),
             entry.status,
             entry.failure,
         )

@@ -15,9 +15,11 @@ import torch
 
 from opd.pipelines.stages.stage_rollout import KVFile
 from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.ledger import Recovery
 from opd.rollout.preemption import PreemptedError, Preemption
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL
+from opd.streams import Logged
 from opd.types import RolloutRequest, SamplingParams
 
 
@@ -34,9 +36,10 @@ def main(folder: Path) -> None:
     def say(text: str) -> None:
         print(text, flush=True)
 
-    with Preemption().listen() as asked, TokenWAL(folder / "wal") as log:
+    told = Logged(lambda record: say(record.getMessage()))
+    with Preemption().listen() as asked, TokenWAL(folder / "wal") as log, told:
         rollout = FaultTolerantRollout(
-            [TorchEngine(tiny.model())], log, preemption=asked, kv=KVFile(folder / "kv"), note=say
+            [TorchEngine(tiny.model())], log, preemption=asked, recovery=Recovery(KVFile(folder / "kv"))
         )
         try:
             for number, _ in enumerate(rollout.generate(requests())):

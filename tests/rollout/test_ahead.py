@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import RolloutError
-from opd.rollout.ahead import RolloutAhead, StepLock
+from opd.rollout.ahead import RolloutAhead
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams
@@ -147,17 +146,24 @@ def test_weights_change_in_the_middle_of_responses(build):
 
 
 class Spy:
-    """An engine that is paced, and remembers which requests it decoded together."""
+    """An engine that is paced, and remembers what it was asked for and which requests it decoded together."""
 
     def __init__(self, engine):
-        self.engine, self.together, self.calls = engine, [], []
+        self.engine, self.together, self.asked = engine, [], []
 
-    def generate(self, requests):
-        self.calls.append([(request.uid, len(request.prefix_ids)) for request in requests])
-        for step in self.engine.generate(requests):
-            self.together.append(set(step.uids))
+    def submit(self, requests):
+        self.asked += [(request.uid, len(request.prefix_ids)) for request in requests]
+        self.engine.submit(requests)
+
+    def step(self):
+        chunk = self.engine.step()
+        if chunk is not None:
+            self.together.append(set(chunk.uids))
             time.sleep(0.001)
-            yield step
+        return chunk
+
+    def abort(self, uids):
+        self.engine.abort(uids)
 
 
 def samples_of(groups):
@@ -185,7 +191,7 @@ def test_responses_of_two_batches_are_decoded_together(build):
 
 
 def test_a_batch_that_comes_later_joins_what_is_in_flight(build):
-    """What was in flight goes on after its tokens; an engine's call never holds what has ended."""
+    """Nothing is begun twice for it."""
     model, _ = build()
     spy = Spy(TorchEngine(model))
     ahead = RolloutAhead(spy, writer(), 0, max_ahead=1, joined=True)
@@ -197,23 +203,19 @@ def test_a_batch_that_comes_later_joins_what_is_in_flight(build):
         ahead.take(2)
     finally:
         ahead.close()
-    assert len(spy.calls) >= 2
-    for earlier, later in pairwise(spy.calls):
-        known = dict(earlier)
-        assert all(length > known.get(uid, -1) for uid, length in later if length)
-    begun = [uid for call in spy.calls for uid, length in call if not length]
-    assert len({uid.split(".")[0] for uid in begun}) == 3
+    expected = [(f"{b}.{i}/{j}", 0) for b in range(3) for i in range(BATCH) for j in range(GROUP)]
+    assert sorted(spy.asked) == expected
 
 
 def test_an_error_of_the_engine_reaches_every_batch(build):
     model, _ = build()
 
     class Broken(Spy):
-        def generate(self, requests):
-            for number, step in enumerate(super().generate(requests)):
-                if number == 3:
-                    raise RolloutError("the engine broke.")
-                yield step
+        def step(self):
+            if len(self.together) == 3:
+                self.engine.abort(self.engine.in_flight)
+                raise RolloutError("the engine broke.")
+            return super().step()
 
     ahead = RolloutAhead(Broken(TorchEngine(model)), writer(), 0, max_ahead=2, joined=True)
     try:
@@ -284,27 +286,6 @@ def test_what_was_taken_may_be_forgotten(build):
             assert ahead.untaken == {f"1.{i}/{j}" for i in range(BATCH) for j in range(GROUP)}
     finally:
         ahead.close()
-
-
-def test_the_learner_gets_in_between_fast_steps():
-    lock, stop, steps = StepLock(), threading.Event(), []
-
-    def run():
-        while not stop.is_set():
-            with lock.step():
-                steps.append(1)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        for _ in range(50):
-            with lock.between():
-                before = len(steps)
-                time.sleep(0.0005)
-                assert len(steps) == before
-    finally:
-        stop.set()
-        thread.join()
 
 
 def test_zero_batches_ahead_is_refused(build):

@@ -16,6 +16,7 @@ from opd.errors import RolloutError
 from opd.retry import Retry
 from opd.rollout.engine_pool import EngineHealth, RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.ledger import Recovery
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams, Status
 
@@ -139,8 +140,7 @@ def test_a_hung_engine_that_can_be_replaced_is(
     rollout = FaultTolerantRollout(
         [hung],
         MemoryLog(),
-        policy=replace(QUICK, step_timeout=0.2),
-        revive=lambda index: TorchEngine(models[1]),
+        policy=replace(QUICK, step_timeout=0.2, revive=lambda index: TorchEngine(models[1])),
     )
     assert tokens(collect(rollout.generate(requests))) == expected
     assert rollout.counters["engine_timeouts"] == 1
@@ -184,7 +184,7 @@ def test_counters_say_which_path_keys_and_values_took(
 
     prefilled = {}
     for name, store in (("restored", Store()), ("computed", None)):
-        rollout = FaultTolerantRollout([TorchEngine(models[0])], MemoryLog(), kv=store)
+        rollout = FaultTolerantRollout([TorchEngine(models[0])], MemoryLog(), recovery=Recovery(store))
         steps = rollout.generate(requests)
         for _ in range(5):
             next(steps)

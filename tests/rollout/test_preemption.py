@@ -22,6 +22,7 @@ from memory_log import MemoryLog
 from opd.errors import RolloutError
 from opd.pipelines.stages.stage_rollout import KVFile
 from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.ledger import Recovery
 from opd.rollout.preemption import PreemptedError, Preemption
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL
@@ -72,7 +73,7 @@ def test_suspend_and_wake_change_nothing(
     expected = collect(undisturbed.generate(requests))
     store = MemoryKV()
     engine = TorchEngine(model, max_running=slots)
-    rollout = FaultTolerantRollout([engine], MemoryLog(), kv=store)
+    rollout = FaultTolerantRollout([engine], MemoryLog(), recovery=Recovery(store))
     steps, seen = rollout.generate(requests), []
     for number, step in enumerate(steps):
         seen.append(step)
@@ -92,21 +93,22 @@ def test_suspend_and_wake_change_nothing(
 
 
 def test_without_a_store_the_cache_is_prefilled_again(
-    build: Fixture, collect: Fixture, requests_of: Fixture
+    build: Fixture, collect: Fixture, requests_of: Fixture, caplog
 ) -> None:
+    caplog.set_level("INFO", "opd")
     model, _ = build()
     requests = requests_of(5, samples=2, seed=3)
     undisturbed = TorchEngine(model)
     expected = collect(undisturbed.generate(requests))
-    engine, notes = TorchEngine(model), []
-    rollout = FaultTolerantRollout([engine], MemoryLog(), note=notes.append)
+    engine = TorchEngine(model)
+    rollout = FaultTolerantRollout([engine], MemoryLog())
     steps, seen = rollout.generate(requests), []
     for number, step in enumerate(steps):
         seen.append(step)
         if number == 4:
             rollout.suspend()
             rollout.wake()
-    assert notes == ["keys and values are computed again from the tokens"]
+    assert caplog.messages == ["keys and values are computed again from the tokens"]
     responses = collect(seen)
     assert {u: r.token_ids for u, r in responses.items()} == {u: r.token_ids for u, r in expected.items()}
     assert engine.restored_tokens == 0
@@ -115,19 +117,20 @@ def test_without_a_store_the_cache_is_prefilled_again(
 
 @pytest.mark.parametrize("slots", [20, 5])
 def test_another_process_continues_from_the_store(
-    slots: int, build: Fixture, collect: Fixture, requests_of: Fixture, tmp_path: Path
+    slots: int, build: Fixture, collect: Fixture, requests_of: Fixture, tmp_path: Path, caplog
 ) -> None:
+    caplog.set_level("INFO", "opd")
     model, _ = build()
     requests = requests_of(6, samples=2, seed=3)
     undisturbed = TorchEngine(model, max_running=slots)
     expected = collect(undisturbed.generate(requests))
-    log, notes, engines = MemoryLog(), [], []
+    log, engines = MemoryLog(), []
     for stop_after in (2, 3, 4, 100):
         asked = Preemption()
         engine = TorchEngine(build()[0], max_running=slots)
         engines.append(engine)
         rollout = FaultTolerantRollout(
-            [engine], log, preemption=asked, kv=KVFile(tmp_path / "kv"), note=notes.append
+            [engine], log, preemption=asked, recovery=Recovery(KVFile(tmp_path / "kv"))
         )
         seen = []
         try:
@@ -143,7 +146,7 @@ def test_another_process_continues_from_the_store(
     else:
         pytest.fail("the rollout never came to its end")
     same(collect(seen), expected)
-    assert any("restored keys and values" in note for note in notes)
+    assert "restored keys and values" in caplog.text
     assert not (tmp_path / "kv").exists()
     again = 0 if slots == 20 else 3 * LONGEST_PROMPT
     assert sum(e.prefilled_tokens for e in engines) <= undisturbed.prefilled_tokens + again
@@ -151,22 +154,22 @@ def test_another_process_continues_from_the_store(
 
 
 def test_other_weights_refuse_kept_keys_and_values(
-    build: Fixture, collect: Fixture, requests_of: Fixture
+    build: Fixture, collect: Fixture, requests_of: Fixture, caplog
 ) -> None:
+    caplog.set_level("INFO", "opd")
     model, _ = build()
     requests = requests_of(4, sampling=SamplingParams(max_new_tokens=8))
     log, store = MemoryLog(), MemoryKV()
-    first = FaultTolerantRollout([TorchEngine(model)], log, kv=store)
+    first = FaultTolerantRollout([TorchEngine(model)], log, recovery=Recovery(store))
     steps = first.generate(requests)
     for _ in range(3):
         next(steps)
     first.suspend()
-    notes: list[str] = []
     other, _ = build(seed=5)
-    second = FaultTolerantRollout([TorchEngine(other, version=1)], log, kv=store, note=notes.append)
+    second = FaultTolerantRollout([TorchEngine(other, version=1)], log, recovery=Recovery(store))
     responses = collect(second.generate(requests))
     assert all(response.versions == [0] * 3 + [1] * 5 for response in responses.values())
-    assert "prefills" in notes[0]
+    assert "prefills" in caplog.messages[0]
     assert store.kept is None
 
 
@@ -181,7 +184,9 @@ def test_a_damaged_store_is_no_error(build: Fixture, tmp_path: Path) -> None:
 def test_a_short_grace_period_leaves_keys_and_values_behind(build: Fixture, requests_of: Fixture) -> None:
     model, _ = build()
     asked, store = Preemption(grace=1e-9), MemoryKV()
-    rollout = FaultTolerantRollout([TorchEngine(model)], MemoryLog(), preemption=asked, kv=store)
+    rollout = FaultTolerantRollout(
+        [TorchEngine(model)], MemoryLog(), preemption=asked, recovery=Recovery(store)
+    )
     steps = rollout.generate(requests_of(3, sampling=SamplingParams(max_new_tokens=8)))
     next(steps)
     asked.stop()
@@ -221,19 +226,21 @@ def test_abort_stops_running_and_waiting_requests_alone(
     requests = requests_of(12, sampling=SamplingParams(max_new_tokens=10))
     expected = collect(TorchEngine(model, max_running=6).generate(requests))
     engine = TorchEngine(model, max_running=6)
-    steps = engine.generate(requests)
-    seen = [next(steps) for _ in range(3)]
+    engine.submit(requests)
+    seen = [engine.step() for _ in range(3)]
     engine.abort(["0/0", "5/0", "11/0", "nobody"])
-    responses = collect([*seen, *steps])
+    while (chunk := engine.step()) is not None:
+        seen.append(chunk)
+    responses = collect(seen)
     for uid, response in responses.items():
-        if uid in ("0/0", "5/0", "11/0"):
-            assert response.status is Status.ABORTED
-            assert response.token_ids == expected[uid].token_ids[: len(response.token_ids)]
+        if uid in ("0/0", "5/0"):
+            assert response.status is None
+            assert response.token_ids == expected[uid].token_ids[:3]
         else:
+            assert response.status is Status.TRUNCATED
             assert response.token_ids == expected[uid].token_ids
             np.testing.assert_allclose(response.logprobs, expected[uid].logprobs, atol=1e-5)
-    assert len(responses["0/0"].token_ids) == 3
-    assert responses["11/0"].token_ids == []
+    assert responses.keys() == expected.keys() - {"11/0"}
 
 
 @contextlib.contextmanager
@@ -255,7 +262,7 @@ def read_until(process: subprocess.Popen[str], start: str) -> str:
     pytest.fail(f"the process ended without saying {start!r}")
 
 
-def test_signals_suspend_wake_and_stop_a_real_process(tmp_path: Path, collect: Fixture) -> None:
+def test_signals_suspend_wake_and_stop_a_real_process(tmp_path: Path, collect: Fixture, caplog) -> None:
     expected = collect(TorchEngine(tiny.model()).generate(preempted_process.requests()))
     with started([sys.executable, preempted_process.__file__, str(tmp_path)]) as process:
         read_until(process, "step 5")
@@ -268,14 +275,14 @@ def test_signals_suspend_wake_and_stop_a_real_process(tmp_path: Path, collect: F
         os.kill(process.pid, signal.SIGTERM)
         assert "--resume" in read_until(process, "preempted")
         assert process.wait(60) == 0
-    notes: list[str] = []
+    caplog.set_level("INFO", "opd")
     with TokenWAL(tmp_path / "wal") as log:
         held = [log.find(uid) for uid in log.uids()]
         engine = TorchEngine(tiny.model())
-        rollout = FaultTolerantRollout([engine], log, kv=KVFile(tmp_path / "kv"), note=notes.append)
+        rollout = FaultTolerantRollout([engine], log, recovery=Recovery(KVFile(tmp_path / "kv")))
         responses = collect(rollout.generate(preempted_process.requests()))
     assert all(entry is not None and len(entry.token_ids) >= 9 for entry in held)
-    assert notes == ["engine 0 restored keys and values of 6 sequences"]
+    assert caplog.messages == ["engine 0 restored keys and values of 6 sequences"]
     assert engine.prefilled_tokens == 0
     same(responses, expected)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from opd.rollout.sglang_engine import Stream
+from opd.rollout.sglang_engine import MessageReader
 from opd.served.http_pool import UnavailableError
 from opd.types import Status
 
@@ -32,20 +32,20 @@ def line(ids: list[int], reason: str | None = None, version: str = "a") -> bytes
     ],
 )
 def test_how_a_response_has_ended(ids, reason, status):
-    whole = Stream("r", 0, {"a": 0}, 10, stop_ids=(1, 2)).read(line(ids, reason))
+    whole = MessageReader("r", 0, {"a": 0}, 10, stop_ids=(1, 2)).read(line(ids, reason))
     assert whole.finished is status
-    parts = Stream("r", 0, {"a": 0}, 10, stop_ids=(1, 2))
+    parts = MessageReader("r", 0, {"a": 0}, 10, stop_ids=(1, 2))
     first = parts.read(line(ids[:-1])) if len(ids) > 1 else None
     assert first is None or first.finished is None
     last = parts.read(line(ids, reason))
     assert (last.token_ids, last.finished) == (ids[-1:], status)
-    late = Stream("r", 0, {"a": 0}, 10, stop_ids=(1, 2))
+    late = MessageReader("r", 0, {"a": 0}, 10, stop_ids=(1, 2))
     late.read(line(ids))
     assert late.read(line(ids, reason)).finished is status
 
 
 def test_tokens_of_unknown_weights_or_vocabulary_are_refused():
     with pytest.raises(UnavailableError, match="unknown weights b"):
-        Stream("r", 0, {"a": 0}, 10).read(line([3], version="b"))
+        MessageReader("r", 0, {"a": 0}, 10).read(line([3], version="b"))
     with pytest.raises(UnavailableError, match="outside the vocabulary"):
-        Stream("r", 0, {"a": 0}, 3).read(line([3]))
+        MessageReader("r", 0, {"a": 0}, 3).read(line([3]))

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from opd.errors import RolloutError
 from opd.models.causal_lm import weights_digest
 from opd.models.hf_folder import INDEX
-from opd.rendezvous import host_store
+from opd.ranks import host_store
 from opd.rollout.sglang_workers import GroupMember, weight_group
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import WeightFolder, sync_weights

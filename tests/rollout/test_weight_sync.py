@@ -122,16 +122,17 @@ def test_update_without_flush_never_uses_old_keys_and_values(
     np.testing.assert_allclose(response.logprobs[3:], expected[3:], atol=1e-5)
 
 
-def test_one_call_at_a_time_until_it_is_exhausted_closed_or_dropped(
+def test_a_stream_that_is_closed_or_dropped_leaves_nothing_in_flight(
     build: Fixture, requests_of: Fixture
 ) -> None:
     engine = TorchEngine(build()[0])
     requests = requests_of(3, sampling=SamplingParams(max_new_tokens=4))
     steps = engine.generate(requests)
     next(steps)
-    with pytest.raises(RolloutError, match="still in flight"):
+    with pytest.raises(RolloutError, match="is given twice"):
         engine.generate(requests)
-    steps.close()  # pyright: ignore[reportAttributeAccessIssue]
+    steps.close()
+    assert engine.in_flight == []
     assert list(steps) == []
     steps = engine.generate(requests)
     next(steps)

@@ -13,7 +13,7 @@ from opd.ranks import joined
 
 with joined("cpu", 60.0) as ranks:
     dist.all_reduce(torch.ones(1), group=ranks.group)
-    other = ranks.another("second")
+    other = ranks.new_group("second")
     other.barrier("the second group")
     print(json.dumps(sorted(sockets.listening(os.getpid()))), flush=True)
     ranks.barrier("the end")

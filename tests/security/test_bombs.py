@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from opd.config.data import DomainConfig
-from opd.data import files
+from opd.config.recipe import DomainConfig
+from opd.data import load as sources
 from opd.data.load import load_domain
 from opd.errors import DataError
 
@@ -39,12 +39,12 @@ def nested(depth: int, form):
 
 @pytest.fixture
 def short_rows(monkeypatch):
-    monkeypatch.setattr(files, "_LONGEST_ROW", MIB)
+    monkeypatch.setattr(sources, "_LONGEST_ROW", MIB)
 
 
 @pytest.fixture
 def small_machine(monkeypatch):
-    monkeypatch.setattr(files, "machine_memory", lambda: 2 * MIB)
+    monkeypatch.setattr(sources, "machine_memory", lambda: 2 * MIB)
 
 
 @pytest.mark.parametrize("end", ["", '"}\n'])
@@ -63,7 +63,7 @@ def test_a_hole_is_not_read(tmp_path, short_rows):
 
 def test_few_bytes_that_stand_for_long_rows(tmp_path, monkeypatch):
     """One value in a dictionary and 10,000 references to it."""
-    monkeypatch.setattr(files, "_LONGEST_ROW", MIB // 4)
+    monkeypatch.setattr(sources, "_LONGEST_ROW", MIB // 4)
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 10_000, pa.int32()), pa.array(["x" * (MIB // 2)]))
     pq.write_table(pa.table({"prompt": column}), tmp_path / "a.parquet", compression="zstd")
     assert (tmp_path / "a.parquet").stat().st_size < 10_000

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import tiny
 
-from opd.data.load import encode_prompt
-from opd.data.prompts import Prompt
 from opd.errors import DataError
 from opd.models import chat_templates
 from opd.models.chat_templates import TemplateError, render
+from opd.rollout.prompts import Prompt, encode_prompt
 
 MESSAGES = [
     {"role": "system", "content": "1 2", "name": None},

@@ -9,18 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from hostile import NAMES
 from safetensors.torch import save_file
+from tokenizers import Regex, pre_tokenizers
 
-from opd.errors import CheckpointError, OpdError
+from opd.config.recipe import DomainConfig
+from opd.data.load import load_file
+from opd.errors import CheckpointError, DataError, OpdError
+from opd.metrics import read_metrics
 from opd.models.hf_folder import adapter_base
 from opd.models.hf_weights import read_peft
+from opd.models.tokenizers import end_of_turn, load_tokenizer
+from opd.pipelines.doctor.models import _check_temperature
+from opd.rollout.kv_cache import unpack
+from opd.rollout.prompts import Prompt, encode_prompt
+from opd.rollout.sglang_proof import check_config
 from opd.storage.checkpoints import CheckpointStore
-from opd.storage.sealed import write_sealed
+from opd.storage.files import write_sealed
 
 DEEP = b'{"a":' * 10**5
 TEXTS = [b"", b"[]", b"1", b"{", b"\xff", DEEP, b'{"a": NaN}', b"1" * 5000]
+NESTED = b'{"step": 1, "prompt": "a", "label": ' + b"[" * 70 + b"]" * 70 + b"}"
 VALUES: list[Any] = [None, [], {}, 1, -1, True, "x", "\x1b[2J" * 999, [[1]], {"a": []}, 10**400, 1.5]
 
 
@@ -40,9 +51,8 @@ def manifest(step: Any = 1, **more: Any) -> dict[str, Any]:
     return {"step": step, "owner": "", "state": {}, "files": {}} | more
 
 
-def test_manifests_of_checkpoints_are_skipped_with_a_sentence(checkpoint):
-    told: list[str] = []
-    store = CheckpointStore(checkpoint.parents[1], on_warning=told.append)
+def test_manifests_of_checkpoints_are_skipped_with_a_sentence(checkpoint, caplog):
+    store = CheckpointStore(checkpoint.parents[1])
     assert store.latest() is not None
     documents = [manifest(files={name: "0" * 64}) for name in NAMES if "\ud800" not in name]
     documents += [manifest(**{key: value}) for key in ("files", "state") for value in VALUES[3:8]]
@@ -53,7 +63,7 @@ def test_manifests_of_checkpoints_are_skipped_with_a_sentence(checkpoint):
     for text in TEXTS:
         checkpoint.write_bytes(text)
         assert store.latest() is None, text[:20]
-    assert len(told) == len(documents) + len(TEXTS)
+    assert len(caplog.messages) == len(documents) + len(TEXTS)
 
 
 def test_a_pipe_in_the_place_of_a_checkpoints_file_is_not_waited_for(checkpoint):
@@ -96,3 +106,66 @@ def test_bases_that_are_no_models_are_refused(tmp_path):
     for named in (*NAMES, ".", str(tmp_path), "a" * 10**5, "a/" * 10**4, *VALUES):
         config.write_text(json.dumps(ADAPTER | {"base_model_name_or_path": named}))
         refused(lambda: adapter_base(tmp_path), CheckpointError)
+
+
+def kept(text: bytes) -> dict[str, torch.Tensor]:
+    origin = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)
+    return {"origin": origin, "tokens": torch.zeros(1, dtype=torch.int32), "lengths": torch.ones(1)}
+
+
+READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "tokenizer": ("tokenizer_config.json", lambda path: load_tokenizer(path.parent)),
+    "worker": ("config.json", lambda path: check_config("a worker", {"model_path": path.parent}, {})),
+    "metrics": ("metrics.jsonl", read_metrics),
+    "data": (
+        "data.jsonl",
+        lambda path: load_file("a", DomainConfig(source=str(path), reward="a:b"), held_out_prompts=1),
+    ),
+    "keys and values": ("kept", lambda path: unpack(kept(path.read_bytes()))),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_no_reader_follows_a_document_of_any_depth(tmp_path, kind):
+    """Whatever reads it later walks through it: what comes back whole may still end a run hours later."""
+    name, read = READERS[kind]
+    end = b"\n" if name.endswith(".jsonl") else b""
+    for text in (DEEP, b"{", b"1", b"\xff", b"[]", NESTED):
+        (tmp_path / name).write_bytes(text + end)
+        refused(lambda: read(tmp_path / name), OpdError)
+    with pytest.raises(OpdError, match="nested deeper than 64"):
+        read(tmp_path / name)
+
+
+def test_a_temperature_that_cannot_be_read_is_a_warning(tmp_path):
+    for text in (NESTED, *TEXTS):
+        (tmp_path / "generation_config.json").write_bytes(text)
+        (finding,) = _check_temperature("model", str(tmp_path), 1.0)
+        assert finding.level == "warning"
+        assert "is not readable JSON" in finding.detail
+
+
+def splitting(pattern: str) -> Any:
+    """A tokenizer that cuts text by `pattern`, as a folder's `tokenizer.json` may say."""
+    made = tiny.tokenizer()
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    made.chat_template = "{% for m in messages %}{{ m.content }}" + "a" * 60 + "b{% endfor %}"
+    return made
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tokenizer_whose_pattern_has_no_end_is_one_sentence():
+    """Its library panics, which is no `Exception`."""
+    tokenizer = splitting("(a+)+$")
+    with pytest.raises(DataError, match="cannot encode the prompt") as caught:
+        encode_prompt(Prompt.of("a" * 60 + "b", "x", "math"), tokenizer)
+    assert len(str(caught.value)) < 800
+    assert end_of_turn(tokenizer, {}) is None
+
+
+def test_what_the_machine_refuses_a_library_is_not_the_prompts_fault():
+    def refuse(*_, **__):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        encode_prompt(Prompt.of("a", "x", "math"), refuse)  # pyright: ignore[reportArgumentType]

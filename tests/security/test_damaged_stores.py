@@ -17,9 +17,9 @@ import xxhash
 from opd.errors import OpdError
 from opd.metrics import read_metrics
 from opd.models import hf_folder
-from opd.storage import sealed
 from opd.storage.blobs import KEY_BYTES, encode_header
-from opd.storage.framed_log.frames import (
+from opd.storage.files import read_object
+from opd.storage.framed_log import (
     END,
     FRAME_BYTES,
     HEADER_BYTES,
@@ -31,9 +31,9 @@ from opd.storage.framed_log.frames import (
 )
 from opd.storage.hidden_cache import CacheRecord, HiddenStateCache
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
-from opd.storage.trajectories.fields import _checksum
+from opd.storage.trajectories.segments import _checksum
 from opd.storage.wal import TokenWAL, read_log
-from opd.storage.wal.records import FrameKind, encode_close, encode_open
+from opd.storage.wal_table import FrameKind, encode_close, encode_open
 from opd.types import RolloutRequest, SamplingParams, Status
 
 LOG = b"0123456789abcdef"
@@ -398,7 +398,7 @@ def test_blobs_that_no_cache_wrote(tmp_path, little_memory):
 @pytest.mark.parametrize(
     "read",
     [
-        lambda path: sealed.read_object(path, "mend it."),
+        lambda path: read_object(path, "mend it."),
         hf_folder.read_object,
         lambda path: read_metrics(path, chained=True),
     ],

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 import pytest
 import safetensors.torch
@@ -18,40 +17,18 @@ import torch
 from hostile import NAMES, SIZES
 
 from opd.errors import StorageError
-from opd.foreign import object_path
 from opd.retry import Retry
 from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.teachers.published_adapter import PublishedAdapter, _identity
-
-KEYS = [name for name in NAMES if name.isprintable() and name]
-"""Those that XML can hold."""
-
-
-BOMB = b'<!DOCTYPE a [<!ENTITY a "aaaaaaaaaa">' + b"".join(
-    b'<!ENTITY %c "%s">' % (98 + at, b"&%c;" % (97 + at) * 10) for at in range(12)
-) + b"]><ListBucketResult><Name>&m;</Name></ListBucketResult>"  # fmt: skip
-"""Ten thousand million letters."""
 
 
 class Liar:
     """What a small S3 server on loopback says, whatever it is asked."""
 
     def __init__(self) -> None:
-        self.keys: list[tuple[str, Any]] = []
         self.size: Any = 5
         self.body = b"hello"
         self.range: str | None = None
-
-    def listing(self) -> bytes:
-        entries = "".join(
-            f"<Contents><Key>{escape(key)}</Key><Size>{size}</Size><ETag>x</ETag>"
-            "<LastModified>2001-01-01T00:00:00Z</LastModified></Contents>"
-            for key, size in self.keys
-        )
-        return (
-            '<?xml version="1.0"?><ListBucketResult><Name>b</Name><IsTruncated>false</IsTruncated>'
-            f"{entries}</ListBucketResult>"
-        ).encode()
 
 
 @contextlib.contextmanager
@@ -65,13 +42,10 @@ def served(liar: Liar) -> Iterator[ObjectStore]:
             self.end_headers()
 
         def do_GET(self) -> None:
-            listed = "list-type" in self.path
-            body = liar.listing() if listed else liar.body
-            self.send_response(200 if listed else 206)
+            body = liar.body
+            self.send_response(206)
             self.send_header("Content-Length", str(len(body)))
-            if not listed:
-                span = liar.range or f"bytes 0-{len(body) - 1}/{liar.size}"
-                self.send_header("Content-Range", span)
+            self.send_header("Content-Range", liar.range or f"bytes 0-{len(body) - 1}/{liar.size}")
             self.end_headers()
             self.wfile.write(body)
 
@@ -107,36 +81,6 @@ def liar(monkeypatch):
     for name, value in {"AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "anything"}.items():
         monkeypatch.setenv(name, value)
     return Liar()
-
-
-def listed(store: ObjectStore) -> list[str]:
-    """What the store lists, or nothing where it is refused with one sentence."""
-    try:
-        return store.list()
-    except StorageError as error:
-        said = str(error)
-    assert said.isprintable()
-    assert len(said) < 2000
-    return []
-
-
-def test_a_listing_names_nothing_outside(liar):
-    """Whatever a store says it holds, what is returned lies below the store."""
-    with served(liar) as store:
-        found = []
-        for key in [key for name in KEYS for key in (name, f"models/{name}")]:
-            liar.keys = [("models/good", 1), (key, 1)]
-            paths = listed(store)
-            assert paths == sorted(object_path(path) for path in paths)
-            found.append(paths)
-        assert [] in found
-        assert ["config.json", "good"] in found
-        for size in SIZES:
-            liar.keys = [("models/good", size)]
-            assert set(listed(store)) <= {"good"}
-        for answer in (b"", b"<", b"{}", b"\xff" * 100, b"<a/>", BOMB):
-            liar.listing = lambda answer=answer: answer
-            assert listed(store) == []
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: repr(size)[:12])

@@ -15,7 +15,7 @@ import pytest
 import sockets
 from torch.distributed import TCPStore
 
-from opd.rendezvous import EVERY, address_of, host_store, interface_towards
+from opd.ranks import EVERY, address_of, host_store, interface_towards
 from opd.rollout.sglang_workers import GroupMember, weight_group
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")

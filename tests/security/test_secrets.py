@@ -31,7 +31,9 @@ from opd.served.http_pool import _excerpt
 from opd.streams import guard_streams, streams_into
 
 SIGNS = st.characters(min_codepoint=33, max_codepoint=126)
-SECRETS = st.text(SIGNS, min_size=8, max_size=40).filter(lambda s: HIDDEN not in s and len(set(s)) > 4)
+SECRETS = st.text(SIGNS, min_size=8, max_size=40).filter(
+    lambda s: HIDDEN not in s and len(set(s)) > 4 and not s.replace("_", "").isalpha()
+)
 PLAIN = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHXYZ0123456789-._~", min_size=12, max_size=40)
 
 
@@ -100,7 +102,13 @@ def test_the_password_of_a_url_in_a_recipe_is_learned_however_it_is_written(secr
     """Also with `/`, `@` or `#` in it, which a URL must not have."""
     learn({"storage": {"published": f"sftp://{user}:{secret}@host/x"}})
     assert secret not in redact(f"cannot log in with {secret}, sorry")
-    assert secret not in json.dumps(redacted({"a": [f"sftp://{user}:{secret}@host/x"], secret: 1}))
+    url = f"sftp://{user}:{secret}@host/x"
+    assert secret not in json.dumps(redacted({"a": [url, secret], url: 1}))
+
+
+def test_the_password_of_a_url_within_a_text_of_a_recipe_is_learned():
+    learn({"stop": ["see https://bob:correct-horse@host/x and ftp://a:p%40ss-word@h"]})
+    assert redact("correct-horse, p@ss-word") == f"{HIDDEN}, {HIDDEN}"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +125,24 @@ def test_what_a_model_has_written_hides_no_word_elsewhere():
     written = {"answers": ["http://bob:accuracy@host/x"], "accuracy": "accuracy"}
     assert redacted(written) == {"answers": [f"http://{HIDDEN}@host/x"], "accuracy": "accuracy"}
     assert redacted(written) == redacted(redacted(written))
+
+
+@pytest.mark.parametrize("word", ["accuracy", "student_tokens", "merged", "PASSWORD", "Specialist"])
+def test_a_word_for_a_secret_changes_no_other_word(word):
+    """Of the environment, or of a URL: there its form gives it away."""
+    hide(word)
+    learn({"url": f"https://bob:{word}@host/x"})
+    results = {"accuracy": 0.5, "kind": "merged", word: [f"the {word} of"]}
+    assert redacted(results) == results
+    assert redact(f"https://bob:{word}@host/x?token={word}") == f"https://{HIDDEN}@host/x?token={HIDDEN}"
+
+
+def test_no_key_of_a_result_becomes_another():
+    """Whatever is secret: who reads the results asks for them by name."""
+    hide("specialist:math-v1")
+    hide("prompts_per_domain")
+    found = redacted({"specialist:math-v1": {"prompts_per_domain": "specialist:math-v1"}})
+    assert found == {"specialist:math-v1": {"prompts_per_domain": HIDDEN}}
 
 
 def test_fields_that_name_a_secret_are_hidden_and_others_are_not():

@@ -14,7 +14,7 @@ import pytest
 
 from opd.errors import TeacherError
 from opd.retry import Retry
-from opd.rollout.sglang_engine import Stream
+from opd.rollout.sglang_engine import MessageReader
 from opd.served.http_pool import (
     CONTROL_BYTES,
     HTTPClient,
@@ -125,6 +125,7 @@ BAD_BODIES: dict[str, Handler] = {
     "infinity": says(b'{"a": 1e999}'),
     "deep": says(b"[" * 10**5),
     "deeper objects": says(b'{"a":' * 10**5),
+    "too deep to walk through": says(b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}"),
     "a list": says(b"[1]"),
     "a number": says(b"1"),
     "a text": says(b'"text"'),
@@ -207,7 +208,7 @@ READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "hidden": lambda meta: hidden_of({"meta_info": meta}, LONGER, WIDTH, ROWS),
     "versions": lambda meta: versions_of({"meta_info": meta}),
     "finished": lambda meta: check_finished({"meta_info": meta}),
-    "stream": lambda meta: Stream("q", 0, {"7": 7}, ROWS, ()).read(
+    "stream": lambda meta: MessageReader("q", 0, {"7": 7}, ROWS, ()).read(
         b"data: " + json.dumps({"meta_info": meta}).encode()
     ),
 }

@@ -125,7 +125,7 @@ def test_a_slow_store_is_waited_for(teachers, expected, proxy):
 
 def test_a_store_that_was_away_is_waited_for(teachers, expected, proxy):
     for teacher in teachers.values():
-        teacher.published.store.options = StoreOptions(retry=Retry(pause=0.1, longest=0.5))
+        teacher.published.store.options = StoreOptions(retry=Retry(attempts=40, pause=0.1, longest=0.5))
     proxy.away_for(0.8)
     found = gradient(teachers)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

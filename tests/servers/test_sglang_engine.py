@@ -126,39 +126,49 @@ def test_greedy_responses_are_the_same_after_an_interruption(engine):
     assert write(cut) == whole
 
 
-@pytest.mark.parametrize("sync", ["disk", "tensors"])
-def test_new_weights_reach_responses_in_flight(engine, models, sync):
-    """Pause, flush, push, verify, resume in the middle: each token has the version that sampled it."""
-    served, wanted = engine(sync=sync), requests(12, 230)
+def written_over_an_update(served, wanted, model, version: int) -> dict[str, tuple[list, list, list]]:
+    """Tokens, log-probabilities and policy versions by uid, of `wanted` with `model` pushed while they are
+    written.
+    """
     steps = served.generate(wanted)
-    seen = [next(steps) for _ in range(3)]
+    seen = [next(steps)]
     served.pause()
     served.flush()
     with pytest.raises(RolloutError, match="must grow"):
-        served.update_weights(models["b"].weights(), 0)
-    digest = served.update_weights(models["b"].weights(), 1)
-    assert digest == models["b"].digest()
+        served.update_weights(model.weights(), version - 1)
+    assert served.update_weights(model.weights(), version) == model.digest()
     served.resume()
-    assert served.policy_version == 1
+    assert served.policy_version == version
     seen += list(steps)
     written = {r.uid: ([], [], []) for r in wanted}
     for step in seen:
         for uid, token, logprob in zip(step.uids, step.token_ids, step.logprobs, strict=True):
             for column, value in zip(written[uid], (token, logprob, step.policy_version), strict=True):
                 column.append(value)
-    samples = tiny.samples([(len(r.prompt_ids), 1) for r in wanted])
-    for sample, request in zip(samples, wanted, strict=True):
-        sample.prompt_ids = request.prompt_ids
-        sample.response_ids = np.array(written[request.uid][0], dtype=np.int32)
-    old, new = (rescored(models[name], samples, 0.7) for name in ("a", "b"))
-    both = 0
-    for request, before, after in zip(wanted, old, new, strict=True):
-        _, logprobs, versions = written[request.uid]
-        assert versions == sorted(versions)
-        both += len(set(versions)) == 2
-        due = np.where(np.array(versions) == 0, before, after)
-        np.testing.assert_allclose(np.array(logprobs), due, atol=1e-4)
-    assert both > 0
+    return written
+
+
+@pytest.mark.parametrize("sync", ["disk", "tensors"])
+def test_new_weights_reach_responses_in_flight(engine, models, sync):
+    """Pause, flush, push, verify, resume in the middle: each token has the version that sampled it."""
+    served, wanted, names, found = engine(sync=sync), requests(12, 230), ["a"], 0
+    while not found and len(names) < 7:  # on a busy machine the server may have written all before the pause
+        names.append("b" if names[-1] == "a" else "a")
+        version = len(names) - 1
+        written = written_over_an_update(served, wanted, models[names[-1]], version)
+        samples = tiny.samples([(len(r.prompt_ids), 1) for r in wanted])
+        for sample, request in zip(samples, wanted, strict=True):
+            sample.prompt_ids = request.prompt_ids
+            sample.response_ids = np.array(written[request.uid][0], dtype=np.int32)
+        old, new = (rescored(models[name], samples, 0.7) for name in names[-2:])
+        for request, before, after in zip(wanted, old, new, strict=True):
+            _, logprobs, versions = written[request.uid]
+            assert set(versions) <= {version - 1, version}
+            assert versions == sorted(versions)
+            found += len(set(versions)) == 2
+            due = np.where(np.array(versions) == version, after, before)
+            np.testing.assert_allclose(np.array(logprobs), due, atol=1e-4)
+    assert found > 0
 
 
 def update(served, model, version: int) -> None:
@@ -248,18 +258,37 @@ def test_weights_change_only_while_paused(engine, models):
         engine().update_weights(models["b"].weights(), 1)
 
 
-def test_aborted_requests_end_and_the_others_go_on(engine):
-    """Those that have not ended by themselves before."""
+def test_aborted_requests_are_let_go_and_the_others_go_on(engine):
+    """Also one that is asked for again while what was sent for it may still arrive."""
     served = engine()
-    steps = served.generate(requests(12, 230))
-    ended = dict(next(steps).finished)
-    aborted = [f"r{i}" for i in range(1, 12)]
-    served.abort(aborted)
-    for step in steps:
-        ended |= step.finished
-    assert set(ended) == {"r0", *aborted}
-    assert ended["r0"] is not Status.ABORTED
-    assert any(ended[uid] is Status.ABORTED for uid in aborted)
+    served.submit(requests(12, 230))
+    ended = dict(served.step().finished)
+    served.abort([f"r{i}" for i in range(1, 12)])
+    served.submit(requests(2, 230)[1:])
+    again = 0
+    while (chunk := served.step()) is not None:
+        assert {*chunk.uids, *chunk.finished} <= {"r0", "r1"}
+        places = [
+            place for uid, place in zip(chunk.uids, chunk.positions.tolist(), strict=True) if uid == "r1"
+        ]
+        assert places == list(range(again, again + len(places)))
+        again += len(places)
+        ended |= chunk.finished
+    assert {"r0", "r1"} <= ended.keys()
+    assert again > 0
+
+
+def test_requests_join_those_in_flight(engine):
+    served = engine()
+    alone = {}
+    for request in requests(3, 20, temperature=0.0):
+        ids = [token for chunk in served.generate(request) for token in chunk.token_ids.tolist()]
+        alone[request.uid] = ids
+    streams = []
+    for request in requests(3, 20, temperature=0.0):
+        streams.append((request.uid, served.generate(request)))
+    for uid, stream in reversed(streams):
+        assert [token for chunk in stream for token in chunk.token_ids.tolist()] == alone[uid]
 
 
 def test_what_cannot_be_served_is_refused(engine):

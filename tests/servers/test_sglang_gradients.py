@@ -20,7 +20,7 @@ def first_gradients(recipe, start, out) -> tuple[dict[str, torch.Tensor], dict[s
     """The gradients before the first update, the metrics that came with them, and the tokens they are of."""
     with RunFolder.create(out, recipe) as folder, ExitStack() as stack:
         quiet = lambda *words: None  # noqa: E731
-        context = StageContext.open(recipe, folder, "merge", quiet, quiet)
+        context = StageContext.open(recipe, folder, "merge", quiet)
         stack.callback(context.metrics.close)
         merge = Distill(context, start, stack)
         source, step = merge.open_source(stack), Step(0, 0.0, PhaseTimer(), {})

@@ -12,7 +12,7 @@ from recipes import tiny_recipe
 from safetensors.torch import load_file
 
 from opd.errors import ConfigError, RolloutError
-from opd.pipelines.doctor.served import check_workers
+from opd.pipelines.doctor.checks import check_workers
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.context import StageContext
@@ -164,7 +164,7 @@ def test_ranks_share_the_workers(served_models, tmp_path):
     seen = []
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         for rank in range(3):
-            context = StageContext.open(recipe, folder, "merge", *[lambda *words: None] * 2)
+            context = StageContext.open(recipe, folder, "merge", lambda *words: None)
             context.ranks.rank, context.ranks.size = rank, 3
             with with_engine(context):
                 engine = context.helpers.writers(served_models["a"]).engines[0]

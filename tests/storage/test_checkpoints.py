@@ -58,9 +58,8 @@ def test_saving_a_step_again_replaces_it_and_drops_the_abandoned_future(tmp_path
 
 @pytest.mark.parametrize("victim", ["model.safetensors", "optimizer.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path: Path, victim: str, damage: str) -> None:
-    warnings: list[str] = []
-    store = CheckpointStore(tmp_path, on_warning=warnings.append)
+def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path: Path, victim: str, damage: str, caplog) -> None:
+    store = CheckpointStore(tmp_path)
     _save(store, 1)
     _save(store, 2)
     path = tmp_path / "step_2" / victim
@@ -75,11 +74,11 @@ def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path: Path, victim: str, 
     assert latest is not None
     assert latest.step == 1
     if (victim, damage) == ("manifest.json", "remove"):
-        assert warnings == []  # incomplete, not corrupt
+        assert caplog.messages == []  # incomplete, not corrupt
     else:
-        assert len(warnings) == 1
-        assert "step_2" in warnings[0]
-        assert victim in warnings[0]
+        assert len(caplog.messages) == 1
+        assert "step_2" in caplog.messages[0]
+        assert victim in caplog.messages[0]
 
 
 def test_tensors_changed_after_latest_are_refused_at_load(tmp_path: Path) -> None:
@@ -143,12 +142,11 @@ for line in sys.stdin:
 """
 
 
-def test_kill_9_in_the_middle_of_a_save_loses_nothing_acknowledged(tmp_path: Path) -> None:
+def test_kill_9_in_the_middle_of_a_save_loses_nothing_acknowledged(tmp_path: Path, caplog) -> None:
     # The random times land the kills anywhere in a save: tensors, manifest, renames, removal of old steps.
     chooser = random.Random(0)
     folder = tmp_path / "checkpoints"
-    warnings: list[str] = []
-    store = CheckpointStore(folder, on_warning=warnings.append)
+    store = CheckpointStore(folder)
     landed_inside = 0
     command = [sys.executable, "-c", _KILLS_SAVERS, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killer:
@@ -161,7 +159,7 @@ def test_kill_9_in_the_middle_of_a_save_loses_nothing_acknowledged(tmp_path: Pat
             _check_latest(store, acknowledged)
         killer.stdin.close()
     assert killer.returncode == 0
-    assert warnings == []
+    assert caplog.messages == []
     assert landed_inside > 0
     latest = store.latest()
     assert latest is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from opd.errors import RunFolderError
-from opd.storage.files import FileLock, atomic_folder, write_atomic
+from opd.errors import RunFolderError, from_system
+from opd.storage.files import FileLock, atomic_folder, open_plain, write_atomic
 
 
 def _run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -157,3 +158,33 @@ def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     assert _run(code, tmp_path / "lock").returncode == -9
     with FileLock(tmp_path / "lock"):
         pass
+
+
+def _listen(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+NOT_FILES = {
+    "a folder": (Path.mkdir, "a folder where"),
+    "a pipe": (os.mkfifo, "a pipe or a device"),
+    "a socket": (_listen, "a pipe or a device"),
+    "a link": (lambda path: path.symlink_to(__file__), "a link, a pipe"),
+    "a link to itself": (lambda path: path.symlink_to(path), "a link, a pipe"),
+    "a device": (lambda path: path.symlink_to(os.devnull), "a pipe or a device"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_FILES)
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY])
+def test_what_is_no_plain_file_is_one_sentence_and_never_waited_for(
+    tmp_path: Path, what: str, flags: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path may not be long
+    make, said = NOT_FILES[what]
+    make(Path("there"))
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - what it is called depends on the kind
+        open_plain("there", flags, follow=what == "a device")
+    sentence = str(from_system(caught.value))
+    assert sentence.startswith("there: ")
+    assert said in sentence

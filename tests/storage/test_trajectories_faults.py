@@ -15,7 +15,7 @@ import pytest
 from trajectory_data import FIELDS, SMALL, assert_right, disk_bytes, record, values, write
 
 from opd.errors import StorageError
-from opd.storage.framed_log.frames import FRAME_MAGIC, HEADER_BYTES
+from opd.storage.framed_log import FRAME_MAGIC, HEADER_BYTES
 from opd.storage.trajectories import Field, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
 
 

@@ -1,11 +1,14 @@
 """`opd wal` on whole, cut and damaged logs."""
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
 
 from opd.pipelines.cli import main
+from opd.pipelines.commands import wal as wal_commands
 from opd.storage.wal import TokenWAL
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
@@ -23,7 +26,8 @@ def log(tmp_path):
             logprobs = np.array([-0.5, -np.inf], np.float32)
             at = np.full(2, position, np.int32)
             wal.append(Chunk(["a", "b"], at, at + 5, logprobs, 4 + position, ended))
-        wal.append_observation("a", np.array([8], np.int32), 6)
+        one = np.ones(1, np.int32)
+        wal.append(Chunk(["a"], 3 * one, 8 * one, np.array([-0.5], np.float32), 6, {}))
     return folder
 
 
@@ -32,7 +36,7 @@ def test_inspect_and_verify_a_whole_log(log, capsys):
     printed = capsys.readouterr().out
     for part in (
         "2, 1 completed, 1 pending",
-        "7, 1 of them by the environment",
+        "tokens    7",
         "versions 4 to 6",
         "closed by",
     ):
@@ -46,7 +50,6 @@ def test_export_writes_one_line_a_request(log, tmp_path, capsys):
     assert main(["wal", "export", str(log), "--out", str(out)]) == 0
     first, second = [json.loads(line) for line in out.read_text().splitlines()]
     assert first["token_ids"] == [5, 6, 7, 8]
-    assert first["loss_mask"] == [True, True, True, False]
     assert first["policy_versions"] == [4, 5, 6, 6]
     assert first["status"] == "pending"
     assert second["logprobs"] == [None, None, None]
@@ -56,6 +59,27 @@ def test_export_writes_one_line_a_request(log, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
     assert main(["wal", "export", str(log)]) == 0
     assert capsys.readouterr().out == out.read_text()
+
+
+def test_an_export_that_does_not_end_leaves_nothing(log, tmp_path, monkeypatch, capsys):
+    """Killed, out of disk: the next one would refuse the half, and a reader take it for the whole."""
+    out = tmp_path / "tokens.jsonl"
+
+    def document(logged):
+        if logged.request.uid == "b":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(wal_commands, "_document", document)
+        main(["wal", "export", str(log), "--out", str(out)])
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not out.exists()
+    assert main(["wal", "export", str(log), "--out", str(out)]) == 0
+    assert len(out.read_text().splitlines()) == 2
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_damaged_log_is_named_and_mended(log, capsys):

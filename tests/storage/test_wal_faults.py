@@ -21,8 +21,8 @@ import pytest
 from wal_helpers import UIDS, request, started, step, tokens
 
 from opd.errors import OpdError, StorageError
-from opd.storage.framed_log.frames import FRAME_BYTES, HEADER_BYTES, FileHeader, scan
-from opd.storage.wal import LogIO, TokenWAL, read_log
+from opd.storage.framed_log import FRAME_BYTES, HEADER_BYTES, FileHeader, LogIO, scan
+from opd.storage.wal import TokenWAL, read_log
 
 
 class FaultyIO(LogIO):

@@ -65,12 +65,6 @@ class LogMachine(RuleBasedStateMachine):
         self.both("append", random_step(self.model, rng))
 
     @precondition(lambda self: self.model.running())
-    @rule(rng=seeds, count=st.integers(0, 40))
-    def observe(self, rng, count):
-        tokens = np.arange(count, dtype=np.int32)
-        self.both("append_observation", rng.choice(self.model.running()), tokens, 7)
-
-    @precondition(lambda self: self.model.running())
     @rule(rng=seeds, status=st.sampled_from(ENDS), reason=st.none() | st.text(max_size=5))
     def close(self, rng, status, reason):
         self.both("close", rng.choice(self.model.running()), status, reason)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from wal_helpers import UIDS, request, started, step, tokens
 
-from opd.storage.framed_log.writer import RESERVE
-from opd.storage.wal import LogIO, TokenWAL, read_log
+from opd.storage.framed_log import LogIO
+from opd.storage.framed_log_writer import RESERVE
+from opd.storage.wal import TokenWAL, read_log
 from opd.types import Status
 
 

@@ -44,14 +44,16 @@ def test_mistakes_are_one_sentence_and_change_nothing(tmp_path):
     twice = Chunk(["a", "a"], *(getattr(step(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {})
     short = Chunk(["a"], *(getattr(step(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {})
     one = np.ones(1, np.int32)
+    later = Chunk(["a"], 3 * one, one, np.zeros(1, np.float32), 3_000_000_000, {})
+    stranger = Chunk(["z"], 0 * one, one, np.zeros(1, np.float32), 1, {})
     mistakes = {
         "is opened with tokens": lambda: log.open(prefixed, {}),
         "cannot be written as JSON": lambda: log.open(request("c"), {"x": object()}),
         "a has 4 tokens in the log and was given one for position 3": lambda: log.append(twice),
         "has 1 requests and 2 positions": lambda: log.append(short),
         "cannot end as pending": lambda: log.close("a", Status.PENDING),
-        "policy version 3000000000 does not fit": lambda: log.append_observation("a", one, 3_000_000_000),
-        "is not in the log": lambda: log.append_observation("z", one, 1),
+        "policy version 3000000000 does not fit": lambda: log.append(later),
+        "is not in the log": lambda: log.append(stranger),
         "in the log already": lambda: log.open_many([(request("d"), {}), (request("d"), {})]),
         "3 tokens in the log and was given one for position 2": lambda: log.append(step(2)),
     }

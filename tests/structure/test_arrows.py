@@ -55,7 +55,7 @@ def test_a_forbidden_import_is_found(tmp_path, file, line):
         ("storage/tensors.py", "import torch"),
         ("kernels/a.py", "def f():\n    import tilelang"),
         ("opd/train/a.py", "from opd.kernels.head import Head"),
-        ("opd/models/a.py", "from opd.storage.sealed import file_digest"),
+        ("opd/models/a.py", "from opd.storage.files import file_digest"),
         ("opd/types.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor"),
         ("opd/data/a.py", "def f():\n    import pyarrow.parquet"),
     ],

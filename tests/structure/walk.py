@@ -105,7 +105,7 @@ def walk(kind: str, **changes: Any) -> Walk:
                 walked.begin()
 
         with RunFolder.create(Path(scratch) / "run", recipe) as folder:
-            execute(recipe, folder, plan(recipe)[STAGES[kind]], step, lambda _: None)
+            execute(recipe, folder, plan(recipe)[STAGES[kind]], step)
     return walked
 
 

@@ -13,7 +13,7 @@ from tiny_published import publish
 from opd.errors import CheckpointError
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import CHECKSUMS, ORIGIN
-from opd.storage.sealed import file_digest
+from opd.storage.files import file_digest
 from opd.teachers.skeleton import download
 
 LAYER = "layer.1.safetensors"

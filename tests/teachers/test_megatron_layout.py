@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import ModelError
-from opd.megatron.convert import check_tensors, from_megatron, to_megatron
-from opd.megatron.form import HEAD, MegatronForm, pieces
+from opd.megatron.form import HEAD, MegatronForm, check_tensors, from_megatron, pieces, to_megatron
 
 
 @st.composite

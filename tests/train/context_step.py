@@ -12,10 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig
 from opd.kernels.head import Head
-from opd.train.backend import Training
+from opd.train.backend import TorchBackend, Training
 from opd.train.distill_terms import FullVocabularyTerm, TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
-from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, TokenTerms
 
 SHAPE = {"initializer_range": 0.3, "num_hidden_layers": 2}

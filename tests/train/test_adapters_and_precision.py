@@ -16,9 +16,8 @@ from opd.config import TrainConfig
 from opd.models.adapters import BASE, AdaptedLM, MergingLM
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
-from opd.train.backend import Training
+from opd.train.backend import TorchBackend, Training
 from opd.train.backends import open_backend
-from opd.train.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from opd.config import TrainConfig
 from opd.errors import ConfigError
 from opd.ranks import Ranks
+from opd.train.backend import TorchBackend
 from opd.train.megatron_backend import MegatronBackend
-from opd.train.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.slow
 

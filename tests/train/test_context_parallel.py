@@ -16,8 +16,8 @@ from rank_processes import run_ranks
 from safetensors.torch import load_file
 
 from opd.models.context_parallel import ContextParallel
+from opd.train.backend import TorchBackend
 from opd.train.fsdp_backend import own_places
-from opd.train.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from opd.models.causal_lm import raw_bytes
 from opd.pipelines.launch.ray.cluster import Layout, import_ray, one_line, options_of, role_of
 from opd.pipelines.records.run_folder import RunFolder
 from opd.rollout.preemption import Preemption
-from opd.streams import guard_streams
+from opd.streams import Logged, guard_streams
 
 PING_SECONDS = 15.0
 """An actor that is at no other work and does not answer for so long is taken for hanging."""
@@ -57,6 +57,7 @@ class ActorSpec:
             sys.path.append(os.getcwd())
         log = RunFolder.attach(self.folder).actor_log(self.name)
         _write_into(log)
+        Logged(lambda record: print(record.getMessage(), flush=True)).__enter__()  # as long as the process
         print(f"{time.strftime('%F %T')} {self.name} is process {os.getpid()}", flush=True)
         importlib.import_module(module)
         from opd.pipelines.launch.machine import settle
@@ -176,34 +177,6 @@ def _reason(error: Exception) -> str:
     return kind if "Actor" in kind else f"{kind}: {one_line(error)}"
 
 
-class Group:
-    """Actors of one role: each method asks all of them the same, at once."""
-
-    def __init__(self, members: Sequence[Remote]) -> None:
-        self.members = list(members)
-
-    def call(
-        self, verb: str, *arguments: Any, seconds: float, between: Callable[[], None] = lambda: None
-    ) -> list[Any]:
-        """`verb` on every member; results in their order. `between` is called time and again while they are
-        waited for. Raises `ActorLostError` for the first that died, or gave no result for `seconds`.
-        """
-        ray = import_ray()
-        references = [member.send(verb, *arguments) for member in self.members]
-        members = dict(zip(references, self.members, strict=True))
-        results: dict[Any, Any] = {}
-        until = time.monotonic() + seconds
-        while waiting := [reference for reference in references if reference not in results]:
-            between()
-            done, _ = ray.wait(waiting, timeout=LOOK)
-            results |= {reference: members[reference].get(reference, PING_SECONDS) for reference in done}
-            if not done and time.monotonic() > until:
-                late = members[waiting[0]]
-                late.kill()
-                raise ActorLostError(f"{late.name} gave no answer for {seconds:g} s", late.name)
-        return [results[reference] for reference in references]
-
-
 def start_actors(
     launch: RayLaunch, layout: Layout, placement: Any, spec: Mapping[str, ActorSpec], asked: Preemption
 ) -> dict[str, Remote]:
@@ -215,8 +188,8 @@ def start_actors(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from opd.pipelines.launch.ray.engine import EngineActor
-    from opd.pipelines.launch.ray.supervise import TrainerActor
     from opd.pipelines.launch.ray.teacher import TeacherActor
+    from opd.pipelines.launch.ray.trainer import TrainerActor
 
     classes = {"trainer": TrainerActor, "engine": EngineActor, "teacher": TeacherActor}
     made: dict[str, Remote] = {}
@@ -229,8 +202,18 @@ def start_actors(
             scheduling_strategy=where, max_restarts=launch.max_restarts, max_task_retries=0, **options
         ).remote(spec[name])
         made[name] = Remote(name, handle, launch)
+    waiting = {remote.send("ping"): remote for remote in made.values()}
+    until = time.monotonic() + launch.start_timeout
     try:
-        Group(list(made.values())).call("ping", seconds=launch.start_timeout, between=asked.check)
+        while waiting:
+            asked.check()
+            there, others = ray.wait(list(waiting), timeout=LOOK)
+            for reference in there:
+                waiting.pop(reference).get(reference, PING_SECONDS)
+            if not there and time.monotonic() > until:
+                late = waiting[others[0]]
+                late.kill()
+                raise ActorLostError(f"{late.name} gave no answer for {launch.start_timeout:g} s", late.name)
     except ActorLostError as error:
         raise LaunchError(f"{error} while it was started; see logs/ in the run folder.") from None
     return made

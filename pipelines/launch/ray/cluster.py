@@ -162,11 +162,14 @@ class Cluster:
 
     def require(self) -> None:
         """Raise `gone` if the head does not answer: some of Ray's own calls would then wait for ever, and Ray
-        ends the process after a minute.
+        ends the process after a minute. Or if it knows of no node any more.
         """
         while not self.lost():
             if self.lost_since is None:
-                return
+                with suppress(Exception):
+                    if any(node["Alive"] for node in self.ray.nodes()):
+                        return
+                break
             time.sleep(LOOK)
         raise self.gone()
 

@@ -8,23 +8,25 @@ Rollout engines that are actors, for `FaultTolerantRollout` to stand in front of
 from __future__ import annotations
 
 import contextlib
-import itertools
+import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
 from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, Packed, Remote
 from opd.pipelines.launch.ray.cluster import import_ray, one_line
-from opd.pipelines.stages.helpers import Writers
-from opd.rollout.engine_pool import RetryPolicy
+from opd.rollout.engine_pool import EnginePool, RetryPolicy
 from opd.rollout.weight_sync import buckets
 from opd.types import Chunk, RolloutRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 
 class EngineActor:
@@ -34,8 +36,6 @@ class EngineActor:
         self._recipe = spec.begin("opd.pipelines.stages.student")
         self._engine: Any = None
         self._model: str | None = None
-        self._call = 0
-        self._steps: Iterator[Chunk] | None = None
 
     def ping(self) -> int:
         """The process."""
@@ -45,7 +45,6 @@ class EngineActor:
         """Hold the Hugging Face folder `model` as version 0."""
         from opd.pipelines.stages.student import embedded
 
-        self._end()
         self._engine = self._model = None
         self._engine = embedded(self._recipe, Path(model)).engines[0]
         self._model = model
@@ -71,40 +70,22 @@ class EngineActor:
         """Drop every cached key and value."""
         self._loaded().flush()
 
-    def begin(self, call: int, requests: Sequence[RolloutRequest]) -> None:
-        """Start call number `call`; what an earlier one still had to do is dropped."""
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Begin `requests` beside what is in flight."""
+        self._loaded().submit(requests)
+
+    def step(self) -> Chunk | None:
+        """The next chunk; `None` if nothing is in flight."""
+        return self._loaded().step()
+
+    def abort(self, uids: list[str] | None = None) -> None:
+        """Let these go; `None`: everything."""
         engine = self._loaded()
-        self._end()
-        self._steps, self._call = engine.generate(requests), call
-
-    def advance(self, call: int) -> Chunk | None:
-        """The next chunk of `call`; `None` if it is over."""
-        if self._steps is None or call != self._call:
-            return None
-        chunk = next(self._steps, None)
-        if chunk is None:
-            self._steps = None
-        return chunk
-
-    def abort(self, call: int, uids: list[str]) -> None:
-        """Stop these requests of `call`."""
-        if self._steps is not None and call == self._call:
-            self._loaded().abort(uids)
-
-    def end(self, call: int) -> None:
-        """Drop `call`."""
-        if call == self._call:
-            self._end()
+        engine.abort(engine.in_flight if uids is None else uids)
 
     def digest(self) -> str:
         """Digest of the weights it holds."""
         return self._loaded().model.digest()
-
-    def _end(self) -> None:
-        steps, self._steps = self._steps, None
-        close = getattr(steps, "close", None)
-        if close is not None:
-            close()
 
     def _loaded(self) -> Any:
         if self._engine is None:
@@ -122,9 +103,9 @@ class Fleet:
     engine that is started anew takes them before it serves again.
     """
 
-    def __init__(self, remotes: Sequence[Remote], model: Path, note: Callable[[str], None]) -> None:
+    def __init__(self, remotes: Sequence[Remote], model: Path) -> None:
         """Every engine loads `model`. Raises `RolloutError` if none can."""
-        self.model, self.note = str(model.resolve()), note
+        self.model = str(model.resolve())
         self.version = 0
         self.pieces: list[Any] = []
         self.lock = threading.Lock()
@@ -138,12 +119,15 @@ class Fleet:
         if not self.serving:
             raise RolloutError(f"no rollout engine could be started: {self.engines[0].lost}.")
 
-    def writers(self) -> Writers:
+    def writers(self) -> EnginePool:
         """The engines, for a rollout in front of them."""
+        limits = self.limits
         policy = RetryPolicy(
-            step_timeout=self.limits.step_timeout, silence_limit=self.limits.start_timeout + 60.0
+            step_timeout=limits.step_timeout,
+            silence_limit=limits.start_timeout + 60.0,
+            revive=self.revived,
         )
-        return Writers(self.engines, policy, self.revived)
+        return EnginePool(self.engines, policy)
 
     def revived(self, index: int) -> RayEngine:
         """Engine `index` after it came back. Raises `ActorLostError` if it did not."""
@@ -173,8 +157,8 @@ class Fleet:
         return sum(not engine.recovering and engine.lost is None for engine in self.engines)
 
     def bring_up(self, remote: Remote) -> str | None:
-        """Give an engine the model and the newest weights, whatever it holds; returns its digest if it took
-        weights.
+        """Give an engine the model and the newest weights, whatever it holds or has in flight; returns its
+        digest if it took weights.
         """
         while True:
             with self.lock:
@@ -183,15 +167,27 @@ class Fleet:
             if model != self.model or held > version:
                 remote.call("load", self.model, seconds=self.limits.start_timeout)
                 held = 0
+            remote.call("abort")
             digest = remote.call("update", pieces, version) if held < version else None
             if version == self.version:
                 return digest
 
 
-class RayEngine:
-    """Implements `opd.protocols.RolloutEngine` over an `EngineActor`.
+@dataclass(slots=True)
+class _Work:
+    """What an actor is at, until it fails: then another of these begins."""
 
-    An actor that dies or hangs is an error of the call in progress. It is then started anew in the background
+    open: set[str] = field(default_factory=set)
+    asked: Any = None
+    """The chunk it computes while the one before is read."""
+    late: set[str] = field(default_factory=set)
+    """Requests that were let go after that chunk was asked for."""
+
+
+class RayEngine:
+    """Implements `opd.protocols.RolloutEngine` over an `EngineActor`: one message a chunk.
+
+    An actor that dies or hangs is an error of the step in progress. It is then started anew in the background
     and brought up to the fleet's newest weights; until then the engine is `recovering`.
     """
 
@@ -199,8 +195,7 @@ class RayEngine:
         self.remote, self.fleet = remote, fleet
         self.lost: str | None = None
         """Why it will not come back."""
-        self._calls = itertools.count(1)
-        self._call = 0
+        self._work = _Work()
         self._paused = False
         self._returned = threading.Event()
         self._returned.set()
@@ -216,17 +211,40 @@ class RayEngine:
         """Whether it is on its way back."""
         return not self._returned.is_set()
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """See the protocol. Raises `ActorLostError` if the actor is gone."""
         if self.lost is not None or self.recovering:
             raise ActorLostError(self.lost or f"{self.remote.name} is on its way back")
-        self._call = call = next(self._calls)
-        self.remote.call("begin", call, list(requests))
-        return _Chunks(self.remote, call)
+        work = self._work
+        self.remote.call("submit", list(requests))
+        work.open.update(request.uid for request in requests)
+
+    def step(self) -> Chunk | None:
+        """See the protocol. While a chunk is read, the actor computes the next."""
+        work, remote = self._work, self.remote
+        if not work.open:
+            return None
+        asked, work.asked = work.asked or remote.send("step"), None
+        # Whoever waits for this ends the actor when it hangs; two would end it twice.
+        chunk = remote.get(asked, 2 * remote.limits.step_timeout, kill=False)
+        if chunk is None:
+            work.open.clear()
+            return None
+        if work.late:
+            chunk = chunk.without(work.late)
+            work.late.clear()
+        work.open.difference_update(chunk.finished)
+        if work.open:
+            work.asked = remote.send("step")
+        return chunk
 
     def abort(self, uids: Collection[str]) -> None:
-        """Stop these requests of the call in flight."""
-        self.remote.send("abort", self._call, list(uids))
+        """See the protocol."""
+        work = self._work
+        if gone := work.open.intersection(uids):
+            work.open -= gone
+            work.late |= gone if work.asked is not None else set()
+            self.remote.send("abort", list(gone))
 
     def pause(self) -> None:
         """The actor computes only what was asked for: nobody asks until `resume`."""
@@ -275,12 +293,13 @@ class RayEngine:
         if self.lost is None and not self.recovering:
             if isinstance(error, TimeoutError):
                 self.remote.kill()
-            self.fleet.note(f"{self.remote.name} failed and is brought back: {one_line(error)}")
+            _log.warning("%s failed and is brought back: %s", self.remote.name, one_line(error))
             self.come_back()
 
     def come_back(self) -> None:
         """Begin to bring the actor up to the fleet's model and weights."""
         self._returned.clear()
+        self._work = _Work()
         threading.Thread(target=self._return, daemon=True, name=self.remote.name).start()
 
     def await_return(self) -> None:
@@ -297,34 +316,6 @@ class RayEngine:
                     return
         except Exception as final:
             self.lost = one_line(final)
-            fleet.note(f"{name} is lost: {self.lost}")
+            _log.warning("%s is lost: %s", name, self.lost)
         finally:
             self._returned.set()
-
-
-class _Chunks(Iterator[Chunk]):
-    """The chunks of one call, a message each: while one is read, the actor computes the next."""
-
-    def __init__(self, remote: Remote, call: int) -> None:
-        self._remote, self._call = remote, call
-        self._over = False
-        self._asked: Any = remote.send("advance", call)
-
-    def __next__(self) -> Chunk:
-        if self._over:
-            raise StopIteration
-        remote = self._remote
-        # Whoever waits for this ends the actor when it hangs; two would end it twice.
-        chunk = remote.get(self._asked, 2 * remote.limits.step_timeout, kill=False)
-        if chunk is None:
-            self._over = True
-            raise StopIteration
-        self._asked = remote.send("advance", self._call)
-        return chunk
-
-    def close(self) -> None:
-        """Let the actor drop what it still has to do."""
-        if not self._over:
-            self._over = True
-            with contextlib.suppress(Exception):
-                self._remote.send("end", self._call)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,8 @@ from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, Packed, P
 from opd.pipelines.launch.ray.cluster import one_line
 from opd.protocols import Teacher
 from opd.types import HiddenStates, Sample
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,6 @@ class TeacherActor:
             metrics=nobody,
             checkpoints=nobody,
             progress=lambda *words: None,
-            note=lambda text: print(text, flush=True),
             preemption=Preemption(),
         )
         return open_teachers(context, list(assignment.names), assignment.vocabulary, None, self._stack)
@@ -117,19 +119,11 @@ class RayTeacher:
         remote: The actor that has it, perhaps with others.
         assignment: All teachers of that actor.
         device: Where hidden states and head are handed out.
-        note: One line for the person who watches.
     """
 
-    def __init__(
-        self,
-        name: str,
-        remote: Remote,
-        assignment: Assignment,
-        device: torch.device,
-        note: Callable[[str], None],
-    ) -> None:
+    def __init__(self, name: str, remote: Remote, assignment: Assignment, device: torch.device) -> None:
         self.name = name
-        self._remote, self._assignment, self._device, self._note = remote, assignment, device, note
+        self._remote, self._assignment, self._device = remote, assignment, device
         self._begun: tuple[tuple[str, ...], Any] | None = None
         self._there = False
         """Whether the actor has loaded its teachers since it was last started."""
@@ -182,7 +176,7 @@ class RayTeacher:
                 return answer
             except ActorLostError as error:
                 self._there = False
-                self._note(f"teacher {self.name} is asked again, for {one_line(error)}")
+                _log.warning("teacher %s is asked again, for %s", self.name, one_line(error))
             reference = None
             try:
                 remote.await_return()
@@ -199,7 +193,6 @@ def ray_teachers(
     stage: str,
     vocabulary: int,
     device: torch.device,
-    note: Callable[[str], None],
 ) -> Mapping[str, RayTeacher]:
     """`names` dealt out to `remotes` in turn; in the order of `names`."""
     shares = [tuple(names[start :: len(remotes)]) for start in range(len(remotes))]
@@ -209,7 +202,6 @@ def ray_teachers(
             remotes[place % len(remotes)],
             Assignment(stage, shares[place % len(remotes)], vocabulary),
             device,
-            note,
         )
         for place, name in enumerate(names)
     }

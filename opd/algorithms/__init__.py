@@ -1,1 +1,0 @@
-"""From rewards and log-probabilities to per-token advantages and loss weights; weight merging."""

@@ -1,0 +1,49 @@
+"""Supervised fine-tuning on demonstrations from a file: of the base, or of a domain's specialist."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from opd.config.base import Config
+from opd.config.train import BatchConfig, OptimConfig
+
+
+class SFTConfig(Config):
+    """Supervised fine-tuning on demonstrations: cross-entropy, at temperature 1, of what the assistant
+    writes, each such token of a step weighing the same. Rows are packed as `batch` says; who shares a pack
+    changes nothing."""
+
+    source: str = Field(min_length=1)
+    """A `.jsonl` or `.parquet` file with the column `messages`, of which every answer of the assistant's
+    counts, or `prompt` and `completion` (two texts, or messages and a text or messages), of which the
+    completion counts. Of `domains.NAME.sft`, where rows have a `domain`, those of NAME."""
+    epochs: float = Field(default=1.0, gt=0, le=10_000)
+    """How often each demonstration is learnt from, where `steps` is not given."""
+    steps: int | None = Field(default=None, gt=0, le=10_000_000)
+    """Optimiser steps, in place of `epochs`."""
+    batch_size: int = Field(default=32, gt=0, le=1_000_000)
+    """Demonstrations of a step, in an order that `seed` shuffles anew for every epoch."""
+    max_length: int | None = Field(default=None, gt=1, le=100_000_000)
+    """Tokens of a demonstration, at most; `null` is `rollout.max_sequence`, or the model's positions if those
+    are fewer."""
+    too_long: Literal["drop", "truncate", "error"] = "drop"
+    """What becomes of a longer one: it is left out, loses its end, or stops the run; they are counted."""
+    held_out: float = Field(default=0.05, ge=0, le=0.9999)
+    """Share of the demonstrations on which the cross-entropy is measured and nothing is learnt, chosen by a
+    hash of what is asked; at most `evaluation.prompts_per_domain` are measured. What some domain asks in its
+    evaluation is never learnt from."""
+    evaluate_every: int = Field(default=0, ge=0)
+    """Steps between measurements (0: only at the end)."""
+    optim: OptimConfig = OptimConfig(lr=2e-5, schedule="cosine", warmup_steps=10)
+    batch: BatchConfig = BatchConfig()
+    checkpoint_every: int = Field(default=100, gt=0)
+    """Steps between checkpoints; a killed run repeats at most this many."""
+
+    @field_validator("source")
+    @classmethod
+    def _a_file(cls, source: str) -> str:
+        if not source.endswith((".jsonl", ".parquet")):
+            raise ValueError(f"demonstrations come from a .jsonl or .parquet file, not from {source!r}")
+        return source

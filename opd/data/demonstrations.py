@@ -1,0 +1,310 @@
+"""Demonstrations: rows of a file, as tokens, and which of these the assistant writes.
+
+Where the chat template marks that (`{% generation %}`), its marks are taken. Else an answer is what the
+template adds to the conversation before it: from where the prompt ends at which the model would begin, to
+where the conversation with the answer ends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from opd.data.load import check_messages, check_text, rows_of
+from opd.errors import DataError
+from opd.models.chat_templates import TemplateError, render, render_marked
+from opd.rollout.prompts import Prompt, encode_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MEND = (
+    "give model.chat_template one that marks answers with {% generation %}, or rows of one answer each"
+    " (`prompt`, `completion`)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A row. Exactly one of `completion` and `messages` is given."""
+
+    prompt: Prompt
+    """What is asked: a text, or the messages before the first answer that is learnt from."""
+    completion: str | None = None
+    """The answer to a text."""
+    messages: list[dict[str, Any]] | None = None
+    """The whole conversation."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """What else the chat template is given for this row: `tools`, if it has that column."""
+
+
+def read_demonstrations(source: str, domain: str | None) -> list[Demonstration]:
+    """The rows of a .jsonl or .parquet file: of `domain` where they have such a column, all of them for
+    `None`.
+
+    Raises `DataError` naming file and line for a row without an answer or of another form, and for a file of
+    which nothing is left.
+    """
+    found: set[str] = set()
+    rows = rows_of(Path(source), domain, found)
+    read = [_demonstration(where, row, domain or str(row.get("domain") or "")) for where, row in rows]
+    if not read:
+        others = f"; it has rows of {', '.join(sorted(found))}" if found else ""
+        of = "" if domain is None else f" of domain {domain}"
+        raise DataError(f"{source} has no demonstrations{of}{others}; add some, or leave out `sft`.")
+    return read
+
+
+def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstration:
+    if row.get("messages") is not None:
+        messages = _messages(where, "messages", row["messages"])
+        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), None)
+        if not first:
+            wrong = "have no message of the assistant's" if first is None else "begin with the assistant's"
+            raise DataError(f"{where}: `messages` {wrong}; they need a question and its answer.")
+        return _conversation(where, row, domain, messages, first)
+    asked, answer = row.get("prompt"), row.get("completion")
+    if asked is None or answer is None:
+        columns = ", ".join(row) or "none"
+        raise DataError(
+            f"{where}: a demonstration has `messages`, or `prompt` and `completion` (columns: {columns})."
+        )
+    if isinstance(asked, str):
+        if not isinstance(answer, str):
+            raise DataError(
+                f"{where}: `prompt` is a text and `completion` is none; give two texts, or messages."
+            )
+        if not asked:
+            raise DataError(f"{where}: `prompt` is empty; there is nothing that is answered.")
+        _refuse_empty(where, answer)
+        for column, text in (("prompt", asked), ("completion", answer)):
+            check_text(where, text, column)
+        return Demonstration(Prompt.of(asked, None, domain, where=where), completion=answer)
+    said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    before = _messages(where, "prompt", asked)
+    return _conversation(where, row, domain, before + _messages(where, "completion", said), len(before))
+
+
+def _messages(where: str, column: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise DataError(f"{where}: `{column}` is a {type(value).__name__}; give a list of messages.")
+    check_messages(where, value, column)
+    return value
+
+
+def _conversation(
+    where: str, row: dict[str, Any], domain: str, messages: list[dict[str, Any]], asked: int
+) -> Demonstration:
+    if messages[-1]["role"] != "assistant":
+        raise DataError(
+            f"{where}: the last message is of role {messages[-1]['role']!r}, and demonstrations end with what"
+            " the assistant answers; cut the rest off, or leave the row out."
+        )
+    for message in messages[asked:]:
+        if message["role"] == "assistant" and message.keys() <= {"role", "content"}:
+            _refuse_empty(where, message["content"])
+    arguments = {"tools": row["tools"]} if row.get("tools") else {}
+    prompt = Prompt.of(messages[:asked], None, domain, where=where)
+    return Demonstration(prompt, messages=messages, arguments=arguments)
+
+
+def _refuse_empty(where: str, answer: Any) -> None:
+    if not answer or (isinstance(answer, str) and not answer.strip()):
+        raise DataError(f"{where}: the completion is empty, and nothing can be learnt of it; remove the row.")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A demonstration as tokens: of the prompt `[C]` int32, of all that follows up to the last one that
+    counts `[R]` int32, and which of those count `[R]` bool.
+    """
+
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    mask: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    def cut(self, tokens: int) -> Encoded:
+        """Its first `tokens`."""
+        kept = max(0, tokens - len(self.prompt_ids))
+        return Encoded(self.prompt_ids, self.response_ids[:kept], self.mask[:kept])
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """What turns rows into tokens.
+
+    Args:
+        tokenizer: The student's.
+        template: Arguments of the chat template's own.
+        stops: Ids at which responses end. Of what the template writes for an answer nothing counts behind the
+            last of them but text.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: Mapping[str, Any]
+    stops: Collection[int]
+
+    def encode(self, row: Demonstration) -> Encoded:
+        """The tokens of `row`. Raises `DataError` naming it where they, or what the assistant writes of them,
+        cannot be told.
+        """
+        if row.completion is not None:
+            return self._text(row.prompt, row.completion)
+        try:
+            text, answers = self._answers(row)
+        except TemplateError as error:
+            raise DataError(f"{row.prompt.where}: {error}; mend the row, or the chat template.") from None
+        return self._counted(row.prompt.where, text, answers)
+
+    def _text(self, prompt: Prompt, completion: str) -> Encoded:
+        asked = encode_prompt(prompt, self.tokenizer).tolist()
+        eos: Any = self.tokenizer.eos_token_id  # one number, though its annotation allows more
+        if eos is None:
+            raise DataError(
+                f"{prompt.where}: the tokenizer has no end-of-sequence token for `completion` to end with;"
+                " set its eos_token, or give messages."
+            )
+        whole = self._ids(f"{prompt.text}{completion}", prompt.where, special=True)
+        # Where the texts share a token the answer is what the model would have to write behind the prompt.
+        own = whole[len(asked) :] if whole[: len(asked)] == asked else self._ids(completion, prompt.where)
+        ids = own if own[-1:] == [eos] else [*own, eos]
+        return _encoded(asked, ids, [True] * len(ids))
+
+    def _answers(self, row: Demonstration) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as the template writes it, and where in it the answers stand."""
+        messages, where = row.messages or [], row.prompt.where
+        arguments = {**self.template, **row.arguments}
+        first = len(row.prompt.messages or [])
+        if _MARKED.search(str(self.tokenizer.chat_template)):
+            text, marks = render_marked(self.tokenizer, messages, arguments)
+            if any(message["role"] == "assistant" for message in messages[:first]):  # these do not count
+                begin = len(render(self.tokenizer, messages[:first], arguments))
+                marks = [(start, end) for start, end in marks if start >= begin]
+            if not marks:
+                raise DataError(f"{where}: the chat template marks no answer in it with generation.")
+            return text, marks
+        text, found = render(self.tokenizer, messages, arguments), []
+        for place in range(first, len(messages)):
+            if messages[place]["role"] != "assistant":
+                continue
+            before = render(self.tokenizer, messages[:place], arguments, answer=True)
+            last = place == len(messages) - 1
+            after = text if last else render(self.tokenizer, messages[: place + 1], arguments)
+            if not (text.startswith(after) and after.startswith(before)):
+                raise DataError(
+                    f"{where}: the chat template writes message {place + 1} otherwise, or what is before it,"
+                    f" once more follows, so what the assistant writes cannot be told; {_MEND}."
+                )
+            found.append((len(before), len(after)))
+        return text, found
+
+    def _counted(self, where: str, text: str, answers: Sequence[tuple[int, int]]) -> Encoded:
+        """Each part is encoded as it continues what is before it: the prompt as when the model answers it."""
+        ids: list[int] = []
+        mask: list[bool] = []
+        begin = 0
+        for start, end in answers:
+            for stop, counts in ((start, False), (end, True)):
+                upto = self._ids(text[:stop], where)
+                new = upto[len(ids) :] if upto[: len(ids)] == ids else self._ids(text[begin:stop], where)
+                ids += new
+                mask += [True] * self._written(new) if counts else []
+                mask += [False] * (len(ids) - len(mask))
+                begin = stop
+        asked = mask.index(True) if True in mask else 0
+        if not asked:
+            raise DataError(f"{where}: the chat template leaves no question or no answer of it; remove it.")
+        end = len(mask) - mask[::-1].index(True)
+        return _encoded(ids[:asked], ids[asked:end], mask[asked:end])
+
+    def _written(self, ids: list[int]) -> int:
+        """How many of an answer's tokens the model writes: what the template adds behind the end is none."""
+        ends = [place for place, token in enumerate(ids) if token in self.stops]
+        if not ends or str(self.tokenizer.decode(ids[ends[-1] + 1 :])).strip():
+            return len(ids)
+        return ends[-1] + 1
+
+    def _ids(self, text: str, where: str, *, special: bool = False) -> list[int]:
+        try:
+            return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        except Exception as error:  # tokenizers raise plain Exceptions of many kinds
+            told = " ".join(str(error).split())
+            raise DataError(f"{where}: the tokenizer cannot encode {text[-80:]!r} ({told}).") from error
+
+
+def _encoded(asked: Sequence[int], answer: Sequence[int], mask: Sequence[bool]) -> Encoded:
+    prompt_ids, response_ids = (np.array(part, dtype=np.int32) for part in (asked, answer))
+    return Encoded(prompt_ids, response_ids, np.array(mask, dtype=bool))
+
+
+_ANSWER = "zebra"
+"""Stands for an answer in a conversation that is rendered to see what is before it."""
+
+
+def missing_header(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> str | None:
+    """What the chat template writes before an answer and not at the end of a prompt, so that the model would
+    have to write it: of a template without a generation prompt its header; `None` if there is nothing.
+    """
+    asked = [{"role": "user", "content": "?"}]
+    try:
+        before = render(tokenizer, asked, template)
+        prompt = render(tokenizer, asked, template, answer=True)
+        whole = render(tokenizer, [*asked, {"role": "assistant", "content": _ANSWER}], template)
+    except TemplateError:  # conversations that cannot be rendered say so themselves
+        return None
+    if prompt != before or not whole.startswith(prompt):
+        return None
+    return whole[len(prompt) :].partition(_ANSWER)[0].strip() or None
+
+
+@dataclass(slots=True)
+class Sized:
+    """Demonstrations of which none is longer than a limit, and what became of the others."""
+
+    rows: list[tuple[Demonstration, Encoded]] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    """Where those stand that are left out."""
+    cut: list[str] = field(default_factory=list)
+    """And those that have lost their end."""
+
+    def sentence(self, limit: int, why: str) -> str:
+        """What was too long and what became of it; empty if nothing was."""
+        total, parts = len(self.rows) + len(self.dropped), []
+        for places, done in ((self.dropped, "left out"), (self.cut, "cut at their end")):
+            if places:
+                more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+                parts.append(f"{len(places)} of {total} {done} ({', '.join(places[:3])}{more})")
+        return f"of demonstrations longer than {limit} tokens ({why}) {'; '.join(parts)}" if parts else ""
+
+
+def sized(rows: Sequence[Demonstration], writes: Writes, limit: int, policy: str, why: str) -> Sized:
+    """`rows` as tokens, of at most `limit`. Raises `DataError` for one that cannot be encoded, and where
+    `policy` is `error` for one that is longer.
+    """
+    found = Sized()
+    for row in rows:
+        where, encoded = row.prompt.where, writes.encode(row)
+        if len(encoded) <= limit:
+            found.rows.append((row, encoded))
+            continue
+        if policy == "error":
+            raise DataError(
+                f"{where}: it has {len(encoded)} tokens, more than {limit} ({why}); shorten it, raise"
+                " max_length, or set too_long to drop or truncate."
+            )
+        short = encoded.cut(limit)
+        if policy == "drop" or not short.mask.any():
+            found.dropped.append(where)
+        else:
+            found.cut.append(where)
+            found.rows.append((row, short))
+    return found

@@ -1,1 +1,0 @@
-"""Reward functions: how they are found, called and checked. Importable without torch."""

@@ -1,0 +1,271 @@
+"""What the student answers: prompts, their domains, and an endless, shuffled, resumable sequence over them.
+
+Hashes and randomness are stable: the same on every machine, in every process. Prompts that leave no room for
+their response are found before anything is written, and dealt with by choice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+import numpy as np
+
+from opd.errors import DataError, is_of_library
+from opd.models.chat_templates import render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def content_key(content: Any) -> str:
+    """16 hexadecimal digits that identify JSON-able `content`; equal content gives equal keys."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def fraction(text: str) -> float:
+    """A number in [0, 1) that depends on `text` alone and is uniform over different texts."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2.0**64
+
+
+def raw_stream(*parts: int | str) -> np.random.Philox:
+    """A Philox bit generator keyed by `parts`.
+
+    Use its `random_raw`: unlike the methods of `numpy.random.Generator`, NumPy never changes what it gives.
+    """
+    digest = hashlib.sha256(json.dumps(parts).encode()).digest()
+    return np.random.Philox(key=int.from_bytes(digest[:16], "big"))
+
+
+def permutation(length: int, *parts: int | str) -> np.ndarray:
+    """[length] int64: a permutation of `0 ... length - 1` keyed by `parts`."""
+    return np.argsort(raw_stream(*parts).random_raw(length), kind="stable")
+
+
+Checker = Callable[[str, Any], float]
+"""`checker(completion, label) -> reward`; the completion comes without its end-of-sequence token."""
+
+Demonstrator = Callable[[str, np.random.Generator, float, float], str]
+"""`demonstrate(prompt_text, rng, right, wrong_rule) -> completion`, without an end-of-sequence token: right
+with probability `right`, by the domain's one wrong rule with `wrong_rule`, else corrupted at random."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the student answers. Exactly one of `text` and `messages` is given."""
+
+    text: str | None
+    messages: list[dict[str, Any]] | None
+    """Chat messages, `[{"role": "user", "content": "..."}]`, for the tokenizer's chat template."""
+    label: Any
+    """What the reward function compares with; JSON-able."""
+    domain: str
+    key: str
+    """Hash of the text or messages alone: equal prompts have equal keys in every domain, file and run."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Other columns of its source; `messages` too, if it has them."""
+    where: str = field(default="", compare=False)
+    """`FILE:LINE`, or nothing for a prompt that was generated."""
+
+    @classmethod
+    def of(
+        cls,
+        content: str | list[dict[str, Any]],
+        label: Any,
+        domain: str,
+        metadata: dict[str, Any] | None = None,
+        where: str = "",
+    ) -> Prompt:
+        """A prompt of text or of messages, with its key."""
+        extra = dict(metadata or {})
+        if isinstance(content, str):
+            return cls(content, None, label, domain, content_key(content), extra, where)
+        return cls(None, content, label, domain, content_key(content), extra | {"messages": content}, where)
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """One domain of a recipe, loaded."""
+
+    name: str
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    """For evaluation only; shares no prompt with `train`, whatever the seed."""
+    checker: Checker | None = None
+    """`None` if answers can only be scored by a reward function of the recipe."""
+    demonstrations: Demonstrator | None = None
+    """Answers of mixed quality to warm a new model up on, if the domain can write them."""
+    alphabet: str = ""
+    """Characters of its prompts and answers, for a character tokenizer; empty for text domains."""
+    tags: list[str] = field(default_factory=list)
+    """Character sequences that are one token each."""
+
+
+Item = TypeVar("Item")
+
+
+class PromptCursor(Generic[Item]):
+    """Every epoch is a fresh permutation. Prompt number `i` (or demonstration) is a function of (seed, name,
+    i) and the prompts alone, so a resumed run needs to remember nothing but how many it has taken.
+    """
+
+    def __init__(self, prompts: Sequence[Item], seed: int, name: str) -> None:
+        """Raises `DataError` if there are no prompts."""
+        if not prompts:
+            raise DataError(f"domain {name} has no training prompts; check its source and its filters.")
+        self._prompts = prompts
+        self._seed = seed
+        self._name = name
+        self._epoch = -1
+        self._order = np.zeros(0, dtype=np.int64)
+
+    def take(self, start: int, n: int) -> list[Item]:
+        """Prompts number `start ... start + n - 1`."""
+        if start < 0 or n < 0:
+            raise ValueError(f"start {start} and n {n} must not be negative")
+        return [self._at(number) for number in range(start, start + n)]
+
+    def _at(self, number: int) -> Item:
+        epoch, place = divmod(number, len(self._prompts))
+        if epoch != self._epoch:
+            self._order = permutation(len(self._prompts), self._seed, self._name, epoch)
+            self._epoch = epoch
+        return self._prompts[int(self._order[place])]
+
+
+def encode_prompt(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
+) -> np.ndarray:
+    """[C] int32: messages through the tokenizer's chat template, up to where the assistant begins; text as it
+    is, with the special tokens (such as a BOS) the tokenizer itself puts before text. `template`: arguments
+    of the chat template's own.
+
+    Raises `DataError` naming the prompt if the tokenizer has no chat template for messages or cannot encode
+    the text, for example a character that a character tokenizer does not have.
+    """
+    try:
+        if prompt.messages is None:
+            ids = tokenizer(prompt.text or "")["input_ids"]
+        else:
+            text = render(tokenizer, prompt.messages, template or {}, answer=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    except BaseException as error:  # tokenizers raise plain Exceptions of many kinds
+        if not is_of_library(error):
+            raise
+        shown = repr(prompt.text if prompt.text is not None else prompt.messages)
+        raise DataError(
+            f"domain {prompt.domain}: the tokenizer cannot encode the prompt {shown[:80]} "
+            f"({' '.join(str(error).split())}); give another model.tokenizer or model.chat_template, or mend "
+            "the prompt."
+        ) from error
+    return np.array(ids, dtype=np.int32)
+
+
+Encode = Callable[[Prompt], np.ndarray]
+LongPrompts = Literal["drop", "truncate", "error"]
+_SLACK = 8
+"""Tokens a tokenizer may put before text on its own."""
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many tokens a prompt may have."""
+
+    tokens: int
+    why: str
+    """What leaves so many: words for a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A domain whose prompts have room for their responses."""
+
+    domain: Domain
+    long: list[Prompt] = field(default_factory=list)
+    """The prompts that were too long, in their order."""
+
+    def sentence(self, room: Room, policy: LongPrompts) -> str:
+        """What was too long, where it stands, and what became of it."""
+        one = len(self.long) == 1
+        done = f"{'its' if one else 'their'} beginning is cut off"
+        if policy != "truncate":
+            done = "it is left out" if one else "they are left out"
+        return (
+            f"{self.count()} longer than the {room.tokens} tokens that {room.why}: {done} ({self.places()})"
+        )
+
+    def count(self) -> str:
+        """`3 of 400 prompts are`."""
+        left = len(self.domain.train) + len(self.domain.held_out)
+        known = {id(prompt) for prompt in (*self.domain.train, *self.domain.held_out)}
+        total = left + sum(id(prompt) not in known for prompt in self.long)
+        return f"{len(self.long)} of {total} prompts {'is' if len(self.long) == 1 else 'are'}"
+
+    def places(self) -> str:
+        """Where the first of them stand."""
+        shown = ", ".join(prompt.where or f"prompt {prompt.key[:12]}" for prompt in self.long[:_SHOWN])
+        return f"{shown} and {len(self.long) - _SHOWN} more" if len(self.long) > _SHOWN else shown
+
+
+def fit(domain: Domain, room: Room, policy: LongPrompts, encode: Encode) -> Fitted:
+    """`domain` with those of its prompts that have at most `room` tokens, or all of them to be `truncated`.
+
+    Raises `DataError` naming file and line where `policy` is `error` and one is longer, and where nothing is
+    left to train or to evaluate on.
+    """
+    piles = (domain.train, domain.held_out)
+    long = [prompt for pile in piles for prompt in _too_long(pile, room.tokens, encode)]
+    if not long or policy == "truncate":
+        return Fitted(domain, long)
+    gone = {id(prompt) for prompt in long}
+    train, held_out = ([prompt for prompt in pile if id(prompt) not in gone] for pile in piles)
+    fitted = Fitted(replace(domain, train=train, held_out=held_out), long)
+    if policy == "error" or not train or not held_out:
+        missing = "" if policy == "error" else f", so no {'held-out' if train else 'training'} prompt is left"
+        raise DataError(
+            f"domain {domain.name}: {fitted.count()} longer than the {room.tokens} tokens that"
+            f" {room.why}{missing} ({fitted.places()}); shorten them, raise the limit, or set"
+            f" domains.{domain.name}.long_prompts to truncate."
+        )
+    return fitted
+
+
+def truncated(ids: np.ndarray, room: int, bos: int | None) -> np.ndarray:
+    """[C] the last `room` of `ids`, where the question stands, and the very first if that is `bos`."""
+    if len(ids) <= room:
+        return ids
+    if room > 1 and ids[0] == bos:
+        return np.concatenate([ids[:1], ids[len(ids) - room + 1 :]])
+    return ids[len(ids) - room :]
+
+
+def _too_long(prompts: Sequence[Prompt], room: int, encode: Encode) -> Iterator[Prompt]:
+    # A token holds a byte of text or more: most prompts need not be encoded to know that they fit.
+    frame: int | None = None
+    for prompt in prompts:
+        if prompt.text is not None and len(prompt.text.encode()) + _SLACK <= room:
+            continue
+        size = _content_bytes(prompt)
+        if size is not None and prompt.messages is not None:
+            if frame is None:  # a whole prompt, which is more than a chat template writes around a message
+                frame = len(encode(prompt)) + _SLACK
+            if size + frame * (len(prompt.messages) + 1) <= room:
+                continue
+        if len(encode(prompt)) > room:
+            yield prompt
+
+
+def _content_bytes(prompt: Prompt) -> int | None:
+    """Bytes of the messages' contents; `None` where a message holds anything else."""
+    sizes = []
+    for message in prompt.messages or []:
+        if message.keys() != {"role", "content"} or not isinstance(message["content"], str):
+            return None
+        sizes.append(len(message["content"].encode()) + len(message["role"]))
+    return sum(sizes)

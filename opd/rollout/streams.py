@@ -1,0 +1,231 @@
+"""One engine, any number of streams: whoever waits for tokens advances the engine for all.
+
+This is the one place where chunks are dealt out to those who asked for their requests.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+from opd.errors import RolloutError
+from opd.protocols import RolloutEngine
+from opd.types import Chunk, RolloutRequest
+
+LOOK = 0.005
+"""Seconds after which a stream that waits looks whether another still advances the engine."""
+
+
+class StepLock:
+    """Lets one thread in at a time; `between` gets in before the next `step`, however fast steps follow."""
+
+    def __init__(self) -> None:
+        self._door, self._room = threading.Lock(), threading.Lock()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """For those who write: one chunk."""
+        with self._door:
+            self._room.acquire()
+        try:
+            yield
+        finally:
+            self._room.release()
+
+    @contextmanager
+    def step_if_free(self) -> Iterator[bool]:
+        """As `step`, but without waiting: says whether it got in."""
+        free = self._room.acquire(blocking=False)
+        try:
+            yield free
+        finally:
+            if free:
+                self._room.release()
+
+    @contextmanager
+    def between(self) -> Iterator[None]:
+        """For the learner: what must not happen while a chunk is written."""
+        with self._door, self._room:
+            yield
+
+
+def several(requests: RolloutRequest | Sequence[RolloutRequest]) -> list[RolloutRequest]:
+    """One request, or several, as a list."""
+    return [requests] if isinstance(requests, RolloutRequest) else list(requests)
+
+
+class StoppedError(Exception):
+    """Nobody wants more chunks."""
+
+
+class _Inbox:
+    """What one stream has asked for, and what waits for it."""
+
+    def __init__(self, requests: Sequence[RolloutRequest]) -> None:
+        self.open = {request.uid for request in requests}
+        self.chunks: deque[Chunk] = deque()
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of the requests of one call. Closing or dropping it lets those go that have not ended."""
+
+    def __init__(self, streams: Streams, inbox: _Inbox) -> None:
+        self._streams, self._inbox = streams, inbox
+        self._open = True
+
+    def __next__(self) -> Chunk:
+        """The next chunk. Raises what the engine raises; `RolloutError` while it is paused, by which nothing
+        is lost; `StoppedError` after `Streams.stop`.
+        """
+        chunk = self._streams._next(self._inbox) if self._open else None
+        if chunk is None:
+            self._open = False
+            raise StopIteration
+        return chunk
+
+    def close(self) -> None:
+        """Ask for no more."""
+        if self._open:
+            self._open = False
+            self._streams._leave(self._inbox)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Streams:
+    """Stands before an engine. Streams may be opened, read and closed at any time, by any thread; every use
+    of the engine is one `step` of the lock `steps`.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self.steps = StepLock()
+        self._changed = threading.Condition()
+        self._inboxes: list[_Inbox] = []
+        self._leaving: deque[_Inbox] = deque()
+        """Streams that were closed while the engine was in use."""
+        self._broke: BaseException | None = None
+        """What the engine raised last."""
+        self._driven = self._stopped = False
+
+    def generate(self, requests: RolloutRequest | Sequence[RolloutRequest]) -> Stream:
+        """What is written to one request, or to several, which join what the engine is at.
+
+        Raises what `RolloutEngine.submit` raises, and `StoppedError` after `stop`.
+        """
+        asked = several(requests)
+        inbox = _Inbox(asked)
+        with self.steps.step():
+            if self._stopped:
+                raise StoppedError
+            self._let_go()
+            if asked:
+                self._engine.submit(asked)
+                self._inboxes.append(inbox)
+        return Stream(self, inbox)
+
+    def stop(self) -> None:
+        """Let no stream go on."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let everything go, once no thread reads any more."""
+        with self.steps.step():
+            self._leaving += self._inboxes
+            self._let_go()
+
+    def _next(self, inbox: _Inbox) -> Chunk | None:
+        while True:
+            with self._changed:
+                while True:
+                    if self._stopped:
+                        raise StoppedError
+                    if inbox.chunks:
+                        return inbox.chunks.popleft()
+                    if not inbox.open:
+                        return None
+                    if not self._driven:
+                        self._driven = True
+                        break
+                    self._changed.wait(LOOK)
+            try:
+                self._drive(inbox)
+            finally:
+                self._driven = False
+
+    def _drive(self, inbox: _Inbox) -> None:
+        """One chunk for whoever it belongs to."""
+        with self.steps.step():
+            try:
+                self._let_go()
+                chunk = self._engine.step()
+                self._broke = self._broke if chunk is None else None
+            except BaseException as error:
+                self._broke = error
+                raise
+            if chunk is None:  # nothing is in flight, whatever is missing
+                raise self._broke or RolloutError(
+                    f"the engine ended without finishing request {min(inbox.open)}; restart with --resume."
+                )
+            self._deal(chunk)
+            self._let_go()
+
+    def _deal(self, chunk: Chunk) -> None:
+        if len(self._inboxes) == 1:
+            parts = [(self._inboxes[0], chunk)]
+        else:
+            owner = {uid: inbox for inbox in self._inboxes for uid in inbox.open}
+            told = dict.fromkeys((*chunk.uids, *chunk.finished))
+            if stranger := next((uid for uid in told if uid not in owner), None):
+                raise RolloutError(f"the engine spoke of request {stranger!r}, which nobody asked for.")
+            rows: dict[_Inbox, list[int]] = {owner[uid]: [] for uid in told}
+            for row, uid in enumerate(chunk.uids):
+                rows[owner[uid]].append(row)
+            ended = {uid: (owner[uid], status) for uid, status in chunk.finished.items()}
+            parts = [
+                (inbox, chunk.part(own, {uid: how for uid, (who, how) in ended.items() if who is inbox}))
+                for inbox, own in rows.items()
+            ]
+        for inbox, part in parts:
+            inbox.open.difference_update(part.finished)
+            inbox.chunks.append(part)
+        if chunk.finished:
+            self._inboxes = [inbox for inbox in self._inboxes if inbox.open]
+            with self._changed:
+                self._changed.notify_all()
+
+    def _leave(self, inbox: _Inbox) -> None:
+        """Whoever has the engine now lets the requests of `inbox` go, and if nobody has, this does."""
+        self._leaving.append(inbox)
+        with self.steps.step_if_free() as free:
+            if free:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        while self._leaving:
+            inbox = self._leaving.popleft()
+            if inbox in self._inboxes:
+                self._inboxes.remove(inbox)
+                self._engine.abort(inbox.open)
+
+
+class Streaming:
+    """Gives an engine `generate`, over its own `submit`, `step` and `abort`."""
+
+    _streams: weakref.ref[Streams] | None = None
+    """Streams keep their engine alive, not the other way round."""
+
+    def generate(self, requests: RolloutRequest | Sequence[RolloutRequest]) -> Stream:
+        """What is written to one request, or to several: see `Streams.generate`."""
+        streams = self._streams() if self._streams is not None else None
+        if streams is None:
+            streams = Streams(cast("RolloutEngine", self))
+            self._streams = weakref.ref(streams)
+        return streams.generate(requests)

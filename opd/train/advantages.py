@@ -1,0 +1,275 @@
+"""From rewards and log-probabilities to per-token advantages.
+
+**Group-relative.** The rewards of `G` responses to one prompt become advantages; which groups a policy
+gradient can learn from is decided before.
+
+**On-policy distillation as an advantage**, `adv' = adv - coef * (log p_student - log p_teacher)`. The
+log-ratio of the sampled token, `r = log p - log t`, is the k1 estimate of KL(p || t). Times the score
+function, `E[r * grad log p] = p * (r - KL)` is the reverse KL's exact gradient; differentiated as a loss it
+would have an expected gradient of exactly 0. So `r` enters here, as a number, and never as a loss.
+
+Apply it after any whitening or group normalisation: whitening the sum rescales `coef` and removes the term's
+mean. The penalty for leaving a frozen reference policy is the same term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from opd.config.rl import (
+    AdvantageConfig,
+    DrGRPOAdvantage,
+    GRPOAdvantage,
+    RLOOAdvantage,
+)
+from opd.errors import ConfigError, RewardError, TeacherError, TrainingError
+from opd.imports import GROUP, calling, check_signature, import_attribute, import_function, told
+from opd.protocols import AdvantageEstimator
+from opd.rollout.rewards import LARGEST
+from opd.types import SampleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNormalised:
+    """`(reward - group mean) / (group standard deviation + eps)` (GRPO: DeepSeekMath 2402.03300, 4.1).
+
+    The standard deviation is the sample one (divisor `G - 1`). A group whose rewards are all equal, and a
+    group of one, gets advantages of 0.
+    """
+
+    eps: float = 1e-4
+
+    def __call__(self, group: SampleGroup) -> list[np.ndarray]:
+        """`[R]` float32 per sample. Raises `RewardError` if a sample has no finite reward."""
+        rewards = finite_rewards(group)
+        centred = rewards - rewards.mean()
+        deviation = rewards.std(ddof=1) if len(rewards) > 1 else 0.0
+        return broadcast(centred / (deviation + self.eps), group)
+
+
+@dataclass(frozen=True, slots=True)
+class DrGRPO:
+    """`reward - group mean`, undivided: easy and hard prompts weigh alike (Liu et al. 2025, 2503.20783)."""
+
+    def __call__(self, group: SampleGroup) -> list[np.ndarray]:
+        """`[R]` float32 per sample. Raises `RewardError` if a sample has no finite reward."""
+        rewards = finite_rewards(group)
+        return broadcast(rewards - rewards.mean(), group)
+
+
+@dataclass(frozen=True, slots=True)
+class RLOO:
+    """`reward - mean of the other rewards` of the group (Ahmadian et al. 2024, 2402.14740).
+
+    The baseline does not depend on the response it is subtracted from, so the estimate is unbiased; it is
+    Dr. GRPO's times `G / (G - 1)`. A group of one has no others and gets an advantage of 0.
+    """
+
+    def __call__(self, group: SampleGroup) -> list[np.ndarray]:
+        """`[R]` float32 per sample. Raises `RewardError` if a sample has no finite reward."""
+        rewards = finite_rewards(group)
+        others = max(len(rewards) - 1, 1)
+        return broadcast((rewards - rewards.mean()) * (len(rewards) / others), group)
+
+
+def finite_rewards(group: SampleGroup) -> np.ndarray:
+    """[G] float64 rewards of `group`. Raises `RewardError` naming the sample without a finite one."""
+    for sample in group.samples:
+        if sample.reward is None or not np.isfinite(sample.reward):
+            raise RewardError(
+                f"sample {sample.uid} of group {group.uid} (domain {group.domain}) has the reward"
+                f" {sample.reward}; score every sample with a finite number before estimating advantages"
+            )
+    return group.rewards
+
+
+def broadcast(values: np.ndarray, group: SampleGroup) -> list[np.ndarray]:
+    """One value a sample ([G]) to one a token ([R] float32 each), 0 where `loss_mask` is False."""
+    return [
+        np.where(sample.loss_mask, value, 0.0).astype(np.float32)
+        for sample, value in zip(group.samples, values, strict=True)
+    ]
+
+
+def build_advantage(config: AdvantageConfig) -> AdvantageEstimator:
+    """The estimator a recipe asks for. Raises `ConfigError` if a custom one cannot be loaded."""
+    if isinstance(config, GRPOAdvantage):
+        return GroupNormalised(eps=config.eps)
+    if isinstance(config, DrGRPOAdvantage):
+        return DrGRPO()
+    if isinstance(config, RLOOAdvantage):
+        return RLOO()
+    return OwnAdvantage(config.path)
+
+
+class OwnAdvantage:
+    """The user's own estimator at `package.module:name`, its results checked; a class is instantiated without
+    arguments. Raises `ConfigError` if it cannot be loaded or called with one group.
+    """
+
+    def __init__(self, path: str, where: str = "advantage.path") -> None:
+        self._what = f"{where} {path}"
+        found = import_attribute(path, where, ConfigError)
+        if isinstance(found, type):
+            with calling(self._what, ConfigError):
+                found = found()
+        if not callable(found):
+            raise ConfigError(
+                f"{where} {path!r} is not callable; give a function of a SampleGroup, or a class"
+            )
+        check_signature(found, path, where, ConfigError, GROUP)
+        self._estimate: Callable[[SampleGroup], Any] = found
+
+    def __call__(self, group: SampleGroup) -> list[np.ndarray]:
+        """`[R]` float32 per sample. Raises `TrainingError` for anything but finite numbers, one a token."""
+        wanted = len(group.samples)
+        with calling(self._what, TrainingError):
+            returned = self._estimate(group)
+        with calling(f"{self._what}: group {group.uid}: checking what it returned", TrainingError):
+            found = [np.asarray(values, np.float64) for values in islice(returned, wanted + 1)]
+        if len(found) != wanted:
+            count = len(found) if len(found) < wanted else "more"
+            raise TrainingError(
+                f"{self._what} returned {count} entries for the {wanted} samples of group {group.uid}; return"
+                " one array a sample."
+            )
+        for sample, values in zip(group.samples, found, strict=True):
+            if values.shape != np.shape(sample.response_ids) or not np.isfinite(values).all():
+                raise TrainingError(
+                    f"{self._what} returned {list(values.shape)} for sample {sample.uid}; return one finite"
+                    f" number for each of its {len(sample.response_ids)} response tokens."
+                )
+            if (np.abs(values) > LARGEST).any():
+                raise TrainingError(
+                    f"{self._what} returned {np.abs(values).max():g} for sample {sample.uid} (domain"
+                    f" {group.domain}); scale advantages to {LARGEST:g} at most."
+                )
+        return [values.astype(np.float32) for values in found]
+
+
+def has_signal(group: SampleGroup) -> bool:
+    """Whether the rewards of `group` differ: only then is a group-relative advantage other than 0."""
+    rewards = finite_rewards(group)
+    return bool((rewards != rewards[0]).any()) if len(rewards) else False
+
+
+def drop_zero_variance(groups: Sequence[SampleGroup]) -> tuple[list[SampleGroup], list[SampleGroup]]:
+    """Split `groups` into (kept, dropped): those with different rewards and those with all rewards equal.
+
+    DAPO's dynamic filter (Yu et al. 2025, 2503.14476, section 3.2). For reward-driven samples only: a
+    distillation loss has a gradient whatever the rewards are, so pure-distillation samples never pass here.
+    """
+    kept: list[SampleGroup] = []
+    dropped: list[SampleGroup] = []
+    for group in groups:
+        (kept if has_signal(group) else dropped).append(group)
+    return kept, dropped
+
+
+def keep_groups(
+    groups: Sequence[SampleGroup],
+    keep: str | None,
+    *,
+    zero_variance: bool,
+    whole: Callable[[SampleGroup], AbstractContextManager[SampleGroup]] = nullcontext,
+) -> list[SampleGroup]:
+    """The groups to learn from: with different rewards unless `zero_variance` may stay, and those that the
+    function at the dotted path `keep`, `keep(group) -> bool`, does not refuse; it is given the group with its
+    tokens, which is what `whole` makes of it.
+
+    Raises `ConfigError` if the function cannot be loaded, or returns something other than a truth value.
+    """
+    kept = list(groups) if zero_variance else drop_zero_variance(groups)[0]
+    if keep is None:
+        return kept
+    found: Any = import_function(keep, "specialist.group_filter", ConfigError, GROUP)
+    answers = []
+    for group in kept:
+        with whole(group) as given, calling(f"specialist.group_filter {keep}", TrainingError):
+            answer = found(given)
+            if not isinstance(answer, bool | np.bool_):
+                raise ConfigError(
+                    f"specialist.group_filter {keep} returned {told(answer, repr)}; return True to keep a"
+                    " group, or False."
+                )
+            answers.append(answer)
+    return [group for group, answer in zip(kept, answers, strict=True) if answer]
+
+
+def zero_variance_fraction(groups: Sequence[SampleGroup]) -> float:
+    """Share of `groups` whose rewards are all equal (`frac_reward_zero_std`); 0 for no groups."""
+    return sum(not has_signal(group) for group in groups) / len(groups) if groups else 0.0
+
+
+def opd_returns(
+    student: np.ndarray, teacher: np.ndarray, mask: np.ndarray, discount: float, where: str
+) -> np.ndarray:
+    """[M] float64: the term of one sample at the tokens that `mask` `[R]` counts, without coefficient and
+    baseline.
+
+    `student` are the trainer's own log-probabilities `[R]`, at the sampling temperature; the engine's would
+    turn the objective into KL(engine || teacher). `discount` 0 credits a token with its own log-ratio, which
+    leaves out its effect on later states; 1 gives the gradient of the KL between whole responses. `where`
+    names the sample: raises `TeacherError` for log-probabilities that are missing or not finite.
+    """
+    return discounted_returns(_log_ratio(student, teacher, mask, where), discount)
+
+
+def with_opd_term(
+    base: np.ndarray, returns: np.ndarray, mask: np.ndarray, coef: float, mean: float = 0.0
+) -> np.ndarray:
+    """[R] advantages of one sample (dtype of `base`): less `coef` times its `returns`, of which `mean` is the
+    baseline; 0 where `mask` is False.
+
+    The baseline is taken off the return, never off each token's log-ratio: a constant per token, summed over
+    the rest of the response, would reward length.
+    """
+    adjusted = np.where(mask, base, 0.0)
+    adjusted[mask] -= coef * (returns - mean)
+    return adjusted.astype(base.dtype)
+
+
+def teacher_means(returns: Iterable[tuple[str | None, float, int]]) -> dict[str | None, float]:
+    """The mean of each teacher's returns over a step, from every sample's teacher, their sum and number.
+
+    As a baseline it scales the expected gradient by `1 - 1/N` for `N` independent tokens.
+    """
+    sums: dict[str | None, float] = {}
+    counts: dict[str | None, int] = {}
+    for teacher, total, count in returns:
+        sums[teacher] = sums.get(teacher, 0.0) + total
+        counts[teacher] = counts.get(teacher, 0) + count
+    return {teacher: total / max(counts[teacher], 1) for teacher, total in sums.items()}
+
+
+def discounted_returns(values: np.ndarray, discount: float) -> np.ndarray:
+    """[R] `sum_j discount^j * values[i + j]`, float64, by doubling windows (`log2 R` vector operations)."""
+    returns = values.astype(np.float64)
+    window, factor = 1, float(discount)
+    while window < len(returns) and factor > 0.0:
+        returns[:-window] += factor * returns[window:]
+        window, factor = 2 * window, factor * factor
+    return returns
+
+
+def _log_ratio(student: np.ndarray, teacher: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
+    """Log-ratio of the masked-in tokens only: environment tokens are no steps of the policy."""
+    if not len(student) == len(teacher) == len(mask):
+        raise TeacherError(
+            f"{where}: {len(teacher)} teacher and {len(student)} student log-probabilities for"
+            f" {len(mask)} response tokens; score exactly the response tokens"
+        )
+    ratio = (student.astype(np.float64) - teacher.astype(np.float64))[mask]
+    if not np.isfinite(ratio).all():
+        token = int(np.flatnonzero(mask)[np.flatnonzero(~np.isfinite(ratio))[0]])
+        raise TeacherError(
+            f"{where}: log-probability of response token {token} is not finite (student {student[token]},"
+            f" teacher {teacher[token]}); both models need the whole vocabulary and a finite temperature"
+        )
+    return ratio

@@ -1,0 +1,297 @@
+"""Per-token losses on `[N]` tensors; each name says whose gradient it has.
+
+The clipped policy-gradient loss (PPO) with asymmetric bounds and dual clip, and its statistics.
+
+Per-token estimates of KL(p || q) from tokens sampled from `p` (Schulman 2020, "Approximating KL").
+
+The value of an estimator says nothing about its gradient. With `r = log p - log q` of the sampled token,
+on-policy, the expected gradients with respect to the logits of `p` are:
+
+| | value | differentiated as a loss |
+|---|---|---|
+| k1 = r | unbiased | exactly 0 (`E[grad log p] = 0`): returned detached, for advantages and metrics |
+| k2 = r^2 / 2 | biased | `p * (r - KL)`: the gradient of the reverse KL(p || q) |
+| k3 = e^-r - 1 + r | unbiased, >= 0 | `p - q`: the gradient of the *forward* KL(q || p) |
+
+Also what every per-token loss needs: equal shapes, values that carry another expression's gradient, and the
+importance weights of a score function.
+
+Reverse KL(p || t) from the `K` most likely tokens of the teacher.
+
+`S` is the support, `r_v = log p_v - log t_v`, and the *tail* is everything outside `S` as one bucket of
+masses `p_tail = 1 - sum_S p` and `t_tail`, with `b = log p_tail - log t_tail`.
+
+| form | value | gradient |
+|---|---|---|
+| `truncated` | `sum_S p r`: can be negative | biased; not 0 where p == t: it pushes mass out of `S` |
+| `tail` | `sum_S p r + p_tail b`: a lower bound on the KL | that bound's |
+| `hybrid` | tail, plus `r_a - b` for a sampled token `a` outside `S`: unbiased | exact in expectation |
+
+The hybrid's gradient. The KL's is `sum_v grad p_v (r_v + 1)`: exact on `S`, and outside of it the expectation
+of the score function `(r_a + 1) grad log p_a` over sampled tokens. Because `sum_v grad p_v = 0`, a constant
+may be taken off every coefficient. With `b + 1` the part on `S`, `sum_S grad p_v (r_v - b)`, is just the tail
+bucket's gradient, and the sampled part is `(r_a - b) grad log p_a`: same expectation as with `(r_a + 1)`,
+much less noise, and exactly 0 for every sample where p == t. Dropping the constant on one side only would
+bias it, as `sum_S grad p` is not 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from opd.config.rl import PolicyLossConfig
+from opd.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyStats:
+    """Sums and counts over tokens. They add up over micro-batches, so no mean of means is ever taken."""
+
+    tokens: int = 0
+    clipped_low: int = 0
+    """Tokens of negative advantage held at the lower bound (no gradient)."""
+    clipped_high: int = 0
+    """Tokens of positive advantage held at the upper bound (no gradient)."""
+    dual_clipped: int = 0
+    """Tokens of negative advantage whose ratio is beyond `dual_clip` (no gradient)."""
+    ratio_sum: float = 0.0
+    ratio_min: float = float("inf")
+    ratio_max: float = 0.0
+    kl_sum: float = 0.0
+    """Sum of the k3 estimate of KL(old policy || policy), nats."""
+
+    def __add__(self, other: PolicyStats) -> PolicyStats:
+        return PolicyStats(
+            tokens=self.tokens + other.tokens,
+            clipped_low=self.clipped_low + other.clipped_low,
+            clipped_high=self.clipped_high + other.clipped_high,
+            dual_clipped=self.dual_clipped + other.dual_clipped,
+            ratio_sum=self.ratio_sum + other.ratio_sum,
+            ratio_min=min(self.ratio_min, other.ratio_min),
+            ratio_max=max(self.ratio_max, other.ratio_max),
+            kl_sum=self.kl_sum + other.kl_sum,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Means and shares, empty without tokens; `policy/clip_ratio` is the share without gradient."""
+        if not self.tokens:
+            return {}
+        clipped = self.clipped_low + self.clipped_high + self.dual_clipped
+        return {
+            "policy/clip_ratio": clipped / self.tokens,
+            "policy/clip_low": self.clipped_low / self.tokens,
+            "policy/clip_high": self.clipped_high / self.tokens,
+            "policy/dual_clip": self.dual_clipped / self.tokens,
+            "policy/ratio_mean": self.ratio_sum / self.tokens,
+            "policy/ratio_min": self.ratio_min,
+            "policy/ratio_max": self.ratio_max,
+            "policy/kl_old": self.kl_sum / self.tokens,
+        }
+
+
+def clipped_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    config: PolicyLossConfig,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, PolicyStats]:
+    """Per-token loss [N] and its statistics; the caller weighs and sums.
+
+    `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))` with `r = exp(logprobs - old_logprobs)` (PPO,
+    1707.06347; asymmetric bounds: DAPO, 2503.14476), and for `A < 0` at most `-A dual_clip` (Ye et al. 2020,
+    1912.09729). `logprobs` [N] carries the gradient; `old_logprobs` [N] is the trainer's own at the start of
+    the step. At `logprobs == old_logprobs` the gradient is the plain policy gradient `-A grad logprobs`.
+    Tokens where `mask` [N] bool is False have loss 0 and are left out of the statistics. Raises `ValueError`
+    for different shapes.
+    """
+    check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    advantages = advantages.detach()
+    log_ratio = (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if config.dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * config.dual_clip), loss)
+    if mask is not None:
+        loss = torch.where(mask, loss, 0.0)
+    return loss, _statistics(log_ratio.detach(), ratio.detach(), advantages, config, mask)
+
+
+def _statistics(
+    log_ratio: Tensor, ratio: Tensor, advantages: Tensor, config: PolicyLossConfig, mask: Tensor | None
+) -> PolicyStats:
+    if mask is not None:
+        log_ratio, ratio, advantages = log_ratio[mask], ratio[mask], advantages[mask]
+    if not ratio.numel():
+        return PolicyStats()
+    down, up = advantages < 0, advantages > 0
+    beyond = down & (ratio > (config.dual_clip or float("inf")))
+    # One transfer for all numbers: on an accelerator every `.item()` would wait for the queue.
+    low, high, dual, total, least, most, kl = torch.stack(
+        [
+            (down & (ratio < 1.0 - config.clip_low)).sum().double(),
+            (up & (ratio > 1.0 + config.clip_high)).sum().double(),
+            beyond.sum().double(),
+            ratio.sum(dtype=torch.float64),
+            ratio.min().double(),
+            ratio.max().double(),
+            (ratio - 1.0 - log_ratio).sum(dtype=torch.float64),
+        ]
+    ).tolist()
+    return PolicyStats(ratio.numel(), int(low), int(high), int(dual), total, least, most, kl)
+
+
+def check_same_shape(**tensors: Tensor | None) -> None:
+    """Raise `ValueError` naming tensors whose shapes differ: broadcasting would silently sum wrong things."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+    if len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"tensors of one loss have different shapes ({listed}); give one entry per token to each"
+        )
+
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this before `exp`: e^20 is far beyond any useful ratio, and finite."""
+
+
+def with_gradient(value: Tensor, surrogate: Tensor) -> Tensor:
+    """The value of `value`, the gradient of `surrogate`."""
+    return value.detach() + (surrogate - surrogate.detach())
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """[N] log-ratio, detached: a number for advantages and metrics, never a loss."""
+    check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return (logprobs - ref_logprobs).detach()
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """[N] half the squared log-ratio; expected gradient on-policy: the reverse KL's."""
+    check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return 0.5 * (logprobs - ref_logprobs.detach()).square()
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """[N] `e^-r - 1 + r >= 0`; expected gradient on-policy: the *forward* KL's, `p - q`."""
+    check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    log_ratio = logprobs - ref_logprobs.detach()
+    return (-log_ratio).clamp(max=MAX_LOG_RATIO).exp() - 1.0 + log_ratio
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k2": k2, "k3": k3}
+
+
+def reference_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """[N] penalty for leaving the reference, to be differentiated: k2 (reverse KL) or k3 (forward KL).
+
+    Raises `ConfigError` for k1, whose gradient as a loss is 0 in expectation.
+    """
+    if estimator not in LOSSES:
+        raise ConfigError(
+            f"estimator {estimator} as a loss does not have a KL's gradient; use k2 or k3, or k1 with"
+            " placement advantage"
+        )
+    return LOSSES[estimator](logprobs, ref_logprobs)
+
+
+def sampled_k2(
+    student_logprobs: Tensor, teacher_logprobs: Tensor, *, importance: Tensor | None = None
+) -> Tensor:
+    """[N] `(log p - log t)^2 / 2`: on-policy, its expected gradient is exactly that of KL(p || t).
+
+    The value is not an unbiased estimate of the KL; log the mean of `k1` instead. `importance`
+    [N] (`p / mu`, detached) keeps the gradient exact for tokens sampled from `mu`.
+    The same gradient as `opd.train.advantages` with discount 0 and coefficient 1, without clipping.
+    """
+    check_same_shape(
+        student_logprobs=student_logprobs, teacher_logprobs=teacher_logprobs, importance=importance
+    )
+    loss = k2(student_logprobs, teacher_logprobs)
+    return loss if importance is None else importance.detach() * loss
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What the hybrid form needs to know about the tokens the student sampled."""
+
+    student_logprobs: Tensor
+    """[N] float32, carries the gradient."""
+    teacher_logprobs: Tensor
+    """[N] float32."""
+    outside: Tensor
+    """[N] bool: True where the sampled token is not in the teacher's support (see `outside_support`)."""
+    importance: Tensor | None = None
+    """[N] `p / mu`, detached, for tokens sampled from `mu` rather than the student; `None` is on-policy."""
+
+
+def outside_support(ids: Tensor, support: Tensor) -> Tensor:
+    """[N] bool: whether the token `ids` [N] is missing from its `support` [N, K]."""
+    return (support != ids.unsqueeze(-1)).all(dim=-1)
+
+
+def topk_reverse_kl(
+    student_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    *,
+    form: Literal["tail", "hybrid", "truncated"],
+    sampled: SampledTokens | None = None,
+) -> Tensor:
+    """Per-token divergence [N], nats, with the gradient in the table above.
+
+    `student_logprobs` [N, K] (with gradient) and `teacher_logprobs` [N, K] are log-probabilities of the
+    support under the full softmax, at the sampling temperature: neither is renormalised over the support.
+    `sampled` is needed by `hybrid` only. Raises `ValueError` for different shapes and `ConfigError` for an
+    unknown form or a hybrid without sampled tokens.
+    """
+    check_same_shape(student_logprobs=student_logprobs, teacher_logprobs=teacher_logprobs)
+    teacher_logprobs = teacher_logprobs.detach()
+    if form == "truncated":
+        return (student_logprobs.exp() * (student_logprobs - teacher_logprobs)).sum(-1)
+    if form == "tail":
+        return _tail(student_logprobs, teacher_logprobs)[0]
+    if form != "hybrid":
+        raise ConfigError(f"top-k form {form!r} is unknown; use tail, hybrid or truncated")
+    if sampled is None:
+        raise ConfigError("the hybrid top-k form needs the sampled tokens' log-probabilities; pass `sampled`")
+    bucket, log_ratio = _tail(student_logprobs, teacher_logprobs)
+    return bucket + _sampled_correction(sampled, log_ratio)
+
+
+def _tail(student_logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """Tail-bucket divergence [N] and the bucket's log-ratio `b` [N], detached."""
+    probs = student_logprobs.exp()
+    ratios = (student_logprobs - teacher_logprobs).detach()
+    tail = _tail_mass(probs.detach())
+    log_ratio = tail.log() - _tail_mass(teacher_logprobs.exp()).log()
+    value = (probs.detach() * ratios).sum(-1) + tail * log_ratio
+    # The gradient as sum_S grad p (r - b): where p == t every coefficient is 0, however 1 - sum p is rounded.
+    return with_gradient(value, (probs * (ratios - log_ratio.unsqueeze(-1))).sum(-1)), log_ratio
+
+
+def _tail_mass(probs: Tensor) -> Tensor:
+    """[N] mass outside the support; rounding may leave it at 0 or below: at least one unit of rounding."""
+    return (1.0 - probs.sum(-1)).clamp(min=torch.finfo(probs.dtype).eps)
+
+
+def _sampled_correction(sampled: SampledTokens, log_ratio: Tensor) -> Tensor:
+    """[N] `r_a - b`, gradient `(r_a - b) grad log p_a`, for sampled tokens outside the support; else 0."""
+    logprobs = sampled.student_logprobs
+    check_same_shape(
+        student_logprobs=logprobs,
+        teacher_logprobs=sampled.teacher_logprobs,
+        outside=sampled.outside,
+        importance=sampled.importance,
+        support_rows=log_ratio,
+    )
+    excess = (logprobs - sampled.teacher_logprobs).detach() - log_ratio
+    if sampled.importance is not None:
+        excess = excess * sampled.importance.detach()
+    excess = torch.where(sampled.outside, excess, 0.0)
+    return with_gradient(excess, excess * logprobs)

@@ -1,0 +1,347 @@
+"""The trainers of a run on Ray: how one runs a stage, with the engines and teachers it is given; and how the
+process that was started makes all actors, watches the trainers and starts lost ones anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.config import RayLaunch, Recipe
+from opd.errors import ConfigError, LaunchError, OpdError, RunFolderError, TrainingError, from_system
+from opd.pipelines.launch.local import check_ranks, rank_environment
+from opd.pipelines.launch.ray.actors import (
+    PING_SECONDS,
+    ActorLostError,
+    ActorSpec,
+    Remote,
+    no_memory,
+    start_actors,
+)
+from opd.pipelines.launch.ray.cluster import Cluster, Layout, import_ray, open_cluster, reserve, role_of
+from opd.pipelines.launch.supervisor import Cause, MemberFailedError, Message, Supervisor, last_words
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.stages.order import Stage, summary
+from opd.progress import Progress
+from opd.protocols import Teacher
+from opd.rollout.engine_pool import EnginePool
+from opd.rollout.preemption import Preemption
+from opd.streams import Logged, as_words
+
+_log = logging.getLogger(__name__)
+
+PATIENCE = 60.0
+"""Seconds an earlier trainer of the run may take to be gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayHelpers:
+    """Implements `opd.pipelines.stages.context.Helpers`."""
+
+    recipe: Recipe
+    stage: str
+    engines: Sequence[Remote]
+    teachers_: Sequence[Remote]
+
+    def writers(self, model: Path) -> EnginePool:
+        """See the protocol."""
+        from opd.pipelines.launch.ray.engine import Fleet
+
+        return Fleet(self.engines, model).writers()
+
+    def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
+        """See the protocol."""
+        from opd.models.causal_lm import torch_device
+        from opd.pipelines.launch.ray.teacher import ray_teachers
+
+        if not self.teachers_:
+            return None
+        device = torch_device(self.recipe.model.device)
+        return ray_teachers(self.teachers_, names, self.stage, vocabulary, device)
+
+
+class TrainerActor:
+    """What `Trainer` talks to. `run` holds it until a stage has ended; the methods of the control group
+    answer meanwhile.
+    """
+
+    def __init__(self, spec: ActorSpec) -> None:
+        self._recipe = spec.begin("opd.pipelines.run")
+        self._spec = spec
+        self._news: deque[Message] = deque(maxlen=1000)  # nobody asks a rank but the first
+        self._preemption = Preemption(self._recipe.runtime.grace_seconds)
+
+    def ping(self) -> int:
+        """The process."""
+        return os.getpid()
+
+    def free_port(self) -> tuple[str, int]:
+        """Address of its node, and a port that is free there."""
+        address = import_ray().util.get_node_ip_address()
+        with socket.socket() as tried:
+            tried.bind((address, 0))
+            return address, tried.getsockname()[1]
+
+    def run(
+        self, stage: str, engines: Sequence[Remote], teachers: Sequence[Remote], place: Mapping[str, str]
+    ) -> Message:
+        """Run `stage` from its newest checkpoint, alone or as the rank that the variables of `place` make it;
+        returns its last words, of which `done` holds the result.
+        """
+        helpers = RayHelpers(self._recipe, stage, engines, teachers)
+
+        def work() -> dict[str, Any]:
+            with self._alone() if place.get("RANK", "0") == "0" else nullcontext():
+                return self._execute(stage, helpers, place)
+
+        return last_words(work, self._understood)
+
+    def _understood(self, error: Exception) -> OpdError | None:
+        from opd.pipelines.launch.machine import out_of_memory
+
+        reason = None if isinstance(error, OpdError) else out_of_memory(error)
+        return from_system(error) if reason is None else TrainingError(no_memory(self._spec.name, reason))
+
+    def _execute(self, stage: str, helpers: RayHelpers, place: Mapping[str, str]) -> dict[str, Any]:
+        from opd.pipelines.records.run_folder import RunFolder
+        from opd.pipelines.run import execute
+        from opd.pipelines.stages.order import plan
+        from opd.ranks import Ranks, joined
+
+        recipe, train = self._recipe, self._recipe.train
+        with ExitStack() as stack:
+            stack.enter_context(Logged(lambda record: self._say("log", *as_words(record))))
+            ranks = Ranks()
+            if place:
+                os.environ |= place
+                ranks = stack.enter_context(joined(recipe.model.device, train.timeout_seconds))
+                stack.enter_context(ranks.naming_the_lost(f"the work on stage {stage}"))
+            return execute(
+                recipe,
+                RunFolder.attach(self._spec.folder),
+                plan(recipe)[stage],
+                lambda *words: self._say("progress", *words),
+                self._preemption,
+                helpers,
+                ranks,
+            )
+
+    def _say(self, kind: Any, *words: Any) -> None:
+        self._news.append(Message(kind, words))
+
+    def news(self) -> list[Message]:
+        """Control: progress and what was logged since the last call."""
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def ask(self, what: str) -> None:
+        """Control: `stop`, `suspend` or `wake`."""
+        getattr(self._preemption, what)()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold a lock no other trainer of this run holds: one that was given up, but lives on where nobody
+        reaches it, must not write into the folder beside this one.
+        """
+        from opd.storage.files import FileLock
+
+        lock, until = FileLock(Path(self._spec.folder) / ".trainer.lock"), time.monotonic() + PATIENCE
+        while True:
+            try:
+                lock.acquire()
+                break
+            except RunFolderError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+LOOK_SECONDS = 5.0
+"""Seconds between two looks at the processes of a cluster of our own."""
+
+
+def run_on_ray(recipe: Recipe, folder: RunFolder, stages: Sequence[Stage], progress: Progress) -> None:
+    """Run `stages` one after the other, with `recipe.launch` as the place.
+
+    Raises what a stage raises; `LaunchError` if the cluster or an actor is lost for good. Everything
+    acknowledged is in the run folder then.
+    """
+    listening = Preemption(recipe.runtime.grace_seconds).listen(leave=False)
+    with listening as asked, open_worker_group(recipe, folder, asked) as group:
+        for stage in stages:
+            progress.begin(stage.name)
+            result = group.run(stage, progress, asked)
+            progress.finish(stage.name, summary(result))
+
+
+@contextmanager
+def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> Iterator[WorkerGroup]:
+    """The actors of a run while the block runs. Raises `PreemptedError` if it is to stop while they start."""
+    launch = recipe.launch
+    assert isinstance(launch, RayLaunch)
+    ranks = recipe.train.ranks or 1
+    check_ranks(recipe, ranks)
+    if launch.engines < ranks:
+        raise ConfigError(
+            f"launch.engines is {launch.engines}, but each of the {ranks} ranks of train.ranks needs an"
+            " engine; raise it."
+        )
+    layout = Layout.of(launch, ranks)
+    specs = {
+        name: ActorSpec(name, recipe.model_dump_json(), str(folder.path.resolve()), os.getcwd())
+        for name in layout.places
+    }
+    with open_cluster(launch, layout, asked) as cluster:
+        placement = reserve(cluster, launch, layout, asked)
+        group = WorkerGroup(cluster, launch, start_actors(launch, layout, placement, specs, asked))
+        cluster.look()
+        try:
+            yield group
+        finally:
+            group.dismiss(placement)
+
+
+class Trainer:
+    """A trainer at work on a stage, as a member of `Supervisor`; the news of the first one are passed on.
+
+    `last` refers to its last words.
+    """
+
+    def __init__(self, remote: Remote, last: Any, cluster: Cluster, first: bool) -> None:
+        self.name, self._remote, self._last, self._cluster = remote.name, remote, last, cluster
+        self._first, self._heard, self._suspended, self._gone = first, time.monotonic(), False, False
+
+    def poll(self) -> Iterator[Message]:
+        """See the protocol. One that does not answer in time, or says nothing new for too long, is gone."""
+        remote, limit = self._remote, self._remote.limits.trainer_timeout
+        try:
+            done, _ = self._cluster.ray.wait([self._last], timeout=0)
+            if self._first:
+                news = remote.get(remote.send("news", control=True), PING_SECONDS, kill=False)
+                yield from news
+                if news or self._suspended:
+                    self._heard = time.monotonic()
+            if done:
+                yield remote.get(self._last, PING_SECONDS, kill=False)
+            elif self._first and limit is not None and time.monotonic() - self._heard > limit:
+                raise ActorLostError(f"the trainer finished no step in {limit:g} s")
+        except ActorLostError as error:
+            self._gone = error.actor is not None
+            yield Message("gone", (str(error),))
+
+    def ask(self, what: str) -> None:
+        """See the protocol."""
+        self._suspended = what == "suspend"
+        self._remote.send("ask", what, control=True)
+
+    def end(self) -> None:
+        """See the protocol. Ray starts it anew as often as the recipe allows."""
+        if not self._gone and not self._cluster.lost(patience=0.0):
+            self._remote.kill()
+        self._gone = True
+
+
+@dataclass(slots=True)
+class WorkerGroup:
+    """The actors of a run."""
+
+    cluster: Cluster
+    launch: RayLaunch
+    actors: dict[str, Remote]
+
+    def run(self, stage: Stage, progress: Progress, asked: Preemption) -> dict[str, Any]:
+        """Run one stage. When a trainer dies or hangs, all ranks are started anew and go on from the newest
+        checkpoint.
+        """
+        # What is not trained is done by one rank.
+        trainers = self.role("trainer") if stage.trained else self.role("trainer")[:1]
+        for attempt in range(self.launch.max_restarts + 1):
+            try:
+                return self._attempt(stage.name, trainers, progress, asked)
+            except ActorLostError as error:
+                lost = error
+                self.cluster.require()
+                asked.check()
+            if attempt < self.launch.max_restarts:
+                _log.warning("%s: %s; it is started anew from the newest checkpoint", stage.name, lost)
+                try:
+                    for trainer in trainers:
+                        trainer.await_return(lambda: self.cluster.lost() or asked.stopping)
+                except ActorLostError as error:
+                    self.cluster.require()
+                    asked.check()
+                    raise _given_up(stage.name, error) from None
+        raise _given_up(stage.name, lost)
+
+    def role(self, role: str) -> list[Remote]:
+        """The actors of a role, by number."""
+        return [actor for name, actor in self.actors.items() if role_of(name) == role]
+
+    def _attempt(
+        self, stage: str, remotes: Sequence[Remote], progress: Progress, asked: Preemption
+    ) -> dict[str, Any]:
+        """The result of the stage. Raises `ActorLostError` when a rank is lost, after all have been ended."""
+        with Supervisor(asked, lambda _, message: message.show(stage, progress)) as group:
+            trainers = self._begin(stage, remotes)
+            for trainer in trainers:
+                group.add(trainer)
+            try:
+                while group.running:
+                    if self.cluster.lost():
+                        group.running.clear()  # Ray's own calls would wait for ever
+                        raise self.cluster.gone()
+                    self.cluster.look(LOOK_SECONDS)
+                    group.look()
+            except MemberFailedError as failed:
+                cause, words = failed.message.cause, failed.message.words
+                if cause not in (Cause.DIED, Cause.LOST):
+                    raise failed.in_words(f"stage {stage}", "logs/") from None
+                for trainer in trainers:
+                    trainer.end()
+                lost = words[0] if cause == Cause.DIED else "the ranks lost each other"
+                raise ActorLostError(lost) from None
+        return group.results[remotes[0].name]
+
+    def _begin(self, stage: str, remotes: Sequence[Remote]) -> list[Trainer]:
+        """Ask every rank for `stage`, each with its share of the engines."""
+        engines, teachers, size = self.role("engine"), self.role("teacher"), len(remotes)
+        places: list[dict[str, str]] = [{}]
+        if size > 1:
+            address, port = remotes[0].call("free_port", seconds=PING_SECONDS)
+            # Ray shows each actor its own devices alone.
+            places = [rank_environment(r, size, address, port) | {"LOCAL_RANK": "0"} for r in range(size)]
+        shares = [(stage, engines[rank::size], teachers, place) for rank, place in enumerate(places)]
+        return [
+            Trainer(remote, remote.send("run", *share), self.cluster, first=remote is remotes[0])
+            for remote, share in zip(remotes, shares, strict=True)
+        ]
+
+    def dismiss(self, placement: Any) -> None:
+        """End the actors and give their resources back."""
+        if self.cluster.lost(patience=0.0):
+            return
+        ray = self.cluster.ray
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in self.actors.values():
+            with suppress(ray.exceptions.RayError, ValueError):
+                ray.kill(actor.handle, no_restart=True)
+        with suppress(ray.exceptions.RayError, ValueError):
+            remove_placement_group(placement)
+
+
+def _given_up(stage: str, error: Exception) -> LaunchError:
+    return LaunchError(
+        f"the trainer of {stage} is lost ({error}); see logs/ in the run folder and continue with --resume."
+    )

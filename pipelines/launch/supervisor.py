@@ -1,0 +1,334 @@
+"""One supervisor for the processes of a run: ranks, stages side by side, actors on Ray.
+
+It looks at its members time and again, hands out what they say, and passes on what this process is asked to
+do. Once one has failed the others have a moment to say what they know; the error is that of whoever failed by
+itself, not of those that lost it. No member outlives the block, or the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from opd import errors
+from opd.errors import OpdError, PreemptedError, from_system
+from opd.progress import Progress
+from opd.rollout.preemption import EXIT_STATUS, Preemption
+from opd.streams import log_again
+
+LOOK = 0.1
+"""Seconds between two looks at the members."""
+LAST_WORDS = 5.0
+"""Seconds the other members have to say what they know once one has failed."""
+REFUSED = 2
+"""Exit status of a process that has said what is wrong."""
+_SUPERVISOR = "OPD_SUPERVISOR"
+_SIGNALS = {"stop": signal.SIGTERM, "suspend": signal.SIGUSR1, "wake": signal.SIGUSR2}
+
+
+Cause = IntEnum("Cause", "FAULT DIED CRASHED LOST STOPPED")
+"""Why a member did not do its work. Of several failures the first kind here explains the others."""
+
+
+class Message(NamedTuple):
+    """What a member says: `progress` (done, total, headline), `log` (a record); as its last words `done` (the
+    result), `error` (class and arguments of an `OpdError`), `crash` (what else was raised). Of one that
+    said nothing: `left` (its exit status), `gone` (how that is known).
+    """
+
+    kind: str
+    words: tuple[Any, ...]
+
+    @property
+    def cause(self) -> Cause:
+        """Of a failure."""
+        first = self.words[0]
+        if self.kind == "error":
+            return {"RanksError": Cause.LOST, "PreemptedError": Cause.STOPPED}.get(first, Cause.FAULT)
+        if self.kind == "left" and first in (
+            EXIT_STATUS,
+            -signal.SIGTERM,
+        ):  # the one that does not listen yet
+            return Cause.STOPPED
+        if self.kind == "left" and first >= 0:
+            return Cause.FAULT if first == REFUSED else Cause.CRASHED
+        return Cause.CRASHED if self.kind == "crash" else Cause.DIED
+
+    def show(self, stage: str, progress: Progress) -> None:
+        """Pass on what the process of a stage says on its way."""
+        if self.kind == "progress":
+            progress.update(stage, *self.words)
+        elif self.kind == "log":
+            log_again(*self.words, stage=stage)
+
+
+class Member(Protocol):
+    """A process as its supervisor sees it. `poll`: what it has said since the last call; after its last words
+    it is not polled again. `ask`: `stop`, `suspend` or `wake`. `end`: return once it is gone, by force.
+    """
+
+    name: str
+
+    def poll(self) -> Iterator[Message]: ...
+
+    def ask(self, what: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class MemberFailedError(Exception):
+    """A member failed; whoever supervises puts it into words."""
+
+    def __init__(self, member: Any, message: Message) -> None:
+        super().__init__(f"{member.name}: {message}")
+        self.member, self.message = member, message
+
+    def in_words(self, name: str, log: str) -> Exception:
+        """What it said, where errors call it `name` and more is in `log`."""
+        kind, first, *more = self.message.kind, *self.message.words
+        if kind == "error":
+            return getattr(errors, first, OpdError)(*more)
+        if kind == "crash":
+            return RuntimeError(f"{name} crashed with {first}; its traceback is in {log}")
+        told = f"ended with exit status {first} and said nothing; see {log} and continue with --resume."
+        return OpdError(f"{name} {told}")
+
+
+class Supervisor:
+    """Watches members while its block runs, from `add` until they have ended.
+
+    Args:
+        asked: What this process is asked to do.
+        hear: Called with what a member says, its result too.
+        last_words: Seconds the others have once one has failed. `None`: they do not need it; they are told to
+            stop, and have the grace period for it.
+    """
+
+    def __init__(
+        self,
+        asked: Preemption,
+        hear: Callable[[Any, Message], None] = lambda member, message: None,
+        last_words: float | None = LAST_WORDS,
+    ) -> None:
+        self._asked, self._hear = asked, hear
+        self._alone, self._patience = last_words is None, asked.grace if last_words is None else last_words
+        self._members: list[Member] = []
+        self.running: list[Member] = []
+        self.results: dict[str, Any] = {}
+        self._told: dict[str, str] = {}
+        self._failures: list[MemberFailedError] = []
+        self._leaving, self._until = False, math.inf
+
+    @property
+    def ending(self) -> bool:
+        """Whether the members are on their way out: one has failed, or this process is to stop."""
+        return bool(self._failures) or self._asked.stopping
+
+    def add(self, member: Member) -> None:
+        """Watch `member`, too."""
+        self._members.append(member)
+        self.running.append(member)
+
+    def look(self) -> None:
+        """Look at the members once, and wait for a moment if some are left.
+
+        Once no more is to be heard, raises `MemberFailedError` for the failure that explains the others, and
+        `PreemptedError` if this process was asked to stop.
+        """
+        if not self.running:
+            self._asked.check()
+        self._listen()
+        if self.ending:
+            patience = self._patience if self._failures else self._asked.grace
+            self._until = min(self._until, time.monotonic() + patience)
+            if time.monotonic() >= self._until if self.running else self._failures:
+                self._fail()
+        if self.running:
+            time.sleep(LOOK)
+
+    def _listen(self) -> None:
+        stop = self._leaving or self._asked.stopping or (self._alone and self._failures)
+        wanted = "stop" if stop else "suspend" if self._asked.suspended else "wake"
+        for member in self._members:
+            if self._told.get(member.name, "wake") != wanted:
+                self._told[member.name] = wanted
+                member.ask(wanted)
+        for member in list(self.running):
+            for message in member.poll():
+                if message.kind not in ("progress", "log"):
+                    self.running.remove(member)
+                if message.kind == "done":
+                    self.results[member.name] = message.words[0]
+                if message.kind in ("progress", "log", "done"):
+                    self._hear(member, message)
+                else:
+                    self._failures.append(MemberFailedError(member, message))
+
+    def _fail(self) -> None:
+        order = {member.name: number for number, member in enumerate(self._members)}
+        self._failures.sort(key=lambda failed: (failed.message.cause, order[failed.member.name]))
+        first = self._failures[0] if self._failures else None
+        if first is not None and (first.message.cause < Cause.LOST or not self._asked.stopping):
+            raise first
+        if late := ", ".join(member.name for member in self.running):
+            grace = f"runtime.grace_seconds ({self._asked.grace:g})"
+            raise PreemptedError(
+                f"{late} did not stop within {grace} and had to be ended; continue with --resume."
+            )
+        self._asked.check()
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Who is left is told to stop, has what is left of its time, and is ended."""
+        self._leaving = True
+        self._until = min(self._until, time.monotonic() + self._asked.grace)
+        try:
+            while self.running and time.monotonic() < self._until:
+                self._listen()
+                time.sleep(LOOK)
+        finally:
+            for member in self.running:
+                member.end()
+
+
+@dataclass
+class ProcessMember:
+    """A child process that says what it has to say over a connection, and then exits."""
+
+    name: str
+    """How errors call it."""
+    process: subprocess.Popen[bytes] | BaseProcess
+    connection: Connection
+    """Its `Parent` has the other end."""
+    log: Path | None = None
+    """Where it writes what it prints, if that is not this process's terminal."""
+    by_status: bool = False
+    """Whether exit status 0 says that its work is done."""
+    _last: Message | None = field(default=None, init=False)
+
+    def status(self) -> int | None:
+        """Its exit status; `None` while it runs."""
+        process = self.process
+        return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+
+    def poll(self) -> Iterator[Message]:
+        """See the protocol. It has ended when it has exited."""
+        status = self.status()  # first: what it said before is there then
+        with suppress(EOFError, OSError):
+            while self.connection.poll():
+                kind, *words = json.loads(self.connection.recv_bytes())
+                message = Message(kind, tuple(words))
+                if message.kind in ("progress", "log"):
+                    yield message
+                else:
+                    self._last = message
+        if status is not None:
+            self.connection.close()
+            done = status == 0 and self.by_status
+            yield self._last or Message("done" if done else "left", (status,))
+
+    def ask(self, what: str) -> None:
+        """See the protocol."""
+        self._signal(_SIGNALS[what])
+
+    def end(self) -> None:
+        """See the protocol."""
+        self._signal(signal.SIGKILL)
+        self.connection.close()  # one that cannot be reached ends by this
+        self.process.wait() if isinstance(self.process, subprocess.Popen) else self.process.join()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.status() is None and self.process.pid is not None:
+            os.kill(self.process.pid, number)
+
+
+def start_command(
+    name: str, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None
+) -> ProcessMember:
+    """A member that runs `command`, with more in its environment. It prints into `log`, if there is one."""
+    ours, theirs = Pipe()
+    # All of them are on this machine, so gloo needs no other interface.
+    gloo = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}
+    given = {**gloo, **os.environ, **environment, _SUPERVISOR: str(theirs.fileno())}
+    with theirs, ExitStack() as stack, heard_later():
+        out = None if log is None else stack.enter_context(log.open("wb"))
+        process = subprocess.Popen(
+            command, env=given, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=[theirs.fileno()]
+        )
+    return ProcessMember(name, process, ours, log, by_status=True)
+
+
+@contextmanager
+def heard_later() -> Iterator[None]:
+    """A process that is started in the block hears the signals to suspend and to wake once it listens: by
+    default they end it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNALS["suspend"], _SIGNALS["wake"]})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Parent:
+    """The supervisor as a member sees it. Ctrl-C is the supervisor's. When that is gone the member ends at
+    once: a killed run must not go on writing into its folder.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def say(self, kind: str, *words: Any) -> None:
+        """See `Message`; what the supervisor cannot hear any more is dropped."""
+        with self._lock, suppress(OSError):
+            self._connection.send_bytes(json.dumps([kind, *words], default=str).encode())
+
+    def _watch(self) -> None:
+        with suppress(EOFError, OSError):
+            self._connection.recv_bytes()  # nothing is ever said to a member
+        os._exit(1)
+
+
+@cache
+def parent() -> Parent | None:
+    """Of a process that `start_command` started; `None` for any other."""
+    number = os.environ.pop(_SUPERVISOR, None)  # what this process starts is none
+    if number is None:
+        return None
+    os.set_inheritable(int(number), False)
+    return Parent(Connection(int(number)))
+
+
+def last_words(
+    work: Callable[[], Any], understood: Callable[[Exception], OpdError | None] = from_system
+) -> Message:
+    """Do `work`; how it ended. Errors that are not `understood` are bugs; their traceback is printed."""
+    try:
+        return Message("done", (work(),))
+    except Exception as error:
+        traceback.print_exc()
+        known = understood(error)
+        if known is None:
+            return Message("crash", (f"{type(error).__name__}: {error}",))
+        return Message("error", (type(known).__name__, *known.args))

@@ -1,0 +1,507 @@
+"""The simulation of a cluster: batches are written, scored and learnt from, each by whoever is free.
+
+See `pipelines/plan/README.md`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from opd.pipelines.plan.cluster import (
+    Cluster,
+    Decode,
+    LayerCost,
+    decode_of,
+    layer_cost,
+    load_cluster,
+    memory_per_rank,
+    prefill_seconds,
+    running_limit,
+    scoring_ranks,
+    sync_seconds,
+    train_seconds,
+)
+
+
+class Clock:
+    """Calls what is due, in order of time; events of one moment in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Seconds."""
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = count()
+
+    def at(self, time: float, call: Callable[[], None]) -> None:
+        """Call `call` at `time`, which must not have passed."""
+        if time < self.now:
+            raise ValueError(f"an event at {time} was asked for at {self.now}")
+        heapq.heappush(self._events, (time, next(self._serial), call))
+
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        while self._events:
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+
+
+@dataclass(slots=True)
+class Usage:
+    """Seconds of one kind of worker: what is neither busy nor stalled was idle."""
+
+    busy: float = 0.0
+    stalled: float = 0.0
+    """There was work, and it waited for bytes."""
+
+    def idle(self, total: float) -> float:
+        """The rest of `total` seconds."""
+        return total - self.busy - self.stalled
+
+
+@dataclass(slots=True)
+class Request:
+    """One response to write."""
+
+    batch: int
+    prompt: float
+    length: float
+    """Tokens."""
+    began_under: int = -1
+    """Policy version of its first token."""
+
+
+class Engine:
+    """Advances all running requests together, token by token, in closed form between two ends."""
+
+    def __init__(
+        self, clock: Clock, decode: Decode, prefill: Callable[[float], float], slots: int, factor: float = 1.0
+    ) -> None:
+        """`factor`: how much slower than planned this engine is."""
+        self._clock, self._decode, self._prefill = clock, decode, prefill
+        self._slots, self._factor = slots, factor
+        self._running: list[tuple[float, int, Request]] = []  # (position at which it ends, serial, request)
+        self._position = 0.0
+        self._cached = 0.0
+        """Tokens of keys and values of all running requests."""
+        self._since = 0.0
+        self._debt = 0.0
+        """Seconds of prefill that come before the next token."""
+        self._epoch = 0
+        self._serial = 0
+        self._paused = True
+        self.usage = Usage()
+
+    @property
+    def free(self) -> int:
+        """Slots without a request."""
+        return self._slots - len(self._running)
+
+    def pause(self) -> None:
+        """Stop between two tokens."""
+        self._settle()
+        self._paused = True
+        self._epoch += 1
+
+    def resume(self, *, rebuild: bool) -> None:
+        """Go on; with `rebuild`, keys and values are computed anew, since the weights are others."""
+        self._since, self._paused = self._clock.now, False
+        if rebuild and self._running:
+            self._debt += self._prefill(self._cached)
+
+    def work(
+        self, queue: deque[Request], version: int, done: Callable[[Request], None], again: Callable[[], None]
+    ) -> None:
+        """Take requests into free slots and plan the next end, which calls `done`, then `again`."""
+        if self._paused:
+            return
+        self._settle()
+        while queue and self.free:
+            request = queue.popleft()
+            request.began_under = version
+            self._debt += self._prefill(request.prompt)
+            self._cached += request.prompt
+            heapq.heappush(self._running, (self._position + request.length, self._serial, request))
+            self._serial += 1
+        self._epoch += 1
+        if self._running:
+            epoch = self._epoch
+            tokens = self._running[0][0] - self._position
+            end = self._clock.now + self._debt + self._factor * self._seconds(tokens)
+            self._clock.at(end, lambda: self._ended(epoch, done, again))
+
+    def _ended(self, epoch: int, done: Callable[[Request], None], again: Callable[[], None]) -> None:
+        if epoch != self._epoch:
+            return  # it was planned anew in the meantime
+        self._settle(self._running[0][0])
+        while self._running and self._running[0][0] <= self._position:
+            _, _, request = heapq.heappop(self._running)
+            self._cached -= request.prompt + request.length
+            done(request)
+        if not self._running:
+            self._cached = 0.0
+        again()
+
+    def _seconds(self, tokens: float) -> float:
+        """Of `tokens` decode steps of what runs now; keys and values grow by one token each a step."""
+        decode, running = self._decode, len(self._running)
+        linear = decode.fixed(running) + decode.per_token * self._cached
+        return tokens * linear + decode.per_token * running * tokens * tokens / 2
+
+    def _settle(self, position: float | None = None) -> None:
+        """Bring position and usage to the present, or to `position`, which is reached now."""
+        elapsed, self._since = self._clock.now - self._since, self._clock.now
+        if self._paused or not self._running:
+            return
+        self.usage.busy += elapsed
+        paid = min(elapsed, self._debt)
+        self._debt -= paid
+        reached = self._position + self._tokens(elapsed - paid) if position is None else position
+        if position is not None:
+            self._debt = 0.0
+        tokens = min(reached, self._running[0][0]) - self._position
+        self._cached += tokens * len(self._running)
+        self._position += tokens
+
+    def _tokens(self, seconds: float) -> float:
+        """The inverse of `_seconds`."""
+        decode, running = self._decode, len(self._running)
+        linear = decode.fixed(running) + decode.per_token * self._cached
+        square = decode.per_token * running / 2
+        given = seconds / self._factor
+        if square == 0 or linear == 0:
+            return given / linear if linear else math.sqrt(given / square) if square else math.inf
+        return 2 * given / (linear + math.sqrt(linear * linear + 4 * square * given))
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One scoring pass over all teachers."""
+
+    end: float
+    """Seconds, on the clock its begin is on."""
+    busy: float
+    stalled: float
+
+
+class TeacherPasses:
+    """Passes one after another on the same ranks. The loader reads on into the window while nothing computes,
+    as `LayerStream` does: the first layers of a pass may have come during what was before it.
+    """
+
+    def __init__(self, prefetch_bytes: float, *, ahead: bool = True) -> None:
+        """`ahead`: the first layers are read before the pass begins. Without, every pass starts empty."""
+        self._prefetch = prefetch_bytes
+        self._ahead = ahead
+        self._loader_free = 0.0
+        self._held: deque[tuple[float, float]] = deque()
+        """(bytes, when they are given back) of layers in the window."""
+
+    def run(self, begin: float, layers: Sequence[LayerCost]) -> Pass:
+        """Every layer of `layers` in order, from `begin` on."""
+        if not self._ahead:
+            self._loader_free = max(self._loader_free, begin)
+        now, busy, stalled = begin, 0.0, 0.0
+        for layer in layers:
+            loaded = self._load(layer)
+            waiting = max(0.0, loaded - now)
+            now += waiting + layer.compute
+            stalled += waiting
+            busy += layer.compute
+            self._held.append((layer.nbytes, now))
+        return Pass(now, busy, stalled)
+
+    def _load(self, layer: LayerCost) -> float:
+        """When `layer` is there: after the layers before it, and once there is room for it."""
+        start = self._loader_free
+        held = sum(nbytes for nbytes, _ in self._held)
+        # The layer in use and `prefetch` more: with nothing in the window there is always room.
+        while self._held and held > self._prefetch:
+            nbytes, back = self._held.popleft()
+            held -= nbytes
+            start = max(start, back)
+        self._loader_free = start + layer.load
+        return self._loader_free
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's requests, and when what happened to them (seconds)."""
+
+    requests: list[Request]
+    left: int
+    opened: float
+    written: float = 0.0
+    scored: float = 0.0
+    score_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    train_seconds: float = 0.0
+    learnt: float = 0.0
+    staleness: int = 0
+    """Versions between the oldest first token and the weights that learn from it."""
+
+    def sizes(self, share: slice = slice(None)) -> tuple[float, float]:
+        """(tokens, squares of lengths) of some of its sequences, prompts included."""
+        lengths = np.array([r.prompt + r.length for r in self.requests[share]])
+        return float(lengths.sum()), float((lengths**2).sum())
+
+
+@dataclass(slots=True)
+class Simulated:
+    """What came out."""
+
+    seconds: float
+    """Until the last update."""
+    batches: list[Batch]
+    usage: dict[str, Usage]
+    workers: dict[str, int]
+    """How many of each kind `usage` adds up."""
+    limit: int
+    """Requests an engine wrote at once."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time from one update to the next, without the first step, where nothing overlaps yet."""
+        learnt = [0.0, *(batch.learnt for batch in self.batches)]
+        first = 1 if len(self.batches) > 1 else 0
+        return (learnt[-1] - learnt[first]) / (len(self.batches) - first)
+
+    @property
+    def tokens(self) -> float:
+        """Response tokens learnt from."""
+        return float(sum(r.length for batch in self.batches for r in batch.requests))
+
+
+@dataclass(slots=True)
+class _Learner:
+    scoring: bool = False
+    training: bool = False
+    scored: int = 0
+    """Batches with teacher scores."""
+    usage: dict[str, Usage] = field(default_factory=dict)
+
+
+class _Simulation:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.clock = cluster, Clock()
+        self._rng = np.random.default_rng(cluster.seed)
+        self._version = 0
+        self._batches: list[Batch] = []
+        self._queue: deque[Request] = deque()
+        self._syncing = False
+        decode, self.limit = decode_of(cluster), running_limit(cluster)
+        prefill = partial(prefill_seconds, cluster)
+        count = cluster.ranks.rollout // cluster.ranks.per_engine
+        self.engines = [Engine(self.clock, decode, prefill, self.limit, self._factor()) for _ in range(count)]
+        self._learner = _Learner(usage={"trainer": Usage()})
+        self._own_ranks = cluster.ranks.teachers > 0 and not cluster.ranks.colocated
+        if self._own_ranks:
+            self._learner.usage["teachers"] = Usage()
+        self._passes = TeacherPasses(cluster.prefetch_gb * 1e9)
+
+    def run(self) -> Simulated:
+        for engine in self.engines:
+            engine.resume(rebuild=False)
+        self._open()
+        self.clock.run()
+        rollout = Usage(busy=sum(engine.usage.busy for engine in self.engines))
+        usage = {"rollout": rollout, **self._learner.usage}
+        workers = dict.fromkeys(usage, 1) | {"rollout": len(self.engines)}
+        return Simulated(self._batches[-1].learnt, self._batches, usage, workers, self.limit)
+
+    def _factor(self) -> float:
+        """One random factor with mean 1."""
+        sigma = self.cluster.jitter
+        return float(self._rng.lognormal(-sigma * sigma / 2, sigma)) if sigma else 1.0
+
+    def _open(self) -> None:
+        """Begin every batch that may be begun: at most `ahead` updates before its turn."""
+        work, lengths = self.cluster.work, self.cluster.lengths
+        while len(self._batches) < min(work.steps, self._version + self.cluster.ahead + 1):
+            rng = np.random.default_rng((self.cluster.seed, len(self._batches)))
+            drawn = rng.lognormal(-(lengths.sigma**2) / 2, lengths.sigma, work.requests) * lengths.mean
+            number = len(self._batches)
+            requests = [
+                Request(number, lengths.prompt / work.samples_per_prompt, float(tokens))
+                for tokens in np.clip(np.round(drawn), 1, lengths.longest)
+            ]
+            self._batches.append(Batch(requests, len(requests), self.clock.now))
+            self._queue.extend(requests)
+        if not self._syncing:
+            for engine in self.engines:
+                self._work(engine)
+
+    def _work(self, engine: Engine) -> None:
+        engine.work(self._queue, self._version, self._written, lambda: self._work(engine))
+
+    def _written(self, request: Request) -> None:
+        batch = self._batches[request.batch]
+        batch.left -= 1
+        if batch.left == 0:
+            batch.written = self.clock.now
+            self._score()
+
+    def _score(self) -> None:
+        """Begin the teachers' pass over the next batch, if it is written and somebody is free to."""
+        learner = self._learner
+        number = learner.scored
+        if learner.scoring or number >= len(self._batches) or self._batches[number].left:
+            return
+        if not self._own_ranks and (learner.training or number > self._version or self._syncing):
+            return
+        learner.scoring = True
+        batch = self._batches[number]
+        done = self._passes.run(self.clock.now, self._layers(batch))
+        used = learner.usage["teachers" if self._own_ranks else "trainer"]
+        used.busy += done.busy
+        used.stalled += done.stalled
+        batch.stall_seconds = done.stalled
+        batch.score_seconds = done.end - self.clock.now
+        self.clock.at(done.end, lambda: self._scored(batch))
+
+    def _layers(self, batch: Batch) -> list[LayerCost]:
+        """All layers of all teachers, each for its share of the samples."""
+        cluster, layers = self.cluster, []
+        for teacher in range(cluster.teachers):
+            cost = layer_cost(cluster, *batch.sizes(slice(teacher, None, cluster.teachers)))
+            for _ in range(cluster.teacher.layers):
+                load, compute = cost.load * self._factor(), cost.compute * self._factor()
+                layers.append(LayerCost(cost.nbytes, load, compute))
+        return layers
+
+    def _scored(self, batch: Batch) -> None:
+        batch.scored = self.clock.now
+        self._learner.scoring = False
+        self._learner.scored += 1
+        self._train()
+        self._score()
+
+    def _train(self) -> None:
+        """Begin the next update, if its batch is scored and the trainer is free."""
+        learner = self._learner
+        if learner.training or self._syncing or learner.scored <= self._version:
+            return
+        learner.training = True
+        batch = self._batches[self._version]
+        batch.staleness = self._version - min(request.began_under for request in batch.requests)
+        batch.train_seconds = train_seconds(self.cluster, *batch.sizes()) * self._factor()
+        learner.usage["trainer"].busy += batch.train_seconds
+        self.clock.at(self.clock.now + batch.train_seconds, lambda: self._sync(batch))
+
+    def _sync(self, batch: Batch) -> None:
+        """New weights: engines stop between two tokens and go on under them."""
+        self._learner.training, self._syncing = False, True
+        for engine in self.engines:
+            engine.pause()
+        seconds = sync_seconds(self.cluster) * self._factor()
+        self.clock.at(self.clock.now + seconds, lambda: self._synced(batch))
+
+    def _synced(self, batch: Batch) -> None:
+        batch.learnt = self.clock.now
+        self._version += 1
+        self._syncing = False
+        for engine in self.engines:
+            engine.resume(rebuild=True)
+        self._open()
+        self._train()
+        self._score()
+
+
+def simulate(cluster: Cluster) -> Simulated:
+    """Run `cluster.work.steps` steps; the same cluster and seed give the same result. Raises `ConfigError` if
+    the student does not fit into an engine.
+    """
+    return _Simulation(cluster).run()
+
+
+def print_simulation(path: Path) -> int:
+    """Simulate the cluster in `path` and print the answer. Returns the exit status: 1 if a rank's memory does
+    not suffice. Raises `ConfigError` for what is wrong with the file.
+    """
+    cluster = load_cluster(path)
+    found = simulate(cluster)
+    print("\n".join(describe(cluster, found)))
+    most = max(sum(parts.values()) for parts in memory_per_rank(cluster).values())
+    return int(most > cluster.gpu.memory_gb * 1e9)
+
+
+def describe(cluster: Cluster, found: Simulated) -> Iterator[str]:
+    """The lines of the answer."""
+    work, steps = cluster.work, found.batches[1:] or found.batches
+    mean = {
+        "rollout": float(np.mean([batch.written - batch.opened for batch in steps])),
+        "teachers": float(np.mean([batch.score_seconds for batch in steps])),
+        "stall": float(np.mean([batch.stall_seconds for batch in steps])),
+        "train": float(np.mean([batch.train_seconds for batch in steps])),
+    }
+    step = found.step_seconds
+    tokens = found.tokens / len(found.batches)
+    yield (
+        f"cluster   {_gpus(cluster)}; {cluster.teachers} teachers of {_count(cluster.teacher.parameters)}"
+        f" parameters, student of {_count(cluster.student.parameters)}; schedule {cluster.schedule}"
+    )
+    yield (
+        f"step      {_seconds(step)}: {work.requests:,} responses, {_count(tokens)} tokens,"
+        f" {tokens / step:,.0f} tokens/s"
+    )
+    stalled = 100 * mean["stall"] / mean["teachers"] if mean["teachers"] else 0.0
+    yield (
+        f"rollout   {_seconds(mean['rollout'])} from a batch's begin to its last token, at most"
+        f" {found.limit} requests an engine"
+    )
+    yield (
+        f"teachers  {_seconds(mean['teachers'])}, of which {_seconds(mean['stall'])} ({stalled:.0f} %) wait"
+        f" for weights; {_bound(cluster, found)}"
+    )
+    yield f"train     {_seconds(mean['train'])}"
+    yield "in use    " + ", ".join(
+        f"{name} {100 * usage.busy / (found.workers[name] * found.seconds):.0f} %"
+        for name, usage in found.usage.items()
+    )
+    worst = max(batch.staleness for batch in found.batches)
+    yield f"staleness at most {worst} updates (bound {cluster.ahead})"
+    for role, parts in memory_per_rank(cluster).items():
+        total, room = sum(parts.values()), cluster.gpu.memory_gb * 1e9
+        listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size >= 5e7)
+        verdict = "fits" if total <= room else "DOES NOT FIT"
+        yield f"memory    {role}: {total / 1e9:.1f} of {room / 1e9:g} GB, {verdict} ({listed})"
+
+
+def _bound(cluster: Cluster, found: Simulated) -> str:
+    """What one teacher layer takes, and so what limits the pass."""
+    tokens, squares = found.batches[-1].sizes(slice(0, None, cluster.teachers))
+    cost = layer_cost(cluster, tokens, squares)
+    limit = "reading" if cost.load > cost.compute else "computing"
+    return (
+        f"a layer of {cost.nbytes / 1e9:.2f} GB arrives in {1e3 * cost.load:.0f} ms and computes for"
+        f" {1e3 * cost.compute:.0f} ms: {limit} limits"
+    )
+
+
+def _gpus(cluster: Cluster) -> str:
+    ranks = cluster.ranks
+    if ranks.colocated:
+        return f"{ranks.train} GPUs that take turns"
+    parts = [f"{ranks.rollout} rollout in engines of {ranks.per_engine}", f"{ranks.train} train"]
+    parts += [f"{ranks.teachers} teachers"] if ranks.teachers else []
+    total = ranks.rollout + ranks.train + (scoring_ranks(cluster) if ranks.teachers else 0)
+    return f"{total} GPUs ({', '.join(parts)})"
+
+
+def _count(number: float) -> str:
+    for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return f"{number:.3g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 10 else f"{value:.3g} s"

@@ -1,0 +1,206 @@
+"""Supervised fine-tuning on the demonstrations of a file: a cold start of the base, or a specialist."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from opd.config import Recipe, SFTConfig
+from opd.data.demonstrations import (
+    Demonstration,
+    Encoded,
+    Sized,
+    Writes,
+    missing_header,
+    read_demonstrations,
+    sized,
+)
+from opd.errors import ConfigError, DataError
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.domains import load_domains, sequence_limit
+from opd.pipelines.stages.loop import Extent, Step, train
+from opd.pipelines.stages.source import Given
+from opd.pipelines.stages.student import Student, model_stops
+from opd.pipelines.stages.supervised import Supervised, supervised_sample
+from opd.progress import doing
+from opd.rollout.prompts import PromptCursor, fraction
+from opd.train.backend import Backend
+from opd.train.terms import CrossEntropyTerm
+from opd.types import Sample
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Rows to learn from, and rows to measure the cross-entropy on."""
+
+    train: list[Demonstration]
+    held_out: list[Demonstration]
+
+
+def split(recipe: Recipe, config: SFTConfig, rows: Sequence[Demonstration]) -> Split:
+    """`rows` by a hash of what they ask; what a domain asks in its evaluation is held out whatever its hash.
+
+    Raises `DataError` if nothing is left to learn from.
+    """
+    evaluated = {prompt.key for domain in load_domains(recipe).values() for prompt in domain.held_out}
+    found = Split([], [])
+    for row in rows:
+        key = row.prompt.key
+        (found.held_out if key in evaluated or fraction(key) < config.held_out else found.train).append(row)
+    if not found.train:
+        raise DataError(
+            f"{config.source}: all {len(rows)} demonstrations are held out; add some, or lower held_out from"
+            f" {config.held_out:g}."
+        )
+    found.held_out.sort(key=lambda row: row.prompt.key)
+    del found.held_out[recipe.evaluation.prompts_per_domain :]
+    return found
+
+
+def length_limit(recipe: Recipe, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:
+    """Tokens of a demonstration, and what says so. Raises `ConfigError` for more than the model can read."""
+    if config.max_length is None:
+        return sequence_limit(recipe, tokenizer, recipe.rollout.max_sequence, "rollout.max_sequence")
+    limit, why = sequence_limit(recipe, tokenizer, config.max_length, "max_length")
+    if limit < config.max_length:
+        raise ConfigError(f"max_length {config.max_length} of `sft` is more than {why} {limit}; lower it.")
+    return limit, why
+
+
+def written_by(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Writes:
+    """How demonstrations become tokens of the student's."""
+    stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
+    return Writes(tokenizer, recipe.model.chat_template_kwargs, stops)
+
+
+def refuse_template(rows: Sequence[Demonstration], writes: Writes) -> None:
+    """Raise `DataError` for messages and a tokenizer whose chat template cannot write them as they will be
+    asked: there is none, or none that says where the model begins.
+    """
+    if all(row.messages is None for row in rows):
+        return
+    if not writes.tokenizer.chat_template:
+        raise DataError(
+            "demonstrations are messages, but the tokenizer has no chat template; set model.chat_template to"
+            " a file or a folder that has one, or give `prompt` and `completion` as texts."
+        )
+    header = missing_header(writes.tokenizer, writes.template)
+    if header is not None:
+        raise DataError(
+            f"the chat template has no generation prompt: a prompt ends before {header!r}, which the model"
+            " would have to write; give model.chat_template one that heeds add_generation_prompt."
+        )
+
+
+def fine_tune(
+    context: StageContext, config: SFTConfig, start: Path, out: Path, domain: str | None = None
+) -> dict[str, Any]:
+    """Train the model in `start` on the demonstrations of `config`, write it to `out`, return the result
+    numbers. `domain`: whose rows are taken; `None` takes all.
+
+    Raises `DataError` for demonstrations that cannot be read or written as tokens.
+    """
+    recipe = context.recipe
+    # Cross-entropy is of the model's own distribution, whatever temperature answers are sampled at.
+    plain = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"temperature": 1.0})})
+    student = Student.open(
+        replace(context, recipe=plain), start, config.optim, config.batch, [CrossEntropyTerm()]
+    )
+    rows = split(recipe, config, read_demonstrations(config.source, domain))
+    writes, (limit, why) = (
+        written_by(recipe, student.tokenizer),
+        length_limit(recipe, config, student.tokenizer),
+    )
+    refuse_template([*rows.train, *rows.held_out], writes)
+    with doing("encoding demonstrations"):
+        learnt, held_out = (
+            sized(part, writes, limit, config.too_long, why) for part in (rows.train, rows.held_out)
+        )
+    if told := learnt.sentence(limit, why):
+        _log.info("%s: %s", context.stage, told)
+    if not learnt.rows:
+        raise DataError(f"{config.source}: no demonstration is left to learn from; {told}.")
+    algorithm = FineTuning(config, student.backend, context.stage, held_out)
+    source = Given(_batches(recipe, config, context.stage, learnt), student.backend)
+    steps = config.steps or math.ceil(config.epochs * len(learnt.rows) / config.batch_size)
+    algorithm.steps = steps
+    result = train(context, algorithm, source, student.backend, Extent(steps=steps), config.checkpoint_every)
+    result |= {
+        "demonstrations": len(learnt.rows),
+        "held_out": len(held_out.rows),
+        "left_out": len(learnt.dropped),
+        "cut": len(learnt.cut),
+        **algorithm.measure(result["steps"]),
+    }
+    exported = {"digest": student.export(out, context.card(result))}
+    return result | exported | {"stop_ids": list(student.sampling.stop_ids)}
+
+
+def _batches(recipe: Recipe, config: SFTConfig, stage: str, learnt: Sized) -> Any:
+    cursor = PromptCursor(learnt.rows, recipe.seed, f"{stage}/sft")
+
+    def make(index: int) -> list[Sample]:
+        first = index * config.batch_size
+        rows = cursor.take(first, config.batch_size)
+        return [_sample(f"{stage}/{first + i}", row, encoded) for i, (row, encoded) in enumerate(rows)]
+
+    return make
+
+
+def _sample(uid: str, row: Demonstration, encoded: Encoded) -> Sample:
+    return supervised_sample(uid, row.prompt.domain, encoded.prompt_ids, encoded.response_ids, encoded.mask)
+
+
+class FineTuning(Supervised):
+    """Cross-entropy on demonstrations, measured on those that are held out.
+
+    Args:
+        config: How it is learnt.
+        backend: Who trains.
+        stage: Names the samples.
+        held_out: What is measured.
+    """
+
+    steps = 0
+    """Of the stage, set once they are known."""
+
+    def __init__(self, config: SFTConfig, backend: Backend, stage: str, held_out: Sized) -> None:
+        super().__init__(config.optim)
+        self._every, self._backend = config.evaluate_every, backend
+        self._held_out = [
+            _sample(f"{stage}/held_out/{i}", row, encoded) for i, (row, encoded) in enumerate(held_out.rows)
+        ]
+        self._measured: tuple[int, dict[str, float]] = (-1, {})
+
+    def tokens(self, samples: Any) -> int:
+        return 0  # the student has written none
+
+    def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
+        done = step.index + 1
+        if done != self.steps and not (self._every and done % self._every == 0):
+            return {}
+        with step.timer("evaluate"):
+            return self.measure(done)
+
+    def measure(self, version: int) -> dict[str, float]:
+        """Cross-entropy a token on what is held out, of the weights as they are now, which are of `version`;
+        nothing if nothing is.
+        """
+        if self._held_out and self._measured[0] != version:
+            found = self._backend.logprobs(self._held_out)
+            counted = [
+                logprobs[sample.loss_mask].astype(np.float64)
+                for logprobs, sample in zip(found, self._held_out, strict=True)
+            ]
+            tokens = sum(map(len, counted))
+            self._measured = (version, {"held_out/ce": -float(sum(map(np.sum, counted))) / tokens})
+        return self._measured[1]

@@ -1,0 +1,549 @@
+"""One log of frames, for whoever must not lose what it acknowledged: the token log, the trajectories' table.
+
+    000000000007.wal         frames, appended; opening the log begins a new one
+    000000000007.snapshot    in the place of every file up to that number
+
+A frame is a kind, a number and a payload of the owner's, checked. What a crash leaves of a write is dropped;
+what had been durable and is broken is damage, named with file and byte. Here: the bytes, which files make up
+a log, the calls of the system, and reading, which any process may do at any time. One process writes
+(`framed_log_writer.py`).
+
+File header, 64 bytes: magic (8), format (4), kind (4: 0 segment, 1 snapshot), identity of the log (16),
+sequence (8), first LSN (8), time of writing (8, for people), reserved (4), CRC-32 of the 60 bytes before (4).
+
+Frame header, 40 bytes: magic (4), kind (2), reserved (2), payload bytes (4), count (4: the owner's, such as
+tokens), LSN (8), durable LSN (8), checksum of the payload (4), checksum of the 36 bytes before (4). These are
+the lower half of XXH3-64, and in files of format 1 CRC-32; both begin with the CRC-32 of the log's identity,
+so that a frame of another log never fits. All little-endian, all lengths multiples of 8.
+
+The log sequence number (LSN) counts frames and grows by one. A frame's durable LSN says which frames were
+known to be on the disk when it was written: if a later frame proves that a broken one was, the bytes were
+damaged; if not, they are what a crash may leave of a write, and the log ends before them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import struct
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+from zlib import crc32
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from opd.errors import RunFolderError, StorageError
+from opd.foreign import decoding
+from opd.storage.files import FileLock, MappedFile, fsync_folder, open_plain, read_plain
+
+FORMAT = 2
+FILE_MAGIC = b"OPDWAL\r\n"
+FRAME_MAGIC = 0xF57A_0D1E
+FRAME_BYTES = 40
+HEADER_BYTES = 64
+MAX_LSN = 1 << 62
+"""Of a file's first frame: no log comes near it, and what follows still has a number."""
+MAX_PAYLOAD = (1 << 32) - 8
+END = 5
+"""The kind of a frame that nothing follows in its file: the log was closed, or the snapshot is complete. All
+other kinds are the owner's.
+"""
+
+_FILE = struct.Struct("<8sII16sQQdI")
+_FRAME = struct.Struct("<IHHIIQQI")
+_CRC = struct.Struct("<I")
+_MAGIC_BYTES = _CRC.pack(FRAME_MAGIC)
+
+
+class Frame(NamedTuple):
+    """Where a whole, checked frame lies in its file."""
+
+    kind: int
+    count: int
+    lsn: int
+    durable: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """The first 64 bytes of a segment or a snapshot."""
+
+    sequence: int
+    first_lsn: int
+    """LSN of a segment's first frame. The frames of a snapshot count from 0; the log goes on with this."""
+    log_id: bytes
+    is_snapshot: bool = False
+    written_at: float = 0.0
+    """Seconds since 1970 by the writer's clock; nothing depends on it."""
+    format: int = FORMAT
+
+    def encode(self) -> bytes:
+        head = _FILE.pack(
+            FILE_MAGIC,
+            self.format,
+            int(self.is_snapshot),
+            self.log_id,
+            self.sequence,
+            self.first_lsn,
+            self.written_at,
+            0,
+        )
+        return head + _CRC.pack(crc32(head))
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> FileHeader | None:
+        """The header at the start of `data`, of whatever format; `None` if the bytes are not one."""
+        head = bytes(data[: _FILE.size])
+        if len(data) < HEADER_BYTES or _CRC.unpack_from(data, _FILE.size)[0] != crc32(head):
+            return None
+        magic, version, kind, log_id, sequence, first_lsn, written_at, _ = _FILE.unpack(head)
+        if magic != FILE_MAGIC or first_lsn > MAX_LSN or not version:
+            return None
+        return cls(sequence, first_lsn, log_id, bool(kind), written_at, version)
+
+
+def _digest(data: bytes | memoryview, salt: int) -> int:
+    return xxh3_64_intdigest(data, salt) & 0xFFFF_FFFF
+
+
+_DIGESTS: dict[int, Callable[[bytes | memoryview, int], int]] = {1: crc32, FORMAT: _digest}
+
+
+def salt_of(log_id: bytes) -> int:
+    """Where every checksum of a log's frames starts from."""
+    return crc32(log_id)
+
+
+def frame_header(kind: int, payload: Sequence, count: int, lsn: int, durable: int, salt: int) -> bytes:
+    """The 40 bytes before `payload`, given as objects of bytes that are written one after another."""
+    if len(payload) == 1:
+        (data,) = payload
+        length, checksum = len(data), xxh3_64_intdigest(data, salt) & 0xFFFF_FFFF
+    else:
+        digest, length = xxh3_64(seed=salt), 0
+        for part in payload:
+            digest.update(part)
+            length += len(part)
+        checksum = digest.intdigest() & 0xFFFF_FFFF
+    head = _FRAME.pack(FRAME_MAGIC, kind, 0, length, count, lsn, durable, checksum)
+    return head + _CRC.pack(xxh3_64_intdigest(head, salt) & 0xFFFF_FFFF)
+
+
+def scan(data: memoryview, start: int, first_lsn: int, header: FileHeader) -> Iterator[Frame]:
+    """Every frame of a file with `header` from `start` on, in order, up to the first one that is cut, broken
+    or out of sequence.
+    """
+    unpack, unpack_crc, lsn, size = _FRAME.unpack_from, _CRC.unpack_from, first_lsn, len(data)
+    salt, digest = salt_of(header.log_id), _DIGESTS[header.format]
+    while start + FRAME_BYTES <= size:
+        magic, kind, _, length, count, found, durable, checksum = unpack(data, start)
+        payload = start + FRAME_BYTES
+        end = payload + length
+        if (
+            magic != FRAME_MAGIC
+            or found != lsn
+            or durable > lsn
+            or end > size
+            or unpack_crc(data, payload - 4)[0] != digest(data[start : payload - 4], salt)
+            or checksum != digest(data[payload:end], salt)
+        ):
+            return
+        yield Frame(kind, count, lsn, durable, start, end)
+        start, lsn = end, lsn + 1
+
+
+class Beyond(NamedTuple):
+    """What lies after the place where a log's frames stop making sense."""
+
+    frames: int
+    """Whole frames with later sequence numbers."""
+    proves_loss: bool
+    """One of them says that the frame missing at that place had reached the disk."""
+
+
+def look_beyond(data: memoryview, offset: int, lsn: int, header: FileHeader) -> Beyond:
+    """Look for whole frames after `offset`, where the frame numbered `lsn` was expected and not found."""
+    rest, salt, digest = bytes(data[offset:]), salt_of(header.log_id), _DIGESTS[header.format]
+    frames, proves, at = 0, False, rest.find(_MAGIC_BYTES)
+    budget = 4 * len(rest)  # heads made to name the same payload again and again: that is damage
+    while at >= 0:
+        step = 4
+        if at + FRAME_BYTES <= len(rest):
+            _, _, _, length, _, found, _, _ = _FRAME.unpack_from(rest, at)
+            sealed = _CRC.unpack_from(rest, at + FRAME_BYTES - 4)[0]
+            whole = at + FRAME_BYTES + length <= len(rest)  # of a frame cut short no payload is read
+            if whole and sealed == digest(rest[at : at + FRAME_BYTES - 4], salt):
+                budget -= FRAME_BYTES + length
+            if budget < 0:
+                return Beyond(frames, True)
+            frame = next(scan(memoryview(rest), at, found, header), None)
+            if frame is not None and found > lsn:
+                frames += 1
+                proves = proves or frame.durable >= lsn
+                step = frame.end - frame.start
+        at = rest.find(_MAGIC_BYTES, at + step)
+    return Beyond(frames, proves)
+
+
+class LogIO:
+    """The real one: files of the operating system. Every method raises `OSError` as the system does."""
+
+    def lock(self, path: Path) -> FileLock:
+        """Become the only writer, or raise `StorageError` naming the process that is."""
+        lock = FileLock(path)
+        try:
+            lock.acquire()
+        except RunFolderError as error:
+            raise StorageError(f"{error}; a log has one writer at a time") from None
+        return lock
+
+    def names(self, folder: Path) -> list[str]:
+        """The names of the files in `folder`, in no order."""
+        return os.listdir(folder)
+
+    def make_folder(self, folder: Path) -> None:
+        """Make `folder` and its parents, if they are not there, and flush their names."""
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            fsync_folder(path.parent)
+
+    def read(self, path: Path) -> memoryview:
+        """A copy of the bytes of a file as they are now. Its writer may change its size meanwhile."""
+        return memoryview(read_plain(path))
+
+    def map(self, path: Path) -> memoryview:
+        """The bytes of a file whose size does not change any more, in pages that all processes share. Of a
+        file that its writer cuts, the bytes that are gone would end the process with SIGBUS.
+        """
+        descriptor = open_plain(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size == 0:
+                return memoryview(b"")
+            mapped = MappedFile(descriptor, size, shared=True)
+            if not mapped.load():
+                raise OSError(errno.EIO, "the disk cannot read all of it", str(path))
+            return np.asarray(mapped).data
+        finally:
+            os.close(descriptor)
+
+    def create(self, path: Path) -> int:
+        """Open a new, empty file for appending; what a dead writer left under that name is emptied."""
+        return open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def append(self, file: int, buffers: list) -> None:
+        """Write all of `buffers`, at most 1,024 objects of bytes, one after another behind what was appended
+        before.
+        """
+        missing = sum([len(part) for part in buffers]) - os.writev(file, buffers)
+        if missing:
+            rest = memoryview(b"".join(buffers))[-missing:]
+            while rest:
+                rest = rest[os.write(file, rest) :]
+
+    def reserve(self, file: int, start: int, count: int) -> None:
+        """Put zeros behind what was appended, from byte `start` on. Appending goes over them, and then a sync
+        has neither a new size nor new blocks of the file to write.
+        """
+        while count:
+            written = os.pwrite(file, bytes(count), start)
+            start, count = start + written, count - written
+
+    def cut(self, file: int, size: int) -> None:
+        """Give back what was reserved and not used: the file ends after `size` bytes."""
+        os.ftruncate(file, size)
+
+    def sync(self, file: int) -> None:
+        """Return when everything appended is on the disk."""
+        os.fdatasync(file)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        os.unlink(path)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Return when every rename and removal in `folder` is on the disk."""
+        fsync_folder(folder)
+
+    def clock(self) -> float:
+        """Seconds since 1970, for people to read; nothing depends on it."""
+        return time.time()
+
+
+TEMPORARY = ".tmp"
+_NAME = re.compile(r"(\d{12})\.(wal|snapshot)")
+
+
+class LogFile(NamedTuple):
+    """One file of a log whose header has been checked."""
+
+    path: Path
+    data: memoryview
+    header: FileHeader
+
+
+@dataclass(slots=True)
+class Layout:
+    """The files of a log in the order in which they are read."""
+
+    files: list[LogFile]
+    obsolete: list[str]
+    """Unfinished files, and those that the newest snapshot replaces."""
+    last_sequence: int
+    """The highest number of any file; 0 in an empty folder."""
+    damage: str | None = None
+    """One sentence on the first file that does not belong; it and those after it are not in `files`."""
+
+
+def file_name(sequence: int, *, snapshot: bool = False) -> str:
+    """`000000000007.wal`, or `.snapshot` for one that replaces every segment up to that one."""
+    return f"{sequence:012d}.{'snapshot' if snapshot else 'wal'}"
+
+
+def read_layout(folder: Path, io: LogIO) -> Layout:
+    """Find and open the files of the log in `folder`. Raises `StorageError` if one is of a newer format."""
+    names = sorted(io.names(folder))
+    matches = [match for match in map(_NAME.fullmatch, names) if match]
+    snapshots = [int(match[1]) for match in matches if match[2] == "snapshot"]
+    base = max(snapshots, default=0)
+    segments = [int(match[1]) for match in matches if match[2] == "wal" and int(match[1]) > base]
+    kept = [file_name(base, snapshot=True)] if snapshots else []
+    kept += [file_name(sequence) for sequence in segments]
+    last_segment = file_name(segments[-1]) if segments else None  # a writer may be at work in it
+    unfinished = [
+        name for name in names if name.endswith(TEMPORARY) and _NAME.fullmatch(name.removesuffix(TEMPORARY))
+    ]
+    obsolete = [match[0] for match in matches if match[0] not in kept] + unfinished
+    layout = Layout([], obsolete, max((int(match[1]) for match in matches), default=0))
+    sequence = base
+    for name in kept:
+        path = folder / name
+        data = io.read(path) if name == last_segment else io.map(path)
+        header = FileHeader.decode(data)
+        fault = _fault(path, header, sequence, layout)
+        if fault or header is None:
+            layout.damage = f"{path} at byte 0: {fault}"
+            break
+        sequence = header.sequence
+        layout.files.append(LogFile(path, data, header))
+    return layout
+
+
+def _fault(path: Path, header: FileHeader | None, sequence: int, layout: Layout) -> str | None:
+    """Why a file does not continue the log whose last file has the number `sequence`."""
+    if header is None:
+        return "the file's header is damaged"
+    if header.format > FORMAT:
+        raise StorageError(
+            f"{path} was written in format {header.format} by a newer version, and this one reads up to"
+            f" format {FORMAT}; upgrade opd to use it"
+        )
+    own_name = file_name(header.sequence, snapshot=header.is_snapshot)
+    if path.name != own_name:
+        return f"the file's header says that it is {own_name}"
+    if layout.files and layout.files[0].header.log_id != header.log_id:
+        return "the file belongs to another log"
+    if not header.is_snapshot and header.sequence != sequence + 1:
+        return f"{file_name(sequence + 1)}, which comes before it, is missing"
+    return None
+
+
+_ATTEMPTS = 20
+
+
+@dataclass(slots=True)
+class FrameReport:
+    """What was found on reading a log."""
+
+    folder: str
+    files: list[str] = field(default_factory=list)
+    """The files read, oldest first."""
+    stored_bytes: int = 0
+    frames: int = 0
+    clean: bool = True
+    """The last writer closed the log; False after a crash, or while a writer is at work."""
+    cut_file: str | None = None
+    """The file that ends in the middle of a write. What is cut off was not known to be on the disk."""
+    cut_offset: int = 0
+    cut_bytes: int = 0
+    cut_frames: int = 0
+    """Whole frames after the cut: a power cut may keep later writes without earlier ones."""
+    damage: str | None = None
+    """One sentence: where bytes that had been durable are broken or missing. Nothing after them is used."""
+
+
+class Replay(Protocol):
+    """What the frames of a log are given to, to be brought to where it was when they were written."""
+
+    @property
+    def report(self) -> FrameReport: ...
+
+    def take(self, frame: Frame, payload: memoryview) -> None:
+        """The next frame. What makes no sense raises `ValueError`, as `foreign.decoding` takes it."""
+        ...
+
+    def end_file(self) -> None:
+        """The frames of one file have been given."""
+        ...
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What a writer needs to go on with a log."""
+
+    report: FrameReport
+    log_id: bytes | None = None
+    last_sequence: int = 0
+    """The highest number of any file; the next segment's is one more."""
+    durable_lsn: int = 0
+    """Frames up to this one are proven to be on the disk; the first frame of a log has number 1."""
+    tail: bytes = b""
+    """The frames after `durable_lsn` as they lie in the last file."""
+    tail_frames: int = 0
+    outdated: bool = False
+    """The last file is of an older format: its frames do not fit into a new one as they are."""
+    obsolete: list[str] = field(default_factory=list)
+    """Unfinished files, and those that the newest snapshot replaces."""
+
+    @property
+    def next_lsn(self) -> int:
+        return self.durable_lsn + 1 + self.tail_frames
+
+
+R = TypeVar("R", bound=Replay)
+
+
+def recover(folder: Path, io: LogIO, replay: Replay) -> Recovered:
+    """Read the log in `folder`. Raises `StorageError` if a file is of a newer format or a payload makes no
+    sense, and `OSError` as the system does. Damage is not an error here: it is in the report, and reading
+    ends before it.
+    """
+    layout = read_layout(folder, io)
+    found = Recovered(replay.report, obsolete=layout.obsolete, last_sequence=layout.last_sequence)
+    report = found.report
+    for file, following in zip_longest(layout.files, layout.files[1:]):
+        limit = None if following is None else following.header.first_lsn
+        _read_file(file, limit, found, replay)
+        if report.damage:
+            break
+    report.damage = report.damage or layout.damage
+    report.clean = report.clean and report.damage is None
+    return found
+
+
+def read_beside_writer(
+    folder: str | os.PathLike[str], io: LogIO, begin: Callable[[], R]
+) -> tuple[R, Recovered]:
+    """Read the log in `folder` while another process may write it; `begin` makes what frames are given to.
+    Damage is in the report. Raises `StorageError` if there is no log, it is of a newer format, or its files
+    cannot be read.
+    """
+    place, told = Path(folder), None
+    for attempt in range(_ATTEMPTS):
+        last, replay = attempt == _ATTEMPTS - 1, begin()
+        try:
+            before = sorted(io.names(place))
+            found = recover(place, io, replay)
+        except StorageError:
+            raise
+        except FileNotFoundError as error:  # its writer has just put a snapshot in the place of this file
+            if last or not place.is_dir():
+                raise StorageError(
+                    f"there is no log in {place} ({error.strerror}); check the path"
+                ) from error
+            continue
+        except OSError as error:
+            raise StorageError(f"the log in {place} cannot be read ({error.strerror or error})") from error
+        # A frame may become whole while the bytes after it are looked at: damage is what stays.
+        damage = found.report.damage
+        if damage is None or (damage == told and before == sorted(io.names(place))):
+            break
+        told = damage
+    if not found.report.files and found.report.damage is None:
+        raise StorageError(f"there is no log in {place}; check the path")
+    return replay, found  # pyright: ignore[reportPossiblyUnbound, reportReturnType] - one attempt at least
+
+
+def _read_file(file: LogFile, limit: int | None, found: Recovered, replay: Replay) -> None:
+    """Take in one file, up to the frame with which the file after it begins."""
+    header, report = file.header, found.report
+    report.files.append(file.path.name)
+    report.stored_bytes += len(file.data)
+    first = 0 if header.is_snapshot else header.first_lsn
+    until = None if header.is_snapshot else limit
+    starts, durable, ended = array("Q"), 0, False
+    end = HEADER_BYTES
+    with decoding(lambda cause: _no_log(file, starts[-1], cause)):
+        for frame in scan(file.data, HEADER_BYTES, first, header):
+            ended, end, durable = frame.kind == END, frame.end, max(durable, frame.durable)
+            starts.append(frame.start)
+            if until is None or frame.lsn < until:
+                report.frames += not ended
+                if not ended:
+                    replay.take(frame, file.data[frame.start + FRAME_BYTES : end])
+        replay.end_file()
+    content = len(starts) - ended
+    found.log_id, found.durable_lsn = header.log_id, header.first_lsn - 1
+    if header.is_snapshot:
+        if not ended or end != len(file.data):
+            report.damage = f"{file.path} at byte {end}: the snapshot is damaged"
+        elif limit not in (None, header.first_lsn):
+            report.damage = f"{file.path}: the segment after it does not continue it"
+        report.clean = ended
+    elif limit is None:
+        report.clean = ended
+        _judge_end(file, end, first + len(starts), ended, found)
+        found.durable_lsn = max(found.durable_lsn, durable)
+        stop = starts[content] if ended else end
+        _keep_tail(file, starts[:content], stop, found)
+    elif first + content < limit:
+        report.damage = f"{file.path} at byte {end}: frame {first + len(starts)} is damaged or missing"
+
+
+def _no_log(file: LogFile, start: int, cause: str) -> StorageError:
+    return StorageError(
+        f"{file.path} at byte {start}: up to here it holds what no log does ({cause}); restore the"
+        " file from a copy"
+    )
+
+
+def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: Recovered) -> None:
+    """Say whether the bytes after the last whole frame of the last file are a write cut short, or damage.
+    Zeros at the end are neither: they were reserved.
+    """
+    rest = len(bytes(file.data[end:]).rstrip(b"\0"))
+    if rest == 0:
+        return
+    report = found.report
+    beyond = look_beyond(file.data, end, lsn, file.header)
+    if ended:
+        report.damage = f"{file.path} at byte {end}: {rest} bytes follow the end of the log"
+    elif beyond.proves_loss:
+        report.damage = f"{file.path} at byte {end}: frame {lsn} is damaged, and it had been written out"
+    else:
+        report.cut_file, report.cut_offset = file.path.name, end
+        report.cut_bytes, report.cut_frames = rest, beyond.frames
+
+
+def _keep_tail(file: LogFile, starts: array[int], stop: int, found: Recovered) -> None:
+    """Keep the frames not proven to be on the disk; `starts` is where each lies, `stop` their end."""
+    found.outdated = file.header.format < FORMAT
+    first = found.durable_lsn + 1 - file.header.first_lsn
+    if first < len(starts):
+        found.tail = bytes(file.data[starts[first] : stop])
+        found.tail_frames = len(starts) - first

@@ -1,0 +1,456 @@
+"""The one writer of a log: frames go to its end, and one place knows which of them are on the disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+from opd.errors import StorageError
+from opd.storage.framed_log import (
+    END,
+    FRAME_BYTES,
+    HEADER_BYTES,
+    TEMPORARY,
+    FileHeader,
+    LogIO,
+    Recovered,
+    file_name,
+    frame_header,
+    salt_of,
+)
+
+SyncPolicy = Literal["always", "interval", "os"]
+_SMALLEST_SEGMENT = 512
+_SMALL_FILES = 16
+"""More files than this, if they are mostly small, are put together when a log is opened."""
+
+
+class Content(NamedTuple):
+    """One frame of a snapshot: `payload` is objects of bytes that are written one after another."""
+
+    kind: int
+    payload: list
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LogPolicy:
+    """When a log waits for the disk; see `TokenWAL` for what each `fsync` promises."""
+
+    fsync: SyncPolicy
+    interval_seconds: float = 0.2
+    """For `"interval"`."""
+    segment_bytes: int = 64 << 20
+    """About the most bytes of one file."""
+    reserve: bool = False
+    """Put zeros ahead of the frames, which pays where every commit waits for the disk."""
+
+    def __post_init__(self) -> None:
+        if self.fsync not in ("always", "interval", "os"):
+            raise StorageError(f"fsync={self.fsync!r} is not a policy of the log; use always, interval or os")
+
+
+class WriteGuard:
+    """When something may be written, and why not: after the first failure every write is refused.
+
+    Used as a context from the first byte written until memory agrees: whatever breaks that off ends the log.
+    """
+
+    def __init__(self, what: str) -> None:
+        """`what` is written: "the log in FOLDER"."""
+        self._what = what
+        self._process = os.getpid()
+        self._failure: str | None = None
+        self._told = False
+        self._busy = False
+        self._closed = False
+
+    @property
+    def intact(self) -> bool:
+        """Nothing has failed, and this is the process that opened the log."""
+        return self._failure is None and os.getpid() == self._process
+
+    @property
+    def untold(self) -> bool:
+        """Something failed in the background, and no call has said so yet."""
+        return self._failure is not None and not self._told
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Refuse every further write."""
+        self._closed = True
+
+    def check(self) -> None:
+        """Raise `StorageError` after a failure, after `close`, in a forked child, or inside another write."""
+        if self._failure is not None:
+            self._told = True
+            raise StorageError(self._failure)
+        if self._closed:
+            raise StorageError(f"{self._what} has been shut down; open it again")
+        if self._busy:
+            raise StorageError(
+                f"{self._what} was called in the middle of a write, as from a signal handler;"
+                " set a flag there and call it later"
+            )
+        if os.getpid() != self._process:
+            raise StorageError(
+                f"{self._what} belongs to process {self._process}; a forked child cannot write to it"
+            )
+
+    def __enter__(self) -> None:
+        """Begin a write."""
+        self._busy = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End a write: memory agrees with the file, or nothing is written again."""
+        self._busy = False
+        if isinstance(error, OSError):
+            self._told = True
+            raise StorageError(self._fail(error)) from error
+        if kind is not None:
+            self._failure = f"a write to {self._what} was broken off by {kind.__name__}; open it again"
+
+    def in_background(self, sync: Callable[[], None]) -> None:
+        """Run `sync`; a failure is told by the next write."""
+        if self._failure is None:
+            try:
+                sync()
+            except OSError as error:
+                self._fail(error)
+
+    def _fail(self, error: OSError) -> str:
+        self._failure = (
+            f"{self._what} could not be written ({error.strerror or error}) and takes nothing more; mend that"
+            " and open it again: what was acknowledged is kept"
+        )
+        return self._failure
+
+
+class Syncer:
+    """Calls `sync` at most every `interval` seconds while there is something to do, until stopped.
+
+    Waiting is by the monotonic clock: setting the machine's time changes nothing.
+    """
+
+    def __init__(self, sync: Callable[[], None], interval: float) -> None:
+        self._sync = sync
+        self._interval = interval
+        self._work = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="opd-wal-sync", daemon=True)
+        self._thread.start()
+
+    def notify(self) -> None:
+        """Something was written."""
+        if not self._work.is_set():
+            self._work.set()
+
+    def stop(self) -> None:
+        """Let a sync under way end, then end the thread; does not sync by itself."""
+        self._stopped.set()
+        self._work.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._work.wait()
+            if self._stopped.wait(self._interval):
+                return
+            self._work.clear()  # before the sync: a write during it asks for another one
+            self._sync()
+
+
+RESERVE = 1 << 20
+"""Bytes of zeros put ahead of the frames of a log that waits for the disk: a sync then has no new size and no
+new blocks of the file to write, which takes a quarter of its time away or more.
+"""
+
+
+def _write_file(folder: Path, header: FileHeader, content: Iterable[list], io: LogIO) -> int:
+    """Write a whole file durably, then give it its name durably; returns it open for appending. `content`
+    gives lists of buffers, which are written one list after another.
+
+    A crash leaves a temporary file or the whole one: a file with a final name always has its header.
+    """
+    name = file_name(header.sequence, snapshot=header.is_snapshot)
+    path, temporary = folder / name, folder / (name + TEMPORARY)
+    file = io.create(temporary)
+    try:
+        io.append(file, [header.encode()])
+        for buffers in content:
+            io.append(file, buffers)
+        io.sync(file)
+        io.rename(temporary, path)
+        io.sync_folder(folder)
+    except BaseException:
+        io.close(file)
+        raise
+    return file
+
+
+def _write_snapshot(folder: Path, header: FileHeader, contents: Iterable[Content], io: LogIO) -> int:
+    """Write `contents` durably under the name of `header` and return the file's size. `header.first_lsn` is
+    the number with which the log goes on.
+    """
+    size, salt = HEADER_BYTES, salt_of(header.log_id)
+
+    def frames() -> Iterator[list]:
+        nonlocal size
+        for lsn, (kind, payload, count) in enumerate(chain(contents, [Content(END, [])])):
+            frame = [frame_header(kind, payload, count, lsn, 0, salt), *payload]
+            size += sum(len(part) for part in frame)
+            yield frame
+
+    io.close(_write_file(folder, header, frames(), io))
+    return size
+
+
+class Segment:
+    """One open file of a log. `append` has one caller at a time; `sync` may be called beside it."""
+
+    def __init__(
+        self, folder: Path, header: FileHeader, tail: bytes, tail_frames: int, io: LogIO, limit: int = 0
+    ) -> None:
+        """Begin a segment with the frames of `tail`, which no other file is known to hold durably. Space is
+        reserved ahead of the frames, up to `limit` bytes of the file.
+        """
+        self._io = io
+        self._limit = limit
+        self._salt = salt_of(header.log_id)
+        self._sync_lock = threading.Lock()
+        self.sequence = header.sequence
+        self._file: int | None = _write_file(folder, header, [[tail]] if tail else [], io)
+        self.next_lsn = header.first_lsn + tail_frames
+        self.durable_lsn = self.next_lsn - 1
+        self.size = self._reserved = HEADER_BYTES + len(tail)
+
+    @property
+    def dirty(self) -> bool:
+        """Something was appended that is not known to be on the disk."""
+        return self.next_lsn - 1 > self.durable_lsn
+
+    def append(self, kind: int, payload: bytes, count: int) -> None:
+        """Write one frame."""
+        head = frame_header(kind, (payload,), count, self.next_lsn, self.durable_lsn, self._salt)
+        self._write([head, payload], FRAME_BYTES + len(payload))
+        self.next_lsn += 1
+
+    def append_all(self, kind: int, payloads: list[bytes]) -> None:
+        """Write one frame for each payload, all at once."""
+        lsn, durable, salt = self.next_lsn, self.durable_lsn, self._salt
+        parts: list[bytes] = []
+        for number, payload in enumerate(payloads, start=lsn):
+            parts += (frame_header(kind, (payload,), 0, number, durable, salt), payload)
+        data = b"".join(parts)
+        self._write([data], len(data))
+        self.next_lsn += len(payloads)
+
+    def _write(self, buffers: list, length: int) -> None:
+        assert self._file is not None
+        size = self.size + length
+        if self._reserved < size <= self._limit:
+            self._reserve(size)
+        self._io.append(self._file, buffers)
+        self.size = size
+
+    def _reserve(self, size: int) -> None:
+        """Reserve for the frames up to `size` and for more. Where there is no room the file just grows: the
+        append says so if it has none either.
+        """
+        assert self._file is not None
+        end = min(size + RESERVE, self._limit)
+        try:
+            self._io.reserve(self._file, self._reserved, end - self._reserved)
+            self._reserved = end
+        except OSError:
+            self._limit = 0
+
+    def trim(self) -> None:
+        """Give back what was reserved and not used."""
+        with self._sync_lock:
+            if self._file is not None and self._reserved > self.size:
+                self._io.cut(self._file, self.size)
+            self._reserved = self._limit = 0
+
+    def sync(self) -> None:
+        """Return when every frame appended before the call is on the disk."""
+        with self._sync_lock:
+            written = self.next_lsn - 1
+            if self._file is not None and written > self.durable_lsn:
+                self._io.sync(self._file)
+                self.durable_lsn = written
+
+    def close(self) -> None:
+        """Close the file, as it is; safe to call twice."""
+        with self._sync_lock:
+            if self._file is not None:
+                file, self._file = self._file, None
+                self._io.close(file)
+
+
+class FramedLog:
+    """Appends frames, begins a new segment when one is full, and puts a snapshot in the place of old ones.
+
+    No file is changed once another follows it, and none is ever cut: opening a log begins a new segment,
+    whose header says where the one before it ends. One thread at a time; `sync` may be called beside it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        found: Recovered,
+        policy: LogPolicy,
+        guard: WriteGuard,
+        io: LogIO,
+        contents: Callable[[], Iterable[Content]],
+    ) -> None:
+        """Continue what `recover` found. What may not be on the disk yet is written again, into the new
+        segment: after a failed sync, the system's cache shows bytes that the disk does not have. `contents`:
+        the frames of a snapshot of what the log says now.
+        """
+        self._folder, self._io, self._policy = folder, io, policy
+        self._contents = contents
+        self._limit = max(policy.segment_bytes, _SMALLEST_SEGMENT)
+        self._reserve = self._limit if policy.reserve else 0
+        self._log_id = found.log_id or os.urandom(16)
+        self._older = list(found.report.files)
+        self._older_bytes = found.report.stored_bytes
+        io.sync_folder(folder)  # the writer before may have died between a rename and its sync
+        self._remove(found.obsolete)
+        if found.report.damage is not None:
+            self._replace(found.last_sequence + 1, found.next_lsn, keep_as=".damaged")
+        elif found.outdated or self._many_small():
+            self._replace(found.last_sequence + 1, found.next_lsn)
+        else:
+            header = self._header(found.last_sequence + 1, found.durable_lsn + 1)
+            self._segment = Segment(folder, header, found.tail, found.tail_frames, io, self._reserve)
+        background = policy.fsync == "interval"
+        self._syncer = (
+            Syncer(lambda: guard.in_background(self.sync), policy.interval_seconds) if background else None
+        )
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the log's files."""
+        return self._older_bytes + self._segment.size
+
+    def append(self, kind: int, payload: bytes, count: int = 0) -> None:
+        """Write one frame, in a new segment if this one is full."""
+        if self._is_full(FRAME_BYTES + len(payload)):
+            self._rotate()
+        self._segment.append(kind, payload, count)
+
+    def commit(self) -> None:
+        """Do what the policy asks for before something is acknowledged."""
+        if self._syncer is not None:
+            self._syncer.notify()
+        elif self._policy.fsync == "always":
+            self._segment.sync()
+
+    def append_all(self, kind: int, payloads: list[bytes]) -> None:
+        """Write one frame for each payload, in as few writes as segments allow."""
+        waiting: list[bytes] = []
+        size = 0
+        for payload in payloads:
+            if waiting and self._segment.size + size + FRAME_BYTES + len(payload) > self._limit:
+                self._append_group(kind, waiting, size)
+                waiting, size = [], 0
+            waiting.append(payload)
+            size += FRAME_BYTES + len(payload)
+        if waiting:
+            self._append_group(kind, waiting, size)
+
+    def _append_group(self, kind: int, payloads: list[bytes], size: int) -> None:
+        if self._is_full(size):
+            self._rotate()
+        self._segment.append_all(kind, payloads)
+
+    def _is_full(self, more: int) -> bool:
+        """Whether `more` bytes are to begin a new segment; an empty one takes whatever comes."""
+        size = self._segment.size
+        return size > HEADER_BYTES and size + more > self._limit
+
+    def sync(self) -> None:
+        """Return when everything appended is on the disk. May be called beside `append`."""
+        self._segment.sync()
+
+    def end(self) -> None:
+        """Make everything durable, then say so in the file."""
+        self._segment.sync()
+        self._segment.trim()
+        self._segment.append(END, b"", 0)
+        self._segment.sync()
+
+    def close(self) -> None:
+        """End the background's work and close the file, as it is."""
+        if self._syncer is not None:
+            self._syncer.stop()
+        self._segment.close()
+
+    def is_wasteful(self, live: int) -> bool:
+        """Whether a snapshot of `live` bytes frees a segment's worth at least, and half of the log."""
+        stored = self.stored_bytes
+        return stored - live >= self._limit and 2 * live <= stored
+
+    def rewrite(self) -> None:
+        """Put a snapshot in the place of every segment written so far."""
+        segment = self._segment
+        self._older.append(file_name(segment.sequence))
+        self._replace(segment.sequence, segment.next_lsn)
+        segment.close()
+
+    def _replace(self, sequence: int, next_lsn: int, keep_as: str | None = None) -> None:
+        """Snapshot first, then the segment that follows it, then the old files go: a crash in between leaves
+        the old files, or the snapshot, whole.
+        """
+        header = self._header(sequence, next_lsn, snapshot=True)
+        size = _write_snapshot(self._folder, header, self._contents(), self._io)
+        self._segment = self._begin(sequence + 1, next_lsn)
+        old, self._older = self._older, [file_name(sequence, snapshot=True)]
+        self._older_bytes = size
+        if keep_as is None:
+            self._remove(old)
+        else:
+            self._set_aside(keep_as, sequence)
+
+    def _set_aside(self, suffix: str, sequence: int) -> None:
+        kept = (file_name(sequence, snapshot=True), file_name(sequence + 1))
+        for name in self._io.names(self._folder):
+            if name.endswith((".wal", ".snapshot")) and name not in kept:
+                self._io.rename(self._folder / name, self._folder / (name + suffix))
+
+    def _rotate(self) -> None:
+        full = self._segment
+        full.sync()
+        full.trim()
+        self._segment = self._begin(full.sequence + 1, full.next_lsn)
+        full.close()
+        self._older.append(file_name(full.sequence))
+        self._older_bytes += full.size
+
+    def _begin(self, sequence: int, next_lsn: int) -> Segment:
+        """A new segment without frames."""
+        return Segment(self._folder, self._header(sequence, next_lsn), b"", 0, self._io, self._reserve)
+
+    def _many_small(self) -> bool:
+        count = len(self._older)
+        return count > _SMALL_FILES and 4 * self._older_bytes < count * self._limit
+
+    def _header(self, sequence: int, first_lsn: int, *, snapshot: bool = False) -> FileHeader:
+        return FileHeader(sequence, first_lsn, self._log_id, snapshot, self._io.clock())
+
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
+            self._io.remove(self._folder / name)

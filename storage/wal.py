@@ -1,0 +1,378 @@
+"""`TokenWAL`, a write-ahead log of tokens, and `read_log`. See `storage/WAL.md` for what it promises."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from opd.errors import StorageError
+from opd.storage.framed_log import (
+    MAX_PAYLOAD,
+    Frame,
+    FrameReport,
+    LogIO,
+    Recovered,
+    read_beside_writer,
+    recover,
+)
+from opd.storage.framed_log_writer import Content, FramedLog, LogPolicy, SyncPolicy, WriteGuard
+from opd.storage.wal_table import (
+    END_OF_REQUEST,
+    MAX_NUMBER,
+    STATUSES,
+    TOKEN,
+    Closing,
+    FrameKind,
+    Opening,
+    RequestTable,
+    StepEncoder,
+    decode_close,
+    decode_open,
+    decode_retire,
+    encode_close,
+    encode_open,
+    encode_retire,
+)
+from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
+
+_TOKENS_AT_ONCE = 1 << 18
+"""Tokens that wait, as views of the file, to be sorted together."""
+
+
+@dataclass(slots=True)
+class LogReport(FrameReport):
+    """What was found on reading a log of tokens."""
+
+    requests: int = 0
+    tokens: int = 0
+    """Tokens of the requests that have not been retired."""
+
+
+class LogReplay:
+    """Brings the table to where it was when the frames were written, one frame after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.table = RequestTable()
+        self.report = LogReport(str(folder))
+        self._tokens: list[memoryview] = []
+        self._waiting = 0
+
+    def take(self, frame: Frame, payload: memoryview) -> None:
+        """See `framed_log.Replay`."""
+        table = self.table
+        if frame.kind == FrameKind.STEP:
+            split = frame.count * TOKEN.itemsize
+            if split > len(payload):
+                raise ValueError(f"{frame.count} tokens in {len(payload)} bytes")
+            self._tokens.append(payload[:split])
+            self._waiting += frame.count
+            if self._waiting >= _TOKENS_AT_ONCE:
+                self._sort()
+            if split < len(payload):
+                for number, code in np.frombuffer(payload[split:], END_OF_REQUEST).tolist():
+                    table.close(Closing(number, STATUSES[code], None))
+        elif frame.kind == FrameKind.OPEN:
+            table.open(decode_open(payload))
+        elif frame.kind == FrameKind.CLOSE:
+            table.close(decode_close(payload))
+        elif frame.kind == FrameKind.RETIRE:
+            self._sort()
+            table.retire(decode_retire(payload))
+
+    def end_file(self) -> None:
+        """See `framed_log.Replay`."""
+        self._sort()
+        self.report.requests = len(self.table)
+        self.report.tokens = int(self.table.lengths.sum())
+
+    def _sort(self) -> None:
+        """Give the tokens that wait to their requests."""
+        if self._tokens:
+            self.table.add_read(np.frombuffer(b"".join(self._tokens), dtype=TOKEN))
+            self._tokens, self._waiting = [], 0
+
+
+class LogContents:
+    """What a log held at one moment: a prefix of what its writer had acknowledged or was about to."""
+
+    def __init__(self, table: RequestTable, report: LogReport) -> None:
+        self._table = table
+        self.report = report
+
+    def uids(self) -> list[str]:
+        """The requests that have not been retired, in the order in which they were opened."""
+        return list(self._table)
+
+    def find(self, uid: str) -> LoggedRequest | None:
+        """What is known of a request; `None` if it is not in the log."""
+        return self._table.find(uid)
+
+    def requests(self) -> dict[str, LoggedRequest]:
+        """Every request that has not been retired, by uid."""
+        return {uid: logged for uid in self._table if (logged := self._table.find(uid)) is not None}
+
+
+def read_log(folder: str | os.PathLike[str], *, io: LogIO | None = None) -> LogContents:
+    """Read the log in `folder`, without a lock: any process may, at any time, also while another one writes.
+    Damage is in the report, not an error. Raises `StorageError` if there is no log, it is of a newer format,
+    or its files cannot be read.
+    """
+    replay, _ = read_beside_writer(folder, io or LogIO(), lambda: LogReplay(Path(folder)))
+    return LogContents(replay.table, replay.report)
+
+
+def recover_log(folder: Path, io: LogIO) -> tuple[LogReplay, Recovered]:
+    """What a writer goes on from; see `framed_log.recover`."""
+    replay = LogReplay(folder)
+    return replay, recover(folder, io, replay)
+
+
+_LOCK = "LOCK"
+_TOKENS_PER_FRAME = 1 << 20
+"""Of a snapshot."""
+
+
+class TokenWAL:
+    """A write-ahead log of tokens, in a folder of its own (`opd.protocols.TokenLog`).
+
+    What a returned call promises, by `fsync`:
+
+    - `"always"`: the bytes are on the disk. Neither the death of the process nor a power cut takes them.
+    - `"interval"`: the bytes are with the operating system and survive any death of the process. A thread
+      syncs them within `interval_seconds` and the time a sync takes; a power cut takes at most what was
+      written since, and always the newest: what remains is a prefix.
+    - `"os"`: as `"interval"`, but synced only when a segment is full, on `retire` that compacts, on `sync()`
+      and on `shutdown()`; a power cut may take everything since.
+
+    One process writes; any number may read (`read_log`). A call that raises because the disk failed has
+    acknowledged nothing, and every later write raises too: open the log anew. Misuse (an unknown request, a
+    position that does not follow on) raises `StorageError` as well, writes nothing and leaves the log usable.
+
+    Requests that have not been retired are held in memory, 24 bytes a token. Methods may be called from
+    several threads; the object does not survive a fork.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        fsync: SyncPolicy = "interval",
+        interval_seconds: float = 0.2,
+        segment_bytes: int = 64 << 20,
+        repair: bool = False,
+        io: LogIO | None = None,
+    ) -> None:
+        """Read what is there, drop a write cut short, and go on in a new segment of at most about
+        `segment_bytes`.
+
+        Raises `StorageError` if another process writes, the folder cannot be written, or durable bytes are
+        damaged; with `repair` the whole requests and tokens before the damage are kept, and the rest is given
+        up.
+        """
+        policy = LogPolicy(fsync, interval_seconds, segment_bytes, reserve=fsync == "always")
+        self.folder = Path(folder)
+        self._io = io or LogIO()
+        self._mutex = threading.RLock()
+        self._guard = WriteGuard(f"the log in {self.folder}")
+        try:
+            self._io.make_folder(self.folder)
+            self._lock = self._io.lock(self.folder / _LOCK)
+            try:
+                self._start(policy, repair)
+            except BaseException:
+                self._lock.release()
+                raise
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(
+                f"the log in {self.folder} cannot be opened for writing ({error.strerror or error}); what it"
+                " holds is kept"
+            ) from error
+
+    def _start(self, policy: LogPolicy, repair: bool) -> None:
+        replay, found = recover_log(self.folder, self._io)
+        if replay.report.damage is not None and not repair:
+            raise StorageError(
+                f"{replay.report.damage}; restore the file, or give up what comes after that place with"
+                f" `opd wal repair {self.folder}`"
+            )
+        self.recovery: LogReport = replay.report
+        """What was found on opening."""
+        self._table = replay.table
+        self._encoder = StepEncoder(self._table)
+        self._files = FramedLog(self.folder, found, policy, self._guard, self._io, self._contents)
+
+    def _contents(self) -> Iterator[Content]:
+        """A snapshot: the requests that have not been retired."""
+        self._table.sort()
+        for uid in self._table:
+            entry = self._table.entry(uid)
+            assert entry is not None
+            yield Content(FrameKind.OPEN, [encode_open(entry.number, entry.request, entry.metadata)])
+            records = entry.records()
+            for first in range(0, len(records), _TOKENS_PER_FRAME):
+                part = records[first : first + _TOKENS_PER_FRAME]
+                yield Content(FrameKind.STEP, [part.view(np.uint8)], len(part))
+            if entry.status is not Status.PENDING:
+                yield Content(FrameKind.CLOSE, [encode_close(entry.number, entry.status, entry.failure)])
+
+    def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
+        """Log a new request. `StorageError` if its uid is in the log already or it has a prefix."""
+        self.open_many([(request, metadata)])
+
+    def open_many(self, requests: Iterable[tuple[RolloutRequest, Mapping[str, Any]]]) -> None:
+        """Log several new requests as one commit: with `always`, one wait for the disk instead of many."""
+        with self._mutex:
+            self._guard.check()
+            openings: list[Opening] = []
+            beside: set[str] = set()
+            for request, metadata in requests:
+                self._check_new(request, beside)
+                beside.add(request.uid)
+                number = self._table.next_number + len(openings)
+                openings.append(Opening(number, _as_opened(request), dict(metadata)))
+            payloads = [encode_open(*opening) for opening in openings]
+            with self._guard:
+                self._files.append_all(FrameKind.OPEN, payloads)
+                self._files.commit()
+                self._encoder.forget()
+                for opening in openings:
+                    self._table.open(opening)
+
+    def append(self, step: Chunk) -> None:
+        """Log one chunk, the tokens and the requests it ended, as one frame and one commit."""
+        with self._mutex:
+            self._guard.check()
+            frame = self._encoder.step(step)
+            records, payload = frame.records, frame.payload
+            if len(payload) > MAX_PAYLOAD:
+                raise StorageError(f"{len(records)} tokens do not fit into one commit; log them in several")
+            if not payload:
+                return
+            with self._guard:
+                self._files.append(FrameKind.STEP, payload, len(records))
+                self._files.commit()
+                self._table.add(records)
+                self._encoder.wrote_step()
+                if frame.closings:
+                    self._encoder.forget()
+                    for closing in frame.closings:
+                        self._table.close(closing)
+
+    def close(self, uid: str, status: Status, reason: str | None = None) -> None:
+        """End a request outside a chunk. The log itself is closed by `shutdown`."""
+        with self._mutex:
+            self._guard.check()
+            if Status(status) is Status.PENDING:
+                raise StorageError(f"request {uid} cannot end as pending; say how it ended")
+            closing = Closing(self._encoder.open_number(uid), Status(status), reason)
+            payload = encode_close(*closing)
+            with self._guard:
+                self._files.append(FrameKind.CLOSE, payload)
+                self._files.commit()
+                self._encoder.forget()
+                self._table.close(closing)
+
+    def find(self, uid: str) -> LoggedRequest | None:
+        """What is known of a request, in arrays of its own; `None` if it is not in the log."""
+        with self._mutex:
+            return self._table.find(uid)
+
+    def uids(self) -> list[str]:
+        """The requests that have not been retired, in the order in which they were opened."""
+        with self._mutex:
+            return list(self._table)
+
+    def requests(self) -> dict[str, LoggedRequest]:
+        """Every request that has not been retired, by uid."""
+        with self._mutex:
+            return {uid: logged for uid in self._table if (logged := self._table.find(uid)) is not None}
+
+    def retire(self, uids: Iterable[str]) -> None:
+        """Forget requests; those that are not in the log are passed over. Frees files when half of the log is
+        forgotten and that is a segment's worth.
+        """
+        with self._mutex:
+            self._guard.check()
+            entries = [self._table.entry(uid) for uid in dict.fromkeys(uids)]
+            numbers = [entry.number for entry in entries if entry is not None]
+            if not numbers:
+                return
+            payload = encode_retire(numbers)
+            with self._guard:
+                self._files.append(FrameKind.RETIRE, payload)
+                self._files.commit()
+                self._encoder.forget()
+                self._table.retire(numbers)
+                if self._files.is_wasteful(self._table.live_bytes):
+                    self._files.rewrite()
+
+    def compact(self) -> None:
+        """Write what has not been retired into one snapshot and remove every segment before it."""
+        with self._mutex:
+            self._guard.check()
+            with self._guard:
+                self._files.rewrite()
+
+    def sync(self) -> None:
+        """Return when everything logged so far is on the disk, whatever the policy."""
+        with self._mutex:
+            self._guard.check()
+            with self._guard:
+                self._files.sync()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the log's files."""
+        return self._files.stored_bytes
+
+    def shutdown(self) -> None:
+        """Make everything durable, mark the end, and let another process write. Raises `StorageError` if what
+        was logged may not all be durable and no call has said so yet. Does nothing the second time.
+        """
+        with self._mutex:
+            if self._guard.closed:
+                return
+            try:
+                if self._guard.intact:
+                    with self._guard:
+                        self._files.end()
+                elif self._guard.untold:
+                    self._guard.check()
+            finally:
+                self._guard.close()
+                self._files.close()
+                self._lock.release()
+
+    def __enter__(self) -> TokenWAL:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(StorageError) if error is not None else contextlib.nullcontext():
+            self.shutdown()
+
+    def _check_new(self, request: RolloutRequest, beside: set[str]) -> None:
+        if request.uid in self._table or request.uid in beside:
+            raise StorageError(
+                f"request {request.uid} is in the log already; continue it, or retire it first"
+            )
+        if len(request.prefix_ids):
+            raise StorageError(f"request {request.uid} is opened with tokens; open it without, then log them")
+        if self._table.next_number + len(beside) > MAX_NUMBER:
+            raise StorageError(f"the log in {self.folder} has no numbers left; begin one in another folder")
+
+
+def _as_opened(request: RolloutRequest) -> RolloutRequest:
+    """A copy whose prompt nobody else changes."""
+    return RolloutRequest(request.uid, np.array(request.prompt_ids, np.int32), request.sampling, request.seed)

@@ -1,0 +1,163 @@
+"""Merging in weight space against small worked examples and a plain reference of TIES."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opd.errors import ModelError
+from opd.pipelines.stages.weight_baselines import average, dare, task_arithmetic, ties
+
+
+def models(seed, experts=3, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a.weight": (5, 4), "b.weight": (3,), "c.weight": (2, 3, 2)}
+    base, *others = (
+        {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+        for _ in range(experts + 1)
+    )
+    return base, others
+
+
+def flat(model):
+    return torch.cat([tensor.double().flatten() for tensor in model.values()]).numpy()
+
+
+def plain_ties(base, experts, density, scale):
+    """Yadav et al. 2023, algorithm 1, on flat float64 vectors."""
+    tasks = np.stack([flat(expert) - flat(base) for expert in experts])
+    keep = max(round(density * tasks.shape[1]), 1)
+    trimmed = np.zeros_like(tasks)
+    for row, task in zip(trimmed, tasks, strict=True):
+        largest = np.argsort(-np.abs(task))[:keep]
+        row[largest] = task[largest]
+    elected = np.sign(trimmed.sum(0))
+    merged = np.zeros(tasks.shape[1])
+    for column in range(tasks.shape[1]):
+        chosen = [v for v in trimmed[:, column] if v != 0 and np.sign(v) == elected[column]]
+        merged[column] = np.mean(chosen) if chosen else 0.0
+    return flat(base) + scale * merged
+
+
+seeds = st.integers(0, 2**32 - 1)
+densities = st.sampled_from([0.05, 0.2, 0.5, 0.8, 1.0])
+
+
+@given(seeds, st.floats(0.0, 2.0))
+def test_average_and_task_arithmetic(seed, scale):
+    base, experts = models(seed)
+    vectors = np.stack([flat(expert) for expert in experts])
+    np.testing.assert_allclose(flat(average(experts)), vectors.mean(0), atol=1e-5)
+    expected = flat(base) + scale * (vectors - flat(base)).sum(0)
+    np.testing.assert_allclose(flat(task_arithmetic(base, experts, scale)), expected, atol=1e-5)
+    mean_of_tasks = task_arithmetic(base, experts, 1 / 3)
+    np.testing.assert_allclose(flat(mean_of_tasks), vectors.mean(0), atol=1e-5)
+
+
+@given(seeds, densities, st.floats(0.1, 2.0))
+def test_ties_is_the_papers_algorithm(seed, density, scale):
+    base, experts = models(seed)
+    found = flat(ties(base, experts, density, scale))
+    np.testing.assert_allclose(found, plain_ties(base, experts, density, scale), atol=1e-5)
+
+
+@given(seeds, densities)
+def test_one_expert_at_full_scale_comes_back_and_equal_models_stay(seed, density):
+    base, experts = models(seed, experts=1)
+    for merged in (
+        average(experts),
+        task_arithmetic(base, experts, 1.0),
+        ties(base, experts, 1.0, 1.0),
+        dare(base, experts, 1.0, 1.0, seed=0),
+    ):
+        np.testing.assert_allclose(flat(merged), flat(experts[0]), atol=1e-6)
+    same = [base, base]
+    for merged in (ties(base, same, density, 0.7), dare(base, same, density, 0.7, seed=0)):
+        np.testing.assert_array_equal(flat(merged), flat(base))
+
+
+def test_ties_resolves_a_conflict_by_total_magnitude():
+    base = {"w": torch.zeros(4)}
+    experts = [
+        {"w": torch.tensor(v)} for v in ([3.0, 1.0, 1.0, 0.1], [-1.0, 1.0, -1.0, 0.1], [-1.0, 4.0, 0.0, 0.1])
+    ]
+    assert ties(base, experts, 1.0, 1.0)["w"].tolist() == pytest.approx([3.0, 2.0, 0.0, 0.1])
+    trimmed = ties(base, experts, 0.5, 1.0)["w"]
+    assert trimmed[3] == 0.0
+
+
+def test_dare_is_task_arithmetic_in_expectation_and_drops_the_asked_share():
+    base = {"w": torch.zeros(20_000)}
+    expert = {"w": torch.ones(20_000)}
+    merged = dare(base, [expert], 0.3, 0.5, seed=4)["w"]
+    values = sorted(set(merged.tolist()))
+    assert values == pytest.approx([0.0, 0.5 / 0.3])
+    assert (merged != 0).float().mean().item() == pytest.approx(0.3, abs=0.015)
+    assert merged.mean().item() == pytest.approx(0.5, abs=0.03)
+
+
+def test_dare_draws_depend_on_seed_expert_and_tensor_name_only():
+    base, experts = models(0)
+    whole = dare(base, experts, 0.5, 1.0, seed=1)
+    part = dare(
+        {"b.weight": base["b.weight"]}, [{"b.weight": e["b.weight"]} for e in experts], 0.5, 1.0, seed=1
+    )
+    assert torch.equal(whole["b.weight"], part["b.weight"])
+    backwards = [dict(reversed(model.items())) for model in (base, *experts)]
+    turned = dare(backwards[0], backwards[1:], 0.5, 1.0, seed=1)
+    assert all(torch.equal(whole[name], turned[name]) for name in whole)
+    assert not torch.equal(flat_tensor(whole), flat_tensor(dare(base, experts, 0.5, 1.0, seed=2)))
+    one = {"x": torch.ones(64), "y": torch.ones(64)}
+    drawn = dare({name: torch.zeros(64) for name in one}, [one], 0.5, 1.0, seed=0)
+    assert not torch.equal(drawn["x"], drawn["y"])
+
+
+def flat_tensor(model):
+    return torch.from_numpy(flat(model))
+
+
+def test_results_keep_the_bases_dtype_and_do_not_touch_the_inputs():
+    base, experts = models(0, dtype=torch.bfloat16)
+    base["steps"] = torch.tensor([3])
+    for expert in experts:
+        expert["steps"] = torch.tensor([9])
+    before = {name: tensor.clone() for name, tensor in base.items()}
+    for merged in (
+        average([base, *experts]),
+        ties(base, experts, 0.5, 1.0),
+        dare(base, experts, 0.5, 1.0, 0),
+    ):
+        assert merged["a.weight"].dtype == torch.bfloat16
+        assert merged["steps"].tolist() == [3]
+        assert merged["steps"] is not base["steps"]
+    assert all(torch.equal(before[name], base[name]) for name in base)
+
+
+def test_parameters_are_merged_without_a_graph():
+    base = {"w": torch.zeros(3, requires_grad=True)}
+    merged = task_arithmetic(base, [{"w": torch.ones(3, requires_grad=True)}], 0.5)
+    assert not merged["w"].requires_grad
+
+
+@pytest.mark.parametrize("density", [0.0, -0.1, 1.5])
+def test_wrong_density(density):
+    base, experts = models(0)
+    with pytest.raises(ModelError, match="density"):
+        ties(base, experts, density, 1.0)
+    with pytest.raises(ModelError, match="density"):
+        dare(base, experts, density, 1.0, 0)
+
+
+def test_models_that_do_not_fit_are_named():
+    base, experts = models(0)
+    with pytest.raises(ModelError, match=r"expert 1 and .*first difference: b.weight"):
+        task_arithmetic(base, [experts[0], {k: v for k, v in experts[1].items() if k != "b.weight"}], 1.0)
+    with pytest.raises(ModelError, match=r"tensor b.weight is \[4\] in expert 0 and \[3\]"):
+        ties(base, [experts[0] | {"b.weight": torch.zeros(4)}], 0.5, 1.0)
+    with pytest.raises(ModelError, match="no experts"):
+        task_arithmetic(base, [], 1.0)
+    with pytest.raises(ModelError, match="no models"):
+        average([])

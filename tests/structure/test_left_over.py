@@ -1,0 +1,56 @@
+"""A run of tests leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import left_over
+import pytest
+
+RUN = """
+import os, signal, subprocess, sys, time
+import left_over
+left_over.end_with_this_process()
+start = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+subprocess.run([sys.executable, "-c", start], check=True)
+end = sys.argv[1]
+if end != "end":
+    os.kill(os.getpid(), getattr(signal, end))
+    time.sleep(60)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "SIGINT", "end"])
+def test_what_tests_have_started_ends_with_them(end):
+    """Here a process of another session, whose parent is gone."""
+    environment = {key: value for key, value in os.environ.items() if key != left_over.MARK}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(left_over.__file__).parent), *sys.path])
+    run = subprocess.run([sys.executable, "-c", RUN, end], env=environment, stdout=subprocess.PIPE, text=True)
+    pid = int(run.stdout)
+    until = time.monotonic() + 60
+    while is_alive(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    left = is_alive(pid)
+    if left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def test_a_run_within_a_run_ends_nothing_of_the_other():
+    assert os.environ[left_over.MARK]
+    before = os.environ[left_over.MARK]
+    left_over.end_with_this_process()
+    assert os.environ[left_over.MARK] == before

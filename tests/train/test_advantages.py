@@ -1,0 +1,123 @@
+"""GRPO, Dr. GRPO and RLOO against their formulas, custom estimators, and the zero-variance filter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opd.config.rl import CustomAdvantage, DrGRPOAdvantage, GRPOAdvantage, RLOOAdvantage
+from opd.errors import ConfigError, RewardError
+from opd.train.advantages import (
+    RLOO,
+    DrGRPO,
+    GroupNormalised,
+    build_advantage,
+    drop_zero_variance,
+    zero_variance_fraction,
+)
+
+rewards = st.lists(st.floats(-5.0, 5.0), min_size=2, max_size=9)
+
+
+def first_tokens(advantages):
+    return np.array([a[0] for a in advantages], dtype=np.float64)
+
+
+@given(rewards)
+def test_grpo_is_the_whitened_reward(group, values):
+    found = first_tokens(GroupNormalised(eps=1e-4)(group(values)))
+    array = np.array(values)
+    np.testing.assert_allclose(
+        found, (array - array.mean()) / (array.std(ddof=1) + 1e-4), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(found.sum(), 0.0, atol=1e-5)
+
+
+@given(rewards, st.floats(0.1, 10.0), st.floats(-3.0, 3.0))
+def test_grpo_does_not_depend_on_the_scale_of_the_reward_and_dr_grpo_follows_it(group, values, scale, shift):
+    moved = [scale * value + shift for value in values]
+    plain, scaled = (first_tokens(DrGRPO()(group(x))) for x in (values, moved))
+    np.testing.assert_allclose(scaled, scale * plain, atol=1e-4)
+    if np.std(values) > 0.1:
+        exact = GroupNormalised(eps=1e-12)
+        np.testing.assert_allclose(
+            first_tokens(exact(group(moved))), first_tokens(exact(group(values))), atol=1e-4
+        )
+
+
+@given(rewards)
+def test_rloo_leaves_one_out_and_is_dr_grpo_rescaled(group, values):
+    found = first_tokens(RLOO()(group(values)))
+    others = [np.mean(values[:i] + values[i + 1 :]) for i in range(len(values))]
+    np.testing.assert_allclose(found, np.array(values) - others, atol=1e-5)
+    ratio = len(values) / (len(values) - 1)
+    np.testing.assert_allclose(found, ratio * first_tokens(DrGRPO()(group(values))), atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", [GroupNormalised(), DrGRPO(), RLOO()])
+def test_advantages_are_per_token_float32_and_zero_outside_the_mask(group, estimator):
+    found = estimator(group([1.0, 0.0, 0.0], lengths=[4, 1, 0]))
+    assert [a.shape for a in found] == [(4,), (1,), (0,)]
+    assert all(a.dtype == np.float32 for a in found)
+    assert found[0][1] == 0.0
+    assert found[0][0] == found[0][2] == found[0][3] > 0
+
+
+@pytest.mark.parametrize("estimator", [GroupNormalised(), DrGRPO(), RLOO()])
+@pytest.mark.parametrize("values", [[1.0], [0.5, 0.5, 0.5], [0.0, 0.0]])
+def test_a_group_without_differences_has_no_advantage(group, estimator, values):
+    assert not first_tokens(estimator(group(values))).any()
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
+def test_an_unscored_sample_is_named(group, reward):
+    with pytest.raises(RewardError, match="sample g/1 of group g"):
+        GroupNormalised()(group([1.0, reward]))
+
+
+def test_build_advantage_follows_the_recipe(group):
+    assert build_advantage(GRPOAdvantage(eps=0.5)) == GroupNormalised(eps=0.5)
+    assert build_advantage(DrGRPOAdvantage()) == DrGRPO()
+    assert build_advantage(RLOOAdvantage()) == RLOO()
+    own = build_advantage(CustomAdvantage(path="opd.train.advantages:RLOO"))
+    rewarded = group([0.0, 1.0, 3.0])
+    for found, expected in zip(own(rewarded), RLOO()(rewarded), strict=True):
+        assert np.array_equal(found, expected)
+    function = build_advantage(CustomAdvantage(path="opd.train.advantages:finite_rewards"))
+    assert callable(function)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_colon", "not of the form `package.module:name`"),
+        ("no_such_package_here:x", "cannot be loaded"),
+        ("opd.train.advantages:absent", "cannot be loaded"),
+        ("opd.train.losses:MAX_LOG_RATIO", "is not callable"),
+    ],
+)
+def test_a_custom_estimator_that_cannot_be_loaded_is_a_config_error(path, message):
+    with pytest.raises(ConfigError, match=message):
+        build_advantage(CustomAdvantage(path=path))
+
+
+def test_filter_keeps_the_groups_that_carry_signal(group):
+    groups = [group([1.0, 1.0]), group([0.0, 1.0]), group([0.0, 0.0]), group([0.3]), group([])]
+    kept, dropped = drop_zero_variance(groups)
+    assert [id(g) for g in kept] == [id(groups[1])]
+    assert [id(g) for g in dropped] == [id(groups[i]) for i in (0, 2, 3, 4)]
+    assert zero_variance_fraction(groups) == pytest.approx(0.8)
+    assert zero_variance_fraction([]) == 0.0
+    with pytest.raises(RewardError):
+        drop_zero_variance([group([None, 1.0])])
+
+
+@given(rewards)
+def test_filtered_groups_are_those_whose_grpo_advantages_vanish(group, values):
+    kept, _ = drop_zero_variance([group(values)])
+    if not kept:
+        assert not first_tokens(GroupNormalised()(group(values))).any()
+    elif np.ptp(values) > 1e-3:
+        assert first_tokens(GroupNormalised()(group(values))).any()
