@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import OpdError
-from opd.streams import streams_kept
+from opd.output import streams_kept
 
 GENERATE = ("engine", "prompts", "group_size", "sampling", "seed")
 GROUP = ("group",)

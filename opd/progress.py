@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from opd.foreign import printable
-from opd.streams import Logged
+from opd.output import Logged
 
 AFTER = 10.0
 """Seconds of silence before a word."""

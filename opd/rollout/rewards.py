@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opd.errors import RewardError
 from opd.imports import calling, import_attribute, raised, told
+from opd.output import streams_kept
 from opd.rollout.prompts import Checker
-from opd.streams import streams_kept
 from opd.types import Sample, Status
 
 if TYPE_CHECKING:

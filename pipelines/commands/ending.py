@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from opd.errors import OpdError, PreemptedError, RanksError, from_system
 from opd.foreign import printable
 from opd.imports import is_of_opd, told
+from opd.output import guard_streams
 from opd.redact import redact
-from opd.streams import guard_streams
 
 ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
 _LONGEST = 1200

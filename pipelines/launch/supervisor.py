@@ -29,9 +29,9 @@ from typing import Any, NamedTuple, Protocol
 
 from opd import errors
 from opd.errors import OpdError, PreemptedError, from_system
+from opd.output import log_again
 from opd.progress import Progress
 from opd.rollout.preemption import EXIT_STATUS, Preemption
-from opd.streams import log_again
 
 LOOK = 0.1
 """Seconds between two looks at the members."""

@@ -8,13 +8,13 @@ from multiprocessing.context import ForkServerContext
 
 from opd.config import Recipe
 from opd.errors import OpdError
+from opd.output import Logged, as_words, streams_into
 from opd.pipelines.launch import supervisor
 from opd.pipelines.launch.supervisor import ProcessMember
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.order import Stage, plan, summary
 from opd.progress import Progress
 from opd.rollout.preemption import Preemption
-from opd.streams import Logged, as_words, streams_into
 
 
 def run_side_by_side(recipe: Recipe, folder: RunFolder, stages: list[Stage], progress: Progress) -> None:

@@ -19,12 +19,12 @@ from rich.console import Console
 
 from opd import progress as progress_module
 from opd.models.checkpoint import save_checkpoint
+from opd.output import Logged, as_words, log_again
 from opd.pipelines.cli import main
 from opd.progress import Progress, busy_with, doing, hushed, never_silent
 from opd.redact import HIDDEN, hide
 from opd.storage.trajectories import TrajectoryRecord, TrajectoryWriter
 from opd.storage.wal import TokenWAL
-from opd.streams import Logged, as_words, log_again
 from opd.types import RolloutRequest, SamplingParams
 
 log = logging.getLogger("opd.test")

@@ -13,13 +13,13 @@ import numpy as np
 import tiny
 import torch
 
+from opd.output import Logged
 from opd.pipelines.stages.stage_rollout import KVFile
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.ledger import Recovery
 from opd.rollout.preemption import PreemptedError, Preemption
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL
-from opd.streams import Logged
 from opd.types import RolloutRequest, SamplingParams
 
 

@@ -24,11 +24,11 @@ from recipes import tiny_recipe, write_recipe
 from opd import redact as redact_module
 from opd.errors import ConfigError, MissingExtraError, OpdError, RunFolderError, StorageError
 from opd.foreign import shown
+from opd.output import guard_streams, streams_into
 from opd.pipelines.commands.ending import one_line
 from opd.pipelines.records.run_folder import RunFolder
 from opd.redact import HIDDEN, hide, learn, redact, redacted
 from opd.served.http_pool import _excerpt
-from opd.streams import guard_streams, streams_into
 
 SIGNS = st.characters(min_codepoint=33, max_codepoint=126)
 SECRETS = st.text(SIGNS, min_size=8, max_size=40).filter(

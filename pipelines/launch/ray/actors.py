@@ -24,10 +24,10 @@ from opd.config import RayLaunch, Recipe
 from opd.errors import LaunchError
 from opd.kernels.head import Head
 from opd.models.causal_lm import raw_bytes
+from opd.output import Logged, guard_streams
 from opd.pipelines.launch.ray.cluster import Layout, import_ray, one_line, options_of, role_of
 from opd.pipelines.records.run_folder import RunFolder
 from opd.rollout.preemption import Preemption
-from opd.streams import Logged, guard_streams
 
 PING_SECONDS = 15.0
 """An actor that is at no other work and does not answer for so long is taken for hanging."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from opd.config import RayLaunch, Recipe
 from opd.errors import ConfigError, LaunchError, OpdError, RunFolderError, TrainingError, from_system
+from opd.output import Logged, as_words
 from opd.pipelines.launch.local import check_ranks, rank_environment
 from opd.pipelines.launch.ray.actors import (
     PING_SECONDS,
@@ -34,7 +35,6 @@ from opd.progress import Progress
 from opd.protocols import Teacher
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.preemption import Preemption
-from opd.streams import Logged, as_words
 
 _log = logging.getLogger(__name__)
 
