@@ -59,6 +59,31 @@ class TokenLogConfig(Config):
     """Size of the log's files (MiB)."""
 
 
+class WritingConfig(Config):
+    """How responses are written; a domain may have settings of its own."""
+
+    temperature: float = Field(default=1.0, ge=0.001, le=1000)
+    """Sampling temperature; student and teacher are scored at it too."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest tokens with at least this probability together; 1 is all of them."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from this many of the most likely tokens; 0 is all of them."""
+    max_new_tokens: int = Field(default=16, gt=0, le=100_000_000)
+    """Response tokens after which a response is cut; it then counts as truncated."""
+    generate: str | None = None
+    """Dotted path of `generate(engine, prompts, group_size, sampling, seed) -> groups`, for responses of
+    several turns with an environment, tools or search (`opd.rollout.collect`)."""
+
+
+class SharesConfig(Config):
+    """What a domain may have of the merge's settings for itself; all else is one student's."""
+
+    prompts_per_domain: int | None = Field(default=None, gt=0, le=1_000_000)
+    """Its prompts in every step; `null` is `distill.prompts_per_domain`."""
+    rl_coef: float | None = Field(default=None, ge=0)
+    """Weight of its reward's policy gradient; `null` is `distill.rl_coef`."""
+
+
 class DomainConfig(Config):
     """One domain."""
 
@@ -87,19 +112,20 @@ class DomainConfig(Config):
     specialist: SpecialistConfig | None = None
     """What its specialist is trained with in place of the recipe's `specialist`, of which it keeps all that
     is not said here."""
+    rollout: WritingConfig | None = None
+    """How its responses are written in place of the recipe's `rollout`, of which it keeps all that is not
+    said here: by its specialist, in the merge and when they are measured. Another temperature than the
+    recipe's is its specialist's for training too; the merge only writes with it and scores at the recipe's.
+    The baseline `mixed_grpo` has one temperature, `top_p` and `top_k`, the recipe's."""
+    distill: SharesConfig | None = None
+    """Its share of the merge's steps, in place of the recipe's `distill`."""
 
 
-class RolloutConfig(Config):
+class RolloutConfig(WritingConfig):
     """How the student writes."""
 
     engine: EngineConfig = TorchEngineConfig()
     """What it writes with: `{type: torch}`, or `{type: sglang, urls: [...]}`."""
-    temperature: float = Field(default=1.0, ge=0.001, le=1000)
-    """Sampling temperature; student and teacher are scored at it too."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the fewest tokens with at least this probability together; 1 is all of them."""
-    top_k: int = Field(default=0, ge=0)
-    """Sample from this many of the most likely tokens; 0 is all of them."""
     stop_ids: list[int] = []
     """Token ids that end a response, beside those of `model_stop_ids`."""
     model_stop_ids: bool = True
@@ -107,8 +133,6 @@ class RolloutConfig(Config):
     every `eos_token_id` of its `generation_config.json` and `config.json`. `false`: at `stop_ids` alone."""
     stop: list[str] = []
     """Strings that end a response, however they are cut into tokens; they stay in the response."""
-    max_new_tokens: int = Field(default=16, gt=0, le=100_000_000)
-    """Response tokens after which a response is cut; it then counts as truncated."""
     max_running: int = Field(default=512, gt=0, le=1_000_000)
     """Requests decoded together; more wait in the queue."""
     max_sequence: int = Field(default=4096, gt=1, le=100_000_000)
@@ -126,9 +150,6 @@ class RolloutConfig(Config):
     max_staleness: int | None = Field(default=None, ge=0)
     """Tokens older than this many versions leave the loss. They occur beyond `max_ahead` only where a resumed
     stage finishes responses of an earlier attempt."""
-    generate: str | None = None
-    """Dotted path of `generate(engine, prompts, group_size, sampling, seed) -> groups`, for responses of
-    several turns with an environment, tools or search (`opd.rollout.collect`)."""
     reward_timeout: float = Field(default=60.0, gt=0)
     """Seconds a reward function may take for one batch."""
 
@@ -320,8 +341,8 @@ class RuntimeConfig(Config):
     """How long a run that is told to stop (SIGTERM) may take to put away what it holds."""
 
 
-OF_DOMAINS = ("specialist",)
-"""Groups of settings that a domain may have its own of."""
+OF_DOMAINS = {"specialist": SpecialistConfig, "rollout": WritingConfig}
+"""Groups of settings that a domain may have its own of, each with what may be said there."""
 
 
 def inherited(data: Any) -> Any:
@@ -332,11 +353,19 @@ def inherited(data: Any) -> Any:
     found = {}
     for name, config in domains.items():
         own = {}
-        for key in OF_DOMAINS if isinstance(config, Mapping) else ():
+        for key, schema in OF_DOMAINS.items() if isinstance(config, Mapping) else ():
             if isinstance(config.get(key), Mapping):
-                own[key] = _over(data.get(key), config[key])
+                own[key] = _over(_part(data.get(key), schema), config[key])
         found[name] = {**config, **own} if own else config
     return {**data, "domains": found}
+
+
+def _part(general: Any, schema: type[Config]) -> Any:
+    """What `schema` knows of `general`."""
+    general = general.model_dump() if isinstance(general, Config) else general
+    if not isinstance(general, Mapping):
+        return general
+    return {key: value for key, value in general.items() if key in schema.model_fields}
 
 
 def _over(general: Any, own: Any) -> Any:
@@ -414,8 +443,32 @@ class Recipe(Config):
 
     def for_domain(self, domain: str) -> Recipe:
         """The recipe of what is trained for `domain` alone: its own settings are in their places."""
-        own = self.domains[domain].specialist
-        return self if own is None else self.model_copy(update={"specialist": own})
+        config = self.domains[domain]
+        own: dict[str, Config] = {}
+        if config.specialist is not None:
+            own["specialist"] = config.specialist
+        if config.rollout is not None:
+            own["rollout"] = self.rollout.model_copy(update=dict(config.rollout))
+        if config.distill is not None:
+            said = {key: value for key, value in config.distill if value is not None}
+            own["distill"] = self.distill.model_copy(update=said)
+        return self.model_copy(update=own) if own else self
+
+    def drawn_alike(self) -> Recipe:
+        """The recipe with one temperature, `top_p` and `top_k` in all domains, for a policy that learns from
+        all of them at one temperature."""
+        drawn = {key: getattr(self.rollout, key) for key in ("temperature", "top_p", "top_k")}
+        domains = {
+            name: config
+            if config.rollout is None
+            else config.model_copy(update={"rollout": config.rollout.model_copy(update=drawn)})
+            for name, config in self.domains.items()
+        }
+        return self.model_copy(update={"domains": domains})
+
+    def longest_response(self) -> int:
+        """The most response tokens that any domain allows."""
+        return max(self.for_domain(name).rollout.max_new_tokens for name in self.domains)
 
     def grpo_domains(self) -> list[str]:
         """Domains whose specialist is trained with GRPO, after demonstrations or without any."""
@@ -480,6 +533,29 @@ class Recipe(Config):
                 raise ValueError(
                     f"with specialist.steps 0 the specialist of {domain} would learn nothing; give"
                     f" domains.{domain}.sft, or domains.{domain}.specialist.steps"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _domains_have_an_effect(self) -> Recipe:
+        rollout, distill = self.rollout, self.distill
+        k1 = distill.loss.type == "k1"
+        corrected = (distill.loss.loss if distill.loss.type == "k1" else distill.policy_loss).correction
+        sampled = k1 or distill.rl_coef or distill.weighs_samples
+        for name in self.domains:
+            where, own = f"domains.{name}", self.for_domain(name)
+            if own.distill.rl_coef != distill.rl_coef == 0:
+                raise ValueError(
+                    f"{where}.distill.rl_coef needs a policy stream; set distill.rl_coef above 0, and to 0 in"
+                    " the domains whose rewards should not count"
+                )
+            drawn = [(config.temperature, config.top_p, config.top_k) for config in (own.rollout, rollout)]
+            if drawn[0] != drawn[1] and sampled and corrected is None:
+                loss = "loss.loss" if k1 else "policy_loss"
+                raise ValueError(
+                    f"{where}.rollout draws the merge's tokens otherwise than rollout, at whose temperature"
+                    f" they are learnt from; set distill.{loss}.correction to {{type: tis}}, or leave"
+                    " temperature, top_p and top_k out"
                 )
         return self
 

@@ -1,12 +1,9 @@
-"""Reinforcement learning: advantages, policy loss and its importance corrections, reference KL, filter.
+"""Settings of reinforcement learning: advantages, policy loss, importance corrections, reference KL.
 
-Importance corrections for tokens that the trainer's policy would have drawn with another probability.
-
-The ratio is `pi_train / pi_rollout` of a sampled token: the trainer's log-probability at the start of the
-step against the one the engine logged when it drew the token. It is 1 for a synchronous run on one kind of
-kernel, and not for stale rollouts, quantised engines or other kernels.
-
-The specialist's GRPO run: advantages, policy loss, reference KL, filter.
+A correction is about tokens that the trainer's policy would have drawn with another probability. The ratio is
+`pi_train / pi_rollout`: the trainer's log-probability at the start of the step against the one the engine
+logged when it drew the token. It is 1 for a synchronous run on one kind of kernel, and not for stale
+rollouts, quantised engines or other kernels.
 """
 
 from __future__ import annotations

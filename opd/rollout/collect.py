@@ -58,6 +58,40 @@ class EncodedPrompt:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the responses of a domain are written."""
+
+    sampling: SamplingParams
+    generate: Generate
+
+
+def write(
+    engine: Generates,
+    prompts: Sequence[EncodedPrompt],
+    group_size: int,
+    ways: Mapping[str, Way],
+    seed: int,
+) -> list[SampleGroup]:
+    """`group_size` responses to every prompt, in the order of `prompts`, each in the way of its domain.
+
+    What `collect` writes goes to the engine together; a rollout of the user's own is called once for all
+    domains that share it and their sampling.
+    """
+    by_way: dict[Any, list[EncodedPrompt]] = {}
+    for prompt in prompts:
+        way = ways[prompt.domain]
+        by_way.setdefault(collect if way.generate is collect else way, []).append(prompt)
+    found: dict[str, SampleGroup] = {}
+    for way, own in by_way.items():
+        if way is collect:
+            groups = _collect(engine, own, group_size, lambda name: ways[name].sampling, seed)
+        else:
+            groups = way.generate(engine, own, group_size, way.sampling, seed)
+        found |= {group.uid: group for group in groups}
+    return [found[prompt.uid] for prompt in prompts]
+
+
 def collect(
     engine: Generates,
     prompts: Sequence[EncodedPrompt],
@@ -73,12 +107,26 @@ def collect(
     or aborted ones, whose `failure` says why. Raises `RolloutError` for those otherwise (leaving them out
     would favour short answers), and if the engine left a request unfinished.
     """
+    return _collect(engine, prompts, group_size, lambda domain: sampling, seed, keep_failed)
+
+
+def _collect(
+    engine: Generates,
+    prompts: Sequence[EncodedPrompt],
+    group_size: int,
+    sampling: Callable[[str], SamplingParams],
+    seed: int,
+    keep_failed: bool = False,
+) -> list[SampleGroup]:
     groups = [
         SampleGroup(prompt.uid, prompt.domain, [prompt.sample(place) for place in range(group_size)])
         for prompt in prompts
     ]
     samples = {sample.uid: sample for group in groups for sample in group.samples}
-    requests = [RolloutRequest(uid, sample.prompt_ids, sampling, seed) for uid, sample in samples.items()]
+    requests = [
+        RolloutRequest(uid, sample.prompt_ids, sampling(sample.domain), seed)
+        for uid, sample in samples.items()
+    ]
     for uid, status, tokens in responses(engine, requests):
         _fill(samples[uid], status, tokens, getattr(engine, "failures", {}))
     for sample in samples.values():
@@ -87,15 +135,18 @@ def collect(
 
 
 def stream(
-    engine: Generates, samples: Sequence[Sample], sampling: SamplingParams, seed: int
+    engine: Generates, samples: Sequence[Sample], ways: Mapping[str, Way], seed: int
 ) -> Iterator[Sample]:
-    """Sample a response to each of `samples`, which have a uid and a prompt; they come whole, as they end;
-    nothing of them stays here.
+    """Sample a response to each of `samples`, which have a uid and a prompt, as their domains' ways say; they
+    come whole, as they end; nothing of them stays here.
 
     Raises `RolloutError` as `collect` does.
     """
     waiting = {sample.uid: sample for sample in samples}
-    requests = [RolloutRequest(uid, sample.prompt_ids, sampling, seed) for uid, sample in waiting.items()]
+    requests = [
+        RolloutRequest(uid, sample.prompt_ids, ways[sample.domain].sampling, seed)
+        for uid, sample in waiting.items()
+    ]
     for uid, status, tokens in responses(engine, requests):
         sample = waiting.pop(uid)
         _fill(sample, status, tokens, getattr(engine, "failures", {}))

@@ -70,10 +70,12 @@ def number_of(count: int, thing: str) -> str:
 def check_sampling(recipe: Recipe) -> list[Finding]:
     """Cut distributions, for which no importance weight makes up."""
     rollout, cuts = recipe.rollout, []
-    if rollout.top_p < 1:
-        cuts.append(f"rollout.top_p = {rollout.top_p}")
-    if rollout.top_k:
-        cuts.append(f"rollout.top_k = {rollout.top_k}")
+    own = {f"domains.{name}.rollout": config.rollout for name, config in recipe.domains.items()}
+    for where, config in {"rollout": rollout, **own}.items():
+        if config is not None and config.top_p < 1:
+            cuts.append(f"{where}.top_p = {config.top_p}")
+        if config is not None and config.top_k:
+            cuts.append(f"{where}.top_k = {config.top_k}")
     if cuts:
         detail = f"{' and '.join(cuts)}: tokens outside the cut are never seen, which biases every estimator"
         return [Finding("warning", "sampling", f"{detail}; use top_p 1 and top_k 0")]
@@ -296,9 +298,8 @@ def _responses(recipe: Recipe) -> dict[str, int]:
     specialist, distill, evaluation = recipe.specialist, recipe.distill, recipe.evaluation
     return {
         "specialist.prompts_per_step x group_size": specialist.prompts_per_step * specialist.group_size,
-        "distill.prompts_per_domain x samples_per_prompt x domains": distill.prompts_per_domain
-        * distill.samples_per_prompt
-        * len(recipe.domains),
+        "distill.prompts_per_domain x samples_per_prompt x domains": distill.samples_per_prompt
+        * sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains),
         "evaluation.prompts_per_domain x samples_per_prompt": evaluation.prompts_per_domain
         * evaluation.samples_per_prompt,
     }
@@ -307,7 +308,7 @@ def _responses(recipe: Recipe) -> dict[str, int]:
 def _too_large(recipe: Recipe) -> list[str]:
     """What would fill the memory many times over."""
     memory = machine_memory()
-    length = min(recipe.rollout.max_new_tokens, recipe.rollout.max_sequence)
+    length = min(recipe.longest_response(), recipe.rollout.max_sequence)
     sizes = {
         f"{key} of {length:,} tokens": responses * length * _TOKEN_BYTES
         for key, responses in _responses(recipe).items()

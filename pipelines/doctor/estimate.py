@@ -65,7 +65,7 @@ def _training(recipe: Recipe, student: Shape, batch: BatchConfig, lora: bool) ->
     learns = student.adapters if lora else student.parameters
     # An engine that is sent adapters keeps the layers they belong to twice, as they were and merged.
     received = student.adapted + student.adapters if lora else 0
-    length = min(rollout.max_sequence, 2 * rollout.max_new_tokens)
+    length = min(rollout.max_sequence, 2 * recipe.longest_response())
     return {
         "weights": learns * own + (student.parameters * width if lora else 0),
         f"copies in {model_dtype(recipe)}": _copies(recipe, student, learns, width),

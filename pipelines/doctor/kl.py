@@ -96,7 +96,8 @@ def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenize
     from opd.rollout.prompts import encode_prompt, truncated
     from opd.rollout.torch_engine import TorchEngine
 
-    room, kwargs = prompt_room(recipe, tokenizer), recipe.model.chat_template_kwargs
+    recipe = recipe.for_domain(domain.name)
+    room, kwargs = prompt_room(recipe, tokenizer, domain.name), recipe.model.chat_template_kwargs
     prompts = [
         truncated(encode_prompt(prompt, tokenizer, kwargs), room.tokens, tokenizer.bos_token_id)
         for prompt in domain.held_out[:_PROMPTS]

@@ -465,7 +465,7 @@ def _check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findi
             " or a folder that has one, or model.tokenizer"
         )
         return [Finding("error", title, detail)]
-    kwargs, room = recipe.model.chat_template_kwargs, prompt_room(recipe, tokenizer)
+    kwargs, room = recipe.model.chat_template_kwargs, prompt_room(recipe, tokenizer, domain.name)
     fitted = fit(domain, room, policy, lambda prompt: encode_prompt(prompt, tokenizer, kwargs))
     prompts = [*fitted.domain.train, *fitted.domain.held_out]
     some = prompts[:: -(-len(prompts) // _MEASURED)]

@@ -21,11 +21,11 @@ from opd.pipelines.evaluation.statistics import Count, wilson
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.student import load_model, make_writer, sampling_params, tokenizer_of
+from opd.pipelines.stages.student import load_model, make_writer, tokenizer_of, ways_of
 from opd.pipelines.stages.teachers import whole_teacher
-from opd.rollout.collect import EncodedPrompt, Generates
+from opd.rollout.collect import EncodedPrompt, Generates, Way
 from opd.storage.files import digest_of, file_digest, read_sealed, write_sealed
-from opd.types import Sample, SamplingParams, Status
+from opd.types import Sample, Status
 
 Look = Callable[[list[Sample]], None]
 CORRECT_ABOVE = 0.5
@@ -50,19 +50,19 @@ def prompt_accuracy(
     engine: Generates,
     data: DomainSet,
     prompts: list[EncodedPrompt],
-    sampling: SamplingParams,
+    way: Way,
     *,
     seed: int,
     samples: int = 1,
     confidence: float = 0.95,
     look: Look = lambda samples: None,
 ) -> Accuracy:
-    """Accuracy on `prompts`, `samples` responses each.
+    """Accuracy on `prompts` of one domain, `samples` responses each.
 
     The noise depends on (seed, prompt, sample) alone, so that two models meet the same draws. `look` is given
     the scored responses.
     """
-    groups = data.generate(engine, prompts, samples, sampling, seed)
+    groups = way.generate(engine, prompts, samples, way.sampling, seed)
     responses = [sample for group in groups for sample in group.samples]
     data.rewards.score(responses)
     look(responses)
@@ -79,6 +79,7 @@ def evaluate_model(
     answers there (`answers.keep`); of a `teacher` in its folder, which may end its responses elsewhere.
     """
     config = recipe.evaluation
+    ways = {greedy: ways_of(recipe, data.tokenizer, greedy, teacher) for greedy in (False, True)}
     domains: dict[str, Any] = {}
     kept: dict[str, list[Any]] = {}
     for domain in recipe.domains:
@@ -91,7 +92,7 @@ def evaluate_model(
                     engine,
                     data,
                     prompts,
-                    sampling_params(recipe, data.tokenizer, greedy, teacher),
+                    ways[greedy][domain],
                     seed=recipe.seed,
                     samples=samples,
                     confidence=config.confidence,

@@ -122,7 +122,8 @@ def _machine(recipe: Recipe | None, model: _Model, options: PlanOptions) -> tupl
 
 
 def _step_size(recipe: Recipe) -> int:
-    return len(recipe.domains) * recipe.distill.prompts_per_domain * recipe.distill.samples_per_prompt
+    prompts = sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains)
+    return prompts * recipe.distill.samples_per_prompt
 
 
 def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
@@ -166,19 +167,19 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
     row_bytes = sum(field.row_bytes for field in SAMPLE_FIELDS) + shape.hidden_size * width
     tokenizer, long = models.tokenizer, []
     assert tokenizer is not None
-    room = prompt_room(recipe, tokenizer)
 
     def encode(prompt: Prompt) -> np.ndarray:
         return encode_prompt(prompt, tokenizer, recipe.model.chat_template_kwargs)
 
     for name, domain in domains.items():
-        policy = recipe.domains[name].long_prompts
+        policy, room = recipe.domains[name].long_prompts, prompt_room(recipe, tokenizer, name)
+        own = recipe.for_domain(name)
         fitted = fit(domain, room, policy, encode)  # as the run does
         long += [f"{name}: {fitted.sentence(room, policy)}"] if fitted.long else []
         cursor = PromptCursor(fitted.domain.train, recipe.seed, name)
-        for number, prompt in enumerate(cursor.take(0, config.prompts_per_domain)):
+        for number, prompt in enumerate(cursor.take(0, own.distill.prompts_per_domain)):
             ids = truncated(encode(prompt), room.tokens, None)
-            length = len(ids) + recipe.rollout.max_new_tokens
+            length = len(ids) + own.rollout.max_new_tokens
             route = router.route(name, f"{name}/{number}").name
             names = names if route in names else [*names, route]
             for _ in range(config.samples_per_prompt):
@@ -186,7 +187,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
                 teachers.append(names.index(route))
                 sizes.append(lengths[-1] * row_bytes)
     columns = [np.array(column, np.int64) for column in (lengths, teachers, sizes)]
-    source = f"one step of {recipe.name}, responses of {recipe.rollout.max_new_tokens} tokens"
+    source = f"one step of {recipe.name}, responses of {recipe.longest_response()} tokens"
     return model, _Task(Workload(*columns), names, source, tuple(long))
 
 

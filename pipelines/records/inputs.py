@@ -34,6 +34,11 @@ def user_functions(recipe: Recipe) -> dict[str, tuple[str, Sequence[str]]]:
     own_policy = getattr(distill.loss, "loss", None)  # of k1
     paths: dict[str, tuple[str | None, Sequence[str]]] = {
         "rollout.generate": (recipe.rollout.generate, GENERATE),
+        **{
+            f"domains.{name}.rollout.generate": (domain.rollout.generate, GENERATE)
+            for name, domain in recipe.domains.items()
+            if domain.rollout is not None and domain.rollout.generate != recipe.rollout.generate
+        },
         **_of_specialist("specialist", recipe.specialist),
         **{
             key: found

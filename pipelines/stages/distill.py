@@ -117,7 +117,7 @@ def distill(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
         extent = Extent(steps=config.steps)
         result = train(context, merge, source, student.backend, extent, config.checkpoint_every)
     exported = {"digest": student.export(out, context.card(result))}
-    return result | exported | {"stop_ids": list(student.sampling.stop_ids)}
+    return result | exported | {"stop_ids": student.stop_ids}
 
 
 class Distill(Algorithm):
@@ -142,6 +142,9 @@ class Distill(Algorithm):
         terms = [*loss_terms(config, self.schedule), self.probe]
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
+        shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
+        self._prompts = {name: own.prompts_per_domain for name, own in shares.items()}
+        self._rl_coefs = {name: own.rl_coef for name, own in shares.items()}
 
     def open_source(self, stack: ExitStack) -> Rollouts:
         """What the student writes, until `stack` is unwound."""
@@ -162,10 +165,9 @@ class Distill(Algorithm):
 
     def prompts(self, index: int) -> list[EncodedPrompt]:
         """Those of batch number `index`, domain by domain."""
-        count = self.config.prompts_per_domain
         return [
             prompt
-            for domain in self.context.recipe.domains
+            for domain, count in self._prompts.items()
             for prompt in self.data.take(domain, index * count, count, self.context.stage)
         ]
 
@@ -224,7 +226,7 @@ class Distill(Algorithm):
         against = None if k1 is None else Against(k1.coef, k1.baseline, k1.discount)
         stream = PolicyStream(samples, policy_loss(config).correction, against)
         if needs_policy_stream(config):
-            stream.estimate(build_advantage(config.advantage), config.rl_coef)
+            stream.estimate(build_advantage(config.advantage), self._rl_coefs)
         if k1 is not None:
             what = "the teachers' log-probabilities"
             ordered = self._ordered(samples.samples)
@@ -288,7 +290,7 @@ class Distill(Algorithm):
                     student.evaluator,
                     self.data,
                     self.data.held_out(domain, evaluation.curve_prompts, "evaluate"),
-                    student.sampling,
+                    student.ways[domain],
                     seed=student.seed,
                 ).accuracy
                 for domain in self.context.recipe.domains

@@ -16,7 +16,7 @@ from opd.errors import ConfigError, DataError, ModelError
 from opd.models.hf_folder import read_config, scratch_config
 from opd.models.tokenizers import character_tokenizer, set_chat_template
 from opd.pipelines.stages.student import model_stops, tokenizer_of
-from opd.rollout.collect import EncodedPrompt, Generate, collect, load_generate
+from opd.rollout.collect import EncodedPrompt
 from opd.rollout.prompts import Domain, Prompt, PromptCursor, Room, encode_prompt, fit, truncated
 from opd.rollout.rewards import RewardRunner, load_reward
 
@@ -66,20 +66,22 @@ def sequence_limit(
     return limit, name
 
 
-def prompt_room(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Room:
-    """How long prompts may be, so that a response of `rollout.max_new_tokens` fits behind them.
+def prompt_room(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: str) -> Room:
+    """How long prompts of `domain` may be, so that a response of its `max_new_tokens` fits behind them.
 
     Raises `ConfigError` if no prompt would have room.
     """
+    most = recipe.for_domain(domain).rollout.max_new_tokens
+    own = most != recipe.rollout.max_new_tokens
+    key = f"domains.{domain}.rollout.max_new_tokens" if own else "rollout.max_new_tokens"
     rollout = recipe.rollout
     limit, name = sequence_limit(recipe, tokenizer, rollout.max_sequence, "rollout.max_sequence")
-    if rollout.max_new_tokens >= limit:
+    if most >= limit:
         raise ConfigError(
-            f"rollout.max_new_tokens {rollout.max_new_tokens} leaves no room for a prompt in {name} {limit};"
+            f"{key} {most} leaves no room for a prompt in {name} {limit};"
             " lower the former" + (" or raise the latter." if name.startswith("rollout") else ".")
         )
-    left = limit - rollout.max_new_tokens
-    return Room(left, f"{name} {limit} leaves beside rollout.max_new_tokens {rollout.max_new_tokens}")
+    return Room(limit - most, f"{name} {limit} leaves beside {key} {most}")
 
 
 @dataclass(slots=True)
@@ -91,22 +93,20 @@ class DomainSet:
     tokenizer: PreTrainedTokenizerBase
     _cursors: dict[str, PromptCursor[Prompt]]
     _encode: Callable[[Prompt], EncodedPrompt]
-    generate: Generate = collect
-    """From prompts to responses, learnt from and measured alike: the recipe's own, if it names one."""
 
     @classmethod
     def open(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> DomainSet:
         """Load the sources and the reward functions. Prompts that are too long are dealt with as the recipe
         says, and logged.
         """
-        room, domains = prompt_room(recipe, tokenizer), {}
+        rooms, domains = {name: prompt_room(recipe, tokenizer, name) for name in recipe.domains}, {}
         template = recipe.model.chat_template_kwargs
         for name, domain in load_domains(recipe).items():
             policy = recipe.domains[name].long_prompts
-            fitted = fit(domain, room, policy, lambda p: encode_prompt(p, tokenizer, template))
+            fitted = fit(domain, rooms[name], policy, lambda p: encode_prompt(p, tokenizer, template))
             domains[name] = fitted.domain
             if fitted.long:
-                _log.info("domain %s: %s", name, fitted.sentence(room, policy))
+                _log.info("domain %s: %s", name, fitted.sentence(rooms[name], policy))
         functions = {}
         for name, config in recipe.domains.items():
             function = load_reward(config.reward) if config.reward else domains[name].checker
@@ -121,12 +121,11 @@ class DomainSet:
 
         def encode(prompt: Prompt) -> EncodedPrompt:
             ids = encode_prompt(prompt, tokenizer, template)
-            ids = truncated(ids, room.tokens, bos)
+            ids = truncated(ids, rooms[prompt.domain].tokens, bos)
             shown = {"prompt": prompt.text} if prompt.text is not None else {}
             return EncodedPrompt(prompt.key, prompt.domain, ids, prompt.label, prompt.metadata | shown)
 
-        generate = load_generate(recipe.rollout.generate)
-        return cls(domains, rewards, tokenizer, cursors, encode, generate)
+        return cls(domains, rewards, tokenizer, cursors, encode)
 
     def take(self, domain: str, start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """Training prompts number `start ... start + count - 1` of the domain's endless sequence.

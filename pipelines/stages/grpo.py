@@ -42,7 +42,7 @@ def train_grpo(
     if result["counters"].get("steps_without_signal", 0) >= result["steps"]:
         raise grpo.no_signal(result["steps"])
     exported = {"digest": student.export(out, context.card(result))}
-    return result | exported | {"stop_ids": list(student.sampling.stop_ids)}
+    return result | exported | {"stop_ids": student.stop_ids}
 
 
 class GRPO(Algorithm):

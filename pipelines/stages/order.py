@@ -153,6 +153,7 @@ def _baseline(context: StageContext, method: str) -> dict[str, Any]:
         return distill_off_policy(context, base, out, budget)
     if method == "mixed_grpo_all":
         budget += sum(_tokens(context, specialist_stage(d)) for d in recipe.specialist_domains())
+    context = replace(context, recipe=recipe.drawn_alike())
     return train_grpo(context, base, list(recipe.domains), out, Extent(tokens=budget))
 
 

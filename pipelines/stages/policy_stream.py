@@ -8,7 +8,7 @@ it depends neither on the home nor on the rank that has a sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -83,8 +83,8 @@ class PolicyStream:
         self._step.fill(_OTHER, samples, compute, what, **lots)
         self._others = True
 
-    def estimate(self, estimator: AdvantageEstimator, coef: float | None = None) -> None:
-        """Keep the reward's advantages of every sample, times `coef`."""
+    def estimate(self, estimator: AdvantageEstimator, coefs: Mapping[str, float] | None = None) -> None:
+        """Keep the reward's advantages of every sample, times the one of `coefs` for its domain."""
         for group in self._step.groups:
             held = {sample.uid for sample in self._step.holds(group)}
             if not held:
@@ -96,7 +96,8 @@ class PolicyStream:
                 found = estimator(group)
             for sample, values in zip(group.samples, found, strict=True):
                 if sample.uid in held:
-                    self._step.keep(_ADVANTAGES, sample, values if coef is None else coef * values)
+                    scaled = values if coefs is None else coefs[sample.domain] * values
+                    self._step.keep(_ADVANTAGES, sample, scaled)
         self._estimated = True
 
     def measure(self) -> dict[str, float]:

@@ -26,7 +26,7 @@ from opd.pipelines.stages.sample_files import (
 from opd.pipelines.stages.samples import Home, StepSamples
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks, path_of_rank
-from opd.rollout.collect import EncodedPrompt, Generates, collect, stream
+from opd.rollout.collect import EncodedPrompt, Generates, collect, stream, write
 from opd.rollout.rewards import RewardRunner
 from opd.rollout.streams import several
 from opd.storage.trajectories import TrajectoryUnion
@@ -115,7 +115,9 @@ class DiskHome(Home):
         student = self._student
         mine = prompts if student.writing.alone else student.writing.shard(prompts)
         try:
-            (self._stream if student.generate is collect else self._generate)(engine, mine, size, index)
+            own = [prompt for prompt in mine if student.ways[prompt.domain].generate is not collect]
+            self._stream(engine, [prompt for prompt in mine if prompt not in own], size, index)
+            self._generate(engine, own, size, index)
         except BaseException:
             student.barrier.abandon()  # the others need not wait for this rank's share
             raise
@@ -145,7 +147,7 @@ class DiskHome(Home):
         student = self._student
         waiting: list[Sample] = []
         tokens = 0
-        for ended in stream(engine, missing, student.sampling, student.seed):
+        for ended in stream(engine, missing, student.ways, student.seed):
             waiting.append(ended)
             tokens += len(ended.response_ids)
             if tokens >= _TOGETHER:
@@ -154,13 +156,13 @@ class DiskHome(Home):
         self._put(waiting, index, asked, places)
 
     def _generate(self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int) -> None:
-        """The recipe's own rollout of the prompts whose groups are not there: they come whole."""
+        """A rollout of the user's own of the prompts whose groups are not there: they come whole."""
         student = self._student
         missing = [p for p in prompts if len(self._files.group(p.uid, self._asked(p))) < size]
         if not missing:
             return
         noted = _Noted(engine)
-        groups = student.generate(noted, missing, size, student.sampling, student.seed)
+        groups = write(noted, missing, size, student.ways, student.seed)
         for prompt, group in zip(missing, groups, strict=True):
             places = {sample.uid: place for place, sample in enumerate(group.samples)}
             self._files.retire(self._files.group(prompt.uid, self._asked(prompt)).values())
@@ -184,7 +186,8 @@ class DiskHome(Home):
             self._student.rollouts.forget(uids)
 
     def _asked(self, prompt: EncodedPrompt) -> str:
-        return digest_of(prompt.token_ids, self._student.sampling, self._student.seed, self._owner)
+        sampling = self._student.ways[prompt.domain].sampling
+        return digest_of(prompt.token_ids, sampling, self._student.seed, self._owner)
 
 
 class _Noted:

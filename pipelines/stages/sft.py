@@ -142,7 +142,7 @@ def fine_tune(
         **algorithm.measure(result["steps"]),
     }
     exported = {"digest": student.export(out, context.card(result))}
-    return result | exported | {"stop_ids": list(student.sampling.stop_ids)}
+    return result | exported | {"stop_ids": student.stop_ids}
 
 
 def _batches(recipe: Recipe, config: SFTConfig, stage: str, learnt: Sized) -> Any:

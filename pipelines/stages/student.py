@@ -24,11 +24,11 @@ from opd.progress import doing
 from opd.ranks import Ranks
 from opd.rollout.collect import (
     EncodedPrompt,
-    Generate,
     Generates,
+    Way,
     WriterBarrier,
-    collect,
     load_generate,
+    write,
     write_shared,
 )
 from opd.rollout.engine_pool import EnginePool
@@ -107,6 +107,19 @@ def sampling_params(
     return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, stop)
 
 
+def ways_of(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    greedy: bool = False,
+    teacher: Path | None = None,
+) -> dict[str, Way]:
+    """How the responses of each domain are written; `greedy` and `teacher` as in `sampling_params`."""
+    return {
+        name: Way(sampling_params(own, tokenizer, greedy, teacher), load_generate(own.rollout.generate))
+        for name, own in ((name, recipe.for_domain(name)) for name in recipe.domains)
+    }
+
+
 def make_engine(recipe: Recipe, model: CausalLM) -> TorchEngine:
     """An embedded engine around `model`, which it owns from then on."""
     rollout = recipe.rollout
@@ -152,7 +165,8 @@ class Student:
     writers: EnginePool
     evaluator: FaultTolerantRollout
     """The engines for responses that are measured, not learnt from: nothing is logged."""
-    sampling: SamplingParams
+    ways: dict[str, Way]
+    """How the responses of each domain are written."""
     seed: int
     load: Load
     """The model as it was before training."""
@@ -161,8 +175,6 @@ class Student:
     """The same ranks for the thread that writes, which may not be the one that learns."""
     barrier: WriterBarrier
     """Where their writers wait for each other."""
-    generate: Generate = collect
-    """Prompts to sample groups: the recipe's own, if it names one."""
     stops: StopStrings | None = None
     rollouts: StageRollout | None = None
     """The engine behind the stage's token log, once `open_rollouts` was called."""
@@ -186,18 +198,18 @@ class Student:
         writing = ranks.new_group(f"{context.stage}/rollouts")
         writers = embedded(recipe, path) if helpers is None else helpers.writers(path)
         stops = stop_strings(recipe, tokenizer)
+        ways = ways_of(recipe, tokenizer)
         return cls(
             tokenizer,
             backend,
             writers,
             FaultTolerantRollout(writers, stops=stops),
-            sampling_params(recipe, tokenizer),
+            ways,
             recipe.seed,
             load,
             ranks,
             writing,
             WriterBarrier(writing),
-            load_generate(recipe.rollout.generate),
             stops,
         )
 
@@ -205,6 +217,11 @@ class Student:
         """Log every token of `rollout` from now on, until `stack` is unwound."""
         self.rollouts = stack.enter_context(open_rollout(context, self.writers, self.stops))
         return self.rollouts
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Tokens that end a response, in whatever domain."""
+        return list(dict.fromkeys(token for way in self.ways.values() for token in way.sampling.stop_ids))
 
     @property
     def writer(self) -> FaultTolerantRollout:
@@ -218,7 +235,7 @@ class Student:
         return write_shared(
             self.writing,
             prompts,
-            lambda mine: self.generate(engine, mine, group_size, self.sampling, self.seed),
+            lambda mine: write(engine, mine, group_size, self.ways, self.seed),
             self.barrier,
         )
 

@@ -26,9 +26,9 @@ from opd.pipelines.stages.loop import Algorithm, Extent, LoopState, Plan, Step, 
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.source import Given
-from opd.pipelines.stages.student import Student, load_model, make_writer, sampling_params
+from opd.pipelines.stages.student import Student, load_model, make_writer, ways_of
 from opd.pipelines.stages.teachers import whole_teacher
-from opd.rollout.collect import write_shared
+from opd.rollout.collect import write, write_shared
 from opd.teachers.schedule import Route, Router
 from opd.train.backend import learning_rate
 from opd.train.loss_weights import per_teacher_scales, policy_scales, weigh
@@ -87,7 +87,8 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     student = Student.open(context, start, config.optim, config.batch, [CrossEntropyTerm()])
     data = DomainSet.open(recipe, student.tokenizer)
     written = _teacher_samples(context, data, student, config.steps)
-    per_step = len(recipe.domains) * config.prompts_per_domain * config.samples_per_prompt
+    prompts = sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains)
+    per_step = prompts * config.samples_per_prompt
 
     def samples(index: int) -> list[Sample]:
         first = index * per_step % len(written)
@@ -112,9 +113,9 @@ def _teacher_samples(context: StageContext, data: DomainSet, student: Student, s
         path = whole_teacher(context, teacher)
         model = load_model(recipe, path, tokenizer=student.tokenizer)
         engine = make_writer(recipe, model, student.tokenizer)
-        sampling = sampling_params(recipe, student.tokenizer, teacher=path)
+        ways = ways_of(recipe, student.tokenizer, teacher=path)
         for domain in recipe.domains:
-            count = config.prompts_per_domain
+            count = recipe.for_domain(domain).distill.prompts_per_domain
             prompts = [
                 prompt
                 for prompt in data.take(domain, 0, steps * count, MERGE)
@@ -123,8 +124,8 @@ def _teacher_samples(context: StageContext, data: DomainSet, student: Student, s
             groups = write_shared(
                 context.ranks,
                 prompts,
-                lambda mine, engine=engine, sampling=sampling: data.generate(
-                    engine, mine, config.samples_per_prompt, sampling, recipe.seed
+                lambda mine, engine=engine, ways=ways: write(
+                    engine, mine, config.samples_per_prompt, ways, recipe.seed
                 ),
             )
             for group in groups:
@@ -208,13 +209,13 @@ class WarmUp(Supervised):
         if version not in self._measured:
             student, recipe = self._student, self._context.recipe
             student.sync(version)
-            engine, sampling = student.evaluator, student.sampling
+            engine = student.evaluator
             self._measured[version] = {
                 name: prompt_accuracy(
                     engine,
                     self._data,
                     self._data.held_out(name, 500, "evaluate"),
-                    sampling,
+                    student.ways[name],
                     seed=recipe.seed,
                 ).accuracy
                 for name in recipe.domains

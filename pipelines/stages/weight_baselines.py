@@ -21,7 +21,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.evaluation.evaluate import prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.student import Writer, load_model, make_writer, sampling_params, tokenizer_of
+from opd.pipelines.stages.student import Writer, load_model, make_writer, tokenizer_of, ways_of
 from opd.pipelines.stages.teachers import whole_teacher
 from opd.teachers.schedule import Router
 
@@ -87,11 +87,10 @@ def _training_accuracy(
     engine.flush()
     engine.update_weights(weights.items(), version)
     engine.resume()
-    accuracies = []
+    accuracies, ways = [], ways_of(recipe, data.tokenizer)
     for domain in recipe.domains:
         prompts = data.take(domain, 0, recipe.baselines.tuning_prompts, f"tune-{context.stage}")
-        sampling = sampling_params(recipe, data.tokenizer)
-        found = prompt_accuracy(engine, data, prompts, sampling, seed=recipe.seed)
+        found = prompt_accuracy(engine, data, prompts, ways[domain], seed=recipe.seed)
         accuracies.append(found.accuracy)
     return sum(accuracies) / len(accuracies)
 

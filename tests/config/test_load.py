@@ -275,3 +275,41 @@ def test_a_domain_changes_what_its_specialist_is_trained_with_and_keeps_the_rest
     path.write_text(path.read_text().replace("steps: 7", "stepz: 7"))
     assert "recipe.yaml:5" in refusal([path])
     assert "did you mean `domains.sort.specialist.steps`?" in refusal([path])
+
+
+def test_a_domain_is_written_in_its_own_way_and_keeps_the_rest(write):
+    own = "  sort: {source: 'procedural:sort', rollout: {temperature: 0.5}, distill: {prompts_per_domain: 3}}"
+    general = "rollout: {max_new_tokens: 9, max_running: 7, generate: 'a:b'}\n"
+    path = write(MINIMAL.replace('  sort: {source: "procedural:sort"}', own) + general)
+    recipe = load_recipe([path], ["--rollout.top_k", "4"])
+    found, other = (recipe.for_domain(name) for name in ("sort", "reverse"))
+    assert found.rollout == recipe.rollout.model_copy(update={"temperature": 0.5})
+    assert (found.rollout.max_new_tokens, found.rollout.top_k, found.rollout.max_running) == (9, 4, 7)
+    assert (found.distill.prompts_per_domain, found.distill.steps) == (3, recipe.distill.steps)
+    assert other == recipe
+    assert recipe.drawn_alike().for_domain("sort").rollout == recipe.rollout
+    assert load_recipe([write(dump_recipe(recipe), "dumped.yaml")]) == recipe
+    longer = load_recipe([path], ["--domains.sort.rollout.max_new_tokens", "30"])
+    assert (longer.longest_response(), recipe.longest_response()) == (30, 9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "distill", "complaint"),
+    [
+        ("rollout: {max_running: 4}", "", "domains.sort.rollout.max_running"),
+        ("rollout: {temperature: 0}", "", "domains.sort.rollout.temperature"),
+        ("distill: {steps: 4}", "", "domains.sort.distill.steps"),
+        ("distill: {rl_coef: 1}", "", "set distill.rl_coef above 0"),
+        ("rollout: {top_p: 0.9}", "{loss: {type: k1}}", "set distill.loss.loss.correction to {type: tis}"),
+        ("rollout: {top_k: 9}", "{loss: {type: k2}}", "set distill.policy_loss.correction to {type: tis}"),
+        (
+            "rollout: {temperature: 2}",
+            "{rl_coef: 1, samples_per_prompt: 2}",
+            "set distill.policy_loss.correction to {type: tis}",
+        ),
+    ],
+)
+def test_a_domains_settings_that_could_not_hold_are_refused(write, settings, distill, complaint):
+    own = f"  sort: {{source: 'procedural:sort', {settings}}}"
+    text = MINIMAL.replace('  sort: {source: "procedural:sort"}', own)
+    assert complaint in refusal([write(text + (f"distill: {distill}\n" if distill else ""))])

@@ -122,14 +122,14 @@ def test_a_domain_of_which_nothing_is_left_is_an_error(tmp_path):
 def test_responses_beyond_the_models_positions_are_refused(tmp_path, positions, rollout, told):
     given = recipe(write(tmp_path, LENGTHS), positions=positions, **rollout)
     with pytest.raises(ConfigError, match=told):
-        prompt_room(given, TOKENIZER)
+        prompt_room(given, TOKENIZER, "d")
     with pytest.raises(ConfigError, match=told):
         DomainSet.open(given, TOKENIZER)
 
 
 def test_the_models_positions_bound_prompts_too(tmp_path):
     given = recipe(write(tmp_path, LENGTHS), positions=16, max_sequence=4096)
-    assert prompt_room(given, TOKENIZER) == Room(
+    assert prompt_room(given, TOKENIZER, "d") == Room(
         12, "the model's max_position_embeddings 16 leaves beside rollout.max_new_tokens 4"
     )
 

@@ -157,7 +157,7 @@ def test_the_memory_of_a_rollout_does_not_hold_its_batch(base, tmp_path, monkeyp
             log = run.student.rollouts._log.log  # type: ignore[union-attr]
             assert log.uids() == []
             assert all(len(entry.chunks) == 0 for entry in log._table._by_number.values())
-            engine, sampling = PlainEngine(length), run.student.sampling
+            engine, sampling = PlainEngine(length), next(iter(run.student.ways.values())).sampling
             in_memory.append(peak(lambda e=engine, s=sampling, n=count: collect(e, prompts(n), 1, s, seed=0)))
     a_response, otherwise = ((seen[2] - seen[1]) / (counts[2] - counts[1]) for seen in (peaks, in_memory))
     assert a_response < 6 << 10  # what is known of it: uid, prompt, label, status
@@ -187,7 +187,8 @@ def test_an_interrupted_batch_goes_on_where_it_stopped(base, tmp_path, monkeypat
             assert [g.samples[0].uid for g in write(run, count)] == [f"{g.uid}/0" for g in groups]
             assert len(engine.asked) == asked  # nothing is written a second time
             check_tokens(run, groups, length)
-            run.student.sampling = replace(run.student.sampling, max_new_tokens=7)
+            for name, way in run.student.ways.items():
+                run.student.ways[name] = replace(way, sampling=replace(way.sampling, max_new_tokens=7))
             with pytest.raises(RolloutError, match="to another prompt, or with other sampling settings"):
                 write(run, count)
 
