@@ -1,4 +1,4 @@
-"""Code of the user's own, by dotted path: found, loaded, called as is promised, its faults in a sentence."""
+"""Code of the user's own, by dotted path: where it is, what is loaded of it, what it must take."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import importlib
 import inspect
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 from opd.errors import OpdError
-from opd.output import streams_kept
+from opd.own_code import confined, is_of_opd, told
 
 GENERATE = ("engine", "prompts", "group_size", "sampling", "seed")
 GROUP = ("group",)
@@ -66,58 +65,6 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-@contextlib.contextmanager
-def calling(what: str, error: type[OpdError]) -> Iterator[None]:
-    """Around a call of the user's own code, `what`: anything it raises becomes one sentence of `error`.
-
-    Whatever its values do when they are read counts as its own, too: look at them inside. An exit is no end
-    of the command. An `OpdError`, which what it calls may raise, passes as it is, and so do a want of memory
-    and Ctrl-C.
-    """
-    try:
-        with streams_kept():
-            yield
-    except (OpdError, MemoryError, KeyboardInterrupt):
-        raise
-    except BaseException as cause:
-        if type(cause).__name__ == "OutOfMemoryError":  # torch's, without importing it
-            raise
-        fault = error(f"{what} {raised(cause)}; mend it.")
-        fault.of_own_code = True
-        raise fault from cause
-
-
-def raised(cause: BaseException) -> str:
-    """`raised KeyError: 'a' (my_code.py:12)`: what, and the innermost line of the user's own."""
-    frames = traceback.extract_tb(cause.__traceback__)
-    own = [
-        f for f in frames if f"{os.sep}site-packages{os.sep}" not in f.filename and not is_of_opd(f.filename)
-    ]
-    at = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
-    return f"raised {type(cause).__name__}: {told(cause)}{at}"
-
-
-def told(value: object, form: Callable[[Any], str] = str) -> str:
-    """`form(value)` on one line; what the user's own makes of itself may raise, too."""
-    try:
-        return " ".join(str.__str__(form(value)).split())
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # of `__str__` or `__repr__`
-        return f"a {type(value).__name__} that cannot be shown"
-
-
-def is_of_opd(file: str) -> bool:
-    """Whether `file` is part of this package: `opd/rollout/x.py`, or `pipelines/x.py` behind its link."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    links = [
-        os.path.realpath(os.path.join(here, name)) for name in ("pipelines", "teachers", "storage", "kernels")
-    ]
-    return os.path.realpath(file).startswith(
-        tuple(root + os.sep for root in (os.path.realpath(here), *links))
-    )
-
-
 def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
     """The object at `package.module:name`. `where` is the recipe's key, for the sentence of the `error` that
     is raised if the path has another form, or the module or the name does not exist or fails to import.
@@ -127,7 +74,7 @@ def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
     if not (separator and module_name and name):
         raise error(f"{where}: {path!r} is not of the form `package.module:name`.")
     try:
-        with streams_kept():
+        with confined(f"{where} {path}"):
             found: Any = importlib.import_module(module_name)
             for part in name.split("."):
                 found = getattr(found, part)

@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
@@ -18,6 +19,8 @@ from opd.redact import redact
 
 _duplicates: dict[int, int] = {}
 """Of the standard streams, where the process has found them."""
+_written: dict[int, int] = {}
+"""Characters that each thread has printed, by its identity, which a later thread may have again."""
 
 
 class GuardedStream:
@@ -27,6 +30,8 @@ class GuardedStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
+        thread = threading.get_ident()
+        _written[thread] = _written.get(thread, 0) + len(text)
         self._stream.write(redact(text))
         return len(text)
 
@@ -43,6 +48,11 @@ class GuardedStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def written_by(thread: int | None) -> int:
+    """Characters that the thread of this identity, and those that had it before, have printed."""
+    return _written.get(thread or 0, 0)
 
 
 def guard_streams() -> None:

@@ -180,8 +180,9 @@ class FileLock:
     def release(self) -> None:
         """Give the lock back; does nothing if it is not held."""
         if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
+            with contextlib.suppress(OSError):  # somebody has closed it, which gives it back too
+                os.ftruncate(self._descriptor, 0)
+                os.close(self._descriptor)
             self._descriptor = None
 
     def __enter__(self) -> FileLock:

@@ -19,7 +19,8 @@ import numpy as np
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from opd.errors import ConfigError, RanksError, RolloutError
-from opd.imports import GENERATE, calling, import_function
+from opd.imports import GENERATE, import_function
+from opd.own_code import calling
 from opd.ranks import Ranks
 from opd.rollout.ledger import Tokens, Transcript
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status

@@ -24,8 +24,9 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from opd.errors import RewardError
-from opd.imports import calling, import_attribute, raised, told
-from opd.output import streams_kept
+from opd.imports import import_attribute
+from opd.output import written_by
+from opd.own_code import calling, confined, raised, told
 from opd.rollout.prompts import Checker
 from opd.types import Sample, Status
 
@@ -233,6 +234,10 @@ Scored = tuple[float, dict[str, float]]
 
 _CANCEL_SECONDS = 0.5
 """How long a cancelled asynchronous function may take to clean up."""
+_CHATTY = 50_000
+"""Characters: who has printed more within the time limit may have spent it on that: a pipe holds 65,536, then
+the next line waits for its reader.
+"""
 
 
 class Job:
@@ -256,6 +261,7 @@ class Job:
         self._timeout = timeout
         self._thread = threading.Thread(target=self._run, name=f"reward {function.name}", daemon=True)
         self._deadline = 0.0
+        self._printed = 0
         self._scored: list[Scored] | None = None
         self._failure: BaseException | None = None
         self._expired = False
@@ -272,9 +278,13 @@ class Job:
         """Each sample's reward. Raises `RewardError`."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive() or self._expired:
+            printed = written_by(self._thread.ident) - self._printed
+            advice = "make it faster."
+            if printed > _CHATTY:  # each line is searched for secrets, and waits for whoever reads it
+                advice = f"it has printed {printed:,} characters in that time: print less, or make it faster."
             raise RewardError(
                 f"{self._what()} took longer than {self._timeout:g} s, the rollout.reward_timeout that a new"
-                " run may raise; make it faster."
+                f" run may raise; {advice}"
             )
         if self._failure is not None:
             raise self._failure
@@ -282,8 +292,8 @@ class Job:
             raise RewardError(f"{self._what()} raised what cannot be shown; mend it.")
         return self._scored
 
-    def _what(self) -> str:
-        uids = list(self._running)
+    def _what(self, running: Sequence[str] | None = None) -> str:
+        uids = list(self._running) if running is None else running
         more = f" and {len(uids) - 1} more" if len(uids) > 1 else ""
         domain = self.samples[0].domain
         return f"reward function {self.function.name} (domain {domain}, {self._noun} {uids[0]}{more})"
@@ -292,8 +302,9 @@ class Job:
         return RewardError(f"{self._what()} {raised(error)}; mend it.")
 
     def _run(self) -> None:
+        self._printed = written_by(threading.get_ident())
         try:
-            with streams_kept():
+            with confined(f"reward function {self.function.name}"):
                 if self.function.is_async:
                     self._scored = asyncio.run(asyncio.wait_for(self._call_async(), self._timeout))
                 else:
@@ -331,13 +342,15 @@ class Job:
     async def _batch(self) -> Any:
         arguments = self.function.batch_arguments(self.samples)
         try:
-            return await self.function.call(**arguments)
+            with confined(self._what()):
+                return await self.function.call(**arguments)
         except Exception as error:
             raise self._raised(error) from error
 
     async def _one(self, sample: RewardSample) -> Scored:
         try:
-            value = await self.function.call(sample)
+            with confined(self._what([sample.uid])):
+                value = await self.function.call(sample)
         except Exception as error:
             self._running = [sample.uid]
             raise self._raised(error) from error

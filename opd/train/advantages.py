@@ -29,7 +29,8 @@ from opd.config.rl import (
     RLOOAdvantage,
 )
 from opd.errors import ConfigError, RewardError, TeacherError, TrainingError
-from opd.imports import GROUP, calling, check_signature, import_attribute, import_function, told
+from opd.imports import GROUP, check_signature, import_attribute, import_function
+from opd.own_code import calling, told
 from opd.protocols import AdvantageEstimator
 from opd.rollout.rewards import LARGEST
 from opd.types import SampleGroup

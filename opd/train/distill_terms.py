@@ -13,9 +13,10 @@ from torch import Tensor
 
 from opd.config.distill import CustomDivergence, DistillConfig, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
-from opd.imports import DIVERGENCE, calling, import_function
+from opd.imports import DIVERGENCE, import_function
 from opd.kernels.head import Head
 from opd.kernels.ops import geometric_floor, linear_topk
+from opd.own_code import calling
 from opd.train.losses import SampledTokens, outside_support, sampled_k2, topk_reverse_kl, with_gradient
 from opd.train.terms import (
     MetricSums,

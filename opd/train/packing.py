@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from opd.errors import ConfigError, TrainingError
-from opd.imports import BATCH, calling, import_function
+from opd.imports import BATCH, import_function
+from opd.own_code import calling
 from opd.ranks import Ranks
 from opd.train.plan import CostModel
 from opd.types import MicroBatch, RolloutBatch, Sample, TokenTerms

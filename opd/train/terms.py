@@ -17,10 +17,11 @@ from torch import Tensor
 
 from opd.config.rl import PolicyLossConfig, ReferenceKLConfig
 from opd.errors import ConfigError, TrainingError
-from opd.imports import POLICY_LOSS, calling, import_function
+from opd.imports import POLICY_LOSS, import_function
 from opd.kernels import ops, vocab_parallel
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
+from opd.own_code import calling
 from opd.ranks import Ranks
 from opd.train.loss_weights import MismatchSums
 from opd.train.losses import clipped_policy_loss, reference_penalty

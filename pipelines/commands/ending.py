@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from opd.errors import OpdError, PreemptedError, RanksError, from_system
 from opd.foreign import printable
-from opd.imports import is_of_opd, told
 from opd.output import guard_streams
+from opd.own_code import is_of_opd, told
 from opd.redact import redact
 
 ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
@@ -234,9 +234,12 @@ def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
     done = threading.Event()
 
     def watch() -> None:
-        while signal.SIGTERM not in (numbers := os.read(ours, 64)):
-            if not numbers:
-                return
+        try:
+            while signal.SIGTERM not in (numbers := os.read(ours, 64)):
+                if not numbers:
+                    return
+        except OSError:  # somebody has closed it
+            return
         for _ in range(_UNWIND):
             if done.wait(1.0):
                 return
@@ -251,8 +254,9 @@ def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
 
     def over() -> None:
         done.set()
-        signal.set_wakeup_fd(before)
-        os.close(theirs)
+        with contextlib.suppress(OSError, ValueError):  # somebody has closed it
+            signal.set_wakeup_fd(before)
+            os.close(theirs)
 
     # Without a thread, who hears of the signal in time leaves; what is to be done will say what is missing.
     with contextlib.suppress(RuntimeError):

@@ -171,7 +171,7 @@ def test_the_errors_of_workers_are_picklable_sentences():
 LEAVES = """
 import os, sys
 from opd.pipelines.commands.ending import ended
-from opd.imports import calling
+from opd.own_code import calling
 from opd.errors import OpdError
 import leaves
 def command():
@@ -182,7 +182,7 @@ def command():
 sys.exit(ended(command, resumes=True, last=True))
 """
 OWN = """
-import atexit, os, sys
+import atexit, contextlib, json, os, sys, threading
 def exits(): sys.exit(0)
 def leaves(): os._exit(0)
 def leaves_with_7(): os._exit(7)
@@ -204,6 +204,25 @@ def closes(): sys.stdout.close(); sys.stderr.close()
 def closes_both(): sys.__stdout__.close(); os.close(2); sys.stdout = sys.__stdout__
 def closes_numbers(): os.close(1); os.close(2)
 def detaches(): sys.stdout.detach()
+def forked(status, child):
+    pid = os.fork()
+    if pid: assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == status
+    else: child()
+def child_returns(): forked(0, lambda: None)
+def child_exits(): forked(3, lambda: sys.exit(3))
+def child_raises(): forked(1, lambda: {}["a"])
+def child_closes(): forked(0, lambda: os.closerange(3, 1024))
+def closes_all(): os.closerange(3, 1024)
+def closes_each():
+    for number in range(3, 256):
+        with contextlib.suppress(OSError): os.close(number)
+def threads():
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: json.loads("no"), name="mine")
+        thread.start(); thread.join()
+def others_threads():
+    thread = threading.Thread(target=json.loads, args=("no",))
+    thread.start(); thread.join()
 """
 
 
@@ -219,6 +238,10 @@ def detaches(): sys.stdout.detach()
         ("fails_and_leaves", 2, "f raised SystemExit: 0"),
         *[(name, 0, "the end") for name in ("forks", "closes", "closes_both", "closes_numbers", "detaches")],
         *[(name, 0, "the end") for name in ("starts", "leaves_at_the_end")],
+        *[(name, 0, "the end") for name in ("child_returns", "child_exits", "child_raises", "child_closes")],
+        ("closes_all", 2, "f raised OSError: os.closerange(3, 1024) would close files of this process"),
+        ("closes_each", 2, "and 64, which it had not opened; close what you have opened; mend it."),
+        ("threads", 0, "the end"),
     ],
 )
 def test_only_the_command_ends_itself_with_success(tmp_path, name, status, words):
@@ -229,6 +252,26 @@ def test_only_the_command_ends_itself_with_success(tmp_path, name, status, words
     said = result.stdout if status == 0 else result.stderr
     assert words in said
     assert said.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "lines"),
+    [
+        ("child_returns", "", 0),
+        ("child_raises", "warning: a process that f forked raised KeyError: 'a' (leaves.py:30)", 1),
+        ("threads", "thread mine of code of yours, while f ran, raised JSONDecodeError: Expecting value", 1),
+        ("others_threads", "Traceback (most recent call last)", 12),
+    ],
+)
+def test_what_code_of_ones_own_starts_says_one_line(tmp_path, name, words, lines):
+    """An exception in a process that it forks, or in a thread; what is a library's keeps its traceback."""
+    (tmp_path / "leaves.py").write_text(OWN)
+    command = [sys.executable, "-c", LEAVES, name]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    assert result.stdout == "the end\n"
+    assert words in result.stderr
+    assert result.stderr.count("\n") == lines or name == "others_threads"
 
 
 def test_an_exit_from_anywhere_is_no_success(capsys):

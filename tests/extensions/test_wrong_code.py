@@ -12,7 +12,7 @@ from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.distill import CustomDivergence
 from opd.config.rl import CustomAdvantage
 from opd.errors import ConfigError, OpdError, RewardError, RolloutError, TrainingError
-from opd.imports import calling
+from opd.own_code import calling
 from opd.rollout.collect import EncodedPrompt, load_generate
 from opd.rollout.rewards import RewardRunner, load_reward
 from opd.train.advantages import build_advantage, keep_groups

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import math
 import os
 import sys
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 
 from opd.errors import RewardError
 from opd.models.tokenizers import character_tokenizer
+from opd.output import GuardedStream
 from opd.rollout.rewards import RewardFunction, RewardRunner, RewardSample, Turn, load_reward, wrap_reward
 from opd.types import Sample, Status
 
@@ -318,6 +321,57 @@ def test_standard_streams_outlive_a_reward_that_closes_them() -> None:
         before = [os.fstat(number).st_ino for number in (1, 2)]
         assert _score(function, "13") == [1.0]
         assert [os.fstat(number).st_ino for number in (1, 2)] == before
+
+
+def test_a_process_that_a_reward_forks_ends_where_the_reward_ends() -> None:
+    def forked(end: Callable[[], float]) -> float:
+        child = os.fork()
+        return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) if child else end()
+
+    def returns(sample: RewardSample) -> float:
+        return forked(lambda: 7.0)
+
+    def exits(sample: RewardSample) -> float:
+        return forked(lambda: sys.exit(3))
+
+    async def awaited(sample: RewardSample) -> float:
+        return forked(lambda: 7.0)
+
+    assert _score(returns, "13", "31") == [0.0, 0.0]
+    assert _score(exits, "13") == [3.0]
+    assert _score(awaited, "13", "31") == [0.0, 0.0]
+
+
+def test_a_thread_of_a_reward_that_raises_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest has its own
+
+    def starts(sample: RewardSample) -> float:
+        thread = threading.Thread(target=lambda: {}["a key"], name="mine")
+        thread.start()
+        thread.join()
+        return 1.0
+
+    assert _score(starts, "13", "31") == [1.0, 1.0]
+    (line,) = caplog.messages
+    assert "thread mine of code of yours, while reward function mine (domain sort, sample s0" in line
+    assert "raised KeyError: 'a key' (test_runner.py:" in line
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reward_that_has_printed_all_the_time_is_told_to_print_less() -> None:
+    stop = threading.Event()
+
+    def chatty(sample: RewardSample) -> float:
+        print("x" * 60_000)
+        stop.wait(20)
+        return 1.0
+
+    with contextlib.redirect_stdout(GuardedStream(io.StringIO())):
+        with pytest.raises(RewardError, match=r"0\.2 s.*it has printed 60,001 characters.*: print less"):
+            _runner(chatty, timeout=0.2).score([_sample("s0", "13")])
+        stop.set()
 
 
 def test_load_reward_by_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
