@@ -1,7 +1,4 @@
-"""Progress of the running stages: bars in a terminal, plain lines anywhere else.
-
-No long silence: says that work goes on where nothing else has been said for a while.
-"""
+"""Progress of the running stages: bars in a terminal, plain lines anywhere else, and never a long silence."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
 Two passes over the checkpoint, each in constant memory: the first computes every checksum and so the digest
 that names the version; the second writes the shard files, then the small files, then `manifest.json`, then
-`latest`. Until the manifest is there nothing looks like a model.
-
-The tensors of a Hugging Face folder as byte ranges of its safetensors files; nothing is loaded whole.
+`latest`. Until the manifest is there nothing looks like a model. Tensors are read as byte ranges of their
+safetensors files, so nothing is loaded whole.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A teacher behind HTTP: SGLang servers score the student's tokens, the published head stays here.
 
-Is it the right model that answers? Asked of every server before it works, and again after it was away.
+Every server is asked whether it has the right model before it works, and again after it was away.
 """
 
 from __future__ import annotations

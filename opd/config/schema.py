@@ -1,8 +1,7 @@
 """Which keys a recipe may have: a walk over the configuration models, for merging, overrides and messages.
 
-Turns pydantic's errors into sentences that name the file or option, the dotted key and the way out.
-
-Every field of a recipe with type, default and sentence, for `opd run --help` and shell completion.
+From the same walk come sentences in place of pydantic's errors (the file or option, the dotted key, the way
+out), and every field with its type, default and sentence, for `opd run --help` and shell completion.
 """
 
 from __future__ import annotations

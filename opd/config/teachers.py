@@ -1,6 +1,6 @@
 """The kinds of teachers: `teachers.NAME: {type: ...}`. The code of a kind is `teachers/TYPE_teacher.py`.
 
-Models behind HTTP: where the servers are and how patiently they are asked.
+Those behind HTTP also say where the servers are and how patiently they are asked.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What every trained stage needs: back end and ranks, optimiser and schedule, batching, low-rank adapters.
-
-Low-rank adapters in place of full weights.
-
-What every trained stage needs: back end and ranks, optimiser and schedule, batching.
-"""
+"""What every trained stage needs: back end and ranks, optimiser and schedule, batching, low-rank adapters."""
 
 from __future__ import annotations
 

@@ -1,16 +1,13 @@
-"""Adapter folders in peft's form, kept inside the Hugging Face folder of the merged model.
+"""LoRA: a frozen base with trained adapters (peft), and the plain model the two are together.
+
+The trainer's model applies its adapters; the rollout engine's merges them into its own copy of the base. What
+passes between them, and what a checkpoint keeps, are the adapters and the digest of the base they belong to.
+Their tensors carry peft's names: `model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and `lora_B`
+`[out, r]`.
 
 FOLDER/                          the merged model, as any other
 FOLDER/adapter/                  adapter_config.json and adapter_model.safetensors: peft loads it
 FOLDER/adapter/base.json         where its base lies, and the sha256 of each of the base's weight files
-
-LoRA: a frozen base with trained adapters (peft), and the plain model the two are together.
-
-The trainer's model applies its adapters; the rollout engine's merges them into its own copy of the base. What
-passes between them, and what a checkpoint keeps, are the adapters and the digest of the base they belong to.
-
-Adapter tensors carry peft's names: `model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and `lora_B`
-`[out, r]`.
 """
 
 from __future__ import annotations

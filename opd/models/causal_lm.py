@@ -1,12 +1,10 @@
 """A Hugging Face causal language model with packed attention, a live head, and weights one can stream.
 
+What it cannot do is found once, when it is loaded: an architecture that would compute something else stops
+there, and a probe proves that its head is the one the kernels take it for. Named weights have an identity:
+sha256 over their names, shapes, dtypes and bytes, in their order.
+
 Shapes: `T` packed tokens, `B` sequences, `D` hidden size, `V` vocabulary.
-
-The identity of named weights: sha256 over their names, shapes, dtypes and bytes, in their order.
-
-The head of a Hugging Face causal LM as an `opd.kernels.head.Head`, and the probe that proves it right.
-
-Checks made once when a model is loaded, so that an unsupported architecture stops early.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Hugging Face folders out: sharded safetensors, tokenizer, checksums and a model card, all or nothing.
-
-The model card: README.md of an exported checkpoint.
-"""
+"""Hugging Face folders out: sharded safetensors, tokenizer, checksums and a model card, all or nothing."""
 
 from __future__ import annotations
 

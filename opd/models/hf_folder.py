@@ -1,6 +1,6 @@
 """Is a Hugging Face folder whole, and only data? Asked before anything is loaded: errors name the file.
 
-Hugging Face configurations: read from a folder, or built from a recipe's dictionary with strict keys.
+Its configuration is read here, or built from a recipe's dictionary, with strict keys.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ transformers loads what fits and only logs the rest: layers that the configurati
 out, integers are cast to floats, a head that should be tied stays apart. Each of these is another model than
 the one in the folder, so each is refused here.
 
-Adapters as peft writes them: which base they belong to, and the sum of the two.
-
-FOLDER/adapter_config.json and FOLDER/adapter_model.safetensors, with tensors named
-`base_model.model.` + `model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and `lora_B` `[out, r]`.
+A folder of peft's is asked the same: which base its adapters belong to, and whether they fit it. It has
+`adapter_config.json` and `adapter_model.safetensors`, with tensors named `base_model.model.` +
+`model.layers.0.self_attn.q_proj.lora_A.weight` `[r, in]` and `lora_B` `[out, r]`.
 """
 
 from __future__ import annotations

@@ -1,20 +1,14 @@
 """A decoder's forward and backward in less memory: layers computed again, long sequences in pieces.
 
-Shapes: `T` packed tokens, `D` hidden size.
-
-Decoder layers called on one piece of the tokens after another, in the place of their own forward.
-
 Everything in a decoder layer but its attention treats tokens one by one, so the family's own layer is called
-on pieces; how the queries of a piece see keys of other pieces is a subclass's. Between layers only the hidden
-states [T, D] stay: the backward of a layer computes each piece again and differentiates it at once.
-(Recomputation: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".)
+on pieces of the tokens; how the queries of a piece see keys of other pieces is a subclass's. Between layers
+only the hidden states [T, D] stay: the backward of a layer computes each piece again and differentiates it at
+once. (Recomputation: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".)
 
-Long sequences through decoder layers piece by piece, forward and backward, in bounded memory.
-
-A layer's forward runs with an `attend` that keeps the keys and values of the pieces before. Its backward
-computes the keys and values again, then goes through the pieces from the last to the first, each one computed
-again and differentiated at once, with the gradient of the keys and values it saw added up for the pieces
-before it.
+In a long sequence a layer's forward runs with an `attend` that keeps the keys and values of the pieces
+before. Its backward computes them again, then goes through the pieces from the last to the first, each one
+computed again and differentiated at once, with the gradient of the keys and values it saw added up for the
+pieces before it.
 
 Memory of `T` tokens: `T x D` for each layer's input, `T x 4 Hkv d` for one layer's keys, values and their
 gradients, and one piece's activations. [T, T] and [T, intermediate size] never exist.

@@ -1,6 +1,6 @@
-"""Tokenizers: a character tokenizer made from scratch, loading, and saying how two of them differ.
+"""Tokenizers: made from characters or loaded, how two of them differ, and where a model's responses end.
 
-Where a model's responses end: every token id at which the model itself, or its tokenizer, says so.
+A response ends at every token id at which the model itself, or its tokenizer, says so.
 """
 
 from __future__ import annotations

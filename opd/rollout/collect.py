@@ -1,9 +1,7 @@
 """From prompts to finished sample groups, by `collect` or by a rollout of the user's own.
 
-Prompts shared out to the ranks, and every rank's responses told to all of them.
-
-What is sent is lengths and arrays behind a JSON header. Prompts, labels and metadata stay where they are:
-every rank has them.
+With several ranks prompts are shared out, and every rank's responses told to all of them: lengths and arrays
+behind a JSON header. Prompts, labels and metadata stay where they are, as every rank has them.
 """
 
 from __future__ import annotations

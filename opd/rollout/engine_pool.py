@@ -1,6 +1,6 @@
 """The engines of a rollout: how long a failing one is trusted, which serve now, and weight sync over all.
 
-One engine at work, advanced in this thread or in one of its own.
+An engine at work is advanced in the caller's thread, or in one of its own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The requests that are open: every token into the log, then into the transcript, then to the caller.
 
-What the log already holds of a request is checked, told again in chunks, and continued.
-
-Strings that end a response, found in its text however it was cut into tokens, and across interruptions.
-
-What every request has been given so far, put together from chunks without per-token work.
+What the log already holds of a request is checked, told again in chunks, and continued. The transcript is
+what every request has been given so far, put together from chunks without per-token work. Strings that end a
+response are found in its text however it was cut into tokens, and across interruptions.
 
 Shapes: `B` tokens of a step, `R` response tokens of a request.
 """

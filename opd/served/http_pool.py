@@ -1,8 +1,7 @@
 """Requests to several servers of one model: balanced, bounded, retried.
 
-An asyncio loop in a thread of its own serves callers that are not asynchronous.
-
-JSON over pooled connections: one attempt at one server, and what can go wrong there.
+JSON over pooled connections, by an asyncio loop in a thread of its own for callers that are not asynchronous.
+One attempt at one server, and what can go wrong there, is a function; which server and how often, the pool's.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
 """What each token weighs in a stream of the loss: normalisers, importance corrections, the mismatch.
 
-Weights of a loss stream: how much each token of an optimiser step counts.
+**Normalisers.** Every function takes the token counts of the *whole* step (all micro-batches, all ranks) and
+returns what a token of each sample weighs, so that `sum(weight * per_token_loss)` is the step's loss however
+the samples are packed: a mean of micro-batch means would weigh tokens by the company they keep.
 
-Every function takes the token counts of the *whole* step (all micro-batches, all ranks) and returns what a
-token of each sample weighs, so that `sum(weight * per_token_loss)` is the step's loss however the samples are
-packed: a mean of micro-batch means would weigh tokens by the company they keep.
+**Importance corrections** between the policy that drew the tokens and the one that learns from them. A
+rejected token leaves the loss *and* its normaliser: with weight 0 but still counted it would shrink the
+gradient of all the others. What is kept counts with its weight. Tokens that are too many policy versions old
+leave the loss before that.
 
-Importance corrections between the policy that drew the tokens and the one that learns from them.
-
-A rejected token leaves the loss *and* its normaliser: with weight 0 but still counted it would shrink the
-gradient of all the others. What is kept counts with its weight.
-
-Tokens that are too many policy versions old leave the loss before that.
-
-How far the engine that wrote the tokens is from the trainer that learns from them.
+**The mismatch**: how far the engine that wrote the tokens is from the trainer that learns from them.
 """
 
 from __future__ import annotations

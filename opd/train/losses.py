@@ -1,11 +1,12 @@
 """Per-token losses on `[N]` tensors; each name says whose gradient it has.
 
-The clipped policy-gradient loss (PPO) with asymmetric bounds and dual clip, and its statistics.
+**The policy gradient**, clipped (PPO), with asymmetric bounds and dual clip, and its statistics. Here too is
+what every per-token loss needs: equal shapes, values that carry another expression's gradient, and the
+importance weights of a score function.
 
-Per-token estimates of KL(p || q) from tokens sampled from `p` (Schulman 2020, "Approximating KL").
-
-The value of an estimator says nothing about its gradient. With `r = log p - log q` of the sampled token,
-on-policy, the expected gradients with respect to the logits of `p` are:
+**Estimates of KL(p || q)** from tokens sampled from `p` (Schulman 2020, "Approximating KL"). The value of an
+estimator says nothing about its gradient. With `r = log p - log q` of the sampled token, on-policy, the
+expected gradients with respect to the logits of `p` are:
 
 | | value | differentiated as a loss |
 |---|---|---|
@@ -13,13 +14,9 @@ on-policy, the expected gradients with respect to the logits of `p` are:
 | k2 = r^2 / 2 | biased | `p * (r - KL)`: the gradient of the reverse KL(p || q) |
 | k3 = e^-r - 1 + r | unbiased, >= 0 | `p - q`: the gradient of the *forward* KL(q || p) |
 
-Also what every per-token loss needs: equal shapes, values that carry another expression's gradient, and the
-importance weights of a score function.
-
-Reverse KL(p || t) from the `K` most likely tokens of the teacher.
-
-`S` is the support, `r_v = log p_v - log t_v`, and the *tail* is everything outside `S` as one bucket of
-masses `p_tail = 1 - sum_S p` and `t_tail`, with `b = log p_tail - log t_tail`.
+**Reverse KL(p || t) from the `K` most likely tokens of the teacher.** `S` is the support, `r_v = log p_v -
+log t_v`, and the *tail* is everything outside `S` as one bucket of masses `p_tail = 1 - sum_S p` and
+`t_tail`, with `b = log p_tail - log t_tail`.
 
 | form | value | gradient |
 |---|---|---|

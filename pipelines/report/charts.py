@@ -1,12 +1,9 @@
 """Small charts as inline SVG: matplotlib draws them, CSS colours them.
 
 Every chart is drawn about as wide as a phone's column, so that its text keeps its size there; wider pages put
-several side by side.
-
-Colours of the report: one set of roles, each with a value for a light and for a dark page.
-
-Charts are drawn with the light values and their hex codes are then replaced by CSS variables, so that one SVG
-follows the reader's colour scheme. The roles of a chart must therefore differ in their light values.
+several side by side. Its colours are roles, each with a value for a light and for a dark page: it is drawn
+with the light values, whose hex codes are then replaced by CSS variables, so that one SVG follows the
+reader's colour scheme. The roles of a chart must therefore differ in their light values.
 """
 
 from __future__ import annotations

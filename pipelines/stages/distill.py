@@ -1,6 +1,6 @@
 """The merge: the student writes, each sample is scored by the teacher of its domain, the student follows.
 
-Which streams a merge's loss has, and what each token weighs in them.
+The recipe says which streams the loss has; here is what each token weighs in them.
 """
 
 from __future__ import annotations

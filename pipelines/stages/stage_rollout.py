@@ -1,6 +1,6 @@
 """The rollouts of a stage: its engine behind a token log, ready to be interrupted at any token.
 
-Keys and values of interrupted requests in one file; see `opd.rollout.preemption.KVStore`.
+Keys and values of interrupted requests go into one file (`opd.rollout.preemption.KVStore`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Ray cluster of a run: one that is there already, or one of its own on this machine.
 
-Processes and files of a cluster of our own, so that none is left when it ends, however it ends.
+Of one of its own no process and no file is left when the run ends, however it ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Rollout engines that are actors: the process of one, and what a stage's rollout sees of it.
 
-A rollout engine in a process of its own. It computes a chunk of tokens when it is asked for one.
-
-Rollout engines that are actors, for `FaultTolerantRollout` to stand in front of.
+The process computes a chunk of tokens when it is asked for one; `FaultTolerantRollout` stands in front of
+them.
 """
 
 from __future__ import annotations
