@@ -1,13 +1,12 @@
 """Code of the user's own while it runs: its faults in a sentence, and what it cannot take from this process.
 
-It may close, fork, exit and start threads: the standard streams stay open, what it forks ends where its call
-ends, the files of this process stay this process's, and what a thread of it raises is a line of the log.
+It may fork, exit, start threads and close the standard streams: those stay open, what it forks ends where its
+call ends, and what a thread of it raises is a line of the log.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import sys
@@ -51,14 +50,11 @@ def confined(what: str) -> Iterator[None]:
     """Around code of the user's own, `what` in sentences: in this process the block ends as it would without.
 
     A process that is forked in it ends with it: with status 0, that of `sys.exit`, or 1 and a line that says
-    what was raised. Raises `OSError` in the block for `os.closerange`, and after it if it has closed what it
-    cannot have opened.
+    what was raised.
     """
     process = os.getpid()
-    _CLOSERANGE.install()
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _thread_failed
-    guards = _open_guards()
     with streams_kept():
         _calls.append(what)
         try:
@@ -71,7 +67,6 @@ def confined(what: str) -> Iterator[None]:
             if os.getpid() != process:
                 os._exit(0)
             _calls.remove(what)
-    _refuse_closed(guards)
 
 
 _calls: list[str] = []
@@ -85,68 +80,6 @@ def _leave(what: str, cause: BaseException) -> NoReturn:
     with contextlib.suppress(OSError):
         os.write(2, redact(f"opd: warning: a process that {what} forked {raised(cause)}\n").encode())
     os._exit(1)
-
-
-class _Closerange:
-    """`os.closerange` for code of the user's own. It is meant for forked processes: here it would close logs,
-    locks and connections under the hands of those who use them, and libraries abort the process.
-    """
-
-    def __init__(self) -> None:
-        self._close, self._process = os.closerange, os.getpid()
-
-    def install(self) -> None:
-        if os.closerange is not self:
-            self._close, self._process = os.closerange, os.getpid()
-            os.closerange = self
-
-    def __call__(self, first: int, after: int, /) -> None:
-        if os.getpid() == self._process and not _is_of_libraries(sys._getframe(1).f_code.co_filename):
-            raise OSError(
-                f"os.closerange({first}, {after}) would close files of this process that others use; close"
-                " what you have opened"
-            )
-        self._close(first, after)
-
-
-_CLOSERANGE = _Closerange()
-_opening = threading.Lock()
-_guards: list[tuple[int, int, int]] = []
-"""Descriptors that nobody uses, with device and inode: the lowest that was free, and one from 64 on."""
-
-
-def _open_guards() -> list[tuple[int, int, int]]:
-    """The guards, opened (again) if they are not open."""
-    with _opening:
-        _guards[:] = [guard for guard in _guards if _still_open(guard)]
-        if len(_guards) < 2:
-            for number, *_ in _guards:
-                os.close(number)
-            _guards.clear()
-            with contextlib.suppress(OSError):  # no more files may be opened: whoever needs one says so
-                low = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-                for number in (low, fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 64)):
-                    found = os.fstat(number)
-                    _guards.append((number, found.st_dev, found.st_ino))
-        return list(_guards)
-
-
-def _still_open(guard: tuple[int, int, int]) -> bool:
-    number, *identity = guard
-    try:
-        found = os.fstat(number)
-    except OSError:
-        return False
-    return [found.st_dev, found.st_ino] == identity
-
-
-def _refuse_closed(guards: list[tuple[int, int, int]]) -> None:
-    closed = [str(guard[0]) for guard in guards if not _still_open(guard)]
-    if closed:
-        raise OSError(
-            f"closed file descriptor {' and '.join(closed)}, which it had not opened; close what you have"
-            " opened"
-        )
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:

@@ -182,7 +182,7 @@ def command():
 sys.exit(ended(command, resumes=True, last=True))
 """
 OWN = """
-import atexit, contextlib, json, os, sys, threading
+import atexit, json, os, sys, threading
 def exits(): sys.exit(0)
 def leaves(): os._exit(0)
 def leaves_with_7(): os._exit(7)
@@ -212,10 +212,6 @@ def child_returns(): forked(0, lambda: None)
 def child_exits(): forked(3, lambda: sys.exit(3))
 def child_raises(): forked(1, lambda: {}["a"])
 def child_closes(): forked(0, lambda: os.closerange(3, 1024))
-def closes_all(): os.closerange(3, 1024)
-def closes_each():
-    for number in range(3, 256):
-        with contextlib.suppress(OSError): os.close(number)
 def threads():
     for _ in range(3):
         thread = threading.Thread(target=lambda: json.loads("no"), name="mine")
@@ -239,8 +235,6 @@ def others_threads():
         *[(name, 0, "the end") for name in ("forks", "closes", "closes_both", "closes_numbers", "detaches")],
         *[(name, 0, "the end") for name in ("starts", "leaves_at_the_end")],
         *[(name, 0, "the end") for name in ("child_returns", "child_exits", "child_raises", "child_closes")],
-        ("closes_all", 2, "f raised OSError: os.closerange(3, 1024) would close files of this process"),
-        ("closes_each", 2, "and 64, which it had not opened; close what you have opened; mend it."),
         ("threads", 0, "the end"),
     ],
 )
