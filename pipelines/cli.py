@@ -19,7 +19,7 @@ from opd.imports import uncollected
 from opd.pipelines.commands.ending import ERROR, ended, one_line, require_address_space
 
 if TYPE_CHECKING:
-    from opd.pipelines.records.run_folder import RunFolder
+    from opd.pipelines.records.run_folder import HubRecord, RunFolder
 
 
 def _count(text: str) -> int:
@@ -262,6 +262,13 @@ def _dispatch(argv: list[str]) -> int:
     return _run(recipe, options, argv)
 
 
+def _from_hub(recipe: Recipe, path: Path | None = None, resume: bool = False) -> tuple[Recipe, HubRecord]:
+    """What `records.hub.fetched` returns."""
+    from opd.pipelines.records.hub import fetched
+
+    return fetched(recipe, path, resume=resume)
+
+
 def _parsed(own: Sequence[str]) -> argparse.Namespace:
     """Raises `ConfigError` for an option of another command, for a word too many, and for an option without
     the one that it belongs to.
@@ -316,6 +323,7 @@ complete -o default -F _opd opd"""
 
 
 def _doctor(recipe: Recipe, options: argparse.Namespace) -> int:
+    recipe, _ = _from_hub(recipe, options.out, options.resume)
     if options.parity:
         from opd.pipelines.doctor.parity_table import check_parity
 
@@ -379,11 +387,13 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from opd.pipelines.plan.plan import PlanOptions, print_plan
 
     recipe = load_recipe(options.recipe, overrides) if options.recipe else None
+    recipe = recipe and _from_hub(recipe)[0]
     return print_plan(recipe, PlanOptions(**given))
 
 
 def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> int:
     stages = None if options.command == "run" else _stages(recipe, options)
+    recipe, hub = _from_hub(recipe, _path(recipe, options), options.resume)
     from opd.pipelines.launch.local import is_rank, launch, wants_ranks
 
     if is_rank(recipe):
@@ -393,11 +403,11 @@ def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> in
         with uncollected():
             from opd.pipelines.launch.ranks import run_rank
 
-        return run_rank(recipe, _path(recipe, options), lambda: _open(recipe, options), stages)
+        return run_rank(recipe, _path(recipe, options), lambda: _open(recipe, options, hub), stages)
     if wants_ranks(recipe):
-        return launch(recipe, argv)
+        return launch(recipe, argv, hub)
     with uncollected():
-        opened = _open(recipe, options)
+        opened = _open(recipe, options, hub)
         if opened is None:
             return ERROR
         from opd.pipelines.report.verdict import closing
@@ -419,7 +429,7 @@ def _path(recipe: Recipe, options: argparse.Namespace) -> Path:
     return (options.out or default_path(recipe)).absolute()
 
 
-def _open(recipe: Recipe, options: argparse.Namespace) -> RunFolder | None:
+def _open(recipe: Recipe, options: argparse.Namespace, hub: HubRecord) -> RunFolder | None:
     """The run folder; `None` if the checks before a run have said why it cannot start."""
     from opd.pipelines.records.run_folder import RunFolder
 
@@ -434,8 +444,8 @@ def _open(recipe: Recipe, options: argparse.Namespace) -> RunFolder | None:
     if not _preflight(recipe, path, resumed, accept):
         return None
     if not resumed:
-        return RunFolder.create(path, recipe)
-    return RunFolder.resume(path, recipe, _say_code if accept else None)
+        return RunFolder.create(path, recipe, hub)
+    return RunFolder.resume(path, recipe, _say_code if accept else None, hub)
 
 
 def _say_code(files: str) -> None:

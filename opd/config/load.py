@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from opd.config.base import Config
+from opd.config.hub_names import hub_name
 from opd.config.other_names import former
 from opd.config.recipe import Recipe, inherited
 from opd.config.schema import arms, below, dotted, explain, follow, key_paths, models, tag
@@ -162,16 +163,18 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def located(recipe: Recipe) -> Recipe:
-    """`recipe` with every path in it absolute, seen from the current folder.
+    """`recipe` with every path in it absolute, seen from the current folder; names on the Hub stay.
 
     Done once, where a command starts: code of the user's own may go to another folder.
     """
-    data = recipe.model_dump()
+    data, of_models = recipe.model_dump(), model_keys(recipe)
     for *parents, last in path_keys(recipe):
         holder = data
         for key in parents:
             holder = holder[key]
         given = holder[last]
+        if given and (*parents, last) in of_models and hub_name(given) is not None:
+            continue
         if given and given.strip() and "://" not in given and not given.startswith("~"):
             holder[last] = str(Path(given).absolute())
     return Recipe.model_validate(data)
@@ -185,13 +188,24 @@ def path_keys(recipe: Recipe) -> list[KeyPath]:
     return [
         ("run_dir",),
         ("storage", "published"),
-        *(("model", key) for key in ("path", "tokenizer", "chat_template")),
-        *(("teachers", name, "path") for name in recipe.teachers),
+        *model_keys(recipe),
         *(("domains", name, "source") for name in files),
         *([("sft", "source")] if recipe.sft is not None else []),
         *(("domains", name, "sft", "source") for name, domain in recipe.domains.items() if domain.sft),
         *([("rollout", "engine", "folder")] if recipe.rollout.engine.type == "sglang" else []),
     ]
+
+
+def model_keys(recipe: Recipe) -> list[KeyPath]:
+    """The keys of `recipe` whose values, if there are any, are models: folders, URLs, or names on the Hub."""
+    own: list[KeyPath] = [("model", key) for key in ("path", "tokenizer", "chat_template")]
+    return own + [("teachers", name, "path") for name in recipe.teachers]
+
+
+def given_models(recipe: Recipe) -> list[str]:
+    """The values of `model_keys` that are given."""
+    model = (recipe.model.path, recipe.model.tokenizer, recipe.model.chat_template)
+    return [value for value in (*model, *recipe.given_teachers().values()) if value is not None]
 
 
 def merge(left: Any, right: Any, schema: Any) -> Any:

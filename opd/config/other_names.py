@@ -161,9 +161,9 @@ ROWS = (
     ),
     Row(
         ("model.path",),
-        "the reference policy is the model that a stage starts from",
+        "`org/name@revision` for one on the Hub; the reference policy is the model that a stage starts from",
         ("hf-checkpoint", "ref-load", "load"),
-        ("model_name_or_path",),
+        ("model_name_or_path", "model_revision"),
         ("actor_rollout_ref.model.path",),
     ),
     Row(

@@ -89,7 +89,8 @@ class DomainConfig(Config):
 
     source: str = Field(min_length=1)
     """`procedural:NAME` (built in, or `procedural:package.module:Class`), `reasoning-gym:NAME` (extra), or a
-    `.jsonl` / `.parquet` file with the columns `prompt` (text or messages) and `label`."""
+    `.jsonl` / `.parquet` file with the columns `prompt` (text or messages) and `label`, also of a data set on
+    the Hub: `hf://datasets/org/name@revision/FILE`."""
     params: dict[str, Any] = {}
     """Arguments of the source; for a file, `domain` keeps the rows whose column `domain` says so."""
     reward: str | None = None
@@ -223,15 +224,17 @@ class ModelConfig(Config):
     """The student: a Hugging Face causal LM from a folder, or a new one from a configuration."""
 
     path: str | None = Field(default=None, min_length=1)
-    """A Hugging Face folder. Exactly one of `path` and `config` is given."""
+    """A Hugging Face folder, or a model on the Hub: `org/name`, or `org/name@revision` (a branch, tag or
+    commit). A folder of that name wins. Which commit it was is kept with the run. Exactly one of `path` and
+    `config` is given."""
     config: dict[str, Any] | None = None
     """`model_type` and the arguments of that Hugging Face configuration; the vocabulary size is filled in."""
     tokenizer: str | None = Field(default=None, min_length=1)
-    """A Hugging Face folder; `None` takes the model's own, or with `config` a character tokenizer over the
-    domains' alphabets."""
+    """A Hugging Face folder, or `org/name`; `None` takes the model's own, or with `config` a character
+    tokenizer over the domains' alphabets."""
     chat_template: str | None = None
-    """A `.jinja` file, or a Hugging Face folder (a teacher's) whose template writes prompts that are
-    messages; `None` takes the tokenizer's own. It stays with the models that come out."""
+    """A `.jinja` file, or a Hugging Face folder or `org/name` (a teacher's) whose template writes prompts
+    that are messages; `None` takes the tokenizer's own. It stays with the models that come out."""
     chat_template_kwargs: dict[str, Any] = {}
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -255,7 +258,9 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
         if (self.path is None) == (self.config is None):
-            raise ValueError("give exactly one of model.path (a Hugging Face folder) and model.config")
+            raise ValueError(
+                "give exactly one of model.path (a Hugging Face folder or org/name) and model.config"
+            )
         return self
 
 

@@ -137,8 +137,8 @@ class Entry(Config):
     """What an entry of `teachers` has beside its kind."""
 
     path: str | None = Field(default=None, min_length=1)
-    """A Hugging Face folder, or the URL of a published teacher (`opd publish`); `null` is the specialist that
-    this run trains on the domain of that name."""
+    """A Hugging Face folder, a model on the Hub (`org/name@revision`), or the URL of a published teacher
+    (`opd publish`); `null` is the specialist that this run trains on the domain of that name."""
 
 
 class LocalTeacherEntry(LocalTeacherConfig, Entry):
@@ -158,7 +158,8 @@ class SGLangTeacherConfig(TeacherSettings, ServerConfig):
 
     type: Literal["sglang"] = "sglang"
     path: str = Field(min_length=1)
-    """A Hugging Face folder, or the URL of a published teacher: what the servers must be, and their head."""
+    """A Hugging Face folder, `org/name@revision`, or the URL of a published teacher: what the servers must
+    be, and their head."""
     signal: Literal["hidden", "topk", "sampled"] = "hidden"
     """What is asked for. `hidden`: last hidden states, from which the published head rebuilds the whole
     vocabulary here, at any temperature; `topk`: the `distill.loss.k` most likely tokens; `sampled`: the

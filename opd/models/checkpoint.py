@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from transformers import PreTrainedTokenizerBase
 
+from opd.config.hub_names import hub_name
 from opd.errors import writing
 from opd.foreign import visible
 from opd.models.causal_lm import CausalLM
@@ -33,7 +34,8 @@ def model_card(name: str, card: dict[str, Any]) -> str:
     """
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if "base_model" in card:
-        front["base_model"] = card["base_model"]
+        named = hub_name(card["base_model"])  # the Hub wants the name of the repository alone
+        front["base_model"] = card["base_model"] if named is None else named.repo
     front["tags"] = ["on-policy-distillation", "opd"]
     lines = ["---", yaml.safe_dump(front, sort_keys=False, width=1000).strip(), "---", ""]
     about = [plain(card["about"])] if "about" in card else []

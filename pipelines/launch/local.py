@@ -17,6 +17,8 @@ from typing import Any
 from opd.config import Recipe
 from opd.errors import ConfigError, OpdError, PreemptedError, RanksError
 from opd.pipelines.launch import supervisor
+from opd.pipelines.records.hub import for_ranks
+from opd.pipelines.records.run_folder import HubRecord
 from opd.progress import hushed
 from opd.rollout.preemption import EXIT_STATUS, Preemption
 
@@ -88,8 +90,8 @@ def has_joined() -> None:
     _joined = True
 
 
-def launch(recipe: Recipe, argv: Sequence[str]) -> int:
-    """Run `opd ARGV` as `train.ranks` ranks; returns the exit status.
+def launch(recipe: Recipe, argv: Sequence[str], hub: HubRecord | None = None) -> int:
+    """Run `opd ARGV` as `train.ranks` ranks; returns the exit status. `hub`: what of `recipe` is from there.
 
     Raises what the first rank to fail has said, as an `OpdError`, after all of them have ended; and
     `PreemptedError` if this process was asked to stop.
@@ -101,10 +103,11 @@ def launch(recipe: Recipe, argv: Sequence[str]) -> int:
         hushed(),  # the first rank speaks
     ):
         store = _open_store(recipe)
+        commits = for_ranks(hub or {})
         try:
             with supervisor.Supervisor(asked) as ranks:
                 for number in range(size):
-                    ranks.add(_start(number, size, store.port, argv, Path(folder)))
+                    ranks.add(_start(number, size, store.port, argv, Path(folder), commits))
                 while ranks.running:
                     ranks.look()
         except supervisor.MemberFailedError as failed:
@@ -126,8 +129,11 @@ def _open_store(recipe: Recipe) -> Any:
         ) from error
 
 
-def _start(number: int, size: int, port: int, argv: Sequence[str], folder: Path) -> supervisor.ProcessMember:
-    environment = rank_environment(number, size, "127.0.0.1", port) | {
+def _start(
+    number: int, size: int, port: int, argv: Sequence[str], folder: Path, commits: dict[str, str]
+) -> supervisor.ProcessMember:
+    environment = rank_environment(number, size, "127.0.0.1", port) | commits
+    environment |= {
         "LOCAL_RANK": str(number),
         "LOCAL_WORLD_SIZE": str(size),
         # What torchrun sets for ranks that are clients of its own store, as these are of this process's.

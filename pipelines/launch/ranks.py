@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from opd.config import Recipe
+from opd.config.hub_names import cached_name
+from opd.config.load import given_models
 from opd.errors import RanksError, TrainingError
 from opd.pipelines.launch.local import has_joined
 from opd.pipelines.launch.machine import out_of_memory
@@ -34,6 +36,7 @@ def run_rank(
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with joined(recipe.model.device, recipe.train.timeout_seconds) as ranks, ExitStack() as stack:
         has_joined()
+        _require_one_commit(recipe, ranks)
         folder = RunFolder.attach(path)
         if ranks.main:
             opened = opening()
@@ -50,6 +53,16 @@ def run_rank(
             print(closing(folder.path))
         ranks.main_first(lambda: None)
     return 0
+
+
+def _require_one_commit(recipe: Recipe, ranks: Ranks) -> None:
+    """Raise `RanksError` if a branch of the Hub has moved on between the questions of two machines."""
+    given = [str(cached_name(value)) for value in given_models(recipe) if cached_name(value) is not None]
+    if given and any(other != given for other in ranks.gather_json(given, "what is from the Hub")):
+        raise RanksError(
+            f"the ranks have other commits of what is from the Hub ({', '.join(given)} here); name a commit"
+            " after the @ in the recipe, or start again."
+        )
 
 
 def _named(known: dict[str, Stage], names: Sequence[str]) -> list[Stage]:

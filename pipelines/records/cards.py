@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
+from opd.config.hub_names import told
 from opd.config.recipe import WEIGHT_MERGES
 from opd.data.load import load_domain
 from opd.errors import OpdError
@@ -83,9 +84,9 @@ class Cards:
         place = folder.model(recipe, name)
         sections: dict[str, Any] = {"about": _about(recipe, name)}
         if kind != "base":
-            sections["base_model"] = str(folder.model(recipe, "base").absolute())
+            sections["base_model"] = told(str(folder.model(recipe, "base").absolute()))
         elif recipe.model.path is not None:
-            sections["base_model"] = str(Path(recipe.model.path).absolute())
+            sections["base_model"] = told(str(Path(recipe.model.path).absolute()))
         sections["accuracy"] = _accuracy(accuracy)
         sections |= self.use(place, [domain] if domain else list(recipe.domains))
         if kind not in ("base", "sft", "specialist", "mixed_grpo", "mixed_grpo_all"):
@@ -147,10 +148,10 @@ def title(recipe: Recipe, name: str) -> str:
 def _about(recipe: Recipe, name: str) -> str:
     kind, _, domain = name.partition(":")
     if kind == "base":
-        begun = "Random weights" if recipe.model.path is None else f"The model {recipe.model.path}"
+        begun = "Random weights" if recipe.model.path is None else f"The model {told(recipe.model.path)}"
         if recipe.sft is not None:
             return (
-                f"{begun}, fine-tuned on the demonstrations of {recipe.sft.source}: what this run's"
+                f"{begun}, fine-tuned on the demonstrations of {told(recipe.sft.source)}: what this run's"
                 " specialists and student begin as."
             )
         if recipe.base is None:
@@ -162,7 +163,7 @@ def _about(recipe: Recipe, name: str) -> str:
         )
     if kind in ("sft", "specialist"):
         sft = recipe.domains[domain].sft
-        taught = "" if sft is None else f"fine-tuned on the demonstrations of {sft.source}"
+        taught = "" if sft is None else f"fine-tuned on the demonstrations of {told(sft.source)}"
         if kind == "sft":
             return f"What the specialist for the domain {domain} begins as: the base, {taught}."
         rewarded = "trained with GRPO on its rewards alone" if domain in recipe.grpo_domains() else ""
@@ -237,7 +238,7 @@ def _teachers(recipe: Recipe, folder: RunFolder) -> dict[str, dict[str, str]]:
     rows = {}
     for name in names:
         weights = {domain: recipe.teacher_weights(domain).get(name, 0.0) for domain in recipe.domains}
-        path = recipe.given_teachers().get(name) or str(folder.specialist(name).absolute())
+        path = told(recipe.given_teachers().get(name, "")) or str(folder.specialist(name).absolute())
         taught = ", ".join(d if w == 1 else f"{d} ({w:g})" for d, w in weights.items() if w)
         rows[name] = {"model": path, "teaches": taught}
     return rows

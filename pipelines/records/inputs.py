@@ -139,11 +139,28 @@ def _digests(source: str) -> dict[str, str]:
         path = Path(source)
         if path.is_file():
             return {path.name: file_digest(path)}
-        return model_digests(path)
+        found = model_digests(path)
+        _refuse_damaged(path, found)
+        return found
     except OSError as error:
         if hasattr(error, "strerror") and error.strerror:
             raise DataError(f"{source} cannot be read ({error.strerror}); check its permissions.") from error
         raise
+
+
+def _refuse_damaged(folder: Path, digests: Mapping[str, str]) -> None:
+    """Raise `CheckpointError` for a file from the Hub that is not what its cache calls it: large ones are
+    kept under their sha256.
+    """
+    from opd.config.hub_names import cached_name
+    from opd.errors import CheckpointError
+
+    for name, digest in digests.items() if cached_name(folder) is not None else ():
+        kept = (folder / name).resolve()
+        if len(kept.name) == 64 and kept.parent.name == "blobs" and kept.name != digest:
+            raise CheckpointError(
+                f"{folder / name} is not what the Hub gave; delete {kept}, and the command fetches it again"
+            )
 
 
 def _published(url: str) -> str:

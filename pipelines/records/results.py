@@ -12,6 +12,7 @@ import torch
 
 from opd import installed_version
 from opd.config import Recipe
+from opd.config.hub_names import told
 from opd.pipelines.evaluation.evaluate import best_teachers, kept_answers, measured, side_by_side
 from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
 from opd.pipelines.records.cards import Cards, made_here
@@ -40,6 +41,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "teachers": _teachers(folder) if "merge" in finished else {},
         "counters": finished.get("merge", {}).get("counters", {}),
         "code_changes": folder.code_changes,
+        "hub": folder.hub,
     }
     folder.write_results(results, finished)
     return folder.results
@@ -90,7 +92,7 @@ def _folders(recipe: Recipe, folder: RunFolder, finished: dict[str, Any]) -> dic
             found[name] = {"folder": str(folder.model(recipe, name).absolute()), **used}
             found[name] |= {"digest": finished[stage]["digest"]} if "digest" in finished[stage] else {}
     for name, path in recipe.given_teachers().items():
-        found[f"teacher:{name}"] = {"folder": path}
+        found[f"teacher:{name}"] = {"folder": told(path)}
     return found
 
 

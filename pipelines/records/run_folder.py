@@ -1,7 +1,8 @@
 """One run, one folder: its layout, its lock, its resolved recipe and which of its stages are done.
 
 inputs.json                      digests of what the run began with: recipe, models, data and code from
-                                 elsewhere, and of code that changed since; the CPU threads settled then
+                                 elsewhere, and of code that changed since; the commits of what is from the
+                                 Hub; the CPU threads settled then
 config.json                      the resolved recipe; a run that has it has begun
 stages/STAGE/                    metrics.jsonl  checkpoints/  done.json (written last), and log.txt of
                                  a stage that ran in a process of its own
@@ -35,6 +36,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from opd.config import Recipe
+from opd.config.hub_names import told
 from opd.config.load import located, path_keys
 from opd.errors import DataError, RunFolderError
 from opd.metrics import read_metrics
@@ -67,6 +69,8 @@ _RECORDED = ("stage", "run", "files", "from")
 """What `mark_done` adds to a stage's result."""
 _Changed = dict[str, dict[str, dict[str, str | None]]]
 """Key of the recipe -> file -> digests `was` and `is`, of code of the user's own."""
+HubRecord = dict[str, Mapping[str, str]]
+"""Key of the recipe -> what it said of the Hub (`asked`) and the `commit` that this was."""
 
 
 def default_path(recipe: Recipe) -> Path:
@@ -124,8 +128,9 @@ class RunFolder:
         self._lock = lock
 
     @classmethod
-    def create(cls, path: str | Path, recipe: Recipe) -> RunFolder:
-        """Start a run in a new folder; one that was killed before it had begun is started over.
+    def create(cls, path: str | Path, recipe: Recipe, hub: HubRecord | None = None) -> RunFolder:
+        """Start a run in a new folder; one that was killed before it had begun is started over. `hub`: what
+        of `recipe` is from there.
 
         Raises `RunFolderError` if it exists or another process holds it, and what `given_inputs` raises.
         """
@@ -134,7 +139,7 @@ class RunFolder:
         folder = cls._open(path)
         try:
             refuse_existing(path)
-            folder._begin(recipe)
+            folder._begin(recipe, hub or {})
         except BaseException:
             folder.close()
             raise
@@ -142,7 +147,11 @@ class RunFolder:
 
     @classmethod
     def resume(
-        cls, path: str | Path, recipe: Recipe, accept_code: Callable[[str], None] | None = None
+        cls,
+        path: str | Path,
+        recipe: Recipe,
+        accept_code: Callable[[str], None] | None = None,
+        hub: HubRecord | None = None,
     ) -> RunFolder:
         """Continue the run in `path`; only `runtime`, `launch`, `train` and `run_dir` may differ, and, where
         there is an `accept_code`, code of the user's own: that is recorded, and it is told the files in a
@@ -153,7 +162,7 @@ class RunFolder:
         """
         path = Path(path)
         if not _has_begun(path):
-            return cls.create(path, recipe)
+            return cls.create(path, recipe, hub)
         folder = cls._open(path)
         try:
             started, changed = folder._require_same(recipe, accept_code is not None)
@@ -228,6 +237,17 @@ class RunFolder:
         `done` and `under_way` by then, and the `files` as `inputs.with_changes` takes them.
         """
         return [] if self._inputs is None else list(self._inputs.get("code_changes", []))
+
+    @property
+    def hub(self) -> HubRecord:
+        """What the run was given from the Hub."""
+        return {} if self._inputs is None else dict(self._inputs.get("hub", {}))
+
+    @property
+    def given_files(self) -> dict[str, list[str]]:
+        """Key of the recipe -> names of the files that the run was given under it."""
+        given = {} if self._inputs is None else self._inputs["given"]
+        return {where: list(files) for where, files in given.items()}
 
     def owner(self, stage: str) -> str:
         """What tells the files of a stage from those of other stages and runs."""
@@ -409,7 +429,7 @@ class RunFolder:
             if name.endswith(f"/{CHECKSUMS}"):
                 (check_folder if weights else check_small_files)((self.path / name).parent)
 
-    def _begin(self, recipe: Recipe) -> None:
+    def _begin(self, recipe: Recipe, hub: HubRecord) -> None:
         """Write what the run starts from, `config.json` last: until then it has not begun."""
         config = _written(recipe)
         config["runtime"]["threads"] = threads_here(recipe)
@@ -417,6 +437,7 @@ class RunFolder:
             "run": secrets.token_hex(8),
             "recipe": digest_of(_fixed(config)),
             "given": given_inputs(recipe),
+            "hub": hub,
             "threads": config["runtime"]["threads"],
         }
         write_sealed(self.path / _INPUTS, inputs)
@@ -528,8 +549,17 @@ def differences(before: Any, after: Any, prefix: str = "") -> Iterator[tuple[str
 
 
 def _written(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as it lies in the folder: its secrets are left out, and may change between attempts."""
-    return redacted(recipe.model_dump(mode="json"))
+    """The recipe as it lies in the folder: its secrets are left out, and may change between attempts; what is
+    from the Hub has its name there, with the commit, wherever this machine's cache is.
+    """
+    data = recipe.model_dump(mode="json")
+    for *parents, last in path_keys(recipe):
+        holder = data
+        for key in parents:
+            holder = holder[key]
+        if holder[last]:
+            holder[last] = told(holder[last])
+    return redacted(data)
 
 
 def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:

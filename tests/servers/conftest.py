@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from checkpoints import write_checkpoint
 from fault_proxy import FaultProxy, fault_proxy
+from hub_fixtures import hub, hub_model
 from seaweedfs import BUCKET, S3Server, aws_environment, seaweedfs, weed
 from served_models import write_served_models
 from sglang_server import SGLangServer, installing, sglang_server
+
+__all__ = ["hub", "hub_model"]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

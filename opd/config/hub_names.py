@@ -1,0 +1,107 @@
+"""Names of what lies on the Hub, as a recipe may write them, and as a folder of the Hub's cache tells them.
+
+org/name                                    a model: the newest commit of its branch `main`
+org/name@REVISION                           a branch, a tag, `refs/pr/N` or a commit
+hf://org/name@REVISION                      the same, whatever folders there are
+hf://datasets/org/name@REVISION/FILE        a file of a data set; `@REVISION` may be left out
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
+_MODEL = re.compile(
+    rf"(?P<scheme>hf://(?:models/)?)?(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9][\w./-]{{0,199}}))?",
+    re.ASCII,
+)
+_FILE = re.compile(
+    rf"hf://datasets/(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9][\w.-]{{0,199}}))?/(?P<file>[^\0\\]+)",
+    re.ASCII,
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CACHED = re.compile(r"(models|datasets)--(.+)--(.+)")
+_LOCAL = (".jinja", ".jsonl", ".parquet", ".json", ".yaml", ".safetensors", ".gguf")
+"""How files end that are no repositories."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model on the Hub, or with `file` a file of a data set."""
+
+    repo: str
+    """`org/name`."""
+    revision: str = "main"
+    file: str | None = None
+
+    @property
+    def kind(self) -> Literal["model", "dataset"]:
+        return "model" if self.file is None else "dataset"
+
+    @property
+    def commit(self) -> str | None:
+        """The commit, where the revision is one."""
+        return self.revision if is_commit(self.revision) else None
+
+    def at(self, revision: str) -> HubName:
+        return replace(self, revision=revision)
+
+    def __str__(self) -> str:
+        if self.file is None:
+            return f"{self.repo}@{self.revision}"
+        return f"hf://datasets/{self.repo}@{self.revision}/{self.file}"
+
+
+def is_commit(text: str) -> bool:
+    """Whether `text` is the whole hash of a commit."""
+    return _COMMIT.fullmatch(text) is not None
+
+
+def hub_name(text: str) -> HubName | None:
+    """What `text` names on the Hub; `None` for everything else, also where there is something at the path of
+    that name here: that is what it means then.
+    """
+    named = _FILE.fullmatch(text)
+    if named is not None:
+        parts = named["file"].split("/")
+        usual = all(part not in ("", ".", "..") for part in parts) and _is_repo(named["repo"])
+        return HubName(named["repo"], named["revision"] or "main", named["file"]) if usual else None
+    named = _MODEL.fullmatch(text)
+    if named is None or not _is_repo(named["repo"]) or ".." in (named["revision"] or ""):
+        return None
+    if named["scheme"] is None and (text.endswith(_LOCAL) or _is_here(text)):
+        return None
+    return HubName(named["repo"], named["revision"] or "main")
+
+
+def cached_name(path: str | Path) -> HubName | None:
+    """What the Hub calls a path inside its cache, `.../models--ORG--NAME/snapshots/COMMIT`; else `None`."""
+    parts = Path(path).parts
+    for at, part in enumerate(parts[:-2]):
+        found = _CACHED.fullmatch(part)
+        if found is None or parts[at + 1] != "snapshots" or not is_commit(parts[at + 2]):
+            continue
+        repo, rest = f"{found[2]}/{found[3]}", "/".join(parts[at + 3 :])
+        if (found[1] == "datasets") == bool(rest):
+            return HubName(repo, parts[at + 2], rest or None)
+    return None
+
+
+def told(path: str) -> str:
+    """`path` as a person reads it: what lies in the Hub's cache by its name there, with its commit."""
+    name = cached_name(path)
+    return path if name is None else str(name)
+
+
+def _is_repo(repo: str) -> bool:
+    return "--" not in repo and ".." not in repo and not repo.endswith(".git")
+
+
+def _is_here(text: str) -> bool:
+    try:
+        return Path(text).exists() or Path(text).is_symlink()
+    except (OSError, ValueError):
+        return False

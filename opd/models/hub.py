@@ -1,0 +1,388 @@
+"""Models and data files from the Hub: which commit a revision is, and those of its files that are read.
+
+Through huggingface_hub, with its cache and its variables (`HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`,
+`HF_HUB_OFFLINE`). Only what loaders of folders read is asked for, by name: a description that is refused
+comes before any weights, and code, pickles and whatever else a repository holds never come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opd.config.hub_names import HubName, is_commit
+from opd.errors import CheckpointError, ModelError, OpdError, StorageError
+from opd.foreign import is_file_name, object_path, shown
+from opd.models.hf_folder import (
+    ADAPTER_CONFIG,
+    CHECKSUMS,
+    INDEX,
+    LOADED,
+    SINGLE,
+    read_checksums,
+    refuse_code,
+    weight_files,
+)
+from opd.models.hub_errors import AGAIN, UnreachableError, asked_again, passing, reason, refusal
+from opd.redact import hide
+from opd.retry import Retry
+from opd.storage.files import file_digest, write_atomic
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+SECONDS = 10.0
+"""Until a request without any answer counts as failed; a download as `HF_HUB_DOWNLOAD_TIMEOUT` says."""
+RETRY = Retry(attempts=4, pause=0.5, longest=8.0)
+LARGEST = 256 * 2**20
+"""Bytes of a file that is not weights."""
+_SMALL = LOADED - {SINGLE} | {CHECKSUMS}
+_KEPT = (".safetensors", ".json", ".jinja", ".model", ".txt")
+"""How files end that a folder's `checksums.json` may name and that are then fetched too."""
+log = logging.getLogger("opd.models.hub")
+
+Report = Callable[[int, int], None]
+"""Told (bytes that are here, bytes in all) while files come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a name on the Hub is on this machine."""
+
+    path: Path
+    """A model's folder, or a data set's file, in the cache."""
+    commit: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """What the Hub says of a commit."""
+
+    commit: str
+    sizes: Mapping[str, int]
+    digests: Mapping[str, str]
+    """sha256 of files in large-file storage, else git's sha1; of a data set none are asked for."""
+
+
+def fetch(
+    name: HubName,
+    commit: str | None = None,
+    *,
+    weights: bool = True,
+    files: Collection[str] | None = None,
+    report: Report = lambda done, total: None,
+) -> Fetched:
+    """`name` on this machine, downloaded if it is not in the cache yet.
+
+    Args:
+        commit: Which one it must be, whatever the revision is by now.
+        weights: Whether a model's weights are wanted, and not only its tokenizer.
+        files: Those it had, so far as is known, when `commit` was taken: if all are here, the Hub is not
+            asked.
+
+    A Hub that cannot be reached is replaced by the cache, which is logged. Raises `ModelError`,
+    `CheckpointError` or `StorageError`: there is no such repository, revision or file, it may not be read, it
+    is no model that can be used, or it did not come whole.
+    """
+    from huggingface_hub import get_token
+
+    hide(get_token())
+    name = name if commit is None else name.at(commit)
+    if commit is not None and files is not None:
+        known = _in_cache(
+            name, commit, {*files, *_needed(name, weights)} if name.file is None else [name.file]
+        )
+        if known is not None:
+            return Fetched(known, commit)
+    try:
+        listing = _listing(name)
+    except UnreachableError as error:
+        return _from_cache(name, weights, error)
+    if name.file is not None:
+        if name.file not in listing.sizes:
+            raise StorageError(
+                f"{name.repo} has no file {shown(name.file)} at {name.revision}; check the name."
+            )
+        place = _Download(name, listing, report)([name.file])[0]
+    else:
+        place = _fetch_model(name, listing, weights, report)
+    _remember(name, listing.commit)
+    return Fetched(place, listing.commit)
+
+
+def _fetch_model(name: HubName, listing: _Listing, weights: bool, report: Report) -> Path:
+    if weights:
+        _refuse_contents(name, listing)
+    download = _Download(name, listing, report)
+    small = sorted(_SMALL & listing.sizes.keys())
+    if not small:
+        raise ModelError(f"{name} holds no tokenizer and no model; check that it is the repository you mean.")
+    folder = download(small)[0].parent
+    try:
+        refuse_code(folder)
+        others = [SINGLE] if INDEX not in listing.sizes else weight_files(folder)
+        listed = _listed(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    wanted = list(dict.fromkeys([*others, *listed])) if weights else []
+    missing = [file for file in wanted if file not in listing.sizes]
+    if missing:
+        raise CheckpointError(
+            f"{name} has no {shown(missing[0])}, which its own {INDEX} or {CHECKSUMS} names: it is not whole;"
+            " choose another revision."
+        )
+    download([file for file in wanted if file not in small])
+    return folder
+
+
+def _listed(folder: Path) -> list[str]:
+    """What the checksums of a model say is in its folder: without them it would not be whole."""
+    return [object_path(file) for file in read_checksums(folder) if file.endswith(_KEPT)]
+
+
+def _refuse_contents(name: HubName, listing: _Listing) -> None:
+    """Raise `ModelError` for a repository without a model that can be used, before anything of it comes."""
+    files = listing.sizes
+    if SINGLE in files or INDEX in files:
+        if "config.json" not in files:
+            raise ModelError(f"{name} has weights and no config.json; choose a model in transformers' form.")
+        return
+    if ADAPTER_CONFIG in files:
+        raise ModelError(
+            f"{name} is an adapter and no whole model; fetch it and its base with `hf download --local-dir`,"
+            f" name the base's folder as base_model_name_or_path in its {ADAPTER_CONFIG}, and give its own."
+        )
+    if any(file.endswith(".gguf") for file in files):
+        raise ModelError(
+            f"{name} holds GGUF files, whose weights are quantised or laid out for another program, and not"
+            " safetensors; give the model that they were made from, or convert one: see docs/recipes/hub.md."
+        )
+    pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth")))
+    if pickles:
+        raise ModelError(
+            f"{name} holds its weights as {shown(pickles[0])}, a pickle, which is never read; choose a"
+            " revision with safetensors (the Hub's converter offers one as refs/pr/N), or convert the model."
+        )
+    raise ModelError(f"{name} holds neither {SINGLE} nor {INDEX}; check that it is the repository you mean.")
+
+
+class _Download:
+    """Fetches files of one commit into the cache, each compared with what the Hub says of it when it came."""
+
+    def __init__(self, name: HubName, listing: _Listing, report: Report) -> None:
+        self._name, self._listing, self._report = name.at(listing.commit), listing, report
+        self._done = self._total = 0
+
+    def __call__(self, files: Iterable[str]) -> list[Path]:
+        """Where `files` are now, in their order."""
+        chosen = list(files)
+        for file in chosen:
+            size = self._listing.sizes[file]
+            if not file.endswith(".safetensors") and size > LARGEST and self._name.file is None:
+                raise StorageError(
+                    f"{self._name}: {file} has {size} bytes, and no file of its kind has more than {LARGEST};"
+                    " check that it is the repository you mean."
+                )
+            self._total += max(size, 0)
+        return [self._one(file) for file in chosen]
+
+    def _one(self, file: str) -> Path:
+        before, had = self._done, _in_cache(self._name, self._listing.commit, [file])
+
+        def attempt() -> Path:
+            self._done = before
+            try:
+                return self._get(file)
+            except Exception as error:
+                if passing(error) and not asked_again(error):
+                    raise UnreachableError(reason(error)) from error
+                raise
+
+        try:
+            path = RETRY.call(attempt, UnreachableError, lambda error, _: error)
+        except Exception as error:
+            raise refusal(self._name, error, f"{shown(file)} of ") from error
+        if had is None:
+            self._compare(path, file)
+        self._done = before + max(self._listing.sizes[file], 0)
+        self._report(self._done, max(self._done, self._total))
+        return path
+
+    def _get(self, file: str) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        name = self._name
+        kind: Any = _counting(self._came)
+        found = hf_hub_download(
+            name.repo,
+            file,
+            repo_type=name.kind,
+            revision=name.revision,
+            etag_timeout=SECONDS,
+            tqdm_class=kind,
+        )
+        place = _snapshot(name) / file
+        if Path(found).absolute() != place.absolute() or not place.is_file():
+            raise StorageError(f"{shown(file)} of {name} came as a file of another commit; {AGAIN}.")
+        return place
+
+    def _came(self, count: int) -> None:
+        self._done += count
+        self._report(self._done, max(self._done, self._total))
+
+    def _compare(self, path: Path, file: str) -> None:
+        """Raise `StorageError` if the new file at `path` is not what the Hub says, and forget it."""
+        size, digest = self._listing.sizes[file], self._listing.digests.get(file) or path.resolve().name
+        length = path.stat().st_size
+        if (length == size or size < 0) and _digest_like(path, digest) == digest:
+            return
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise StorageError(
+            f"{shown(file)} of {self._name} did not come as the Hub says it is ({length} bytes where it says"
+            f" {size}, or another digest); it was not kept: run the command again."
+        )
+
+
+def _digest_like(path: Path, digest: str) -> str:
+    """The digest of `path` of the kind that `digest` is; `digest` itself where that is of none."""
+    if len(digest) == 64 and set(digest) <= set("0123456789abcdef"):
+        return file_digest(path)
+    if is_commit(digest):  # git's, of a file that is not in large-file storage
+        data = path.read_bytes()
+        return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+    return digest
+
+
+def _counting(came: Callable[[int], None]) -> type:
+    """A bar for huggingface_hub that draws nothing and tells how many bytes came."""
+    from huggingface_hub.utils import tqdm
+
+    class Counted(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            came(int(n or 0))
+
+    return Counted
+
+
+def _listing(name: HubName) -> _Listing:
+    """What the Hub says of `name`. Raises `UnreachableError`, or what `refusal` gives."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.is_offline_mode():
+        raise UnreachableError("HF_HUB_OFFLINE is set")
+    api = HfApi()
+
+    def attempt() -> _Listing:
+        try:
+            return _asked(api, name)
+        except Exception as error:
+            if passing(error):
+                raise UnreachableError(reason(error)) from error
+            raise
+
+    try:
+        return RETRY.call(attempt, UnreachableError, lambda error, _: error)
+    except (OpdError, UnreachableError):
+        raise
+    except Exception as error:
+        raise refusal(name, error) from error
+
+
+def _asked(api: HfApi, name: HubName) -> _Listing:
+    found = api.repo_info(
+        name.repo,
+        repo_type=name.kind,
+        revision=name.revision,
+        files_metadata=name.file is None,
+        timeout=SECONDS,
+    )
+    if found.sha is None or not is_commit(found.sha):
+        raise StorageError(f"the Hub's answer about {name} names no commit; check HF_ENDPOINT.")
+    if name.commit not in (None, found.sha):
+        raise StorageError(f"the Hub answers about another commit than {name}; check HF_ENDPOINT.")
+    sizes: dict[str, int] = {}
+    digests: dict[str, str] = {}
+    for one in getattr(found, "siblings", None) or []:
+        file = one.rfilename
+        if name.file is None and not (is_file_name(file) or file.endswith(_KEPT)):
+            continue
+        lfs = one.lfs
+        size = lfs.size if lfs is not None else one.size
+        sizes[file] = size if isinstance(size, int) else -1
+        digests[file] = (lfs.sha256 if lfs is not None else one.blob_id) or ""
+    return _Listing(found.sha, sizes, digests)
+
+
+def _from_cache(name: HubName, weights: bool, error: UnreachableError) -> Fetched:
+    """What of `name` is here already, where the Hub cannot be asked."""
+    from huggingface_hub import constants
+
+    commit = name.commit or _last_commit(name)
+    place = None if commit is None else _in_cache(name, commit, _needed(name.at(commit), weights))
+    if commit is None or place is None:
+        here = f" there is no folder {name.repo} here either:" if name.file is None else ""
+        whole = "is not in the cache" if commit is None else "is not whole in the cache"
+        raise StorageError(
+            f"{name} {whole} ({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} cannot be asked ({error});"
+            f"{here} check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or copy it here and give its path."
+        ) from error
+    if not constants.is_offline_mode():
+        log.warning(
+            "%s cannot be asked of the Hub (%s); going on with the cached commit %s", name, error, commit
+        )
+    return Fetched(place, commit)
+
+
+def _needed(name: HubName, weights: bool) -> list[str]:
+    """Files without which a cached snapshot is not whole; its weights only as its own index tells them."""
+    if name.file is not None:
+        return [name.file]
+    folder = _snapshot(name)
+    if not weights or not (folder / "config.json").is_file():
+        return ["config.json"] if weights else []
+    try:
+        return ["config.json", *weight_files(folder), *_listed(folder)]
+    except CheckpointError:
+        return [SINGLE]
+
+
+def _in_cache(name: HubName, commit: str, files: Iterable[str]) -> Path | None:
+    """The folder or file of `name` at `commit`, if all of `files` are in the cache."""
+    folder = _snapshot(name.at(commit))
+    if not folder.is_dir() or not all((folder / file).is_file() for file in files):
+        return None
+    return folder if name.file is None else folder / name.file
+
+
+def _snapshot(name: HubName) -> Path:
+    return _repository(name) / "snapshots" / name.revision
+
+
+def _last_commit(name: HubName) -> str | None:
+    """What `name`'s revision was when the Hub was last asked."""
+    path = _repository(name) / "refs" / name.revision
+    found = path.read_text("utf-8").strip() if path.is_file() else ""
+    return found if is_commit(found) else None
+
+
+def _remember(name: HubName, commit: str) -> None:
+    """For a time without network, as huggingface_hub itself does; a cache may be read-only."""
+    if name.commit is None and _last_commit(name) != commit:
+        with contextlib.suppress(OSError):
+            write_atomic(_repository(name) / "refs" / name.revision, commit.encode())
+
+
+def _repository(name: HubName) -> Path:
+    from huggingface_hub import constants
+
+    folder = f"{name.kind}s--{name.repo.replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE).expanduser().resolve() / folder

@@ -1,0 +1,115 @@
+"""What a recipe names on the Hub becomes folders and files of this machine, each of one commit.
+
+A run keeps which commit it was given (`hub` in inputs.json and results.json): one that goes on is given the
+same, whatever the branch holds by then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from opd.config import Recipe
+from opd.config.hub_names import HubName, hub_name
+from opd.config.load import KeyPath, model_keys
+from opd.errors import ConfigError, OpdError
+from opd.pipelines.records.run_folder import HubRecord, RunFolder, refuse_existing
+from opd.progress import Progress
+
+_MIB = 2**20
+_COMMITS = "OPD_HUB_COMMITS"
+"""What the process that starts the ranks of a run tells them: they find no other commit, and ask nobody."""
+
+
+def fetched(recipe: Recipe, path: Path | None = None, *, resume: bool = False) -> tuple[Recipe, HubRecord]:
+    """`recipe` with the place on this machine of everything that it names on the Hub, and what it was given.
+
+    `path`: the run folder. With `resume` the commits that its run was given are taken, without asking the Hub
+    where all of their files are here. Raises `ModelError`, `CheckpointError` or `StorageError` for what
+    cannot be had, and `RunFolderError` before anything is downloaded for a folder that holds another run.
+    """
+    names = hub_names(recipe)
+    if not names:
+        return recipe, {}
+    known: HubRecord = json.loads(os.environ.get(_COMMITS, "{}"))
+    files: Mapping[str, Collection[str]] = {where: () for where in known}
+    if known:
+        pass
+    elif path is not None and resume:
+        run = RunFolder.attach(path)
+        known, files = run.hub, run.given_files
+    elif path is not None:
+        refuse_existing(path)
+    data, record = recipe.model_dump(), {}
+    with Progress() as progress:
+        for key, (asked, name) in names.items():
+            *parents, last = key
+            where = ".".join(key)
+            before = known.get(where, {})
+            commit = before.get("commit") if before.get("asked") == asked else None
+            place, record[where] = _one(where, asked, name, commit, files.get(where), progress)
+            holder = data
+            for part in parents:
+                holder = holder[part]
+            holder[last] = place
+    return Recipe.model_validate(data), record
+
+
+def hub_names(recipe: Recipe) -> dict[KeyPath, tuple[str, HubName]]:
+    """Key of `recipe` -> what it says, and what that names on the Hub; teachers of no domain are left out.
+
+    Raises `ConfigError` for a `hf://` that names nothing of its kind.
+    """
+    used = {name for domain in recipe.domains for name in recipe.teacher_weights(domain)}
+    keys = [key for key in model_keys(recipe) if key[0] != "teachers" or key[1] in used]
+    keys += [("domains", name, "source") for name in recipe.domains]
+    keys += [("sft", "source")] if recipe.sft is not None else []
+    keys += [("domains", name, "sft", "source") for name, domain in recipe.domains.items() if domain.sft]
+    data, found = recipe.model_dump(), {}
+    for key in keys:
+        value = data
+        for part in key:
+            value = value[part]
+        if not isinstance(value, str):
+            continue
+        name, of_data = hub_name(value), key[-1] == "source"
+        if name is not None and (name.file is not None) == of_data:
+            found[key] = (value, name)
+        elif value.startswith("hf://"):
+            form = "hf://datasets/org/name@revision/FILE" if of_data else "org/name@revision"
+            what = "nothing" if name is None else "no file of a data set" if of_data else "no model"
+            raise ConfigError(f"{'.'.join(key)}: {value!r} names {what} on the Hub; write {form}")
+    return found
+
+
+def for_ranks(record: HubRecord) -> dict[str, str]:
+    """The environment of a rank, so that `fetched` gives it what its parent was given."""
+    return {_COMMITS: json.dumps(record)} if record else {}
+
+
+def _one(
+    where: str,
+    asked: str,
+    name: HubName,
+    commit: str | None,
+    files: Collection[str] | None,
+    progress: Progress,
+) -> tuple[str, Mapping[str, str]]:
+    from opd.models.hub import fetch
+
+    stage = str(name)
+
+    def report(done: int, total: int) -> None:
+        progress.update(stage, done // _MIB, max(1, total // _MIB), "MiB")
+
+    progress.begin(stage)
+    weights = where.endswith("path")
+    try:
+        found = fetch(name, commit, weights=weights, files=files, report=report)
+    except OpdError as error:
+        raise type(error)(f"{where}: {error}") from error
+    if commit is None:
+        progress.finish(stage, f"is commit {found.commit}")
+    return str(found.path), {"asked": asked, "commit": found.commit}
