@@ -95,22 +95,22 @@ def test_what_ended_the_process_is_not_waited_for_again(monkeypatch):
     for _ in range(2):
         with pytest.raises(TemplateError, match="took more than"):
             render(tokenizer, MESSAGES, {})
-        assert chat_templates._renderer()._process is None  # the second time none was started
+        assert chat_templates._renderer().process._process is None  # the second time none was started
 
 
 def test_templates_see_no_secret_and_their_process_ends_with_ours(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_the_user")
-    chat_templates._renderer().close()
+    chat_templates._renderer().process.close()
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = HONEST[0]
     render(tokenizer, MESSAGES, {})
-    process = chat_templates._renderer()._process
+    process = chat_templates._renderer().process._process
     assert process is not None
     seen = Path(f"/proc/{process.pid}/environ").read_bytes()
     assert b"hf_secret" not in seen
     assert b"PATH=" in seen
     assert os.getpgid(process.pid) != os.getpgid(0)
-    chat_templates._renderer().close()
+    chat_templates._renderer().process.close()
     assert process.returncode is not None
 
 
@@ -124,7 +124,7 @@ def test_a_forked_process_renders_with_one_of_its_own():
         try:
             same = render(tokenizer, MESSAGES, {}) == expected
         finally:
-            chat_templates._renderer().close()
+            chat_templates._renderer().process.close()
             os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert render(tokenizer, MESSAGES, {}) == expected
