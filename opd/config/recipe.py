@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from opd.config.base import Config, Name
 from opd.config.distill import DistillConfig
+from opd.config.rewards import RewardConfig
 from opd.config.rl import SpecialistConfig
 from opd.config.sft import SFTConfig
 from opd.config.teachers import (
@@ -93,8 +94,9 @@ class DomainConfig(Config):
     the Hub: `hf://datasets/org/name@revision/FILE`."""
     params: dict[str, Any] = {}
     """Arguments of the source; for a file, `domain` keeps the rows whose column `domain` says so."""
-    reward: str | None = None
-    """Dotted path of a reward function, `package.module:function`; `None` takes the source's own checker."""
+    reward: RewardConfig | None = None
+    """What scores answers: `package.module:function`, the name of a built-in reward (`math`), or a mapping
+    with its `type` and settings; `None` takes the source's own checker."""
     teacher: str | dict[str, float] | None = None
     """Name of a teacher, or weights over several; `None` is the teacher of the domain's own name:
     the entry under `teachers`, or else the specialist that the run trains on this domain."""

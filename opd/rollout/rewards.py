@@ -5,6 +5,7 @@
    parameter named `completions`. The columns are `completion_ids`, `label`, `domain`, the samples' metadata,
    and what else a `RewardSample` has, as lists.
 3. A domain's own checker, `checker(completion, label) -> float`.
+4. A built-in reward (`opd.rewards`), `score(samples) -> list of float or dict`, within limits of its own.
 
 A dict is a reward in parts: its `reward` entry is the reward if there is one, else the sum of all entries.
 What comes back is plain finite numbers, or one sentence that names function, domain and sample.
@@ -96,9 +97,11 @@ class RewardFunction:
 
     name: str
     call: Callable[..., Any]
-    style: Literal["sample", "batch"]
-    """One sample at a time, or all of a domain's samples at once."""
+    style: Literal["sample", "batch", "samples"]
+    """One sample at a time, all of a domain's samples at once in TRL's form, or any list of samples."""
     is_async: bool
+    seconds: float = 0.0
+    """That a sample may take by limits of the function's own; 0 where it has none."""
 
     def batch_arguments(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
         """Keyword arguments for a `batch` function: those of its parameters, or all columns for `**columns`.
@@ -232,6 +235,8 @@ def _number(value: Any, where: str, verb: str) -> float:
 Scored = tuple[float, dict[str, float]]
 """A reward and its parts."""
 
+_STARTING = 60.0
+"""Seconds in which processes that compare answers start."""
 _CANCEL_SECONDS = 0.5
 """How long a cancelled asynchronous function may take to clean up."""
 _CHATTY = 50_000
@@ -258,7 +263,8 @@ class Job:
         self.function = function
         self.samples = samples
         self._noun = noun
-        self._timeout = timeout
+        # What ends each answer by itself is not ended for their number.
+        self._timeout = max(timeout, _STARTING + function.seconds * len(samples) if function.seconds else 0.0)
         self._thread = threading.Thread(target=self._run, name=f"reward {function.name}", daemon=True)
         self._deadline = 0.0
         self._printed = 0
@@ -317,9 +323,12 @@ class Job:
             self._failure = self._raised(error)
 
     def _call(self) -> list[Scored]:
-        if self.function.style == "batch":
+        if self.function.style != "sample":
             with calling(self._what(), RewardError):
-                returned = self.function.call(**self.function.batch_arguments(self.samples))
+                if self.function.style == "samples":
+                    returned = self.function.call(self.samples)
+                else:
+                    returned = self.function.call(**self.function.batch_arguments(self.samples))
             return self._whole(returned)
         scored = []
         for sample in self.samples:

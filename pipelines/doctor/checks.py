@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from opd.config import Recipe
+from opd.config.rewards import PythonReward
 from opd.config.teachers import SGLangEngineConfig
 from opd.errors import ConfigError, DataError, OpdError, RolloutError, StorageError, from_system
 from opd.foreign import machine_memory, shown
@@ -171,19 +172,18 @@ def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
 
 def _check_scorer(recipe: Recipe, name: str) -> list[Finding]:
     """What is wrong with the reward of a domain, whatever its prompts are."""
-    from opd.rollout.rewards import load_reward
+    from opd.rewards.kinds import own_reward
 
     config = recipe.domains[name]
-    if config.reward is not None:
-        load_reward(config.reward)
-    elif config.source.endswith((".jsonl", ".parquet")):
-        detail = f"{config.source} has no checker of its own; give domains.{name}.reward a dotted path"
+    if own_reward(config) is None and config.source.endswith((".jsonl", ".parquet")):
+        detail = f"{config.source} has no checker of its own; set domains.{name}.reward"
         return [Finding("error", f"domain {name}", detail)]
     return []
 
 
 def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list[Finding]:
     from opd.data.load import load_domain
+    from opd.rewards.kinds import check_labels, scored_by
 
     config = recipe.domains[name]
     # Short of the run's own settings in size alone, and no smaller than the recipe asks for.
@@ -200,8 +200,8 @@ def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list
             f"{config.source} has no demonstrations for the warm-up of `base`; give model.path and no `base`"
         )
         return [Finding("error", f"domain {name}", detail)]
-    scored = config.reward or "the source's own checker"
-    return [Finding("ok", f"domain {name}", f"{config.source}, scored by {scored}")]
+    check_labels(config, name, [*domain.train, *domain.held_out])
+    return [Finding("ok", f"domain {name}", f"{config.source}, scored by {scored_by(config)}")]
 
 
 def _require_json(prompts: Iterable[Prompt]) -> None:
@@ -412,14 +412,10 @@ def _check_reward(recipe: Recipe, domain: Domain, title: str, written: Sequence[
 
 
 def _scores(recipe: Recipe, domain: Domain, answers: Iterable[str]) -> list[float]:
-    from opd.rollout.rewards import Job, checker_reward, load_reward
+    from opd.rewards.kinds import reward_of
+    from opd.rollout.rewards import Job
 
-    config = recipe.domains[domain.name]
-    if config.reward is not None:
-        function = load_reward(config.reward)
-    else:
-        assert domain.checker is not None  # asked by the caller
-        function = checker_reward(domain.checker, f"checker of domain {domain.name}")
+    function = reward_of(recipe.domains[domain.name], domain)
     prompt = domain.train[0]
     samples = [_sample(repr(text[:20]), prompt, text) for text in answers]
     job = Job(function, samples, recipe.rollout.reward_timeout, "answer")
@@ -444,6 +440,29 @@ def _sample(uid: str, prompt: Prompt, text: str) -> Any:
         token_ids=tuple(map(ord, text)),
         loss_mask=(True,) * len(text),
     )
+
+
+def check_sandbox(recipe: Recipe) -> list[Finding]:
+    """Where code that the student writes will run, for the domains whose reward is `python`."""
+    findings: list[Finding] = []
+    for name, config in recipe.domains.items():
+        if isinstance(config.reward, PythonReward):
+            findings += attempt(f"sandbox {name}", partial(_check_sandbox, name, config.reward))
+    return findings
+
+
+def _check_sandbox(name: str, reward: PythonReward) -> list[Finding]:
+    from opd.rewards.sandbox import find_sandbox
+
+    found = find_sandbox(reward.sandbox)
+    if not found.open:
+        detail = f"{found.name}: no other process, no network, nothing read or written elsewhere"
+        return [Finding("ok", f"sandbox {name}", detail)]
+    detail = (
+        f"{found.name}, which does not keep answers' code from {' and '.join(found.open)}; install"
+        " opd[verifiers] where user namespaces work, or run where nothing is worth stealing"
+    )
+    return [Finding("warning", f"sandbox {name}", detail)]
 
 
 WORKERS = "rollout workers"

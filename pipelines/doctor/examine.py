@@ -23,6 +23,7 @@ from opd.pipelines.doctor.checks import (
     check_rewards,
     check_run_dir,
     check_sampling,
+    check_sandbox,
     check_schedule,
     check_sizes,
     check_workers,
@@ -72,7 +73,7 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
         findings += check_domains(recipe, domains)
         failed = {finding.title for finding in findings if finding.level == "error"}
         sound = {name: domain for name, domain in domains.items() if f"domain {name}" not in failed}
-        findings += check_rewards(recipe, sound)
+        findings += check_sandbox(recipe) + check_rewards(recipe, sound)
         findings += check_publishing(recipe)
     if _errors(findings) and not thorough:
         return findings

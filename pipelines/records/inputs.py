@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe, SpecialistConfig
+from opd.config.rewards import FunctionReward
 from opd.imports import BATCH, DIVERGENCE, GENERATE, GROUP, POLICY_LOSS
 
 Given = dict[str, dict[str, str]]
@@ -68,8 +69,8 @@ def user_code(recipe: Recipe) -> dict[str, str]:
     """Key of the recipe -> dotted path of all code of the user's own."""
     paths = {where: path for where, (path, _) in user_functions(recipe).items()}
     for name, domain in recipe.domains.items():
-        if domain.reward is not None:
-            paths[f"domains.{name}.reward"] = domain.reward
+        if isinstance(domain.reward, FunctionReward):
+            paths[f"domains.{name}.reward"] = domain.reward.path
         kind, _, task = domain.source.partition(":")
         if kind == "procedural" and ":" in task:
             paths[f"domains.{name}.source"] = task

@@ -18,6 +18,7 @@ from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
 from opd.pipelines.records.cards import Cards, made_here
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.order import plan, specialist_stage
+from opd.rewards.kinds import sandboxes
 
 
 def write_results(recipe: Recipe, folder: RunFolder) -> Path:
@@ -42,6 +43,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "counters": finished.get("merge", {}).get("counters", {}),
         "code_changes": folder.code_changes,
         "hub": folder.hub,
+        "sandboxes": sandboxes(recipe.domains),
     }
     folder.write_results(results, finished)
     return folder.results

@@ -12,13 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe
 from opd.data.load import load_domain
-from opd.errors import ConfigError, DataError, ModelError
+from opd.errors import ConfigError, ModelError
 from opd.models.hf_folder import read_config, scratch_config
 from opd.models.tokenizers import character_tokenizer, set_chat_template
 from opd.pipelines.stages.student import model_stops, tokenizer_of
+from opd.rewards.kinds import reward_of
 from opd.rollout.collect import EncodedPrompt
 from opd.rollout.prompts import Domain, Prompt, PromptCursor, Room, encode_prompt, fit, truncated
-from opd.rollout.rewards import RewardRunner, load_reward
+from opd.rollout.rewards import RewardRunner
 
 _log = logging.getLogger(__name__)
 
@@ -109,10 +110,7 @@ class DomainSet:
                 _log.info("domain %s: %s", name, fitted.sentence(rooms[name], policy))
         functions = {}
         for name, config in recipe.domains.items():
-            function = load_reward(config.reward) if config.reward else domains[name].checker
-            if function is None:
-                raise DataError(f"domain {name} has no checker of its own; set domains.{name}.reward.")
-            functions[name] = function
+            functions[name] = reward_of(config, domains[name])
         stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
         rewards = RewardRunner(functions, tokenizer, timeout=recipe.rollout.reward_timeout, stops=stops)
         cursors = {name: PromptCursor(d.train, recipe.seed, name) for name, d in domains.items()}

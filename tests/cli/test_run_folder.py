@@ -297,6 +297,7 @@ def test_no_path_of_the_schema_is_forgotten():
         for key in ("advantage", "policy_loss")
     }
     code |= {("distill", "loss", "path"), ("distill", "loss", "loss", "path")}
+    code |= {("domains", name, "reward", "path") for name in ("sort", "reverse")}
     code.add(("domains", "sort", "sft", "source"))  # refused: `math` teaches sort
     code.add(("distill", "teachers", "path"))  # of a kind of teachers, which is refused there
     found = {path for path in key_paths(Recipe, settings) if path[-1] in named}

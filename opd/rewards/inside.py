@@ -1,0 +1,394 @@
+"""The programs that run in the sandbox: an answer's code, and the tests that call it, in processes apart.
+
+The process with the answer's code never holds what is expected: it is asked to call a function and says what
+came out, or is given a standard input and leaves a standard output. Who compares is another process (`test`),
+or the one outside. So an early exit, an object that equals everything or a changed test harness wins nothing.
+
+What the two tell each other is JSON of plain values; objects of the answer's own classes stay where they are
+and are named by a number. Imports the standard library alone, and runs with `python -I -S`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import select
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib import import_module
+from types import ModuleType
+from typing import Any, BinaryIO
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if __name__ == "__main__":
+    import lockdown  # pyright: ignore[reportMissingImports]
+
+_LONGEST = 1 << 24
+SIZE = struct.Struct("<q")
+"""Before each output of a program; below 0 where it failed."""
+
+
+class Objects:
+    """What JSON has no form for, by number: on the side that made it the thing itself."""
+
+    def __init__(self, stand_in: Callable[[int], Any] | None = None) -> None:
+        self.held: list[Any] = []
+        self._stand_in = stand_in
+
+    def pack(self, value: Any) -> Any:
+        """`value` for JSON: a plain one as it is, anything else as [kind, ...]."""
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, Remote):
+            return ["own", object.__getattribute__(value, "_number")]
+        name = next((name for kind, name in _MANY.items() if isinstance(value, kind)), None)
+        if name is not None:
+            return [name, *map(self.pack, value)]
+        if isinstance(value, dict):
+            return ["dict", *([self.pack(k), self.pack(v)] for k, v in value.items())]
+        return self._pack_rare(value)
+
+    def _pack_rare(self, value: Any) -> Any:
+        if isinstance(value, bytes | bytearray):
+            return ["bytes", value.hex()]
+        if isinstance(value, complex):
+            return ["complex", value.real, value.imag]
+        for kind, plain in _PLAIN.items():  # of a class of its own, such as an enumeration's
+            if isinstance(value, kind):
+                return plain(value)
+        if isinstance(value, ModuleType):
+            return ["module", value.__name__]
+        if self._stand_in is not None:
+            raise TypeError(f"a {type(value).__name__} cannot be handed to the answer's code")
+        self.held.append(value)
+        return ["object", len(self.held) - 1]
+
+    def unpack(self, told: Any) -> Any:
+        """What the other side has packed."""
+        if not isinstance(told, list):
+            return told
+        kind, *rest = told
+        if kind == "own":
+            return self.held[rest[0]]
+        if kind == "object" and self._stand_in is not None:
+            return self._stand_in(int(rest[0]))
+        if kind == "module":  # of the same name, which compares as it always does
+            return import_module(rest[0])
+        if kind == "dict":
+            return {self.unpack(k): self.unpack(v) for k, v in rest}
+        if kind == "bytes":
+            return bytes.fromhex(rest[0])
+        if kind == "complex":
+            return complex(*rest)
+        return next(of for of, name in _MANY.items() if name == kind)(map(self.unpack, rest))
+
+
+_MANY: dict[Any, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
+_PLAIN: dict[Any, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+_CHANGED = (list, dict, set)
+"""Arguments that a function may change: what it leaves in them is told, too."""
+
+
+class Remote:
+    """In the tests: an object of the answer's. It is asked over there, but for what would let it judge
+    itself: it equals only what is of the answer's too, and what it contains is looked through here.
+    """
+
+    def __init__(self, number: int, ask: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_ask", ask)
+
+    def __getattr__(self, name: str) -> Any:
+        return _asked(self, "get", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _asked(self, "set", name, value)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return _asked(self, "call", *arguments, **named)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Remote) and bool(_asked(self, "eq", other))
+
+    def __hash__(self) -> int:
+        return hash(_asked(self, "hash"))
+
+    def __contains__(self, wanted: Any) -> bool:
+        return any(wanted == item for item in self)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = _asked(self, "iter")
+        while True:
+            more, item = _asked(iterator, "next")
+            if not more:
+                return
+            yield item
+
+    def __next__(self) -> Any:
+        more, item = _asked(self, "next")
+        if not more:
+            raise StopIteration
+        return item
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, Remote) and bool(_asked(self, "isinstance", instance))
+
+    def __len__(self) -> int:
+        return int(_asked(self, "len"))
+
+    def __bool__(self) -> bool:
+        return bool(_asked(self, "bool"))
+
+    def __getitem__(self, key: Any) -> Any:
+        return _asked(self, "getitem", key)
+
+    def __str__(self) -> str:
+        return str(_asked(self, "str"))
+
+    def __repr__(self) -> str:
+        return str(_asked(self, "repr"))
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(_asked(self, "lt", _of_the_answer(other)))
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(_asked(self, "gt", _of_the_answer(other)))
+
+    def __add__(self, other: Any) -> Any:
+        return _asked(self, "add", _of_the_answer(other))
+
+    def __sub__(self, other: Any) -> Any:
+        return _asked(self, "sub", _of_the_answer(other))
+
+    def __mul__(self, other: Any) -> Any:
+        return _asked(self, "mul", other)
+
+
+def _of_the_answer(other: Any) -> Any:
+    if not isinstance(other, Remote):
+        raise TypeError("an object of the answer's is compared with another of its own alone")
+    return other
+
+
+def _asked(remote: Remote, *words: Any, **named: Any) -> Any:
+    ask = object.__getattribute__(remote, "_ask")
+    return ask(object.__getattribute__(remote, "_number"), *words, **named)
+
+
+_STOP = object()
+
+
+def _next(value: Any) -> tuple[bool, Any]:
+    item = next(value, _STOP)
+    return (False, None) if item is _STOP else (True, item)
+
+
+_DOES: dict[str, Callable[..., Any]] = {
+    "call": lambda value, *arguments, **named: value(*arguments, **named),
+    "get": getattr, "set": setattr, "eq": lambda a, b: a == b, "hash": hash, "iter": iter,
+    "next": _next, "len": len, "bool": bool, "str": str, "repr": repr,
+    "getitem": lambda value, key: value[key], "lt": lambda a, b: a < b, "gt": lambda a, b: a > b,
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+    "isinstance": lambda kind, value: isinstance(value, kind),
+}  # fmt: skip
+
+
+def serve(job: Mapping[str, Any]) -> None:
+    """Run the answer's code, say which names it has, then do what the tests ask, until they end."""
+    asked, told = os.fdopen(job["read"], "rb"), os.fdopen(job["write"], "wb")
+    objects = Objects()
+    space: dict[str, Any] = {"__name__": "answer"}
+    try:
+        exec(compile(job["source"], "answer.py", "exec"), space)
+    except BaseException:  # what was defined before it can be called all the same
+        space.pop("__builtins__", None)
+    names = {name: value for name, value in space.items() if not name.startswith("__")}
+    _say(told, {name: objects.pack(value) for name, value in names.items()})
+    while line := asked.readline(_LONGEST):
+        number, does, arguments, named = json.loads(line)
+        try:
+            given = [objects.unpack(one) for one in arguments]
+            value = _DOES[does](objects.held[number], *given, **{k: objects.unpack(v) for k, v in named})
+            changed = [objects.pack(one) if isinstance(one, _CHANGED) else None for one in given]
+            answer = {"value": objects.pack(value), "changed": changed}
+        except BaseException as error:
+            answer = {"raised": type(error).__name__, "text": str(error)[:500]}
+        _say(told, answer)
+
+
+def _say(pipe: BinaryIO, what: Any) -> None:
+    pipe.write(json.dumps(what).encode() + b"\n")
+    pipe.flush()
+
+
+class Answer:
+    """The process with the answer's code, as the tests see it."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self._told, self._asked = os.fdopen(read, "rb"), os.fdopen(write, "wb")
+        self._objects = Objects(lambda number: Remote(number, self.ask))
+
+    def names(self) -> dict[str, Any]:
+        """What the code has defined. Names of Python's own are not taken: `all` stays what it is."""
+        own = {}
+        for name, value in json.loads(self._told.readline(_LONGEST) or b"{}").items():
+            with suppress(Exception):  # a module that is not here
+                if not hasattr(builtins, name):
+                    own[name] = self._objects.unpack(value)
+        return own
+
+    def ask(self, number: int, does: str, *arguments: Any, **named: Any) -> Any:
+        """What comes of it over there. Raises what it raises, if that is an exception of Python's own."""
+        packed = [self._objects.pack(one) for one in arguments]
+        _say(self._asked, [number, does, packed, [[k, self._objects.pack(v)] for k, v in named.items()]])
+        said = json.loads(self._told.readline(_LONGEST))
+        if "raised" in said:
+            kind: Any = getattr(builtins, str(said["raised"]), None)
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = RuntimeError
+            raise kind(str(said.get("text")))
+        for one, left in zip(arguments, said["changed"], strict=True):
+            if left is not None and isinstance(one, _CHANGED):
+                _fill(one, self._objects.unpack(left))
+        return self._objects.unpack(said["value"])
+
+
+def _fill(own: Any, left: Any) -> None:
+    if type(left) is type(own) and left != own:
+        own.clear()
+        (own.extend if isinstance(own, list) else own.update)(left)
+
+
+def test(job: Mapping[str, Any]) -> None:
+    """Run each test by itself, and write `1` or `0` for it when it has ended."""
+    verdicts = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    answer = Answer(job["read"], job["write"])
+    names = answer.names()
+    for one in job["tests"]:
+        try:
+            passed = _passes(one, dict(names) | {"__name__": "tests"}, job["setup"])
+        except BaseException:  # an assertion, an exit, an answer that has ended
+            passed = False
+        verdicts.write(b"1" if passed else b"0")
+
+
+def _passes(one: Any, space: dict[str, Any], setup: str) -> bool:
+    if isinstance(one, str):
+        exec(compile(setup, "setup.py", "exec"), space)
+        exec(compile(one, "tests.py", "exec"), space)
+        return True
+    function: Any = space.get(one["call"])
+    if function is None:
+        function = getattr(space["Solution"](), one["call"])
+    return _plain(function(*one["arguments"])) == one["expected"]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, where a tuple is a list and a key a text."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value
+
+
+def programs(job: Mapping[str, Any]) -> None:
+    """Run the code once for each input, as a program of its own; its size and what it wrote for each."""
+    outputs = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    for text in job["inputs"]:
+        given, left = os.memfd_create("input"), os.memfd_create("output")
+        os.write(given, str(text).encode())
+        os.lseek(given, 0, os.SEEK_SET)
+        child = os.fork()
+        if child == 0:
+            _program(job, given, left)
+        succeeded = _ended(child, job["wall"])
+        size = min(os.fstat(left).st_size, job["output"])
+        outputs.write(SIZE.pack(size if succeeded else -1))
+        if succeeded:
+            outputs.write(os.pread(left, size, 0))
+        os.close(given)
+        os.close(left)
+
+
+def _program(job: Mapping[str, Any], given: int, left: int) -> None:
+    status = 1
+    try:
+        os.dup2(given, 0)
+        os.dup2(left, 1)
+        os.closerange(3, 64)
+        confine()
+        sys.stdin, sys.stdout = os.fdopen(0, encoding="utf-8"), os.fdopen(1, "w", encoding="utf-8")
+        exec(compile(job["source"], "answer.py", "exec"), {"__name__": "__main__"})
+        status = 0
+    except SystemExit as leaves:
+        status = 0 if leaves.code in (None, 0) else 1
+    finally:
+        try:
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
+
+
+def _ended(child: int, seconds: float) -> bool:
+    """Whether `child` ends within `seconds`, and says that all went well; else it is ended."""
+    ends = os.pidfd_open(child)
+    waiting = select.poll()
+    waiting.register(ends, select.POLLIN)
+    if not waiting.poll(1000 * seconds):
+        os.kill(child, 9)
+    os.close(ends)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def confine() -> bool:
+    """The last word before code that nobody trusts."""
+    refused = lockdown.refuse_calls()
+    if not refused:
+        lockdown.no_processes()
+    return refused
+
+
+def probe(job: Mapping[str, Any]) -> None:
+    """What this sandbox keeps code from, tried: JSON on the standard output."""
+    said = os.fdopen(os.dup(1), "wb")
+    found: dict[str, Any] = {"seccomp": confine(), "read": ""}
+    tries: dict[str, Callable[[], Any]] = {
+        "processes": lambda: os.fork() or os._exit(0),
+        "sockets": lambda: import_module("socket").socket().close(),
+    }
+    for name, attempt in tries.items():
+        try:
+            attempt()
+            found[name] = False
+        except OSError:
+            found[name] = True
+    with suppress(OSError), open(job["secret"], encoding="utf-8") as file:
+        found["read"] = file.read()
+    with suppress(OSError), open(job["secret"], "a", encoding="utf-8") as file:
+        file.write("written")
+    _say(said, found)
+
+
+def main() -> None:
+    """Do the job on the standard input, confined as it says."""
+    job = json.loads(sys.stdin.buffer.read())
+    lockdown.drop_privileges()
+    lockdown.limit(job["seconds"], job["memory"], job["output"])
+    if job["landlock"]:
+        lockdown.end_with_parent()
+        lockdown.restrict_files(job["reads"], job["writes"])
+    elif job["plain"]:
+        lockdown.end_with_parent()
+    if job["mode"] in ("serve", "test"):
+        confine()
+    {"serve": serve, "test": test, "programs": programs, "probe": probe}[job["mode"]](job)
+
+
+if __name__ == "__main__":
+    main()

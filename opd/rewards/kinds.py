@@ -1,0 +1,89 @@
+"""The built-in rewards: `domains.NAME.reward: TYPE`, each of one file, and what a domain is scored by.
+
+The settings of a kind are a class of `opd.config.rewards`; its code is the `VERIFIER` of
+`opd/rewards/TYPE_reward.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+
+from opd.config.recipe import DomainConfig
+from opd.config.rewards import FunctionReward, PythonReward, VerifierSettings
+from opd.errors import DataError
+from opd.rewards.verifier import Answered, Verifier
+from opd.rollout.prompts import Domain, Prompt
+from opd.rollout.rewards import RewardFunction, RewardSample, checker_reward, load_reward
+
+
+def verifier_of(settings: VerifierSettings) -> Verifier:
+    """The reward whose settings these are."""
+    return import_module(f"opd.rewards.{settings.type}_reward").VERIFIER
+
+
+def own_reward(config: DomainConfig) -> RewardFunction | None:
+    """The reward that the recipe gives a domain, ready to use; `None` where it gives none.
+
+    Raises `RewardError` for a function that cannot be loaded or a sandbox that does not work, and
+    `MissingExtraError`.
+    """
+    settings = config.reward
+    if settings is None:
+        return None
+    if isinstance(settings, FunctionReward):
+        return load_reward(settings.path)
+    verifier = verifier_of(settings)
+    verifier.require(settings)
+
+    def score(samples: Sequence[RewardSample]) -> list[float | dict[str, float]]:
+        return verifier.score(settings, [Answered(sample.text, sample.label) for sample in samples])
+
+    return RewardFunction(settings.type, score, "samples", False, verifier.seconds(settings))
+
+
+def reward_of(config: DomainConfig, domain: Domain) -> RewardFunction:
+    """What scores `domain`: the recipe's reward, or the source's own checker. All labels are looked at.
+
+    Raises `DataError` where there is neither, or a built-in reward cannot use a label.
+    """
+    function = own_reward(config)
+    if function is None and domain.checker is not None:
+        function = checker_reward(domain.checker, f"checker of domain {domain.name}")
+    if function is None:
+        raise DataError(f"domain {domain.name} has no checker of its own; set domains.{domain.name}.reward.")
+    check_labels(config, domain.name, [*domain.train, *domain.held_out])
+    return function
+
+
+def check_labels(config: DomainConfig, name: str, prompts: Iterable[Prompt]) -> None:
+    """Raise `DataError` for the first label that the domain's built-in reward cannot use."""
+    settings = config.reward
+    if settings is None or isinstance(settings, FunctionReward):
+        return
+    verifier = verifier_of(settings)
+    for prompt in prompts:
+        fault = verifier.label_fault(settings, prompt.label)
+        if fault is not None:
+            where = prompt.where or f"domain {name}, prompt {prompt.key[:12]}"
+            raise DataError(
+                f"{where}: the label, which domains.{name}.reward {settings.type} needs, {fault}."
+            )
+
+
+def sandboxes(domains: Mapping[str, DomainConfig]) -> dict[str, str]:
+    """Domain -> where on this machine the code of its answers runs, if it is run."""
+    from opd.rewards.sandbox import find_sandbox
+
+    return {
+        name: find_sandbox(config.reward.sandbox).name
+        for name, config in domains.items()
+        if isinstance(config.reward, PythonReward)
+    }
+
+
+def scored_by(config: DomainConfig) -> str:
+    """For people: the path of a function, the kind of a built-in reward, or the source's own checker."""
+    if config.reward is None:
+        return "the source's own checker"
+    return config.reward.path if isinstance(config.reward, FunctionReward) else config.reward.type

@@ -1,0 +1,200 @@
+"""Built-in rewards: what each says of right and wrong answers, and of labels it cannot use."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import tiny
+
+from opd.config.recipe import DomainConfig
+from opd.config.rewards import VERIFIERS
+from opd.data.load import load_domain
+from opd.errors import DataError, MissingExtraError, RewardError
+from opd.rewards.kinds import check_labels, own_reward, reward_of, scored_by, verifier_of
+from opd.rewards.verifier import Answered
+from opd.rollout.prompts import Prompt
+from opd.rollout.rewards import RewardRunner
+from opd.types import Status
+
+ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```"
+HALF = {"type": "object", "required": ["a"], "properties": {"a": {"type": "number"}}}
+CASES = [
+    ("math", r"so \boxed{\frac{1}{2}}", "0.5", 1),
+    ("math", "The answer is 1,234.", 1234, 1),
+    ("math", "#### 42", "6 * 7 = 42\n#### 42", 1),
+    ("math", r"\boxed{x^2+2x+1}", "$(x+1)^2$", 1),
+    ("math", r"it is $\frac{3}{4}$", r"\boxed{0.75}", 1),
+    ("math", r"\boxed{[1,2)}", "[1,2)", 1),
+    ("math", r"\boxed{[1,2]}", "[1,2)", 0),
+    ("math", r"\boxed{\text{yes}}", "yes", 1),
+    ("math", r"\boxed{1} or \boxed{2}", "1", 0),
+    ("math", r"I see 3 and say \boxed{4}", "3", 0),
+    ("math", "", "0", 0),
+    ("choice", "Answer: B", "B", 1),
+    ("choice", "The answer is (C).", 2, 1),
+    ("choice", r"\boxed{\text{D}}", "(D)", 1),
+    ("choice", "Because.\n**A**", "A", 1),
+    ("choice", "answer: d", "D", 1),
+    ("choice", "Answer: A or B", "B", 0),
+    ("choice", "B", "A", 0),
+    ("choice", "It cannot be known", "A", 0),
+    ("exact", " Paris\n", "Paris", 1),
+    ("exact", "paris", ["Rome", "Paris"], 0),
+    ({"type": "exact", "normalise": "squad"}, "the Paris.", ["Rome", "paris"], 1),
+    ({"type": "exact", "extract": "number"}, "it is 1,234", 1234, 1),
+    ("f1", "the cat sat", "cat sat down", 0.8),
+    ("f1", "dog", ["cat", "a dog"], 1),
+    ("f1", "cat", "dog", 0),
+    ("regex", "room 12", r"\d{2}", 1),
+    ({"type": "regex", "full": True}, "room 12", r"\d{2}", 0),
+    ({"type": "regex", "ignore_case": True, "pattern": "^YES"}, "yes, it is", None, 1),
+    ({"type": "regex", "pattern": r"x=(?P<answer>\d+)"}, "x=1, x=2", 2, 1),
+    ({"type": "regex", "pattern": r"x=(?P<answer>\d+)"}, "x=1, x=2", "1", 0),
+    ("json_schema", '```json\n{"a": 1}\n```', HALF, 1),
+    ("json_schema", '{"a": NaN}', json.dumps(HALF), 0),
+    ({"type": "json_schema", "definition": HALF, "parses": 0.2}, '{"a": "1"}', None, 0.2),
+    ({"type": "json_schema", "definition": HALF, "parses": 0.2}, '{"a": 1', None, 0),
+    ("python", ADD, ["assert add(1, 2) == 3", "assert add(0, 0) == 0"], 1),
+    ("python", ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 3"], 0),
+    ({"type": "python", "partial": True}, ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 3"], 0.5),
+    ("python", ADD, {"test": "def check(f):\n    assert f(1, 2) == 3", "entry_point": "add"}, 1),
+    ("python", ADD, {"setup": "import math", "tests": ["assert add(math.pi, 0) > 3"]}, 1),
+    ("python", ADD, {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]}, 1),
+    ("python", "class Solution:\n def f(self, x): return (x, x)", {"fn_name": "f", "inputs": [[1]], "outputs": [[1, 1]]}, 1),  # noqa: E501
+    ("python", "n = int(input())\nprint(n * 2, '\\n')", {"inputs": ["1\n", "2"], "outputs": ["2", "4\n"]}, 1),
+    ({"type": "python", "partial": True}, "print(2)", {"inputs": ["1", "2"], "outputs": ["2", "4"]}, 0.5),
+    ("python", "I do not know", ["assert add(1, 2) == 3"], 0),
+]  # fmt: skip
+
+
+def domain(reward, **fields):
+    return DomainConfig.model_validate({"source": "x.jsonl", "reward": reward, **fields})
+
+
+def scored(reward, *answers):
+    settings = domain(reward).reward
+    verifier = verifier_of(settings)
+    for _, label in answers:
+        assert verifier.label_fault(settings, label) is None
+    return verifier.score(settings, [Answered(text, label) for text, label in answers])
+
+
+@pytest.mark.parametrize("kind", VERIFIERS)
+def test_right_and_wrong(kind):
+    """All cases of one reward, those with the same settings as one batch."""
+    if kind in ("math", "json_schema"):
+        pytest.importorskip({"math": "math_verify"}.get(kind, "jsonschema"))
+    batches: dict[str, list] = {}
+    for reward, text, label, score in CASES:
+        if kind in (reward, isinstance(reward, dict) and reward["type"]):
+            batches.setdefault(json.dumps(reward), []).append((text, label, score))
+    for reward, cases in batches.items():
+        found = scored(json.loads(reward), *[(text, label) for text, label, _ in cases])
+        assert found == pytest.approx([score for *_, score in cases]), cases
+
+
+MANY = ["assert sort([2, 1]) == [1, 2]", "x = [3, 1]\nsort_here(x)\nassert x == [1, 3]"]
+OBJECTS = """
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item); return self
+    def __len__(self): return len(self.items)
+    def __eq__(self, other): return self.items == other.items
+def squares(n):
+    for i in range(n): yield i * i
+def fails(): raise ValueError("no")
+import math, collections
+def count(text): return collections.Counter(text)
+def sort(x): return sorted(x)
+def sort_here(x): x.sort()
+"""
+OF_OBJECTS = [
+    "s = Stack()\ns.push(1).push(2)\nassert len(s) == 2 and s.items == [1, 2] and isinstance(s, Stack)",
+    "assert Stack().push(1) == Stack().push(1) and Stack() != Stack().push(1)",
+    "assert list(squares(3)) == [0, 1, 4] and 4 in squares(3)",
+    "try:\n    fails()\n    raise AssertionError\nexcept ValueError as error:\n    assert str(error) == 'no'",
+    "assert count('aab') == {'a': 2, 'b': 1} and math.floor(2.5) == 2",
+    "assert {(1, 2): b'x', 'k': {1, 2}} == sort([{(1, 2): b'x', 'k': {1, 2}}])[0]",
+    *MANY,
+]
+
+
+def test_tests_use_objects_generators_and_errors_of_the_answer():
+    assert scored({"type": "python", "partial": True}, (OBJECTS, OF_OBJECTS)) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "label", "said"),
+    [
+        ("math", None, "is missing; give a number, or a formula as text"),
+        ("math", [1], "is a list"),
+        ("math", " ", "is empty"),
+        ("choice", None, "is missing; give the letter"),
+        ("choice", "K", "is 'K'; give a letter from A to J, or a number from 0 to 9"),
+        ({"type": "choice", "choices": 4}, 4, "a letter from A to D, or a number from 0 to 3"),
+        ("exact", None, "is missing"),
+        ("exact", {"a": 1}, "is a dict"),
+        ("f1", [], "is missing"),
+        ("f1", [""], "is empty"),
+        ("regex", None, "is missing; give a regular expression, or set the reward's pattern"),
+        ("regex", "(", "is no regular expression"),
+        ({"type": "regex", "pattern": "(?P<answer>.)"}, None, "what the group `answer` has to catch"),
+        ("json_schema", None, "is missing; give a JSON schema"),
+        ("json_schema", "{", "is no JSON"),
+        ("json_schema", {"type": "nothing"}, "is no JSON schema"),
+        ("python", None, "is missing; give tests as code"),
+        ("python", 3, "is a int"),
+        ("python", [3], "has no tests"),
+        ("python", ["assert ("], "has a test that is no Python"),
+        ("python", {"inputs": ["1"], "outputs": []}, "not as many outputs as inputs"),
+        ("python", {"inputs": [1], "outputs": ["1"]}, "inputs that are no texts"),
+        ("python", {"inputs": [1], "outputs": ["1"], "fn_name": "f"}, "no lists of arguments"),
+        ("python", {"inputs": [[1]], "outputs": ["1"], "fn_name": "f()"}, "has the fn_name"),
+    ],
+)
+def test_a_label_that_cannot_be_used_is_named_with_its_row(reward, label, said):
+    if reward == "json_schema":
+        pytest.importorskip("jsonschema")
+    prompts = [Prompt.of("q", label, "d", where="data.jsonl:7")]
+    with pytest.raises(DataError) as caught:
+        check_labels(domain(reward), "d", prompts)
+    sentence = str(caught.value)
+    assert sentence.startswith("data.jsonl:7: the label, which domains.d.reward ")
+    assert said in sentence
+    assert sentence.endswith(".")
+
+
+def test_rows_without_labels_are_found_when_the_domain_is_opened(tmp_path):
+    rows = [{"prompt": f"q{i}", "label": "A" if i != 12 else None} for i in range(40)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = domain("choice", source=str(path))
+    loaded = load_domain("d", config, seed=0, held_out_prompts=10)
+    with pytest.raises(DataError, match=r"data\.jsonl:13: the label, .* is missing"):
+        reward_of(config, loaded)
+
+
+def test_a_wrong_definition_and_a_missing_library_are_sentences(monkeypatch):
+    pytest.importorskip("jsonschema")
+    with pytest.raises(RewardError, match="is no JSON schema"):
+        own_reward(domain({"type": "json_schema", "definition": {"type": 3}}))
+    for name in ("math_verify", "jsonschema"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for kind in ("math", "json_schema"):
+        with pytest.raises(MissingExtraError, match=r"opd\[verifiers\]"):
+            own_reward(domain(kind))
+
+
+def test_a_run_scores_with_it_and_failed_samples_are_left_alone():
+    function = own_reward(domain("exact"))
+    assert function is not None
+    assert scored_by(domain("exact")) == "exact"
+    right, wrong, failed = tiny.samples([(4, 3), (4, 3), (4, 3)])
+    failed.status = Status.FAILED
+    runner = RewardRunner({"a": function}, tiny.tokenizer())
+    right.label, wrong.label = runner.text(right), "no such answer"
+    runner.score([right, wrong, failed])
+    assert [right.reward, wrong.reward, failed.reward] == [1.0, 0.0, None]
+    assert not runner.together("a")
