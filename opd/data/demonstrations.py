@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from opd.data.load import check_messages, check_text, rows_of
+from opd.data.load import check_messages, check_text, kind, rows_of
 from opd.errors import DataError
 from opd.models.chat_templates import TemplateError, render, render_marked
 from opd.rollout.prompts import Prompt, encode_prompt
@@ -71,6 +71,9 @@ def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstratio
         return _conversation(where, row, domain, messages, first)
     asked, answer = row.get("prompt"), row.get("completion")
     if asked is None or answer is None:
+        empty = [name for name in ("prompt", "completion") if name in row and row[name] is None]
+        if len(empty) == 1:
+            raise DataError(f"{where}: `{empty[0]}` is null; mend the row, or remove it.")
         columns = ", ".join(row) or "none"
         raise DataError(
             f"{where}: a demonstration has `messages`, or `prompt` and `completion` (columns: {columns})."
@@ -78,7 +81,8 @@ def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstratio
     if isinstance(asked, str):
         if not isinstance(answer, str):
             raise DataError(
-                f"{where}: `prompt` is a text and `completion` is none; give two texts, or messages."
+                f"{where}: `prompt` is a text and `completion` is {kind(answer)}; give two texts, or"
+                " messages."
             )
         if not asked:
             raise DataError(f"{where}: `prompt` is empty; there is nothing that is answered.")
@@ -93,7 +97,7 @@ def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstratio
 
 def _messages(where: str, column: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise DataError(f"{where}: `{column}` is a {type(value).__name__}; give a list of messages.")
+        raise DataError(f"{where}: `{column}` is {kind(value)}; give a list of messages.")
     check_messages(where, value, column)
     return value
 

@@ -52,8 +52,8 @@ def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Doma
     """The file's prompts, of which a share of `config.held_out`, chosen by a hash of the prompt, is held out.
 
     If rows have a `domain` column, those of `params.domain` (default: the domain's name) are taken. Columns
-    other than `prompt`, `label` and `domain` become the prompts' metadata. Raises `DataError` for a bad row,
-    naming file and line, and if nothing is left to train or to evaluate on.
+    other than `prompt`, `label`, `domain` and `messages` become the prompts' metadata. Raises `DataError` for
+    a bad row, naming file and line, and if nothing is left to train or to evaluate on.
     """
     wanted = _wanted_domain(name, config)
     found: set[str] = set()
@@ -142,15 +142,47 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             _refuse_long(where, len(line))
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-                if depth_exceeds(row, MAX_DEPTH):
-                    raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
-            except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or nested without end
-                raise DataError(f"{where}: not a line of JSON ({error}); mend or remove it.") from error
+            row = _parsed(where, line)
             if not isinstance(row, dict):
-                raise DataError(f"{where}: a {type(row).__name__} where an object with `prompt` is needed.")
+                whole = "; of a file that is one list, write every object on a line" * isinstance(row, list)
+                raise DataError(f"{where}: {kind(row)} where an object with the columns is needed{whole}.")
             yield where, row, len(line)
+
+
+def _parsed(where: str, line: bytes) -> Any:
+    try:
+        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_once)
+        if depth_exceeds(row, MAX_DEPTH):
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
+    except UnicodeDecodeError as error:
+        byte = line[error.start]
+        raise DataError(
+            f"{where}: not UTF-8 (byte {byte:#04x} at {error.start}); write the file as UTF-8, uncompressed."
+        ) from error
+    except (ValueError, RecursionError) as error:  # bad JSON, or nested without end
+        if b"\0" in line:  # ASCII as UTF-16 or UTF-32 has one in every character
+            raise DataError(
+                f"{where}: it holds NUL bytes, so the file is damaged or of another encoding; write it again,"
+                " as UTF-8."
+            ) from error
+        raise DataError(f"{where}: not a line of JSON ({error}); mend or remove it.") from error
+    return row
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, of which no key may stand for two values."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
+
+
+def kind(value: Any) -> str:
+    """What a value of JSON is called."""
+    names = {type(None): "null", bool: "true or false", str: "a text", list: "a list", dict: "an object"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -180,6 +212,10 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path} is no readable parquet file ({' '.join(str(error).split())}).") from error
 
 
+_OWN = ("prompt", "label", "domain", "messages")
+"""Columns that are no metadata."""
+
+
 def _prompt(where: str, row: dict[str, Any], domain: str) -> Prompt:
     content = row.get("prompt")
     if content is None:
@@ -192,11 +228,17 @@ def _prompt(where: str, row: dict[str, Any], domain: str) -> Prompt:
         raise DataError(f"{where}: there is no `prompt` (columns: {columns}); every row needs one.")
     if isinstance(content, list):
         check_messages(where, content)
+        if content[-1]["role"] == "assistant":
+            raise DataError(
+                f"{where}: `prompt` ends with what the assistant says, and an answer would follow on that;"
+                " cut the last message off."
+            )
     elif not isinstance(content, str) or not content:
         raise DataError(f"{where}: `prompt` is {content!r}; give a non-empty text or a list of messages.")
     else:
         check_text(where, content)
-    metadata = {key: value for key, value in row.items() if key not in ("prompt", "label", "domain")}
+    # `messages` are a prompt's own, and what tells rewards and reports that it is a conversation.
+    metadata = {key: value for key, value in row.items() if key not in _OWN}
     return Prompt.of(content, row.get("label"), domain, metadata, where)
 
 

@@ -158,8 +158,9 @@ def encode_prompt(
         if not is_of_library(error):
             raise
         shown = repr(prompt.text if prompt.text is not None else prompt.messages)
+        where = prompt.where or f"domain {prompt.domain}"
         raise DataError(
-            f"domain {prompt.domain}: the tokenizer cannot encode the prompt {shown[:80]} "
+            f"{where}: the tokenizer cannot encode the prompt {shown[:80]} "
             f"({' '.join(str(error).split())}); give another model.tokenizer or model.chat_template, or mend "
             "the prompt."
         ) from error

@@ -13,11 +13,15 @@ _LOOKED_AT = 500
 
 
 def check_demonstrations(recipe: Recipe, models: Models) -> list[Finding]:
-    """What every `sft` of the recipe would learn from."""
+    """What every `sft` of the recipe would learn from. What is wrong with a file that several share is said
+    once.
+    """
     findings: list[Finding] = []
     for domain, config in recipe.demonstrated().items():
         title = f"sft {domain}" if domain else "sft"
-        findings += attempt(title, partial(_check, title, recipe, domain or None, config, models))
+        found = attempt(title, partial(_check, title, recipe, domain or None, config, models))
+        told = {finding.detail for finding in findings if finding.level == "error"}
+        findings += [finding for finding in found if finding.detail not in told]
     return findings
 
 
@@ -37,7 +41,8 @@ def _check(
     found = sized(some, writes, limit, config.too_long, why)
     told = found.sentence(limit, why)
     if not found.rows:
-        return [Finding("error", title, f"none can be learnt from: {told}; raise max_length")]
+        mend = "shorten them" if why.startswith("the model") else "give `sft` a larger max_length"
+        return [Finding("error", title, f"none can be learnt from: {told}; {mend}")]
     lengths = [len(encoded) for _, encoded in found.rows]
     counted = sum(int(encoded.mask.sum()) for _, encoded in found.rows)
     text = (

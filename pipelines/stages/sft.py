@@ -30,7 +30,7 @@ from opd.pipelines.stages.source import Given
 from opd.pipelines.stages.student import Student, model_stops
 from opd.pipelines.stages.supervised import Supervised, supervised_sample
 from opd.progress import doing
-from opd.rollout.prompts import PromptCursor, fraction
+from opd.rollout.prompts import Prompt, PromptCursor, fraction
 from opd.train.backend import Backend
 from opd.train.terms import CrossEntropyTerm
 from opd.types import Sample
@@ -51,11 +51,17 @@ def split(recipe: Recipe, config: SFTConfig, rows: Sequence[Demonstration]) -> S
 
     Raises `DataError` if nothing is left to learn from.
     """
-    evaluated = {prompt.key for domain in load_domains(recipe).values() for prompt in domain.held_out}
+    evaluated = {
+        asked
+        for domain in load_domains(recipe).values()
+        for prompt in domain.held_out
+        for asked in (prompt.key, _asked(prompt))
+    }
     found = Split([], [])
     for row in rows:
         key = row.prompt.key
-        (found.held_out if key in evaluated or fraction(key) < config.held_out else found.train).append(row)
+        measured = key in evaluated or _asked(row.prompt) in evaluated or fraction(key) < config.held_out
+        (found.held_out if measured else found.train).append(row)
     if not found.train:
         raise DataError(
             f"{config.source}: all {len(rows)} demonstrations are held out; add some, or lower held_out from"
@@ -64,6 +70,16 @@ def split(recipe: Recipe, config: SFTConfig, rows: Sequence[Demonstration]) -> S
     found.held_out.sort(key=lambda row: row.prompt.key)
     del found.held_out[recipe.evaluation.prompts_per_domain :]
     return found
+
+
+def _asked(prompt: Prompt) -> str:
+    """What the user says: the same whether a prompt is a text or messages, and whatever the system says. The
+    key of messages without it.
+    """
+    said = [message["content"] for message in prompt.messages or [] if message["role"] == "user"]
+    said = [prompt.text] if prompt.text is not None else said
+    texts = [text.strip() for text in said if isinstance(text, str)]
+    return "\n".join(texts) if texts and len(texts) == len(said) else prompt.key
 
 
 def length_limit(recipe: Recipe, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:

@@ -80,7 +80,19 @@ def test_rows_of_several_domains_in_one_file(tmp_path: Path) -> None:
     ("line", "told"),
     [
         ('{"prompt": "x"', "not a line of JSON"),
-        ('"prompt"', "a str where an object"),
+        ('"prompt"', "a text where an object"),
+        ("[{}]", "a list where an object .* of a file that is one list, write every object on a line"),
+        ("null", "null where an object"),
+        (
+            '{"prompt": "x", "label": 1, "prompt": "y"}',
+            "not a line of JSON .the key 'prompt' is there twice.; mend",
+        ),
+        ('{"prompt": "x", "a": {"b": 1, "b": 1}}', "the key 'b' is there twice"),
+        (
+            '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+            "`prompt` ends with what the assistant says",
+        ),
+        (b"\0\0\0", "damaged or of another encoding; write it again, as UTF-8"),
         ('{"question": "x", "label": 1}', r"no `prompt` \(columns: question, label\)"),
         (
             '{"messages": [{"role": "user", "content": "x"}]}',
@@ -91,7 +103,7 @@ def test_rows_of_several_domains_in_one_file(tmp_path: Path) -> None:
         ('{"prompt": []}', "empty list"),
         ('{"prompt": ["hello"]}', "'hello' is not an object with `role`"),
         ('{"prompt": [{"role": "user"}]}', "with `role` and `content`"),
-        (b'{"prompt": "\xff"}', "not a line of JSON"),
+        (b'{"prompt": "\xff"}', "not UTF-8 .byte 0xff at 12.; write the file as UTF-8"),
         (r'{"prompt": "a \ud800"}', "half of a character"),
         (r'{"prompt": [{"role": "user", "content": "\udfff"}]}', "half of a character"),
     ],
@@ -102,6 +114,28 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str | bytes, 
     path.write_bytes(b'{"prompt": "fine"}\n\n' + bad + b"\n")
     with pytest.raises(DataError, match=rf"bad\.jsonl:3: .*{told}"):
         _load(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+def test_another_encoding_is_named_and_not_a_line_of_it(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"prompt": "1"}\n{"prompt": "2"}\n'.encode(encoding))
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .* as UTF-8"):
+        _load(path)
+
+
+def test_a_byte_order_mark_and_foreign_line_ends_change_nothing(tmp_path: Path) -> None:
+    path = _jsonl(tmp_path / "a.jsonl", ROWS)
+    plain = _load(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert [prompt.key for prompt in _load(path).train] == [prompt.key for prompt in plain.train]
+
+
+def test_a_conversation_beside_a_prompt_of_text_is_not_taken_for_it(tmp_path: Path) -> None:
+    path = _jsonl(tmp_path / "a.jsonl", [row | {"messages": 7, "of": "us"} for row in ROWS])
+    assert {tuple(prompt.metadata.items()) for prompt in _load(path).train} == {
+        (("level", level), ("of", "us")) for level in range(3)
+    }
 
 
 def test_a_bad_parquet_row_and_a_broken_file_are_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -157,14 +158,22 @@ def test_specialists_of_demonstrations_alone_and_before_grpo(tmp_path):
 def test_what_is_asked_in_the_evaluation_is_never_learnt(tmp_path):
     recipe = tiny_recipe()
     asked = load_domain("sort", recipe.domains["sort"], seed=0, held_out_prompts=20).held_out
-    rows = [{"prompt": prompt.text, "completion": "1"} for prompt in asked]
+    answer = {"role": "assistant", "content": "1"}
+    forms = [
+        lambda text: {"prompt": text, "completion": "1"},
+        lambda text: {"messages": [{"role": "user", "content": text}, answer]},
+        lambda text: {
+            "messages": [{"role": "system", "content": "!"}, {"role": "user", "content": text}, answer]
+        },
+    ]
+    rows = [forms[i % 3](prompt.text) for i, prompt in enumerate(asked)]
     path = demonstrations(tmp_path / "rows.jsonl")
     path.write_text(path.read_text() + "\n" + "\n".join(map(json.dumps, rows)))
     read = sft.read_demonstrations(str(path), None)
     settings = tiny_recipe(base=None, sft=config(path, held_out=0.0)).sft
     assert settings is not None
     found = sft.split(recipe, settings, read)
-    assert {row.prompt.key for row in found.held_out} == {prompt.key for prompt in asked}
+    assert len(found.held_out) == len({prompt.key for prompt in asked}) > 3
     assert len(found.train) == 300
 
 
@@ -204,6 +213,34 @@ def test_the_doctor_says_what_a_chat_template_does_to_demonstrations(template, l
     found = check_demonstrations(recipe, Models(tokenizer=tokenizer))
     assert (found[-1].level, found[-1].title) == (level, "sft")
     assert sentence in found[-1].detail
+
+
+@pytest.mark.parametrize(
+    ("line", "limit", "sentence"),
+    [
+        ("{", {}, "rows.jsonl:1: not a line of JSON"),
+        ({"prompt": "1", "completion": None}, {}, "rows.jsonl:1: `completion` is null"),
+        ({"prompt": "1", "completion": 2}, {}, "`completion` is a number; give two texts"),
+        ({"prompt": "z", "completion": "1"}, {}, "rows.jsonl:1: the tokenizer cannot encode the prompt 'z'"),
+        ({"prompt": "1" * 30, "completion": "1"}, {}, "give `sft` a larger max_length"),
+        ({"prompt": "1" * 99, "completion": "1"}, {"max_length": 32}, "give `sft` a larger max_length"),
+        (
+            {"prompt": "1" * 99, "completion": "1"},
+            {"max_sequence": 64},
+            "max_position_embeddings.*; shorten them",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_shared_file_is_said_once_with_the_way_out(line, limit, sentence, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(line if isinstance(line, str) else json.dumps(line))
+    room = {"rollout": {"max_new_tokens": 5, "max_sequence": limit.pop("max_sequence", 16)}}
+    shared = config(path, **limit)
+    own = tiny_recipe().domains["sort"].model_dump() | {"sft": shared}
+    recipe = tiny_recipe(base=None, sft=shared, domains={"sort": own}, **room)
+    found = check_demonstrations(recipe, Models(tokenizer=tiny.tokenizer()))
+    assert [(finding.level, finding.title) for finding in found] == [("error", "sft")]
+    assert re.search(sentence, found[0].detail), found
 
 
 def test_a_file_of_other_domains_says_which(tmp_path):
