@@ -441,6 +441,12 @@ def _open(recipe: Recipe, options: argparse.Namespace, hub: HubRecord) -> RunFol
         resumed = False
     accept = options.accept_changed_code
     RunFolder.check(path, recipe, resume=resumed, accept_code=accept)
+    made_here = (recipe.trains_base or recipe.model.config is not None) and not recipe.given_teachers()
+    if options.command == "evaluate" and not resumed and made_here:
+        raise RunFolderError(
+            f"there is no run in {path}, and the models of this recipe are made by one; `opd run` makes and"
+            " measures them"
+        )
     if not _preflight(recipe, path, resumed, accept):
         return None
     if not resumed:

@@ -407,6 +407,13 @@ class LocalStore(ObjectStore):
         return StorageError(f"{self.name(path)} cannot be read ({error.strerror}); check its permissions.")
 
 
+_ELSEWHERE = "give a folder, or s3://BUCKET/PREFIX"
+
+
+def _cause(error: BaseException) -> str:
+    return shown(" ".join(str(error).split()), 300) or type(error).__name__
+
+
 class FsspecStore(ObjectStore):
     """Objects below a URL such as `memory://` or `gs://`, through its fsspec file system."""
 
@@ -496,8 +503,15 @@ class FsspecStore(ObjectStore):
                     f"{where}: access was refused ({error}); check the credentials."
                 ) from error
             except (OSError, *self._transient()) as error:
-                said = shown(" ".join(str(error).split()), 300)
-                raise TransientError(said or type(error).__name__) from error
+                raise TransientError(_cause(error)) from error
+            except NotImplementedError as error:
+                raise StorageError(
+                    f"{where}: a store of its protocol cannot do that; {_ELSEWHERE}."
+                ) from error
+            except Exception as error:
+                if type(error).__module__ == "builtins":  # a bug, in the library or here
+                    raise
+                raise StorageError(f"{where}: {_cause(error)}; check the URL and the store.") from error
 
         return with_retries(self.options, where, attempt)
 
@@ -506,8 +520,10 @@ class FsspecStore(ObjectStore):
 
         try:
             return fsspec.core.url_to_fs(self.url)[0]
-        except (ValueError, ImportError) as error:
-            raise StorageError(f"{self.url} cannot be opened: {error}.") from error
+        except Exception as error:  # some are reached as they are made, each by a library of its own
+            raise StorageError(
+                f"{self.url} cannot be opened ({_cause(error)}); check it and the store, or {_ELSEWHERE}."
+            ) from error
 
     def _transient(self) -> tuple[type[BaseException], ...]:
         """What else, beside `OSError`, the file system raises for faults that may pass."""

@@ -27,6 +27,10 @@ def wal_command(action: str, folder: Path, out: Path | None) -> int:
             f"there is no log in {folder} any more: a stage deletes its log when it ends, and this one has"
             " ended; look into logs while their stage runs, or after it was killed"
         )
+    if folder.exists() and not folder.is_dir():
+        raise StorageError(f"{folder} is no folder; give that of a stage's log, RUN/stages/STAGE/wal")
+    if logs := sorted(folder.glob("stages/*/wal")):
+        raise StorageError(f"there is no log in {folder} itself; give {' or '.join(map(str, logs))}")
     if action == "inspect":
         return inspect(folder)
     if action == "verify":

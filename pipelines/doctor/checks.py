@@ -325,8 +325,8 @@ def _too_large(recipe: Recipe) -> list[str]:
 
 
 def refuse_place(url: str, models: Iterable[str]) -> None:
-    """Raise `StorageError` where nothing can be published: `url` is empty, ends with this process, or is
-    the folder of one of `models`, whose files it would mix with.
+    """Raise `StorageError` where nothing can be published: `url` is empty, ends with this process, is a file,
+    or the folder of a model (below one of `models` too) or of a run, whose files it would mix with.
     """
     if not url.strip():
         raise StorageError("the place to publish is empty; give a folder, or s3://BUCKET/PREFIX.")
@@ -339,6 +339,10 @@ def refuse_place(url: str, models: Iterable[str]) -> None:
     if separator and protocol != "file":
         return
     place = Path(rest if separator else url).expanduser().absolute().resolve()
+    if not existing_parent(place).is_dir():
+        raise StorageError(f"{existing_parent(place)} is a file; give a folder to publish in.")
+    if (place / "config.json").exists():
+        raise StorageError(f"{url} is the folder of a model or a run; publish into one of its own.")
     for model in models:
         folder = Path(model).absolute().resolve()
         if "://" not in model and folder.is_dir() and place.is_relative_to(folder):

@@ -253,7 +253,9 @@ def evaluate(context: StageContext) -> dict[str, Any]:
     recipe = context.recipe
     models = {name: path for name, path in evaluated_models(context).items() if path.exists()}
     if not models:
-        raise CheckpointError(f"{context.folder.path} holds no model to evaluate; train one first.")
+        raise CheckpointError(
+            f"{context.folder.path} holds no model to evaluate; train one first (`opd run RECIPE --resume`)."
+        )
     identities = {name: _identity(context, path) for name, path in models.items()}
     known = _read(context.folder)
     # A model that was made again since is measured again, and all are once the code that measures changed.

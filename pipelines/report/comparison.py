@@ -152,6 +152,8 @@ def compare_runs(folders: Sequence[Path], page: Path) -> str:
     runs = Runs.read(folders)
     if page.is_dir() or not page.parent.is_dir():
         raise RunFolderError(f"{page} cannot be written: give a file in a folder that is there with --out")
+    if page.exists() and not _is_page(page):
+        raise RunFolderError(f"{page} is there already and is no page; give another file with --out")
     write_atomic(page, visible(redact(_page(runs))).encode())
     tables = [
         [runs.head("mean sampled accuracy, %"), *runs.accuracy()],
@@ -162,6 +164,15 @@ def compare_runs(folders: Sequence[Path], page: Path) -> str:
         tables.append([["setting", *runs.names], *differing])
     parts = [runs.verdict(), *("\n".join(aligned(table)) for table in tables), f"page  {page}"]
     return visible("\n\n".join(parts))
+
+
+def _is_page(path: Path) -> bool:
+    begins = b"<!doctype html>"
+    try:
+        with path.open("rb") as file:
+            return file.read(len(begins)) in (begins, b"")
+    except OSError:  # who writes it says so
+        return True
 
 
 def _page(runs: Runs) -> str:

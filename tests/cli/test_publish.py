@@ -65,12 +65,24 @@ def test_the_manifest_describes_head_tokenizer_and_weights(checkpoint, tmp_path)
         (["publish", "{model}", "{store}", "--shards", "0"], "published in 0 shards; choose 1 to"),
         (["publish", "{model}", "{store}", "--shards", "two"], "invalid int value: 'two'"),
         (["publish", "{model}", "{store}", "--seed", "1"], "remove --seed"),
-        (["publish", "{model}", "nonsense://x"], "nonsense://x cannot be opened"),
+        (["publish", "{model}", "nonsense://x"], "nonsense://x cannot be opened (Protocol not known"),
+        (["publish", "{model}", "ftp://127.0.0.1:1/x"], "ftp://127.0.0.1:1/x cannot be opened (["),
+        (
+            ["publish", "{model}", "http://127.0.0.1:1/x"],
+            "a store of its protocol cannot do that; give a folder",
+        ),
+        (["publish", "{model}", "{file}"], "file is a file; give a folder"),
+        (["publish", "{model}", "{file}/below"], "file is a file; give a folder"),
+        (["publish", "{model}", "{other}"], "other is the folder of a model or a run; publish into one of"),
         (["publish", "{model}"], "the following arguments are required: URL"),
     ],
 )
 def test_a_users_error_is_one_line_and_status_2(checkpoint, tmp_path, words, part, capsys):
     places = {"model": checkpoint, "store": tmp_path / "store"}
+    places |= {"file": tmp_path / "file", "other": tmp_path / "other"}
+    (tmp_path / "file").write_text("")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
     assert main([word.format(**places) for word in words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -229,6 +229,15 @@ def test_changed_code_is_accepted_where_asked_and_recorded(tmp_path: Path, monke
         RunFolder.resume("run", recipe, told.append)
 
 
+def test_an_evaluation_without_a_run_leaves_no_folder(tmp_path, capsys):
+    recipe = write_recipe(tmp_path / "recipe.yaml")
+    assert main(["evaluate", str(recipe), "--out", str(tmp_path / "new")]) == 2
+    said = capsys.readouterr().err
+    assert "there is no run in" in said
+    assert "`opd run` makes and measures them" in said
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("command", ["run", "specialist", "distill", "evaluate"])
 def test_changed_code_is_accepted_only_where_a_run_goes_on(tmp_path: Path, command, capsys):
     recipe = write_recipe(tmp_path / "recipe.yaml")

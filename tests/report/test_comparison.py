@@ -135,6 +135,14 @@ def test_a_run_without_a_merge_is_named(several, tmp_path: Path) -> None:
         Runs.read([folders[0], tmp_path / "nowhere"])
 
 
+def test_nothing_but_a_page_is_written_over(several, tmp_path: Path) -> None:
+    folders = several(*[((0.9, 0.9, 0.9), {})] * 2)
+    (tmp_path / "recipe.yaml").write_text("name: mine")
+    with pytest.raises(RunFolderError, match=r"recipe\.yaml is there already and is no page"):
+        compare_runs(folders, tmp_path / "recipe.yaml")
+    assert (tmp_path / "recipe.yaml").read_text() == "name: mine"
+
+
 def test_the_command_prints_a_table_and_writes_a_page(several, tmp_path: Path, capsys) -> None:
     folders = several(((0.9, 0.9, 0.9), {}), ((0.6, 0.6, 0.6), {"seed": 1, "note": "<script>"}))
     page = tmp_path / "page.html"

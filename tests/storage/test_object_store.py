@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -108,6 +109,32 @@ def test_an_error_is_raised_only_when_no_read_is_running(tmp_path):
 def test_an_unknown_protocol_is_refused():
     with pytest.raises(StorageError, match="nonsense://x cannot be opened"):
         ObjectStore.open("nonsense://x")
+
+
+class RefusedError(Exception):
+    """What a library raises of its own: ftplib and paramiko do."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (
+            NotImplementedError(),
+            r"memory://x/a cannot be deleted: a store of its protocol cannot do that; give",
+        ),
+        (RefusedError("550  no\nsuch"), r"memory://x/a cannot be deleted: 550 no such; check the URL"),
+        (RefusedError(), r"memory://x/a cannot be deleted: RefusedError; check the URL"),
+    ],
+)
+def test_what_a_library_raises_of_its_own_is_one_sentence(raised, told, monkeypatch):
+    store = ObjectStore.open("memory://x")
+
+    def rm_file(_: str) -> None:
+        raise raised
+
+    monkeypatch.setattr(store, "_made", SimpleNamespace(rm_file=rm_file))
+    with pytest.raises(StorageError, match=told):
+        store.delete("a")
 
 
 def test_retries_are_bounded_and_pauses_grow(monkeypatch):

@@ -45,6 +45,17 @@ def test_inspect_and_verify_a_whole_log(log, capsys):
     assert "2 requests, 7 tokens; whole, and closed by its writer" in capsys.readouterr().out
 
 
+def test_the_folder_of_a_run_is_answered_with_its_logs(log, tmp_path, capsys):
+    stage = tmp_path / "run" / "stages" / "merge"
+    stage.mkdir(parents=True)
+    log.rename(stage / "wal")
+    assert main(["wal", "inspect", str(tmp_path / "run")]) == 2
+    assert f"give {stage / 'wal'}" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["wal", "inspect", str(tmp_path / "file")]) == 2
+    assert "file is no folder; give that of a stage's log" in capsys.readouterr().err
+
+
 def test_export_writes_one_line_a_request(log, tmp_path, capsys):
     out = tmp_path / "tokens.jsonl"
     assert main(["wal", "export", str(log), "--out", str(out)]) == 0
