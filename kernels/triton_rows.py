@@ -138,7 +138,7 @@ def _fault(kind: str, vocabulary: int, device: torch.device) -> str | None:
         again = launch(room, teacher.clone(), kind, 0.3, coef, narrow)
         alone = launch(student.clone(), teacher.clone(), kind, 0.3, None, None)
     except Exception as error:  # a compiler's faults have no common class
-        return f"cannot be compiled or launched ({type(error).__name__}: {error})"
+        return f"cannot be compiled or launched ({error!r})"
     if not torch.equal(got.nan_to_num(-1), again.nan_to_num(-1)) or not torch.allclose(
         got, alone, rtol=1e-6, atol=1e-7, equal_nan=True
     ):

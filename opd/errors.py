@@ -156,6 +156,16 @@ def from_system(error: BaseException) -> OpdError | None:
     return OpdError(f"{_where(error)}{_ADVICE[number]}, then run the command again, a run with --resume.")
 
 
+def reason_of(error: BaseException) -> str:
+    """What `error` says, on one line and without the last full stop: to be put into a sentence. The name of
+    its type where it says nothing.
+    """
+    words = " ".join(str(error).split()).removesuffix(".")
+    if type(error) is KeyError and words:
+        return f"there is no {words}"
+    return words or type(error).__name__
+
+
 def is_of_library(error: BaseException) -> bool:
     """Whether `error` says that a library could not do what it was asked: any `Exception`, and the panic of a
     compiled library, which is none; but not what the machine refused it.

@@ -67,12 +67,23 @@ def read_document(data: bytes | str, most: int) -> Any:
     if len(data) > most:
         raise ValueError(f"it has {len(data)} bytes where at most {most} are read")
     try:
-        value = json.loads(data, parse_constant=_no_constant)
+        value = json.loads(data, parse_constant=_no_constant, parse_int=whole_number)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}") from None
     if depth_exceeds(value, MAX_DEPTH):
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
     return value
+
+
+_LONGEST_NUMBER = 1000
+"""Characters: what has more is a mistake, and Python's own refusal advises to let it pass."""
+
+
+def whole_number(text: str) -> int:
+    """The number in `text`, for `json.loads`. Raises `ValueError` if it has thousands of digits."""
+    if len(text) > _LONGEST_NUMBER:
+        raise ValueError(f"a number has {len(text):,} digits where {_LONGEST_NUMBER:,} are read")
+    return int(text)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import OpdError
-from opd.own_code import confined, is_of_opd, told
+from opd.own_code import confined, is_of_opd, named
 
 GENERATE = ("engine", "prompts", "group_size", "sampling", "seed")
 GROUP = ("group",)
@@ -82,8 +82,7 @@ def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
         raise
     except BaseException as cause:  # a module's own code may raise anything, and exit
         raise error(
-            f"{where}: {path!r} cannot be loaded ({type(cause).__name__}: {told(cause)}); check the module,"
-            " the name and PYTHONPATH."
+            f"{where}: {path!r} cannot be loaded ({named(cause)}); check the module, the name and PYTHONPATH."
         ) from cause
     return found
 

@@ -140,7 +140,7 @@ def _serve(around: str, name: str, memory: int) -> None:
         except MemoryError:
             answer = {"error": f"a MemoryError: it may take {memory >> 20} MiB"}
         except Exception as error:  # what is asked raises what it likes
-            answer = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+            answer = {"error": f"{type(error).__name__}: {str(error)[:400]}".removesuffix(": ")}
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(answers, json.dumps(answer).encode())
 

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
-from opd.errors import OpdError, RanksError
+from opd.errors import OpdError, RanksError, reason_of
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
@@ -305,10 +305,9 @@ class Ranks:
     def _lost(self, what: str, error: RuntimeError) -> RanksError:
         late = self._late()
         who = f"rank {', '.join(map(str, late))}" if late else "another rank"
-        reason = " ".join(str(error).split())[-200:].removesuffix(".")
         return RanksError(
             f"{who} did not come to {what}, and rank {self._members[self.rank]} cannot go on alone"
-            f" ({reason}); look for that rank's own error and start again with --resume."
+            f" ({reason_of(error)[-200:]}); look for that rank's own error and start again with --resume."
         )
 
     def _late(self) -> list[int]:
@@ -397,10 +396,10 @@ def process_group() -> Iterator[None]:
 
 def _no_rendezvous(environment: Mapping[str, str], error: Exception) -> str:
     where = f"{environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')}"
-    reason = " ".join(str(error).split())[:200].removesuffix(".")
-    if "EADDRINUSE" in reason or "already in use" in reason or "Address in use" in reason:
+    said = reason_of(error)[:200]
+    if "EADDRINUSE" in said or "already in use" in said or "Address in use" in said:
         return f"{where} is in use by another process; choose another port (torchrun --master-port)."
     return (
         f"rank {environment.get('RANK', '?')} of {environment.get('WORLD_SIZE', '?')} found no others at"
-        f" {where} ({reason}); check the address and that all ranks were started."
+        f" {where} ({said}); check the address and that all ranks were started."
     )

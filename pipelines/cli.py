@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"give a number of at least 1, not {text!r}")
+    if not text.isdecimal() or not 1 <= len(text.lstrip("0")) <= 15:
+        shown = repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
+        raise argparse.ArgumentTypeError(f"give a number of 1 to 15 digits, at least 1, not {shown}")
     return int(text)
 
 
@@ -146,7 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
     publish = commands.add_parser("publish", help=_OTHERS["publish"], allow_abbrev=False)
     publish.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a Hugging Face folder")
     publish.add_argument("url", metavar="URL", help="a folder, or s3://BUCKET/PREFIX")
-    publish.add_argument("--shards", type=int, default=1, metavar="N", help="ranks that will read it")
+    publish.add_argument("--shards", type=_count, default=1, metavar="N", help="ranks that will read it")
     report = commands.add_parser("report", help=_OTHERS["report"], allow_abbrev=False)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     compare = commands.add_parser("compare", help=_OTHERS["compare"], allow_abbrev=False)
@@ -252,6 +253,8 @@ def _dispatch(argv: list[str]) -> int:
         print(_completion(options.shell))
         return 0
     recipe = load_recipe(options.recipe, overrides)
+    if options.command != "doctor":
+        _refuse_run(recipe, options)
     if options.command != "doctor" and options.dry_run:
         print(dump_recipe(recipe), end="")
         return 0
@@ -389,6 +392,20 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     recipe = load_recipe(options.recipe, overrides) if options.recipe else None
     recipe = recipe and _from_hub(recipe)[0]
     return print_plan(recipe, PlanOptions(**given))
+
+
+def _refuse_run(recipe: Recipe, options: argparse.Namespace) -> None:
+    """Raise what the recipe and the options alone give a run, dry or not, to refuse."""
+    from opd.pipelines.doctor.checks import check_sizes
+    from opd.pipelines.launch.local import is_rank, wants_ranks
+
+    if options.command != "run":
+        _stages(recipe, options)
+    _path(recipe, options)
+    if not is_rank(recipe):
+        wants_ranks(recipe)
+    for finding in check_sizes(recipe):
+        raise ConfigError(finding.detail)
 
 
 def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> int:

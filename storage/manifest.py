@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from opd.errors import StorageError
+from opd.errors import StorageError, reason_of
 from opd.foreign import depth_exceeds, read_document, shown, whole
 
 ALIGNMENT = 64
@@ -488,9 +488,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         if seal(to_document(manifest)) != data:
             raise ValueError("it says more, or otherwise, than what is published")
     except (KeyError, TypeError, ValueError, AttributeError, StorageError) as error:
-        reason = f"it has no entry {error}" if isinstance(error, KeyError) else str(error).removesuffix(".")
-        reason = shown(reason, 200)
-        raise StorageError(f"{where} is not a whole manifest ({reason}); publish the model again.") from error
+        said = shown(reason_of(error), 200)
+        raise StorageError(f"{where} is not a whole manifest ({said}); publish the model again.") from error
     return manifest
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from opd.errors import StorageError
+from opd.errors import StorageError, reason_of
 from opd.foreign import is_file_name, read_document, whole
 from opd.storage.files import read_object
 from opd.storage.manifest import (
@@ -109,7 +109,8 @@ def _read_header(path: Path) -> dict[str, TensorSource]:
         raise StorageError(f"{path} is missing; copy it again from the model's source.") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(
-            f"{path} is truncated or is no safetensors file ({error}); copy it again from its source."
+            f"{path} is truncated or is no safetensors file ({reason_of(error)}); copy it again from"
+            " its source."
         ) from error
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from opd.errors import MissingExtraError, StorageError
+from opd.errors import MissingExtraError, StorageError, reason_of
 from opd.foreign import object_path, whole
 from opd.redact import hide
 from opd.storage.object_store import (
@@ -310,7 +310,7 @@ def _error_code(response: http.client.HTTPResponse) -> str:
 def _cause(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
-    return " ".join(str(error).split()) or type(error).__name__
+    return reason_of(error)
 
 
 def _close_all(connections: list[http.client.HTTPConnection]) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from opd.errors import CheckpointError
+from opd.errors import CheckpointError, reason_of
 from opd.storage.files import write_atomic
 from opd.storage.leases import Lease
 
@@ -52,7 +52,8 @@ def load_tensors(path: str | os.PathLike[str], expected_digest: str | None = Non
         return safetensors.torch.load(data)
     except (SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path} is truncated or is no safetensors file ({error}); restore it or use an older checkpoint"
+            f"{path} is truncated or is no safetensors file ({reason_of(error)}); restore it or use an"
+            " older checkpoint"
         ) from error
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opd.errors import OpdError, TeacherError
+from opd.errors import OpdError, TeacherError, reason_of
 
 if TYPE_CHECKING:
     from opd.storage.published import PublishedModel
@@ -174,10 +174,9 @@ def naming_lost_ranks(failure: str) -> Iterator[None]:
     except OpdError:
         raise
     except RuntimeError as error:
-        reason = " ".join(str(error).split()).removesuffix(".")
         raise TeacherError(
-            f"{failure}, another rank is gone or does not answer ({reason}); look for that rank's own error,"
-            " then start all of them again."
+            f"{failure}, another rank is gone or does not answer ({reason_of(error)}); look for that"
+            " rank's own error, then start all of them again."
         ) from error
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from opd.errors import ModelError, TeacherError
+from opd.errors import ModelError, TeacherError, reason_of
 from opd.kernels.head import Head
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
 from opd.models.hf_folder import INDEX, described_in, made_once, names_code, write_checksums
@@ -421,10 +421,9 @@ def _empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
                 hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             ).eval()
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
         raise TeacherError(
             f"the configuration of a published {model_type} does not describe a causal language model that"
-            f" transformers knows: {reason}"
+            f" transformers knows: {reason_of(error)}"
         ) from error
 
 

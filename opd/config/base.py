@@ -68,10 +68,12 @@ class Config(BaseModel):
         free = info.field_name == "seed" or "Any" in str(cls.model_fields[info.field_name or ""].annotation)
         for number in _numbers(value):
             if isinstance(number, float) and not math.isfinite(number):
-                raise PydanticCustomError("not_finite", "every number of a recipe is finite")
+                raise PydanticCustomError("not_finite", "every number of a recipe is finite; give another")
             if abs(number) > cls.ceiling and not free:
                 most = f"{cls.ceiling:,.0f}"
-                raise PydanticCustomError("too_large", "no setting can mean more than {most}", {"most": most})
+                raise PydanticCustomError(
+                    "too_large", "no setting can mean more than {most}; give less", {"most": most}
+                )
         return value
 
 

@@ -98,8 +98,8 @@ class DomainConfig(Config):
     """What scores answers: `package.module:function`, the name of a built-in reward (`math`), or a mapping
     with its `type` and settings; `None` takes the source's own checker."""
     teacher: str | dict[str, float] | None = None
-    """Name of a teacher, or weights over several; `None` is the teacher of the domain's own name:
-    the entry under `teachers`, or else the specialist that the run trains on this domain."""
+    """Name of a teacher, or weights over several, which are divided by their sum; `None` is the teacher of
+    the domain's own name: the entry under `teachers`, or else the specialist that the run trains on it."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the merge's loss, relative to the other domains, with `distill.normalise: teacher`."""
     held_out: float = Field(default=0.1, ge=0.0001, le=0.9999)

@@ -143,7 +143,7 @@ def _sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) ->
     if kind in ("literal_error", "union_tag_invalid"):
         return _choice(item, key)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"`{key}` is {item['input']!r}, but takes a mapping of keys to values"
+        return f"`{key}` is {_short(item['input'])}, but takes a mapping of keys to values"
     return f"`{key}` is {_short(item['input'])}: {_lower(str(item['msg']))}"
 
 

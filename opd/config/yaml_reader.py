@@ -106,7 +106,10 @@ def read_yaml(path: Path, kind: str = "recipe") -> tuple[dict[str, Any], dict[Ke
     if data is None:
         return {}, {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a {kind} is a mapping of keys to values, not a {type(data).__name__}")
+        raise ConfigError(
+            f"{path}: a {kind} is a mapping of keys to values, not a {type(data).__name__};"
+            " write lines of the form `KEY: VALUE`"
+        )
     return data, places
 
 
@@ -116,12 +119,47 @@ def parse_value(text: str) -> Any:
 
 
 def complaint(error: yaml.YAMLError) -> str:
-    """What is wrong with a document, in one line."""
+    """What is wrong with a document, and how to mend it, in one line."""
     said = getattr(error, "problem", None) or getattr(error, "reason", None) or error
     reason = " ".join(str(said).split())
     if isinstance(error, _Refusal):
         return reason
-    return f"{reason}; write less" if isinstance(error, _TooMuch) else f"not valid YAML: {reason}"
+    if isinstance(error, _TooMuch):
+        return f"{reason}; write less"
+    advice = next(advice for pattern, advice in _WAYS_OUT if re.search(pattern, reason))
+    return f"not valid YAML: {reason.removeprefix('but ')}; {advice}"
+
+
+_QUOTES = "put the text in quotes"
+_WAYS_OUT = (
+    ("mapping values are not allowed", "put a text that holds `: ` in quotes, or mend the indentation"),
+    ("'\\\\t' that cannot start", "indent with blanks, without tabs"),
+    ("cannot start any token", f"{_QUOTES} that begins with this sign"),
+    ("undefined alias|alphabetic or numeric", f"{_QUOTES} that begins with * or &"),
+    ("unexpected end of stream", "close the quotes that were opened"),
+    ("',' or '[]}]'", "close the bracket, and put a text that holds brackets or commas in quotes"),
+    (
+        "escape (character|sequence)",
+        r"write \\ for a backslash between double quotes, or use single quotes",
+    ),
+    (
+        "(keys|entries) are not allowed",
+        "begin a list or mapping on a line of its own, or put the text in quotes",
+    ),
+    ("expected the node content", f"give a value, and {_QUOTES} that begins with a bracket or a comma"),
+    (
+        "another document|document start",
+        "keep one document: one line `---` at most, none of `...`, none with %",
+    ),
+    ("special characters", "take the control sign out"),
+    ("for merging", "give `<<` the alias of a mapping, as in `<<: *NAME`"),
+    ("chomping|indentation indicator|a line break", "begin the text on the line below the sign | or >"),
+    ("<block end>", "mend the indentation, or put the whole text in quotes"),
+    ("tag|'>'|'!'", f"{_QUOTES} that begins with !"),
+    ("YAML document|a digit|directive|%", "take the line that begins with % out"),
+    ("", "mend it there, or put the text in quotes"),
+)
+"""What PyYAML may say, and what then has to be done."""
 
 
 def write_yaml(data: Mapping[str, Any]) -> str:
@@ -164,7 +202,13 @@ def _build(text: str, file: str) -> tuple[Any, dict[KeyPath, str]]:
     loader = _Loader(text)
     places: dict[KeyPath, str] = {}
     try:
-        node = loader.get_single_node()
+        try:
+            node = loader.get_single_node()
+        except (ValueError, OverflowError):  # of `chr`
+            mark = loader.get_mark()
+            raise _Refusal(
+                problem=r"\U in double quotes names no character; use single quotes", problem_mark=mark
+            ) from None
         if node is None:
             return None, places
         _measure(node, {})
@@ -181,7 +225,7 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
     if id(node) in known:
         found = known[id(node)]
         if found is None:
-            raise _TooMuch(problem="an alias stands inside what it means", problem_mark=node.start_mark)
+            raise _refusal(node, "an alias stands inside what it means; take it out there")
         return found
     known[id(node)] = None
     values, levels = 1, 1
@@ -218,7 +262,7 @@ def _check_mapping(node: yaml.MappingNode, path: KeyPath, file: str, places: dic
     for key, value in node.value:
         line = f"{file}:{key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
-            raise _refusal(key, "a key must be a single word")
+            raise _refusal(key, "a key is a list or a mapping; write a single word")
         if key.tag == _TAG + "merge":
             _check(value, path, file, {})
             continue
@@ -243,9 +287,9 @@ def _check_scalar(node: yaml.ScalarNode) -> None:
     if node.tag in _FORMS and not _FORMS[node.tag].match(text):
         raise _refusal(node, f"{_short(text)} is tagged as {name} and is none; mend the value or the tag")
     if name in ("int", "float") and len(text) > MAX_DIGITS:
-        raise _refusal(node, f"a number of {len(text)} characters; no setting needs more than {MAX_DIGITS}")
+        raise _refusal(node, f"a number of {len(text)} characters; give one of {MAX_DIGITS} at most")
     if len(text) > MAX_TEXT:
-        raise _refusal(node, f"a text of {len(text):,} characters; no setting needs more than {MAX_TEXT:,}")
+        raise _refusal(node, f"a text of {len(text):,} characters; give one of {MAX_TEXT:,} at most")
     found = _UNWRITABLE.search(text)
     if found:
         raise _refusal(node, f"a text holds the character U+{ord(found[0]):04X}; take it out")

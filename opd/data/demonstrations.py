@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opd.data.load import check_messages, check_text, kind, rows_of
-from opd.errors import DataError
+from opd.errors import DataError, reason_of
 from opd.models.chat_templates import TemplateError, render, render_marked
 from opd.rollout.prompts import Prompt, encode_prompt
 
@@ -241,8 +241,9 @@ class Writes:
         try:
             return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
         except Exception as error:  # tokenizers raise plain Exceptions of many kinds
-            told = " ".join(str(error).split())
-            raise DataError(f"{where}: the tokenizer cannot encode {text[-80:]!r} ({told}).") from error
+            raise DataError(
+                f"{where}: the tokenizer cannot encode {text[-80:]!r} ({reason_of(error)})."
+            ) from error
 
 
 def _encoded(asked: Sequence[int], answer: Sequence[int], mask: Sequence[bool]) -> Encoded:

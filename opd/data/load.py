@@ -12,8 +12,8 @@ from typing import Any
 
 from opd.config.recipe import DomainConfig
 from opd.data.procedural import load_procedural, load_reasoning_gym
-from opd.errors import DataError, MissingExtraError
-from opd.foreign import MAX_DEPTH, depth_exceeds, machine_memory
+from opd.errors import DataError, MissingExtraError, reason_of
+from opd.foreign import MAX_DEPTH, depth_exceeds, machine_memory, whole_number
 from opd.rollout.prompts import Domain, Prompt, fraction
 
 _SOURCES = {"procedural": load_procedural, "reasoning-gym": load_reasoning_gym}
@@ -151,7 +151,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 def _parsed(where: str, line: bytes) -> Any:
     try:
-        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_once)
+        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_once, parse_int=whole_number)
         if depth_exceeds(row, MAX_DEPTH):
             raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
     except UnicodeDecodeError as error:
@@ -209,7 +209,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise
     # ValueError: of values that Python has no type for, and of pyarrow's own errors.
     except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
-        raise DataError(f"{path} is no readable parquet file ({' '.join(str(error).split())}).") from error
+        raise DataError(f"{path} is no readable parquet file ({reason_of(error)}).") from error
 
 
 _OWN = ("prompt", "label", "domain", "messages")

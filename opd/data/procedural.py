@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from opd.config.recipe import DomainConfig
-from opd.errors import DataError, MissingExtraError
+from opd.errors import DataError, MissingExtraError, reason_of
 from opd.imports import import_attribute
 from opd.rollout.prompts import Checker, Domain, Prompt, fraction, raw_stream
 
@@ -351,7 +351,7 @@ def _create(task: str, name: str, params: dict[str, Any]) -> Any:
         return reasoning_gym.create_dataset(task, **params)
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(
-            f"domains.{name}.params do not fit reasoning-gym task {task!r}: {' '.join(str(error).split())}."
+            f"domains.{name}.params do not fit reasoning-gym task {task!r}: {reason_of(error)}."
         ) from error
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from opd.config.train import LoRAConfig
-from opd.errors import CheckpointError, MissingExtraError, ModelError
+from opd.errors import CheckpointError, MissingExtraError, ModelError, reason_of
 from opd.foreign import is_file_name
 from opd.models.causal_lm import CausalLM, weights_digest
 from opd.models.checkpoint import save_checkpoint
@@ -275,7 +275,9 @@ def read_adapter(folder: str | Path) -> Adapter:
         if not all(is_file_name(name) and isinstance(digest, str) for name, digest in files.items()):
             raise ValueError("files that are no names with digests")
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{place} is not a whole adapter ({error}); copy it again.") from error
+        raise CheckpointError(
+            f"{place} is not a whole adapter ({reason_of(error)}); copy it again."
+        ) from error
     return Adapter(path, files, found.scaling, found.pairs)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from opd.errors import ModelError
+from opd.errors import ModelError, reason_of
 from opd.kernels.head import Head
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
 from opd.models.hf_folder import check_folder, scratch_config
@@ -133,8 +133,8 @@ def check_attention(model: CausalLM) -> None:
             ]
     except (RuntimeError, AttributeError, TypeError, IndexError) as error:
         raise ModelError(
-            f"{type(model.module).__name__} cannot run a few tokens: {error}; check its configuration, or"
-            " choose a model of another architecture."
+            f"{type(model.module).__name__} cannot run a few tokens: {reason_of(error)}; check its"
+            " configuration, or choose a model of another architecture."
         ) from error
     expected = torch.cat(alone).float()
     difference = float((packed.float() - expected).abs().max())
@@ -192,7 +192,7 @@ def check_pieces(model: CausalLM) -> None:
             pieces = model.run_pieces(ids, positions, ChunkedLayers([0, 13], 5)).float()
     except (RuntimeError, AttributeError, TypeError, IndexError) as error:
         raise ModelError(
-            f"{type(model.module).__name__} cannot run a sequence in pieces: {error}; leave"
+            f"{type(model.module).__name__} cannot run a sequence in pieces: {reason_of(error)}; leave"
             " sequence_chunk out."
         ) from error
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 1e-1
@@ -298,7 +298,9 @@ class CausalLM:
                     trust_remote_code=False,
                 )
         except (ValueError, RuntimeError, KeyError) as error:
-            raise ModelError(f"model.config does not describe a causal language model: {error}") from error
+            raise ModelError(
+                f"model.config does not describe a causal language model: {reason_of(error)}"
+            ) from error
         return cls(module.to(torch_device(device)))
 
     @property

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from opd.errors import CheckpointError, ModelError
+from opd.errors import CheckpointError, ModelError, reason_of
 from opd.foreign import is_file_name, shown
 from opd.storage import files
 from opd.storage.files import check_files, digests_of, file_digest, read_sealed, write_sealed
@@ -194,7 +194,9 @@ def check_shard(path: Path, expected: str | None) -> None:
         with safe_open(path, framework="pt") as shard:
             shard.keys()
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated or corrupt ({error}); copy it again.") from error
+        raise CheckpointError(
+            f"{path} is truncated or corrupt ({reason_of(error)}); copy it again."
+        ) from error
     if expected is not None and file_digest(path) != expected:
         raise CheckpointError(f"{path} does not have the sha256 that {CHECKSUMS} gives; copy it again.")
 
@@ -268,14 +270,15 @@ def read_config(folder: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read as JSON; copy the folder again ({error}).") from error
+        raise CheckpointError(
+            f"{path} cannot be read as JSON; copy the folder again ({reason_of(error)})."
+        ) from error
     except (
         *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError),
         StrictDataclassError,
     ) as error:
-        reason = " ".join(str(error).split())
         raise ModelError(
-            f"{path} is not a configuration this transformers release knows: {reason}"
+            f"{path} is not a configuration this transformers release knows: {reason_of(error)}"
         ) from error
     _refuse_unusable(config, path)
     return config
@@ -348,8 +351,9 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
     try:
         return AutoConfig.for_model(model_type, **options)
     except (ValueError, TypeError, LookupError, ArithmeticError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"model.config cannot be used for model_type {model_type!r}: {reason}") from error
+        raise ModelError(
+            f"model.config cannot be used for model_type {model_type!r}: {reason_of(error)}"
+        ) from error
 
 
 def _nearest(word: str, words: list[str]) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
-from opd.errors import CheckpointError, ModelError, from_system
+from opd.errors import CheckpointError, ModelError, from_system, reason_of
 from opd.foreign import shown, whole
 from opd.models.attention import ATTENTION_NAME
 from opd.models.hf_folder import (
@@ -85,7 +85,9 @@ def read_peft(place: Path) -> PeftAdapter:
             raise ValueError("lora_alpha is not finite")
         pairs = adapter_pairs((name.removeprefix(PREFIX), tensor) for name, tensor in tensors.items())
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise CheckpointError(f"{place} is not a whole adapter ({error}); copy it again.") from error
+        raise CheckpointError(
+            f"{place} is not a whole adapter ({reason_of(error)}); copy it again."
+        ) from error
     return PeftAdapter(scaling, pairs)
 
 
@@ -180,8 +182,9 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
     ) as error:
         if from_system(error) is not None:
             raise
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{folder} cannot be loaded as a causal language model: {reason}") from error
+        raise ModelError(
+            f"{folder} cannot be loaded as a causal language model: {reason_of(error)}"
+        ) from error
     module, info = loaded
     _refuse_disagreement(folder, info)
     if getattr(config.get_text_config(), "tie_word_embeddings", False):

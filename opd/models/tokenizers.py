@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from opd.errors import CheckpointError, ModelError, is_of_library
+from opd.errors import CheckpointError, ModelError, is_of_library, reason_of
 from opd.models.chat_templates import render
 from opd.models.hf_folder import check_small_files, described_in, read_object, refuse_code
 
@@ -70,7 +70,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except (CheckpointError, ModelError):
         raise
     except Exception as error:  # the Rust tokenizer raises plain Exception
-        raise ModelError(f"{folder} has no readable tokenizer: {' '.join(str(error).split())}") from error
+        raise ModelError(f"{folder} has no readable tokenizer: {reason_of(error)}") from error
     return tokenizer
 
 
@@ -171,7 +171,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
             template = path.read_text("utf-8")
         except (OSError, ValueError) as error:
             raise ModelError(
-                f"model.chat_template: {path} cannot be read ({error}); give a .jinja file or a folder."
+                f"model.chat_template: {path} cannot be read ({reason_of(error)}); give a .jinja file"
+                " or a folder."
             ) from error
     tokenizer.chat_template = template
 

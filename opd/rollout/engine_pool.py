@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from opd.errors import OpdError, RolloutError
+from opd.errors import OpdError, RolloutError, reason_of
 from opd.protocols import RolloutEngine
 from opd.retry import Retry
 from opd.types import Chunk, RolloutRequest
@@ -228,8 +228,9 @@ class ThreadSource(Source):
 
 def words(error: BaseException) -> str:
     """Why something failed, for people."""
-    text = str(error).rstrip(".")
-    return text if isinstance(error, OpdError | TimeoutError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, OpdError | TimeoutError) or not str(error).strip():
+        return reason_of(error)
+    return f"{type(error).__name__}: {reason_of(error)}"
 
 
 ENGINES = Retry(attempts=3, pause=0.2, longest=30.0)
@@ -289,7 +290,7 @@ class EngineHealth:
         """It failed at `now`: give it a rest that doubles with every failure in a row."""
         self.failures += 1
         self.in_a_row += 1
-        self.last_error = f"{type(error).__name__}: {error}"
+        self.last_error = words(error)
         if self.in_a_row == policy.quarantine_after:
             self.quarantines += 1
         self.resting_until = now + policy.retry.seconds(self.in_a_row)

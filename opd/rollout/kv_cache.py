@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.errors import RolloutError
+from opd.errors import RolloutError, reason_of
 from opd.foreign import read_document
 
 SPARE = 16
@@ -224,7 +224,7 @@ def unpack(tensors: Mapping[str, Tensor]) -> tuple[dict[bytes, PromptKV], Origin
         names = [tokens[a:b].tobytes() for a, b in pairwise(bounds)]
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise RolloutError(
-            f"the saved keys and values are not readable ({error}); let the engine prefill."
+            f"the saved keys and values are not readable ({reason_of(error)}); let the engine prefill."
         ) from error
     saved = {
         name: PromptKV({index: (keys[row], values[row]) for index, (keys, values) in pairs.items()})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from opd.errors import DataError, is_of_library
+from opd.errors import DataError, is_of_library, reason_of
 from opd.models.chat_templates import render
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def encode_prompt(
         where = prompt.where or f"domain {prompt.domain}"
         raise DataError(
             f"{where}: the tokenizer cannot encode the prompt {shown[:80]} "
-            f"({' '.join(str(error).split())}); give another model.tokenizer or model.chat_template, or mend "
+            f"({reason_of(error)}); give another model.tokenizer or model.chat_template, or mend "
             "the prompt."
         ) from error
     return np.array(ids, dtype=np.int32)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from opd.errors import RolloutError
+from opd.errors import RolloutError, reason_of
 from opd.foreign import decoding
 from opd.models.causal_lm import raw_bytes, weights_digest
 from opd.ranks import gloo_device, host_store
@@ -79,7 +79,7 @@ def weight_group(store: Store, member: GroupMember, timeout: float = TIMEOUT, ho
     except RuntimeError as error:
         raise RolloutError(
             f"not every member of the weight group {member.name} has come within {timeout:g} s"
-            f" ({str(error).splitlines()[0]}); look at the engine's log."
+            f" ({reason_of(error)[:200]}); look at the engine's log."
         ) from None
 
 
@@ -188,7 +188,7 @@ class TensorPush:
         await asyncio.wait([answer, sent], return_when=asyncio.FIRST_EXCEPTION)
         if sent.done() and (error := sent.exception()) is not None:
             answer.cancel()
-            raise UnavailableError(f"{server.url} left the weight group ({error})", answered=False)
+            raise UnavailableError(f"{server.url} left the weight group ({reason_of(error)})", answered=False)
         sent.cancel()
         _check(server, version or "", await answer)
 

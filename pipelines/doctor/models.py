@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.config.train import LoRAConfig
-from opd.errors import CheckpointError, ModelError, OpdError
+from opd.errors import CheckpointError, ModelError, OpdError, reason_of
 from opd.pipelines.doctor.checks import Finding, attempt, given_teachers, number_of
 from opd.progress import doing
 
@@ -387,7 +387,7 @@ def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the family's constructor meets
-        raise ModelError(f"{source} does not describe a causal language model: {error}") from None
+        raise ModelError(f"{source} does not describe a causal language model: {reason_of(error)}") from None
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     layers = target_layers(module, lora.targets) if lora is not None else []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
-from opd.errors import ConfigError, OpdError, PreemptedError, RanksError
+from opd.errors import ConfigError, OpdError, PreemptedError, RanksError, reason_of
 from opd.pipelines.launch import supervisor
 from opd.pipelines.records.hub import for_ranks
 from opd.pipelines.records.run_folder import HubRecord
@@ -124,7 +124,7 @@ def _open_store(recipe: Recipe) -> Any:
         return host_store("127.0.0.1", recipe.train.timeout_seconds, port or 0)[0]
     except (OSError, RuntimeError) as error:
         raise RanksError(
-            f"port {port} of 127.0.0.1 cannot be used for the ranks ({' '.join(str(error).split())[:120]});"
+            f"port {port} of 127.0.0.1 cannot be used for the ranks ({reason_of(error)[:120]});"
             " choose another train.port, or leave it at null."
         ) from error
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from opd.config import Recipe
+from opd.errors import reason_of
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of mallopt(3)
 
@@ -21,7 +22,7 @@ def out_of_memory(error: BaseException) -> str | None:
     words = ("can't allocate memory", "Cannot allocate memory")  # torch's allocator, the system
     allocator = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     if allocator or isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return " ".join(str(error).split())[:160].rstrip(".") or "no more is free"
+        return reason_of(error)[:160] if str(error).strip() else "no more is free"
     return None
 
 

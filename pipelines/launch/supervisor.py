@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 from opd import errors
 from opd.errors import OpdError, PreemptedError, from_system
 from opd.output import log_again
+from opd.own_code import named
 from opd.progress import Progress
 from opd.rollout.preemption import EXIT_STATUS, Preemption
 
@@ -330,5 +331,5 @@ def last_words(
         traceback.print_exc()
         known = understood(error)
         if known is None:
-            return Message("crash", (f"{type(error).__name__}: {error}",))
+            return Message("crash", (named(error),))
         return Message("error", (type(known).__name__, *known.args))

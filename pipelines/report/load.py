@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from opd.errors import RunFolderError
+from opd.errors import RunFolderError, reason_of
 from opd.metrics import FILE_NAME as METRICS
 from opd.pipelines.evaluation.statistics import Count, Interval
 from opd.pipelines.records.run_folder import DONE, RunFolder
@@ -156,9 +156,9 @@ def load_run(folder: Path) -> Run:
         found = _assemble(results, run.read_config(), metrics, fallback=folder.name)
         return replace(found, code_changes=run.code_changes)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        what = f"has no entry {error}" if isinstance(error, KeyError) else f"is malformed ({error})"
         raise RunFolderError(
-            f"{folder / 'results.json'} {what}: write it again with `opd evaluate RECIPE --resume`"
+            f"{folder / 'results.json'} is malformed ({reason_of(error)}): write it again with"
+            " `opd evaluate RECIPE --resume`"
         ) from error
 
 

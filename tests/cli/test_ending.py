@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 
-from opd.errors import ConfigError, OpdError, PreemptedError, from_system
+from opd.errors import ConfigError, OpdError, PreemptedError, from_system, reason_of
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines import cli
 from opd.pipelines.cli import main
@@ -160,6 +160,20 @@ class Limited:
 
     def __exit__(self, *_: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("it is\nwrong."), "it is wrong"),
+        (AssertionError(), "AssertionError"),
+        (NotImplementedError("  "), "NotImplementedError"),
+        (KeyError("rope"), "there is no 'rope'"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_an_error_without_words_is_told_by_its_type(error, words):
+    assert reason_of(error) == words
 
 
 def test_the_errors_of_workers_are_picklable_sentences():

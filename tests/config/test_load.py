@@ -131,6 +131,50 @@ def test_a_wrong_file_gives_one_sentence(write, text, parts):
 
 
 @pytest.mark.parametrize(
+    ("text", "way_out"),
+    [
+        *[(text, "put a text that holds `: ` in quotes") for text in ("a: b: c", "a: b\n c: d")],
+        ("\ta: b", "indent with blanks"),
+        *[
+            (text, "put the text in quotes that begins with this sign")
+            for text in ("a: @b", "a: `b", "a: %b")
+        ],
+        *[(text, "put the text in quotes that begins with * or &") for text in ("a: *b", "a: * b", "a: & b")],
+        *[(text, "close the quotes that were opened") for text in ("a: 'b", 'a: "b')],
+        *[(text, "close the bracket") for text in ("a: [1, 2", "a: {b: 1", "a: [b c: d: e]")],
+        *[(text, "write \\\\ for a backslash") for text in ('a: "\\q"', 'a: "\\x"')],
+        ('a: "\\UFFFFFFFF"', "use single quotes"),
+        ('a: "\\U00110000"', "use single quotes"),
+        *[(text, "on a line of its own") for text in ("a: - b", "a: ? b")],
+        *[(text, "give a value, and put the text in quotes") for text in ("a: ]", "a: }", "{")],
+        *[(text, "keep one document") for text in ("--- a\n--- b", "a: b\n---\nc: d", "--- |\n a\n...b")],
+        ("a: \x01", "take the control sign out"),
+        *[(text, "as in `<<: *NAME`") for text in ("<<: 3", "<<: [1]\na: b")],
+        *[(text, "on the line below the sign | or >") for text in ("a: >x\n b", "a: |99\n b", "a: |0\n b")],
+        *[
+            (text, "mend the indentation")
+            for text in ("a: 'b' c", "a: b #c\n  d: e", "a: b,\n,", "a: &b &c d")
+        ],
+        *[(text, "put the text in quotes that begins with !") for text in ("a: !<b", "a: !b!c d")],
+        *[
+            (text, "take the line that begins with % out")
+            for text in ("%YAML 3.0\n---\na: b", "%YAML x\n--- a")
+        ],
+        ("a: &b [*b]", "take it out there"),
+        ("[1]", "write lines of the form `KEY: VALUE`"),
+        ("? [a]\n: b", "write a single word"),
+        ("a: " + "9" * 6000, "a number of 6000 characters; give one of 100 at most"),
+        ("a: " + "[" * 6000, "more than 64 levels inside each other; write less"),
+        ("a: " + "x" * 200_000, "give one of 100,000 at most"),
+    ],
+)
+def test_what_is_no_recipe_is_told_with_the_way_out(write, text, way_out):
+    message = refusal([write(text + "\n")])
+    assert way_out in message
+    assert not {"sys.", "int_max"} & set(message.split())
+
+
+@pytest.mark.parametrize(
     ("words", "parts"),
     [
         (["--lr", "1"], ["--lr is ambiguous", "--distill.optim.lr", "--specialist.optim.lr"]),

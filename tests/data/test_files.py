@@ -93,6 +93,10 @@ def test_rows_of_several_domains_in_one_file(tmp_path: Path) -> None:
             "`prompt` ends with what the assistant says",
         ),
         (b"\0\0\0", "damaged or of another encoding; write it again, as UTF-8"),
+        (
+            '{"prompt": "x", "label": ' + "9" * 6000 + "}",
+            r"\(a number has 6,000 digits where 1,000 are read\)",
+        ),
         ('{"question": "x", "label": 1}', r"no `prompt` \(columns: question, label\)"),
         (
             '{"messages": [{"role": "user", "content": "x"}]}',

@@ -133,6 +133,16 @@ def test_a_reward_beyond_all_bounds_names_domain_and_value():
         POINTS["advantage.path"]("wrong_code:gives_huge")
 
 
+def test_an_exception_without_words_is_told_by_its_type():
+    with (
+        pytest.raises(
+            TrainingError, match=r"^f raised AssertionError \(test_wrong_code.py:\d+\); mend it\.$"
+        ),
+        calling("f", TrainingError),
+    ):
+        raise AssertionError
+
+
 def test_what_is_not_the_users_fault_passes():
     for error in (RolloutError("of the engine"), MemoryError()):
         with pytest.raises(type(error)) as caught, calling("rollout.generate a:b", TrainingError):

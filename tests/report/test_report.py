@@ -308,7 +308,7 @@ def test_an_empty_folder_is_refused(make_run: RunMaker) -> None:
     [
         ("{", "cannot be read"),
         ("[]", "holds no JSON object"),
-        ('{"models": [{"name": "merged"}]}', "has no entry 'kind'"),
+        ('{"models": [{"name": "merged"}]}', "there is no 'kind'"),
         ('{"models": 3}', "is malformed"),
     ],
 )

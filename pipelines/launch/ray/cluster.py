@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import ActorResources, RayLaunch
-from opd.errors import LaunchError, MissingExtraError, PreemptedError, RunFolderError
+from opd.errors import LaunchError, MissingExtraError, PreemptedError, RunFolderError, reason_of
 from opd.redact import redact
 from opd.rollout.preemption import Preemption
 from opd.storage.files import FileLock
@@ -359,7 +359,7 @@ def _placed(group: Any, seconds: float, asked: Preemption) -> bool:
 
 def one_line(error: BaseException) -> str:
     """What an error says, on one line and not for ever."""
-    text = " ".join(redact(str(error)).split()).rstrip(".")
+    text = redact(reason_of(error))
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
