@@ -75,6 +75,25 @@ def read_document(data: bytes | str, most: int) -> Any:
     return value
 
 
+def indexed_files(index: dict[str, Any]) -> list[str]:
+    """Names of the files that an index of safetensors (`model.safetensors.index.json`) names, in order.
+
+    Raises `ValueError`, saying why, if that is no list of files beside it.
+    """
+    files = index.get("weight_map")
+    if files is None:
+        raise ValueError("it has no weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(f"its weight_map is a {type(files).__name__} and no object")
+    if not files:
+        raise ValueError("its weight_map is empty")
+    for tensor, name in files.items():
+        if not is_file_name(name):
+            said = f"names {shown(name)!r}" if isinstance(name, str) else f"has a {type(name).__name__}"
+            raise ValueError(f"it {said} as the file of {shown(tensor)!r}, which is no file beside it")
+    return sorted(set(files.values()))
+
+
 _LONGEST_NUMBER = 1000
 """Characters: what has more is a mistake, and Python's own refusal advises to let it pass."""
 

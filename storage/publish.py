@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from opd.errors import StorageError, reason_of
-from opd.foreign import is_file_name, read_document, whole
+from opd.foreign import indexed_files, read_document, whole
 from opd.storage.files import read_object
 from opd.storage.manifest import (
     DTYPE_BYTES,
@@ -79,14 +79,12 @@ def read_headers(folder: Path) -> dict[str, TensorSource]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = read_object(index, MEND, StorageError).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise StorageError(f"{index} has no weight_map; copy the file again from its source.")
-        if odd := [name for name in weight_map.values() if not is_file_name(name)]:
+        try:
+            names = indexed_files(read_object(index, MEND, StorageError))
+        except ValueError as error:
             raise StorageError(
-                f"{index} names {str(odd[0])[:100]!r}, which is no file beside it; copy it again."
-            )
-        names = sorted(set(weight_map.values()))
+                f"{index} is no index of weights: {error}; copy it again from the model's source."
+            ) from None
     else:
         names = ["model.safetensors"]
     found: dict[str, TensorSource] = {}

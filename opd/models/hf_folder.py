@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from opd.errors import CheckpointError, ModelError, reason_of
-from opd.foreign import is_file_name, shown
+from opd.foreign import indexed_files, shown
 from opd.storage import files
 from opd.storage.files import check_files, digests_of, file_digest, read_sealed, write_sealed
 from opd.storage.publish import TOKENIZER_FILES
@@ -141,14 +141,19 @@ def names_code(described: Any) -> bool:
 def weight_files(folder: Path) -> list[str]:
     """Names of the safetensors shards of `folder`, in order."""
     if (folder / INDEX).is_file():
-        names = read_object(folder / INDEX).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise CheckpointError(f"{folder / INDEX} has no weight_map; copy the file again from its source.")
-        if odd := [name for name in names.values() if not is_file_name(name)]:
+        index = read_object(folder / INDEX)
+        try:
+            names = indexed_files(index)
+        except ValueError as error:
             raise CheckpointError(
-                f"{folder / INDEX} names {shown(odd[0])!r}, which is no file beside it; copy it again."
+                f"{folder / INDEX} is no index of weights: {error}; copy it again from the model's source."
+            ) from None
+        if not isinstance(index.get("metadata"), dict):  # which transformers reads
+            raise CheckpointError(
+                f'{folder / INDEX} has no object `metadata`; write `"metadata": {{}}` into it, or copy'
+                " it again from the model's source."
             )
-        return sorted(set(names.values()))
+        return names
     if (folder / SINGLE).is_file():
         return [SINGLE]
     for name in (SINGLE, INDEX):

@@ -12,12 +12,13 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from opd.errors import CheckpointError, ModelError
+from opd.errors import CheckpointError, ModelError, StorageError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import model_card, save_checkpoint
 from opd.models.hf_folder import read_config
 from opd.models.hf_weights import quiet
 from opd.models.tokenizers import fingerprint, load_tokenizer
+from opd.storage.publish import read_headers
 
 CARD = {"base": "random", "results": {"sort": {"sampled": 0.98765, "greedy": 1.0}}}
 
@@ -194,6 +195,36 @@ def test_broken_json_is_named(folder: Path, file: str):
     (folder / file).write_text('{"half": ')
     with pytest.raises(CheckpointError, match=f"{file} cannot be read as JSON"):
         CausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [
+        ({}, "it has no weight_map; copy it again"),
+        ({"metadata": {}, "weight_map": ["a"]}, "its weight_map is a list and no object"),
+        ({"metadata": {}, "weight_map": {}}, "its weight_map is empty"),
+        (
+            {"weight_map": {"a": "../../x"}},
+            "it names '../../x' as the file of 'a', which is no file beside it",
+        ),
+        ({"weight_map": {"a": {"b": "c"}}}, "it has a dict as the file of 'a', which is no file beside it"),
+        ({"weight_map": {"a": "b.safetensors"}}, 'no object `metadata`; write `"metadata": {}` into it'),
+        ({"metadata": [], "weight_map": {"a": "b.safetensors"}}, "no object `metadata`"),
+        ({"metadata": {}, "weight_map": {"a": "b.safetensors"}}, "b.safetensors is missing; copy it again"),
+        ([], "holds no JSON object"),
+    ],
+)
+def test_a_malformed_index_is_told_in_one_sentence(folder: Path, index: dict, told: str):
+    path = folder / "model.safetensors.index.json"
+    (folder / "checksums.json").unlink()
+    path.write_text(json.dumps(index))
+    readers = [CausalLM.from_pretrained]
+    if "metadata`" not in told:  # which publishing needs not
+        readers.append(read_headers)
+    for read in readers:
+        with pytest.raises((CheckpointError, StorageError), match=re.escape(told)) as caught:
+            read(folder)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_missing_folder_and_a_missing_configuration_are_named(folder: Path):
