@@ -128,10 +128,11 @@ _NUMBERS = {
 _WORDS = {
     "failed to map segment": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
+    "Resource temporarily unavailable": errno.EAGAIN,
     "ThreadPoolBuildError": errno.EAGAIN,
 }
 """Of those that have neither a number nor a type of their own: a library that is loaded, a thread, threads of
-a tokenizer's.
+C++ and of a tokenizer's.
 """
 
 

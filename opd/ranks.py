@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
-from opd.errors import OpdError, RanksError, reason_of
+from opd.errors import OpdError, RanksError, from_system, reason_of
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
@@ -399,7 +399,8 @@ def _no_rendezvous(environment: Mapping[str, str], error: Exception) -> str:
     said = reason_of(error)[:200]
     if "EADDRINUSE" in said or "already in use" in said or "Address in use" in said:
         return f"{where} is in use by another process; choose another port (torchrun --master-port)."
-    return (
-        f"rank {environment.get('RANK', '?')} of {environment.get('WORLD_SIZE', '?')} found no others at"
-        f" {where} ({said}); check the address and that all ranks were started."
-    )
+    who = f"rank {environment.get('RANK', '?')} of {environment.get('WORLD_SIZE', '?')}"
+    known = from_system(error)
+    if known is not None:
+        return f"{who} cannot meet the others: {known}"
+    return f"{who} found no others at {where} ({said}); check the address and that all ranks were started."

@@ -416,11 +416,14 @@ def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> in
     if is_rank(recipe):
         from opd.pipelines.launch.supervisor import parent
 
-        parent()  # from now on this process ends with the one that started it
+        launcher = parent()  # from now on this process ends with the one that started it
         with uncollected():
             from opd.pipelines.launch.ranks import run_rank
 
-        return run_rank(recipe, _path(recipe, options), lambda: _open(recipe, options, hub), stages)
+        status = run_rank(recipe, _path(recipe, options), lambda: _open(recipe, options, hub), stages)
+        if launcher is not None and status == 0:
+            launcher.say("done", status)  # status 0 alone is no proof: C code may end the process with it
+        return status
     if wants_ranks(recipe):
         return launch(recipe, argv, hub)
     with uncollected():

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from opd.errors import OpdError, PreemptedError, RanksError, from_system
+from opd.errors import OpdError, PreemptedError, RanksError
 from opd.foreign import printable
 from opd.output import guard_streams
 from opd.own_code import is_of_opd, told
@@ -56,14 +56,21 @@ def _ended(command: Callable[[], int], resumes: bool) -> int:
             if not stopped:
                 return _status(error, resumes)
         # Whatever came of it: a library may have caught the exit in the middle of an import.
-        _say("asked to stop, and did" + _goes_on(resumes))
+        _say_stopped("asked to stop, and did" + _goes_on(resumes))
         return PREEMPTED
+
+
+def _say_stopped(sentence: str) -> None:
+    """Of a rank the process that started it says so, whichever has stopped first."""
+    launching = sys.modules.get("opd.pipelines.launch.supervisor")  # nothing is imported on the way out
+    if "OPD_SUPERVISOR" not in os.environ and (launching is None or launching.parent() is None):
+        _say(sentence)
 
 
 def _status(error: BaseException, resumes: bool) -> int:
     """The exit status after `error`, which is said."""
     if isinstance(error, PreemptedError):
-        _say(str(error))
+        _say_stopped(str(error))
         return PREEMPTED
     if isinstance(error, KeyboardInterrupt):
         _say("interrupted" + ("; continue with --resume" * resumes))
@@ -170,9 +177,11 @@ def _said_by_another(error: OpdError) -> bool:
 
 
 def _failed(error: BaseException, resumes: bool) -> int:
-    understood = from_system(error) or _no_memory(error, resumes)
-    if understood is not None:
-        complain(understood)
+    from opd.pipelines.launch.machine import understood
+
+    known = understood(error, resumes=resumes)
+    if known is not None:
+        complain(known)
         return ERROR
     traceback.print_exception(error)
     _say(
@@ -180,19 +189,6 @@ def _failed(error: BaseException, resumes: bool) -> int:
         " with the traceback, what `opd --version` says and the recipe (--dry-run prints it)"
     )
     return 1
-
-
-def _no_memory(error: BaseException, resumes: bool) -> OpdError | None:
-    if "torch" not in sys.modules:
-        return None
-    from opd.pipelines.launch.machine import out_of_memory
-
-    reason = out_of_memory(error)
-    if reason is None:
-        return None
-    lower = "lower batch.max_tokens or rollout.max_running, then continue with --resume"
-    free = "end what else takes it, or use a machine with more"
-    return OpdError(f"there is no more memory ({reason}); {lower if resumes else free}.")
 
 
 def _say(text: str) -> None:

@@ -142,7 +142,8 @@ def _start(
     }
     command = [sys.executable, "-m", "opd.pipelines.cli", *argv]
     name = f"rank {number}"
-    return supervisor.start_command(name, command, environment, folder / name if number else None)
+    log = folder / name if number else None
+    return supervisor.start_command(name, command, environment, log, by_status=False)
 
 
 def _said(rank: supervisor.ProcessMember, message: supervisor.Message) -> int:
@@ -151,6 +152,11 @@ def _said(rank: supervisor.ProcessMember, message: supervisor.Message) -> int:
         kind, sentence = message.words
         raise RanksError(sentence) if kind == "RanksError" else OpdError(f"{rank.name}: {sentence}")
     status = message.words[0]
+    if status == 0:
+        raise RanksError(
+            f"{rank.name} ended with exit status 0 before its work was done: C code that code of yours calls"
+            " may have ended it; take that out, then continue with --resume."
+        )
     if status == supervisor.REFUSED:
         return status
     if status == EXIT_STATUS:

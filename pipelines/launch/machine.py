@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from opd.config import Recipe
-from opd.errors import reason_of
+from opd.errors import OpdError, from_system, reason_of
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of mallopt(3)
 
@@ -24,6 +24,19 @@ def out_of_memory(error: BaseException) -> str | None:
     if allocator or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return reason_of(error)[:160] if str(error).strip() else "no more is free"
     return None
+
+
+def understood(error: BaseException, *, resumes: bool = True) -> OpdError | None:
+    """`from_system`, and a sentence where torch has no more memory."""
+    known = from_system(error)
+    if known is not None or "torch" not in sys.modules:
+        return known
+    said = out_of_memory(error)
+    if said is None:
+        return None
+    lower = "lower batch.max_tokens or rollout.max_running, then continue with --resume"
+    free = "end what else takes it, or use a machine with more"
+    return OpdError(f"there is no more memory ({said}); {lower if resumes else free}.")
 
 
 def threads_here(recipe: Recipe) -> int:

@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from opd import errors
-from opd.errors import OpdError, PreemptedError, from_system
+from opd.errors import OpdError, PreemptedError
 from opd.output import log_again
 from opd.own_code import named
+from opd.pipelines.launch.machine import understood as by_machine
 from opd.progress import Progress
 from opd.rollout.preemption import EXIT_STATUS, Preemption
 
@@ -263,9 +264,16 @@ class ProcessMember:
 
 
 def start_command(
-    name: str, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None
+    name: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path | None = None,
+    *,
+    by_status: bool = True,
 ) -> ProcessMember:
-    """A member that runs `command`, with more in its environment. It prints into `log`, if there is one."""
+    """A member that runs `command`, with more in its environment. It prints into `log`, if there is one.
+    Unless its work is done `by_status`, it says that it is.
+    """
     ours, theirs = Pipe()
     # All of them are on this machine, so gloo needs no other interface.
     gloo = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}
@@ -275,7 +283,7 @@ def start_command(
         process = subprocess.Popen(
             command, env=given, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=[theirs.fileno()]
         )
-    return ProcessMember(name, process, ours, log, by_status=True)
+    return ProcessMember(name, process, ours, log, by_status)
 
 
 @contextmanager
@@ -322,7 +330,7 @@ def parent() -> Parent | None:
 
 
 def last_words(
-    work: Callable[[], Any], understood: Callable[[Exception], OpdError | None] = from_system
+    work: Callable[[], Any], understood: Callable[[Exception], OpdError | None] = by_machine
 ) -> Message:
     """Do `work`; how it ended. Errors that are not `understood` are bugs; their traceback is printed."""
     try:

@@ -287,6 +287,17 @@ def test_an_exit_from_anywhere_is_no_success(capsys):
     assert "ended by sys.exit(0) in test_ending.py" in capsys.readouterr().err
 
 
+def test_that_a_rank_has_stopped_is_said_once(monkeypatch, capsys):
+    def command() -> int:
+        raise PreemptedError("asked to stop, and did")
+
+    assert ended(command, resumes=True) == 143
+    assert capsys.readouterr().err == "opd: asked to stop, and did\n"
+    monkeypatch.setenv("OPD_SUPERVISOR", "9")  # who started it says so
+    assert ended(command, resumes=True) == 143
+    assert capsys.readouterr().err == ""
+
+
 STOPPED = """
 import os, signal, sys, threading, time
 from opd.pipelines import cli

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from recipes import tiny_recipe, write_recipe
 
+from opd import ranks
 from opd.errors import ConfigError, RanksError
 from opd.pipelines.commands.ending import ended
 from opd.pipelines.launch.local import is_rank, launch, wants_ranks
@@ -77,6 +78,31 @@ def test_a_port_in_use_is_one_sentence():
             launch(recipe, ["run", "nothing.yaml"])
 
 
+def test_ranks_without_threads_say_so(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+
+    def refused(*_):
+        raise RuntimeError("Resource temporarily unavailable")  # what C++ raises for a thread
+
+    monkeypatch.setattr(ranks, "_find_others", refused)
+    said = r"rank 1 of 2 cannot meet the others: the system gives no more processes or threads; .*ulimit -u"
+    with pytest.raises(RanksError, match=said), ranks.joined("cpu", 5.0):
+        pass
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_with_status_0_has_not_done_its_work(tmp_path):
+    """By C code, of which Python hears nothing: what is done is said by the rank."""
+    (tmp_path / "leaves.py").write_text("import ctypes\nctypes.CDLL(None)._exit(0)\n")
+    domains = {"sort": {"source": "procedural:sort", "params": {"digits": 3}, "reward": "leaves:f"}}
+    recipe = write_recipe(tmp_path / "recipe.yaml", train={"ranks": 2}, domains=domains)
+    command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(recipe), "--out", str(tmp_path / "run")]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "opd: error: rank 0 ended with exit status 0 before its work was done" in result.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "sentence"),
@@ -90,7 +116,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_run(tmp_path, number, sentence):
         process = subprocess.Popen(
             [sys.executable, "-m", "opd.pipelines.cli", *command], stdout=log, stderr=log, cwd=tmp_path
         )
-    ranks: dict[int, int] = {}
+    found: dict[int, int] = {}
     left: list[int] = []
     try:
         deadline = time.monotonic() + SECONDS
@@ -98,19 +124,19 @@ def test_a_rank_that_dies_or_hangs_ends_the_run(tmp_path, number, sentence):
         while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
             assert process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.1)
-        ranks = ranks_of(process.pid)
-        os.kill(ranks[1], number)
+        found = ranks_of(process.pid)
+        os.kill(found[1], number)
         assert process.wait(SECONDS) == 2
     finally:
         process.kill()
         process.wait()
-        left = [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()]
+        left = [pid for pid in found.values() if Path(f"/proc/{pid}").exists()]
         for pid in left:
             os.kill(pid, signal.SIGKILL)
     said = (tmp_path / "log").read_text().splitlines()[-1]
     assert said.startswith("opd: error: ")
     assert sentence in said
-    assert ranks.keys() == {0, 1}
+    assert found.keys() == {0, 1}
     assert not left
 
 

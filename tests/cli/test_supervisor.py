@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from opd.errors import ConfigError, PreemptedError
-from opd.pipelines.launch.supervisor import MemberFailedError, Supervisor, start_command
+from opd.pipelines.launch.supervisor import MemberFailedError, Supervisor, last_words, start_command
 from opd.rollout.preemption import Preemption
 
 MEMBER = """
@@ -95,6 +96,28 @@ def test_the_error_is_of_whoever_failed_by_itself(codes, told):
     with pytest.raises(MemberFailedError) as failed:
         watch(*codes, last_words=2.0)
     assert (failed.value.member.name, failed.value.message.kind, *failed.value.message.words) == told
+
+
+def test_status_0_is_no_proof_where_the_work_has_to_be_said():
+    def results(code: str) -> dict:
+        with Supervisor(Preemption(20.0)) as group:
+            group.add(start_command("m0", [sys.executable, "-c", code], {}, by_status=False))
+            while group.running:
+                group.look()
+        return group.results
+
+    with pytest.raises(MemberFailedError) as failed:
+        results("")
+    assert failed.value.message == ("left", (0,))
+    assert results(MEMBER + "say('done', 0)") == {"m0": 0}
+
+
+def test_the_last_words_of_who_has_no_more_memory_are_no_crash(capsys):
+    kind, (error, sentence) = last_words(lambda: torch.empty(1 << 60, dtype=torch.uint8))
+    assert (kind, error) == ("error", "OpdError")
+    assert "there is no more memory" in sentence
+    assert "lower batch.max_tokens" in sentence
+    capsys.readouterr()
 
 
 def test_what_members_say_is_heard_in_order():

@@ -103,6 +103,7 @@ class PanicException(BaseException):
             "The global thread pool has not been initialized.: ThreadPoolBuildError { kind: IOError"
         ),
         RuntimeError("can't start new thread"),
+        RuntimeError("Resource temporarily unavailable"),  # of C++
     ],
 )
 def test_too_few_threads_are_a_sentence(error):
