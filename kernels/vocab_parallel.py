@@ -32,31 +32,13 @@ NOT_A_LOGIT = -1e30
 
 @dataclass(frozen=True, eq=False)
 class HeadShard:
-    """One rank's rows of a head: made by `HeadShard.gather_sizes` or `HeadShard.cut`."""
+    """One rank's rows of a head: `HeadShard.cut` makes it of a whole head."""
 
     head: Head
     """This rank's rows, without those that are padding."""
     sizes: tuple[int, ...]
     """Rows of every rank of the group, in the order of ranks and of the vocabulary."""
     group: dist.ProcessGroup | None
-
-    @classmethod
-    def gather_sizes(cls, head: Head, group: dist.ProcessGroup | None = None) -> HeadShard:
-        """A shard of the rows this rank holds; the ranks' rows follow one another. A collective call.
-
-        Raises `ValueError`, on all ranks, if their widths, scales or softcaps differ.
-        """
-        mine = [head.vocabulary, head.hidden_size, head.scale, head.softcap or 0.0]
-        numbers = torch.tensor(mine, dtype=torch.float64, device=head.weight.device)
-        everyone = [torch.empty_like(numbers) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, numbers, group=group)
-        forms = {tuple(numbers[1:].tolist()) for numbers in everyone}
-        if len(forms) > 1:
-            raise ValueError(
-                f"the ranks' parts of a head differ in (width, scale, softcap): {sorted(forms)}; cut one "
-                "head into parts"
-            )
-        return cls(head, tuple(int(numbers[0]) for numbers in everyone), group)
 
     @classmethod
     def cut(cls, head: Head, group: dist.ProcessGroup | None = None) -> HeadShard:

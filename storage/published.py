@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import threading
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,8 @@ from opd.storage.manifest import (
 )
 from opd.storage.object_store import ObjectStore, Range, StoreOptions
 
+_log = logging.getLogger(__name__)
+
 _PROBED = 16
 """Shard files whose size is asked for when a model is opened; of more, each before it is first read."""
 
@@ -39,8 +41,6 @@ class PublishedModel:
         self.store = store
         self.manifest = manifest
         self._folder = folder
-        self._lock = threading.Lock()
-        self._corrupt_blocks = 0
         self._sized: set[int] = set()
         self._proven: set[str] = set()
         """Units whose bytes once had the checksum that the digest covers; the blocks' are then right too."""
@@ -66,11 +66,6 @@ class PublishedModel:
     def bytes_read(self) -> int:
         """Bytes received from the store so far, manifest and repeated reads included."""
         return self.store.bytes_read
-
-    @property
-    def corrupt_blocks(self) -> int:
-        """Blocks that arrived with a wrong checksum so far, and were read again."""
-        return self._corrupt_blocks
 
     def part(self, unit: str, rank: int, world: int) -> tuple[int, int]:
         """(start, stop) in the unit's buffer of what rank `rank` of `world` owns; empty for tiny units."""
@@ -155,8 +150,8 @@ class PublishedModel:
         if block_checksum(block.into) == unit.block_checksum(index):
             return
         for _ in range(self.store.options.rereads):
-            with self._lock:
-                self._corrupt_blocks += 1
+            where = f"{self.store.name(block.path)} bytes {block.start}-{block.stop}"
+            _log.warning("%s came with a wrong checksum and are read again; look at the network", where)
             self.store.read_range(block)
             if block_checksum(block.into) == unit.block_checksum(index):
                 return

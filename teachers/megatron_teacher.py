@@ -306,12 +306,6 @@ class WeightTags:
             _, rows = next(iter(self._tags[tag].source.read(self._pieces[-1:])))
         return rows.to(device=self.module.device, dtype=self.module.dtype)
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of slices in host memory."""
-        tensors = [t for tag in self._tags.values() for t in (tag.kept or {}).values()]
-        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
-
     def _put(self, parameter: nn.Parameter, tensor: Tensor, what: str) -> None:
         if parameter.shape != tensor.shape:
             raise TeacherError(

@@ -74,7 +74,6 @@ def test_every_rank_holds_the_same_bits_twice(results, size: int) -> None:
         ("nan hidden", "FloatingPointError: the student hidden state of token 7"),
         ("nan head", "FloatingPointError: the divergence of token 0 is not finite"),
         ("too many parts", "a vocabulary of 1 tokens cannot be cut"),
-        ("other scales", "differ in (width, scale, softcap)"),
     ],
 )
 def test_every_rank_refuses_with_the_same_sentence(results, name: str, words: str) -> None:

@@ -158,7 +158,7 @@ def refusals(problem: Problem, group: dist.ProcessGroup) -> dict[str, str]:
     bounds = [sum(uneven[:i]) for i in range(size + 1)]
     rank = dist.get_rank(group)
     part = Head(problem.teacher_head.weight[bounds[rank] : bounds[rank + 1]])
-    other_cut = HeadShard.gather_sizes(part, group)
+    other_cut = HeadShard(part, tuple(uneven), group)
     attempt("other cut", lambda: kl(problem.hidden, student, other_cut))
     smaller = HeadShard.cut(Head(problem.teacher_head.weight[:-1]), group)
     attempt("other vocabulary", lambda: kl(problem.hidden, student, smaller))
@@ -169,8 +169,6 @@ def refusals(problem: Problem, group: dist.ProcessGroup) -> dict[str, str]:
     broken[-1] = torch.nan  # held by the last rank alone
     attempt("nan head", lambda: kl(problem.hidden, HeadShard.cut(Head(broken), group), teacher))
     attempt("too many parts", lambda: HeadShard.cut(Head(torch.ones(1, 3)), group))
-    scaled = Head(problem.teacher_head.weight, scale=1.0 + dist.get_rank(group))
-    attempt("other scales", lambda: HeadShard.gather_sizes(scaled, group))
     return found
 
 

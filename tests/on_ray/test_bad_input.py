@@ -15,7 +15,7 @@ from ray_runs import write_recipe
 from opd.errors import LaunchError
 from opd.pipelines.cli import main
 from opd.pipelines.launch.machine import out_of_memory
-from opd.pipelines.launch.ray.cluster import descendants, end_left_over, probe
+from opd.pipelines.launch.ray.cluster import Cluster, descendants, end_left_over, probe
 
 RAY = ["--launch.type", "ray"]
 
@@ -37,6 +37,27 @@ def complaint(tmp_path, capfd):
         return lines[0]
 
     return run
+
+
+def test_a_head_that_answers_is_not_asked_at_every_look(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("opd.pipelines.launch.ray.cluster.time.monotonic", lambda: now)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(5.0)
+        head = Cluster(None, f"127.0.0.1:{server.getsockname()[1]}", own=True)
+        assert not any(head.lost() for _ in range(20))
+        server.accept()[0].close()
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+        now += 1.0
+        assert not head.lost()
+        server.accept()[0].close()
+    assert not head.lost()  # nobody has asked
+    now += 1.0
+    assert not head.lost()
+    now += 2.0
+    assert head.lost()
 
 
 def test_ray_is_not_installed(complaint, monkeypatch):

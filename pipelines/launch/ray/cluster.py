@@ -6,6 +6,7 @@ Of one of its own no process and no file is left when the run ends, however it e
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import signal
@@ -114,6 +115,8 @@ def _stat(pid: int) -> tuple[int, int] | None:
 GOODBYE_SECONDS = 5.0
 """Time the processes of a cluster of our own have to leave."""
 LOOK = 0.25
+HEAD_SECONDS = 0.5
+"""Between two questions to a head that answers: each is a connection, and looks are many."""
 LOOPBACK = ("127.0.0.1:", "localhost:")
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -141,6 +144,8 @@ class Cluster:
     own: bool
     """Whether it was started for this run, and ends with it."""
     lost_since: float | None = None
+    answered: float = -math.inf
+    """When the head was last known to answer; monotonic seconds."""
     processes: Processes = field(default_factory=dict)
     """What was started here, as far as it is known."""
     looked: float = 0.0
@@ -148,8 +153,10 @@ class Cluster:
 
     def lost(self, patience: float | None = None) -> bool:
         """Whether the cluster's head has not answered for `patience` seconds, or by default for so long that
-        nobody will start it again.
+        nobody will start it again. It is asked every `HEAD_SECONDS`, however often this is.
         """
+        if self.lost_since is None and time.monotonic() - self.answered < HEAD_SECONDS:
+            return False
         patience = patience if patience is not None else 1.0 if self.own else 5.0
         host, _, port = self.address.rpartition(":")
         try:
@@ -157,13 +164,14 @@ class Cluster:
         except OSError:
             self.lost_since = self.lost_since or time.monotonic()
             return time.monotonic() - self.lost_since >= patience
-        self.lost_since = None
+        self.lost_since, self.answered = None, time.monotonic()
         return False
 
     def require(self) -> None:
         """Raise `gone` if the head does not answer: some of Ray's own calls would then wait for ever, and Ray
         ends the process after a minute. Or if it knows of no node any more.
         """
+        self.answered = -math.inf
         while not self.lost():
             if self.lost_since is None:
                 with suppress(Exception):
