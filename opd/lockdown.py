@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import resource
 import struct
 from collections.abc import Sequence
@@ -64,7 +63,7 @@ def refuse_calls() -> bool:
 
     What is refused fails with EPERM. Processes can be neither started nor signalled.
     """
-    known = _MACHINES.get(platform.machine())
+    known = _MACHINES.get(os.uname().machine)
     if known is None or not _no_new_privileges():
         return False
     program = b"".join(struct.pack("<HBBI", *step) for step in _filter(*known))
@@ -155,7 +154,7 @@ def end_with_parent() -> None:
 def drop_privileges() -> None:
     """Give back what root may beyond others; its files stay its own."""
     header = ctypes.create_string_buffer(struct.pack("<Ii", 0x20080522, 0))
-    number = {"x86_64": 126, "aarch64": 91}.get(platform.machine())
+    number = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine)
     if number is not None:
         _syscall(number, header, ctypes.create_string_buffer(24))
 

@@ -55,7 +55,7 @@ ROWS = (
     ),
     Row(
         ("domains.NAME.reward",),
-        "`(sample) -> float or dict`, `async` or TRL's form",
+        "`math`, `choice`, `f1`, `python`, ... or `(sample) -> float or dict`, `async` or TRL's form",
         ("custom-rm-path", "rm-type"),
         ("reward_funcs",),
         ("custom_reward_function.path",),

@@ -82,16 +82,22 @@ _pools: dict[tuple[int, str, int], LimitedProcess] = {}
 _making = threading.Lock()
 
 
+def _process(module: str, number: int) -> LimitedProcess:
+    """This process's own: a forked one does not share pipes with its parent."""
+    key = (os.getpid(), module, number)
+    with _making:
+        if key not in _pools:
+            _pools[key] = LimitedProcess(module, _MEMORY)
+        return _pools[key]
+
+
 def compared(module: str, requests: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
     """What `answer` of `module` says of each request, in processes that are ended where one takes more than
     `seconds` of processor time or too much memory; an empty answer then, and for whatever else goes wrong.
     """
 
     def ask(request: dict[str, Any], number: int) -> dict[str, Any]:
-        with _making:
-            key = (os.getpid(), module, number)
-            process = _pools.setdefault(key, LimitedProcess(module, _MEMORY))
-        said = process.ask(request, seconds)
+        said = _process(module, number).ask(request, seconds)
         if said is None:
             return {}
         with decoding(ValueError):

@@ -13,7 +13,7 @@ from opd.config.rewards import VERIFIERS
 from opd.data.load import load_domain
 from opd.errors import DataError, MissingExtraError, RewardError
 from opd.rewards.kinds import check_labels, own_reward, reward_of, scored_by, verifier_of
-from opd.rewards.verifier import Answered
+from opd.rewards.verifier import Answered, side_by_side
 from opd.rollout.prompts import Prompt
 from opd.rollout.rewards import RewardRunner
 from opd.types import Status
@@ -198,3 +198,21 @@ def test_a_run_scores_with_it_and_failed_samples_are_left_alone():
     runner.score([right, wrong, failed])
     assert [right.reward, wrong.reward, failed.reward] == [1.0, 0.0, None]
     assert not runner.together("a")
+
+
+def test_what_ends_each_answer_by_itself_is_not_ended_for_their_number():
+    """`rollout.reward_timeout` is for functions of the user's own."""
+    function = own_reward(domain("regex"))
+    assert function is not None
+    many = tiny.samples([(4, 3)] * 12)
+    for one in many:
+        one.label = "="
+    RewardRunner({"a": function}, tiny.tokenizer(), timeout=1e-6).score(many)
+    assert {one.reward for one in many} <= {0.0, 1.0}
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_answers_keep_their_order_side_by_side(count):
+    assert side_by_side(lambda one, worker: one * 2, list(range(count))) == [2 * n for n in range(count)]
+    with pytest.raises(ZeroDivisionError):
+        side_by_side(lambda one, worker: 1 / (one - count + 1), list(range(count)))

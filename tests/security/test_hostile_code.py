@@ -80,21 +80,26 @@ def test_what_code_may_not_do_fails_and_the_answer_goes_on(place):
 
 
 def test_a_folder_of_its_own_is_all_it_can_write_to_and_is_gone_afterwards(place, tmp_path):
-    outside = tmp_path / "written"
-    source = f"""
+    outside, labels = tmp_path / "written", tmp_path / "labels.jsonl"
+    labels.write_text("4747")
+    source = """
 import os, tempfile
 def own():
     with tempfile.NamedTemporaryFile("w+") as file:
         file.write("x"); file.flush(); file.seek(0)
         return file.read(), os.getcwd()
-def other():
+def other(path, mode):
     try:
-        open({str(outside)!r}, "w").write("x")
+        open(path, mode).close()
     except OSError:
         return "refused"
 """
-    tests = ["text, folder = own()\nassert text == 'x'", "assert other() == 'refused'"]
-    assert run_tests(place, source, tests, "", Limits()) == [True, True]
+    tests = [
+        "text, folder = own()\nassert text == 'x'",
+        f"assert other({str(outside)!r}, 'w') == 'refused'",
+        f"assert other({str(labels)!r}, 'r') == 'refused'",
+    ]
+    assert run_tests(place, source, tests, "", Limits()) == [True, True, True]
     assert not outside.exists()
 
 
