@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from opd import installed_version
 from opd.config import Recipe
@@ -19,6 +20,7 @@ from opd.imports import uncollected
 from opd.pipelines.commands.ending import ERROR, ended, one_line, require_address_space
 
 if TYPE_CHECKING:
+    from opd.pipelines.commands.sample import Asked
     from opd.pipelines.records.run_folder import HubRecord, RunFolder
 
 
@@ -29,6 +31,22 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _temperature(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) <= 1000:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"give a number from 0 to 1000, not {text!r}")
+
+
+class _Once(argparse.Action):
+    """An option that is given once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise ConfigError(f"{option_string} is given twice; keep one of the two")
+        setattr(namespace, self.dest, values)
+
+
 def _place(text: str) -> Path:
     if not text:  # an unset variable of a shell; as a path it is the folder that one is in
         raise argparse.ArgumentTypeError("it is empty; give a path")
@@ -36,6 +54,18 @@ def _place(text: str) -> Path:
 
 
 _SWITCHES = {"--help", "--version", "--resume", "--accept-changed-code", "--dry-run", "--parity", "--json"}
+_ASKED = {
+    "recipe": (_place, "with --domain: ask held-out prompts, as this recipe samples, and score the answers"),
+    "domain": (str, "whose prompts are asked"),
+    "prompts": (_count, "how many of them (default: 8)"),
+    "system": (str, "what the system says before each --prompt"),
+    "max-tokens": (_count, "of an answer, at most (default: the recipe's, or 512)"),
+    "temperature": (_temperature, "0 is greedy (default: the recipe's, or 1)"),
+    "seed": (int, "other answers (default: 0)"),
+}
+"""Options of `opd sample`, and of `opd compare` for models: type and help."""
+_OF_THEIR_OWN = ("sample", "compare", "push")
+"""Commands that take no field of a recipe, whatever their options are called."""
 _PLAN_NUMBERS = {
     "ranks": (_count, "how many share the work (default: 1)"),
     "mini-batch": (_count, "trajectories of a step (default: what the recipe samples, or 64)"),
@@ -67,7 +97,9 @@ _OTHERS = {
     "doctor": "check a recipe, its models, data and machine before a run",
     "publish": "write a model into an object store, so that ranks can stream it",
     "report": "write report.html of a run",
-    "compare": "several runs, or seeds of one recipe, in a table and a page",
+    "compare": "several runs in a table and a page; or two models' answers, side by side",
+    "sample": "print what a model answers, as it writes",
+    "push": "upload a model's folder, with its card, to the Hub",
     "wal": "look into a write-ahead log of tokens",
     "plan": "print who would train on what, and in which order",
     "completion": "print what lets bash or zsh complete commands and options",
@@ -150,9 +182,7 @@ def build_parser() -> argparse.ArgumentParser:
     publish.add_argument("--shards", type=_count, default=1, metavar="N", help="ranks that will read it")
     report = commands.add_parser("report", help=_OTHERS["report"], allow_abbrev=False)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    compare = commands.add_parser("compare", help=_OTHERS["compare"], allow_abbrev=False)
-    compare.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    compare.add_argument("--out", type=_place, metavar="FILE", default=Path("compare.html"), help="the page")
+    _models_parsers(commands)
     _wal_parser(commands)
     _plan_parser(commands)
     completion = commands.add_parser(
@@ -164,6 +194,32 @@ def build_parser() -> argparse.ArgumentParser:
     )
     completion.add_argument("shell", choices=["bash", "zsh"])
     return parser
+
+
+def _models_parsers(commands: argparse._SubParsersAction) -> None:
+    compare = commands.add_parser(
+        "compare",
+        help=_OTHERS["compare"],
+        description="opd compare RUN RUN ...: results of runs, in a table and a page. "
+        "opd compare MODEL MODEL --prompt TEXT, or --recipe R --domain D: what two models answer.",
+        allow_abbrev=False,
+    )
+    what = "run folders; or two models: folders, or org/name on the Hub"
+    compare.add_argument("places", nargs="+", metavar="RUN_OR_MODEL", help=what)
+    compare.add_argument("--out", action=_Once, type=_place, metavar="FILE", help="the page of runs")
+    sample = commands.add_parser("sample", help=_OTHERS["sample"], allow_abbrev=False)
+    sample.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or org/name on the Hub")
+    for parser in (compare, sample):
+        parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
+        for name, (kind, told) in _ASKED.items():
+            parser.add_argument(f"--{name}", action=_Once, type=kind, metavar=name[0].upper(), help=told)
+    push = commands.add_parser("push", help=_OTHERS["push"], allow_abbrev=False)
+    push.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
+    push.add_argument("repo", metavar="REPO", help="org/name; made, and private, if it is not there")
+    push.add_argument(
+        "--revision", action=_Once, metavar="BRANCH", help="made if it is not there (default: main)"
+    )
+    push.add_argument("--public", action="store_true", help="a repository that is made is for everybody")
 
 
 def _plan_parser(commands: argparse._SubParsersAction) -> None:
@@ -235,7 +291,8 @@ def _refuse_misspelt(name: str) -> None:
 
 
 def _dispatch(argv: list[str]) -> int:
-    own, overrides = split_overrides(argv)
+    command = next((word for word in argv if word in _STAGES or word in _OTHERS), None)
+    own, overrides = (list(argv), []) if command in _OF_THEIR_OWN else split_overrides(argv)
     try:
         options = _parsed(own)
     except SystemExit:  # of --help and --version; what is wrong is a `ConfigError`
@@ -246,6 +303,8 @@ def _dispatch(argv: list[str]) -> int:
         "wal": _wal,
         "publish": _publish,
         "plan": _plan,
+        "sample": _sample,
+        "push": _push,
     }
     if options.command in without_recipe:
         return without_recipe[options.command](options, overrides)
@@ -348,12 +407,65 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if overrides:
-        raise ConfigError(f"opd compare takes run folders and --out; remove {overrides[0]}")
-    from opd.pipelines.report.comparison import compare_runs
+    """Runs, or with something to ask two models. Raises `ConfigError` for what is of the other form."""
+    given = [f"--{name}" for name in ("prompt", *_ASKED) if _said(options, name) is not None]
+    folders = [Path(place) for place in options.places]
+    if not given:
+        models = [
+            str(folder) for folder in folders if (folder / "config.json").is_file() and _is_model(folder)
+        ]
+        if models:
+            raise ConfigError(
+                f"{models[0]} is a model's folder: to compare what two models answer, give --prompt TEXT, or"
+                " --recipe R --domain D; else give run folders"
+            )
+        from opd.pipelines.report.comparison import compare_runs
 
-    print(compare_runs(options.run_dirs, options.out))
-    return 0
+        print(compare_runs(folders, options.out or Path("compare.html")))
+        return 0
+    if len(folders) != 2 or options.out is not None:
+        wrong = f"{len(folders)} are given" if len(folders) != 2 else "and no --out, which is a page of runs"
+        raise ConfigError(f"opd compare with {given[0]} takes two models, {wrong}")
+    asked = _asked(options)
+    from opd.pipelines.commands.sample import run_compare
+
+    return run_compare(options.places, asked)
+
+
+def _is_model(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) and not (folder / "inputs.json").exists()
+
+
+def _sample(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    asked = _asked(options)
+    from opd.pipelines.commands.sample import run_sample
+
+    return run_sample(options.model, asked)
+
+
+def _said(options: argparse.Namespace, name: str) -> Any:
+    return getattr(options, name.replace("-", "_"))
+
+
+def _asked(options: argparse.Namespace) -> Asked:
+    """What models are to be asked. Raises `ConfigError` for options that do not go together."""
+    require_address_space()
+    recipe = None if options.recipe is None else located(load_recipe([options.recipe]))
+    from opd.pipelines.commands.sample import Asked
+
+    fields = {"system": "system", "domain": "domain", "prompts": "count"}
+    fields |= {"max-tokens": "max_tokens", "temperature": "temperature", "seed": "seed"}
+    given = {
+        field: _said(options, name) for name, field in fields.items() if _said(options, name) is not None
+    }
+    return Asked(prompts=tuple(options.prompt or ()), recipe=recipe, **given)
+
+
+def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    require_address_space()
+    from opd.pipelines.commands.push import run_push
+
+    return run_push(options.model, options.repo, revision=options.revision, public=options.public)
 
 
 def _publish(options: argparse.Namespace, overrides: Sequence[str]) -> int:

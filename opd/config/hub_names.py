@@ -97,7 +97,8 @@ def told(path: str) -> str:
 
 
 def _is_repo(repo: str) -> bool:
-    return "--" not in repo and ".." not in repo and not repo.endswith(".git")
+    kind = repo.partition("/")[0] in ("models", "datasets", "spaces")  # which is no organisation
+    return not kind and "--" not in repo and ".." not in repo and not repo.endswith(".git")
 
 
 def _is_here(text: str) -> bool:

@@ -60,7 +60,7 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Listing:
+class Listing:
     """What the Hub says of a commit."""
 
     commit: str
@@ -100,7 +100,7 @@ def fetch(
         if known is not None:
             return Fetched(known, commit)
     try:
-        listing = _listing(name)
+        listing = listing_of(name)
     except UnreachableError as error:
         return _from_cache(name, weights, error)
     if name.file is not None:
@@ -115,7 +115,7 @@ def fetch(
     return Fetched(place, listing.commit)
 
 
-def _fetch_model(name: HubName, listing: _Listing, weights: bool, report: Report) -> Path:
+def _fetch_model(name: HubName, listing: Listing, weights: bool, report: Report) -> Path:
     if weights:
         _refuse_contents(name, listing)
     download = _Download(name, listing, report)
@@ -145,7 +145,7 @@ def _listed(folder: Path) -> list[str]:
     return [object_path(file) for file in read_checksums(folder) if file.endswith(_KEPT)]
 
 
-def _refuse_contents(name: HubName, listing: _Listing) -> None:
+def _refuse_contents(name: HubName, listing: Listing) -> None:
     """Raise `ModelError` for a repository without a model that can be used, before anything of it comes."""
     files = listing.sizes
     if SINGLE in files or INDEX in files:
@@ -174,7 +174,7 @@ def _refuse_contents(name: HubName, listing: _Listing) -> None:
 class _Download:
     """Fetches files of one commit into the cache, each compared with what the Hub says of it when it came."""
 
-    def __init__(self, name: HubName, listing: _Listing, report: Report) -> None:
+    def __init__(self, name: HubName, listing: Listing, report: Report) -> None:
         self._name, self._listing, self._report = name.at(listing.commit), listing, report
         self._done = self._total = 0
 
@@ -273,7 +273,7 @@ def _counting(came: Callable[[int], None]) -> type:
     return Counted
 
 
-def _listing(name: HubName) -> _Listing:
+def listing_of(name: HubName) -> Listing:
     """What the Hub says of `name`. Raises `UnreachableError`, or what `refusal` gives."""
     from huggingface_hub import HfApi, constants
 
@@ -281,7 +281,7 @@ def _listing(name: HubName) -> _Listing:
         raise UnreachableError("HF_HUB_OFFLINE is set")
     api = HfApi()
 
-    def attempt() -> _Listing:
+    def attempt() -> Listing:
         try:
             return _asked(api, name)
         except Exception as error:
@@ -297,7 +297,7 @@ def _listing(name: HubName) -> _Listing:
         raise refusal(name, error) from error
 
 
-def _asked(api: HfApi, name: HubName) -> _Listing:
+def _asked(api: HfApi, name: HubName) -> Listing:
     found = api.repo_info(
         name.repo,
         repo_type=name.kind,
@@ -319,7 +319,7 @@ def _asked(api: HfApi, name: HubName) -> _Listing:
         size = lfs.size if lfs is not None else one.size
         sizes[file] = size if isinstance(size, int) else -1
         digests[file] = (lfs.sha256 if lfs is not None else one.blob_id) or ""
-    return _Listing(found.sha, sizes, digests)
+    return Listing(found.sha, sizes, digests)
 
 
 def _from_cache(name: HubName, weights: bool, error: UnreachableError) -> Fetched:

@@ -190,6 +190,8 @@ def _digest(value: object) -> str:
 _FILES = ("generation_config.json", "config.json")
 _ANSWER = "zebra"
 """Stands for an answer in a conversation that is rendered to see what follows it."""
+_NEXT = "quagga"
+"""Stands for what the user says next there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +248,21 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any])
             raise
         return None
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
+
+
+def after_answer(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> list[int] | None:
+    """The tokens that the chat template writes between an assistant's answer and what the user says next;
+    `None` where it writes no such conversation. `template`: its own arguments.
+    """
+    turns = [("user", "?"), ("assistant", _ANSWER), ("user", _NEXT)]
+    conversation = [{"role": role, "content": content} for role, content in turns]
+    try:
+        text = render(tokenizer, conversation, template).rpartition(_ANSWER)[2].partition(_NEXT)[0]
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+    except BaseException as error:  # as above
+        if not is_of_library(error):
+            raise
+        return None
 
 
 def _eos_ids(path: Path) -> list[int]:

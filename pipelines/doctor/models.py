@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -290,7 +290,6 @@ def _rendered(tokenizer: Any, template: Mapping[str, Any], day: str = "2020-01-0
 
 def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
     """Where responses end, and whether that is where the chat template ends a turn."""
-    from opd.models.tokenizers import end_of_turn
     from opd.pipelines.stages.student import model_stops
 
     tokenizer, title = models.tokenizer, "stop ids"
@@ -309,30 +308,46 @@ def _check_stops(recipe: Recipe, models: Models) -> list[Finding]:
         detail = "neither tokenizer nor model has an end-of-sequence token, so no response could end"
         return [Finding("error", title, f"{detail}; set eos_token, or give rollout.stop_ids")]
     findings = [Finding("ok", title, "a response ends at " + ", ".join(map(str, stops)))] if stops else []
-    turn = end_of_turn(tokenizer, recipe.model.chat_template_kwargs) if models.chat else None
-    if turn is not None and turn not in models.stops:
+    if not models.chat or not tokenizer.chat_template:
+        return findings
+    template, strings = recipe.model.chat_template_kwargs, recipe.rollout.stop
+    found = template_findings(tokenizer, template, models.stops, strings)
+    return findings + found + _check_day(recipe, tokenizer)
+
+
+def template_findings(
+    tokenizer: Any, template: Mapping[str, Any], stops: Sequence[int], strings: Sequence[str] = ()
+) -> list[Finding]:
+    """Whether answers end where the chat template ends them, and prompts go on to where the model begins.
+
+    `template`: its own arguments; `stops`, `strings`: what ends a response.
+    """
+    from opd.data.demonstrations import missing_header
+    from opd.models.tokenizers import after_answer, end_of_turn
+
+    findings, turn = [], end_of_turn(tokenizer, template)
+    after = after_answer(tokenizer, template)
+    if turn is not None and turn not in stops:
         detail = (
             f"the chat template ends an answer with {turn} {tokenizer.convert_ids_to_tokens(turn)!r}, at"
             " which responses do not end"
         )
-        findings.append(Finding("warning", title, f"{detail}; add {turn} to rollout.stop_ids"))
-    if not models.chat:
-        return findings
-    return findings + _check_day(recipe, tokenizer) + _check_header(recipe, tokenizer)
-
-
-def _check_header(recipe: Recipe, tokenizer: Any) -> list[Finding]:
-    """Whether a prompt goes on to where the model begins."""
-    from opd.data.demonstrations import missing_header
-
-    header = missing_header(tokenizer, recipe.model.chat_template_kwargs) if tokenizer.chat_template else None
-    if header is None:
-        return []
-    detail = (
-        f"it has no generation prompt: prompts end before {header!r}, which the model would have to write"
-    )
-    advice = "give model.chat_template one that heeds add_generation_prompt"
-    return [Finding("warning", "chat template", f"{detail}; {advice}")]
+        findings.append(Finding("warning", "stop ids", f"{detail}; add {turn} to rollout.stop_ids"))
+    elif after is not None and not set(after) & set(stops) and not strings:
+        detail = (
+            "the chat template writes nothing after an answer at which responses end, so a model that has"
+            " learnt from it goes on to rollout.max_new_tokens"
+        )
+        mend = "give rollout.stop what it writes there, or model.chat_template one that ends an answer"
+        findings.append(Finding("warning", "stop ids", f"{detail}; {mend}"))
+    header = missing_header(tokenizer, template)
+    if header is not None:
+        detail = (
+            f"it has no generation prompt: prompts end before {header!r}, which the model would have to write"
+        )
+        advice = "give model.chat_template one that heeds add_generation_prompt"
+        findings.append(Finding("warning", "chat template", f"{detail}; {advice}"))
+    return findings
 
 
 def _check_day(recipe: Recipe, tokenizer: Any) -> list[Finding]:

@@ -116,7 +116,17 @@ def test_what_cannot_be_resumed_is_not_told_to(end, capsys):
         *[([name, "x"], True) for name in ("run", "specialist", "distill", "evaluate")],
         *[
             ([name, "run"], False)
-            for name in ("doctor", "publish", "report", "compare", "wal", "plan", "completion")
+            for name in (
+                "doctor",
+                "publish",
+                "push",
+                "report",
+                "compare",
+                "sample",
+                "wal",
+                "plan",
+                "completion",
+            )
         ],
         (["--seed", "1", "run", "x"], True),
         (["run", "x", "--dry-run"], False),

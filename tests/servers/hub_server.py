@@ -7,6 +7,7 @@ Repositories are folders of bytes by commit. Large files (`*.safetensors`) are i
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -111,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self._body()
         self.server.asked.append(f"{self.command} {path}")
         if path.startswith("/storage/"):
             self.server.leaked += filter(None, [self.headers.get("Authorization")])
@@ -125,33 +126,29 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._say(404, {"error": "no such page"})
 
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size + 2)[:-2])
+        self.rfile.readline()
+        return b"".join(parts)
+
     # -- what the Hub says of repositories
 
     def _api(self, path: str, body: bytes) -> None:
         if path == "repos/create":
-            asked = json.loads(body)
-            repo = f"{asked.get('organization') or 'me'}/{asked['name']}"
-            if not self._authorized():
-                return self._say(401, {"error": "Invalid username or password."})
-            if repo in self.server.repositories:
-                return self._say(409, {"error": "You already created this model repo"})
-            made = Repository(private=bool(asked.get("private")))
-            made.commit({".gitattributes": b"*.safetensors filter=lfs\n"})
-            self.server.repositories[repo] = made
-            return self._say(200, {"url": f"{self.server.endpoint}/{repo}", "name": repo})
+            return self._create(json.loads(body))
         if path == "validate-yaml":
-            named = json.loads(body)["content"].partition("base_model: ")[2].partition("\n")[0]
-            wrong = (
-                [{"message": f'"base_model" with value "{named}" is not valid'}] if named[:1] == "/" else []
-            )
-            return self._say(400 if wrong else 200, {"errors": wrong, "warnings": []})
+            return self._validate(json.loads(body)["content"])
         if path.count("/") < 2:
             return self._say(404, {"error": "no such page"})
         kind, org, name, *rest = path.split("/")
         found = self._repository(kind, f"{org}/{name}")
         if found is None:
             return None
-        if self.command == "POST" and rest[0] in ("preupload", "commit"):
+        if self.command == "POST" and rest[0] in ("preupload", "commit", "branch"):
             return self._upload(found, rest[0], "/".join(rest[1:]), body, f"{org}/{name}")
         commit = found.at("/".join(rest[1:]) if rest else "main")
         if commit is None:
@@ -159,6 +156,24 @@ class _Handler(BaseHTTPRequestHandler):
         files = found.commits[commit]
         siblings = [self._sibling(found, file, data) for file, data in files.items()]
         self._say(200, {"id": f"{org}/{name}", "sha": commit, "siblings": siblings, "private": found.private})
+
+    def _create(self, asked: dict[str, Any]) -> None:
+        repo = f"{asked.get('organization') or 'me'}/{asked['name']}"
+        if not self._authorized():
+            return self._say(401, {"error": "Invalid username or password."})
+        if repo in self.server.repositories:
+            return self._say(
+                409, {"error": "You already created this repo", "url": f"{self.server.endpoint}/{repo}"}
+            )
+        made = Repository(private=asked.get("visibility") == "private")
+        made.commit({".gitattributes": b"*.safetensors filter=lfs\n"})
+        self.server.repositories[repo] = made
+        return self._say(200, {"url": f"{self.server.endpoint}/{repo}", "name": repo})
+
+    def _validate(self, content: str) -> None:
+        named = content.partition("base_model: ")[2].partition("\n")[0]
+        wrong = [{"message": f'"base_model" with value "{named}" is not valid'}] if named[:1] == "/" else []
+        return self._say(400 if wrong else 200, {"errors": wrong, "warnings": []})
 
     @staticmethod
     def _sibling(found: Repository, file: str, data: bytes) -> dict[str, Any]:
@@ -228,6 +243,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _upload(self, found: Repository, what: str, branch: str, body: bytes, repo: str) -> None:
         if not self._authorized():
             return self._say(403, {"error": "you may not write here"})
+        if what == "branch":
+            found.refs.setdefault(branch, found.refs["main"])
+            return self._say(200, {})
         if what == "preupload":
             asked = json.loads(body)["files"]
             modes = [
@@ -249,8 +267,6 @@ class _Handler(BaseHTTPRequestHandler):
             if key == "header":
                 found.summaries.append(value["summary"])
             elif key == "file":
-                import base64
-
                 files[value["path"]] = base64.b64decode(value["content"])
             elif key == "lfsFile":
                 files[value["path"]] = self.server.large[value["oid"]]

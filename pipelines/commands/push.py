@@ -1,0 +1,147 @@
+"""`opd push`: a model's folder, with its card, becomes a commit of a repository on the Hub."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from opd.config.hub_names import HubName, hub_name
+from opd.errors import CheckpointError, ConfigError, StorageError
+from opd.foreign import shown
+from opd.models.hf_folder import (
+    CARD,
+    CHECKSUMS,
+    LOADED,
+    adapter_base,
+    check_folder,
+    read_checksums,
+    refuse_code,
+    weight_files,
+)
+from opd.models.hf_weights import check_weights
+from opd.models.hub import RETRY, listing_of
+from opd.models.hub_errors import UnreachableError, passing, reason, refusal
+from opd.progress import doing
+from opd.redact import hide
+from opd.storage.files import file_digest
+
+T = TypeVar("T")
+_SECONDS = 60.0
+"""Until a request without any answer counts as failed."""
+_BASE = re.compile(r"^base_model: *(.*)\n", re.MULTILINE)
+
+
+def run_push(model: Path, repo: str, *, revision: str | None = None, public: bool = False) -> int:
+    """Push the folder `model` to `repo`, made if it is not there, and say what is there now.
+
+    Raises `ConfigError` for a name that cannot be one, what is wrong with the folder, and `StorageError`.
+    """
+    name = _named(repo, revision)
+    files = _checked(model)
+    from huggingface_hub import HfApi, get_session, get_token
+    from huggingface_hub.utils import disable_progress_bars
+
+    if get_token() is None:
+        raise ConfigError("pushing needs a token that may write: set HF_TOKEN, or run `hf auth login`")
+    hide(get_token())
+    get_session().timeout = _SECONDS
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    api = HfApi()
+    with doing(f"pushing {model} to {name}"):
+        asked(name, lambda: api.create_repo(name.repo, private=not public, exist_ok=True))
+        if name.revision != "main":
+            asked(name, lambda: api.create_branch(name.repo, branch=name.revision, exist_ok=True))
+        commit = asked(name, lambda: _commit(api, model, files, name)).oid
+    _compare(model, files, name.at(commit))
+    print(f"{model} pushed: {api.endpoint}/{name.repo} (commit {commit})")
+    print(f"{len(files)} files, {sum((model / file).stat().st_size for file in files)} bytes; in a recipe:")
+    print(f"model: {{path: {name.repo}@{commit}}}")
+    return 0
+
+
+def _named(repo: str, revision: str | None) -> HubName:
+    name = hub_name(f"hf://models/{repo}")
+    if name is None or (revision is not None and "@" in repo):
+        raise ConfigError(f"{shown(repo)!r} cannot be a repository: write org/name, a branch with --revision")
+    wanted = name if revision is None else hub_name(f"hf://models/{repo}@{revision}")
+    if wanted is None or wanted.commit is not None:
+        raise ConfigError(f"--revision {shown(revision)}: give the name of a branch")
+    return wanted
+
+
+def _checked(model: Path) -> list[str]:
+    """The files of a whole model that would be read again, and its card."""
+    if (model / "merged").is_dir() and (model / "inputs.json").is_file():
+        raise CheckpointError(
+            f"{model} is a run's folder; push one of its models, such as {model / 'merged'}."
+        )
+    check_folder(model)
+    base = adapter_base(model)
+    if base is not None:
+        raise CheckpointError(
+            f"{model} is an adapter on {base}, and only whole models are pushed; merge it first."
+        )
+    refuse_code(model)
+    check_weights(model)
+    names = {*LOADED, CHECKSUMS, CARD, *weight_files(model), *read_checksums(model)}
+    return sorted(name for name in names if (model / name).is_file())
+
+
+def _commit(api: Any, model: Path, files: list[str], name: HubName) -> Any:
+    from huggingface_hub import CommitOperationAdd
+
+    operations = [
+        CommitOperationAdd(file, _card(model) if file == CARD else str(model / file)) for file in files
+    ]
+    return api.create_commit(
+        name.repo, operations, commit_message=f"Upload {model.name}", revision=name.revision
+    )
+
+
+def _card(model: Path) -> bytes:
+    """The model's card. A base that is a folder of this machine is left out of its head, where the Hub takes
+    names of its own alone.
+    """
+    text = (model / CARD).read_text("utf-8")
+    head, mark, rest = text.partition("\n---\n") if text.startswith("---\n") else ("", "", text)
+    found = _BASE.search(head + "\n")
+    if found is not None and hub_name(f"hf://models/{found[1].strip()}") is None:
+        left = f"base_model {shown(found[1])} is no name on the Hub; the card is pushed without it"
+        print(f"opd: {left}", file=sys.stderr)
+        head = _BASE.sub("", head + "\n", count=1).removesuffix("\n")
+    return f"{head}{mark}{rest}".encode()
+
+
+def _compare(model: Path, files: list[str], name: HubName) -> None:
+    """Raise `StorageError` if large files did not get there as they are here."""
+    try:
+        there = listing_of(name)
+    except UnreachableError as error:
+        raise refusal(name, error) from error
+    for file in files:
+        digest = there.digests.get(file, "")
+        if file not in there.sizes or (len(digest) == 64 and digest != file_digest(model / file)):
+            raise StorageError(f"{file} is not in {name} as it is in {model}; push it again.")
+
+
+def asked(name: HubName, call: Callable[[], T]) -> T:
+    """What the Hub answers, asked again for a while where it may pass. Raises what `refusal` gives."""
+
+    def attempt() -> T:
+        try:
+            return call()
+        except Exception as error:
+            inner = error.__cause__ if isinstance(error, RuntimeError) else None  # what an upload has met
+            error = inner if isinstance(inner, Exception) else error
+            if passing(error):
+                raise UnreachableError(reason(error)) from error
+            raise error from None
+
+    try:
+        return RETRY.call(attempt, UnreachableError, lambda error, _: error)
+    except Exception as error:
+        raise refusal(name, error) from error

@@ -1,0 +1,342 @@
+"""`opd sample`, and `opd compare` of two models: what models answer, as it comes, or side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from opd.config import Recipe
+from opd.config.hub_names import hub_name
+from opd.errors import ConfigError, DataError, ModelError
+from opd.foreign import shown, visible
+from opd.models.causal_lm import CausalLM
+from opd.models.hf_folder import check_folder, described_in
+from opd.models.tokenizers import load_tokenizer, stops_of
+from opd.pipelines.doctor.models import template_findings
+from opd.pipelines.stages.domains import DomainSet
+from opd.pipelines.stages.precision import checkpoint_dtype
+from opd.pipelines.stages.student import stop_strings, tokenizer_of, ways_of
+from opd.progress import Progress, doing
+from opd.rollout.collect import EncodedPrompt, Generate, collect
+from opd.rollout.prompts import Prompt, encode_prompt
+from opd.rollout.rewards import RewardRunner
+from opd.rollout.torch_engine import TorchEngine
+from opd.types import RolloutRequest, Sample, SamplingParams, Status
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MOST = 512
+"""Tokens of an answer, where nothing else is said."""
+_WIDTH = 76
+"""Characters of a prompt above its answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line asks."""
+
+    prompts: tuple[str, ...] = ()
+    system: str | None = None
+    recipe: Recipe | None = None
+    domain: str | None = None
+    """Of `recipe`, whose held-out prompts are asked, as it samples."""
+    count: int = 8
+    """How many of them."""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for what does not go together."""
+        if (self.recipe is None) != (self.domain is None):
+            raise ConfigError(
+                "--recipe and --domain go together: a recipe, and which of its domains is asked"
+            )
+        if bool(self.prompts) == (self.recipe is not None):
+            raise ConfigError("give what is asked: --prompt TEXT, or --recipe R --domain D (one of the two)")
+        if self.recipe is not None and self.system is not None:
+            raise ConfigError("--system goes with --prompt; a domain's prompts bring their own messages")
+        if self.recipe is not None and self.domain not in self.recipe.domains:
+            known = ", ".join(self.recipe.domains)
+            raise ConfigError(f"--domain {self.domain}: the recipe has no such domain; it has {known}")
+
+
+@dataclass(slots=True)
+class Speaker:
+    """A model with the questions in its own tokens."""
+
+    engine: TorchEngine
+    tokenizer: Any
+    questions: list[EncodedPrompt]
+    sampling: SamplingParams
+    generate: Generate
+    rewards: RewardRunner | None
+    strings: Sequence[str]
+    """That end an answer."""
+
+    @classmethod
+    def load(cls, model: str, asked: Asked) -> Speaker:
+        """Raises what is wrong with `model`, a folder or a name on the Hub, or with its prompts."""
+        folder = model_folder(model)
+        tokenizer = load_tokenizer(folder)
+        device, template = "auto", {}
+        if asked.recipe is not None and asked.domain is not None:
+            recipe = _of_one_domain(asked.recipe, asked.domain, folder)
+            device, template = recipe.model.device, recipe.model.chat_template_kwargs
+            tokenizer = tokenizer_of(recipe, folder)
+            data = DomainSet.open(recipe, tokenizer)
+            questions = data.held_out(asked.domain, asked.count, "sample")
+            way = ways_of(recipe, tokenizer)[asked.domain]
+            sampling, generate, rewards = way.sampling, way.generate, data.rewards
+            strings = recipe.rollout.stop if stop_strings(recipe, tokenizer) else []
+        else:
+            stops = tuple(stop.token_id for stop in stops_of(tokenizer, folder))
+            sampling, generate = SamplingParams(max_new_tokens=MOST, stop_ids=stops), collect
+            questions, rewards, strings = _questions(asked, tokenizer), None, []
+        if tokenizer.chat_template:
+            for finding in template_findings(tokenizer, template, sampling.stop_ids, strings):
+                print(f"opd: warning: {model}: {finding.title}: {finding.detail}", file=sys.stderr)
+        if asked.max_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=asked.max_tokens)
+        if asked.temperature is not None:
+            sampling = replace(sampling, temperature=asked.temperature)
+        with doing(f"loading {model}"):
+            loaded = CausalLM.from_pretrained(
+                folder, dtype=checkpoint_dtype(described_in(folder)), device=device
+            )
+        loaded.vocabulary = min(len(tokenizer), loaded.vocab_size)
+        sampling = _fitting(sampling, questions, loaded, model)
+        longest = max(len(one.token_ids) for one in questions) + sampling.max_new_tokens
+        engine = TorchEngine(
+            loaded, max_running=16, max_sequence=max(2, longest), vocab_size=loaded.vocabulary
+        )
+        return cls(engine, tokenizer, questions, sampling, generate, rewards, strings)
+
+    def stream(self, number: int, seed: int, say: Callable[[str], None]) -> Sample:
+        """The answer to question `number`, each part of its text given to `say` when it is known."""
+        question = self.questions[number]
+        sample = question.sample(0)
+        text, told = _Growing(self.tokenizer), 0
+        ids: list[int] = []
+        request = RolloutRequest(sample.uid, question.token_ids, self.sampling, seed)
+        for chunk in self.engine.generate(request):
+            ids += chunk.token_ids.tolist()
+            whole = text.add(chunk.token_ids.tolist(), last=bool(chunk.finished))
+            end = min((whole.find(s) + len(s) for s in self.strings if s in whole), default=None)
+            say(whole[told:end])
+            told = len(whole)
+            sample.status = chunk.finished.get(sample.uid, sample.status)
+            if end is not None and not chunk.finished:
+                self.engine.abort([sample.uid])
+                sample.status = Status.COMPLETED
+                break
+        sample.response_ids = np.array(ids, dtype=np.int32)
+        sample.loss_mask = np.ones(len(ids), dtype=bool)
+        return sample
+
+    def answers(self, seed: int) -> list[Sample]:
+        """One answer to every question, in their order, with rewards where the domain has one. A question's
+        noise depends on the seed and its place alone, so that two models meet the same draws.
+        """
+        groups = self.generate(self.engine, self.questions, 1, self.sampling, seed)
+        by_uid = {group.uid: group.samples[0] for group in groups}
+        found = [by_uid[question.uid] for question in self.questions]
+        self.score(found)
+        return found
+
+    def score(self, samples: Sequence[Sample]) -> None:
+        if self.rewards is not None:
+            self.rewards.score(samples)
+
+    def text(self, sample: Sample) -> str:
+        """What was written, without the tokens that end it."""
+        return str(
+            self.tokenizer.decode(sample.response_ids[sample.loss_mask].tolist(), skip_special_tokens=True)
+        )
+
+    def asked(self, number: int) -> str:
+        """A question on one line."""
+        question = self.questions[number]
+        messages = question.metadata.get("messages")
+        told = [f"{one.get('role')}: {one.get('content')}" for one in messages or []]
+        text = " ".join((" ".join(told) or str(question.metadata.get("prompt", ""))).split())
+        return visible(text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ...", "")
+
+
+class _Growing:
+    """Tokens to text, as they come: a character that is not whole yet waits for the rest of its bytes.
+
+    New tokens are decoded behind those before them, since the first of a text may lose its blank.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._known = tokenizer, ""
+        self._before: list[int] = []
+        self._open: list[int] = []
+
+    def add(self, ids: list[int], last: bool) -> str:
+        """All of the text that is known by now."""
+        self._open += ids
+        text = self._decode(self._before + self._open)
+        if self._open and (last or not text.endswith("\ufffd")):
+            self._known += text[len(self._decode(self._before)) :]
+            self._before, self._open = self._open, []
+        return self._known
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def model_folder(model: str) -> Path:
+    """The folder of `model`, fetched if it is a name on the Hub. Raises what is wrong with it."""
+    name = hub_name(model)
+    if name is None or name.file is not None:
+        folder = Path(model)
+        if (folder / "merged").is_dir() and (folder / "inputs.json").is_file():
+            raise ModelError(
+                f"{folder} is a run's folder and no model's; give one of its models: {folder}/merged."
+            )
+        check_folder(folder)
+        return folder
+    from opd.models.hub import fetch
+
+    with Progress() as progress:
+        progress.begin(model)
+        return fetch(name, report=lambda d, t: progress.update(model, d >> 20, max(1, t >> 20), "MiB")).path
+
+
+def _of_one_domain(recipe: Recipe, domain: str, folder: Path) -> Recipe:
+    """`recipe` of `domain` alone, as it is read for the model in `folder`."""
+    model = recipe.model.model_copy(update={"path": str(folder), "config": None, "tokenizer": None})
+    held_out = recipe.evaluation.model_copy(update={"prompts_per_domain": 10_000})
+    own = recipe.for_domain(domain)
+    changes = {"model": model, "domains": {domain: own.domains[domain]}, "evaluation": held_out}
+    return own.model_copy(update=changes)
+
+
+def _questions(asked: Asked, tokenizer: Any) -> list[EncodedPrompt]:
+    if asked.system is not None and not tokenizer.chat_template:
+        raise DataError("--system needs a model with a chat template, and this one has none; leave it out")
+    found = []
+    for number, text in enumerate(asked.prompts):
+        content: Any = text
+        if tokenizer.chat_template:
+            system = [] if asked.system is None else [{"role": "system", "content": asked.system}]
+            content = [*system, {"role": "user", "content": text}]
+        prompt = Prompt.of(content, None, "sample")
+        ids = encode_prompt(prompt, tokenizer)
+        if not len(ids):
+            raise DataError(f"--prompt {shown(text)!r} has no tokens; a model needs at least one")
+        found.append(EncodedPrompt(f"prompt/{number}", "sample", ids, None, {"prompt": text}))
+    return found
+
+
+def _fitting(
+    sampling: SamplingParams, questions: Sequence[EncodedPrompt], loaded: CausalLM, model: str
+) -> SamplingParams:
+    """`sampling`, with no more tokens than there are positions for. Raises `DataError` if there is none."""
+    if not questions:
+        raise DataError("the domain has no held-out prompts; raise domains.NAME.held_out")
+    positions = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(one.token_ids) for one in questions)
+    if positions and longest >= positions:
+        raise DataError(
+            f"a prompt has {longest} tokens, and {model} has {positions} positions for prompt and answer;"
+            " give a shorter one"
+        )
+    room = positions - longest if positions else sampling.max_new_tokens
+    return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+
+
+def run_sample(model: str, asked: Asked) -> int:
+    """Print the answers, each as it comes; returns the exit status."""
+    speaker = Speaker.load(model, asked)
+    several = len(speaker.questions) > 1 or speaker.rewards is not None
+    written = None if speaker.generate is collect else speaker.answers(asked.seed)
+    for number in range(len(speaker.questions)):
+        if several:
+            print(f"{'' if number == 0 else chr(10)}> {speaker.asked(number)}", flush=True)
+        if written is None:
+            sample = speaker.stream(number, asked.seed, _say)
+            speaker.score([sample])
+        else:
+            sample = written[number]
+            _say(speaker.text(sample))
+        print(flush=True)
+        if sample.status is Status.TRUNCATED:
+            print(
+                f"opd: cut after {len(sample.response_ids)} tokens; --max-tokens gives more", file=sys.stderr
+            )
+        if sample.reward is not None:
+            print(f"[reward {sample.reward:g}, label {shown(sample.label)}]", flush=True)
+    return 0
+
+
+def run_compare(models: Sequence[str], asked: Asked, console: Console | None = None) -> int:
+    """Print what two models answer to the same questions, side by side; returns the exit status."""
+    from rich.console import Console
+
+    console = console or Console()
+    written: list[list[tuple[str, Sample]]] = []
+    questions: list[str] = []
+    for model in models:
+        speaker = Speaker.load(model, asked)
+        with doing(f"{model} answers {len(speaker.questions)} prompts"):
+            answers = speaker.answers(asked.seed)
+        written.append([(visible(speaker.text(sample)).strip("\n"), sample) for sample in answers])
+        questions = [speaker.asked(number) for number in range(len(speaker.questions))]
+        del speaker  # one model in memory
+    if any(len(rows) != len(questions) for rows in written):
+        raise DataError(
+            "the two models are asked different prompts: one has no room for some of the domain's; lower"
+            " --max-tokens, or rollout.max_new_tokens"
+        )
+    names = [shown(model) for model in models]
+    for question, *pair in zip(questions, *written, strict=True):
+        _print_pair(console, question, names, pair)
+    rewards = [[s.reward for _, s in rows if s.reward is not None] for rows in written]
+    if all(rewards) and all(len(rows) == len(questions) for rows in rewards):
+        for name, rows in zip(names, rewards, strict=True):
+            console.print(
+                f"{name}: mean reward {np.mean(rows):.3g} over {len(rows)} prompts",
+                markup=False,
+                highlight=False,
+            )
+    return 0
+
+
+def _print_pair(
+    console: Console, question: str, names: Sequence[str], pair: Sequence[tuple[str, Sample]]
+) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    heads = [f"{name}{_told(sample)}" for name, (_, sample) in zip(names, pair, strict=True)]
+    console.print(Text(f"> {question}"), soft_wrap=True)
+    if console.is_terminal:
+        table = Table(show_lines=False, expand=True)
+        for head in heads:
+            table.add_column(Text(head), ratio=1, overflow="fold")
+        table.add_row(*(Text(text) for text, _ in pair))
+        console.print(table)
+        return
+    for head, (text, _) in zip(heads, pair, strict=True):
+        console.print(Text(f"{head}\n{text}"), soft_wrap=True)
+    console.print()
+
+
+def _told(sample: Sample) -> str:
+    parts = [] if sample.reward is None else [f"reward {sample.reward:g}"]
+    parts += ["cut"] if sample.status is Status.TRUNCATED else []
+    return f" [{', '.join(parts)}]" if parts else ""
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(visible(text))
+    sys.stdout.flush()

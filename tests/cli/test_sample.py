@@ -1,0 +1,216 @@
+"""`opd sample`, and `opd compare` of two models: what is printed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import tiny
+import yaml
+from rich.console import Console
+
+from opd.config.load import load_recipe
+from opd.models.checkpoint import save_checkpoint
+from opd.models.tokenizers import character_tokenizer
+from opd.pipelines.cli import main
+from opd.pipelines.commands.sample import Asked, Speaker, _Growing, run_compare
+
+CHAT = (
+    "{% for m in messages %}{{ '<a>' if m.role == 'user' else '<b>' }}{{ m.content }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<b>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two models that write digits, and the second with a chat template."""
+    places = [tmp_path_factory.mktemp("models") / name for name in ("one", "two")]
+    for seed, place in enumerate(places):
+        tokenizer = tiny.tokenizer()
+        tokenizer.chat_template = CHAT if seed else None
+        save_checkpoint(tiny.model(seed), tokenizer, place, {})
+    return [str(place) for place in places]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, models):
+    place = tmp_path_factory.mktemp("recipe")
+    rows = [{"prompt": f"<a>{i}=", "label": str(i)} for i in range(60)]
+    (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {
+        "name": "asked",
+        "model": {"path": models[0]},
+        "domains": {"a": {"source": str(place / "rows.jsonl"), "reward": "cli_reward:length"}},
+        "rollout": {"max_new_tokens": 5, "max_sequence": 24},
+    }
+    (place / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    return str(place / "recipe.yaml")
+
+
+def test_one_prompt_gives_its_answer_and_nothing_else(models, capsys):
+    assert main(["sample", models[0], "--prompt", "<a>12=", "--max-tokens", "6"]) == 0
+    first = capsys.readouterr()
+    assert re.fullmatch(r"[0-9=]{0,6}\n", first.out)
+    assert main(["sample", models[0], "--prompt", "<a>12=", "--max-tokens", "6"]) == 0
+    assert capsys.readouterr().out == first.out
+    answers = set()
+    for seed in range(6):
+        assert main(["sample", models[0], "--prompt", "<a>12=", "--max-tokens=9", f"--seed={seed}"]) == 0
+        answers.add(capsys.readouterr().out)
+    assert len(answers) > 1
+
+
+def test_what_is_streamed_is_what_is_written(models):
+    speaker = Speaker.load(models[0], Asked(("<a>1=", "<b>22="), max_tokens=12, seed=3))
+    for number, whole in enumerate(speaker.answers(3)):
+        parts: list[str] = []
+        sample = speaker.stream(number, 3, parts.append)
+        assert sample.response_ids.tolist() == whole.response_ids.tolist()
+        assert "".join(parts) == speaker.text(whole)
+        assert len(parts) > 1
+
+
+def test_prompts_of_a_model_with_a_chat_template_are_messages(models):
+    speaker = Speaker.load(models[1], Asked(("12",), system="7"))
+    written = speaker.tokenizer.decode(speaker.questions[0].token_ids)
+    assert written == "<b>7<a>12<b>"  # any role but the user's is <b> there
+
+
+def test_a_domain_is_asked_as_the_recipe_samples_and_scored(models, recipe, capsys):
+    assert main(["sample", models[0], "--recipe", recipe, "--domain", "a", "--prompts", "2"]) == 0
+    out = capsys.readouterr().out
+    asked = re.findall(r"^> (<a>\d+=)$", out, re.MULTILINE)
+    assert len(asked) == 2
+    held_out = load_recipe([recipe])
+    assert len(re.findall(r"^\[reward \d, label \d+\]$", out, re.MULTILINE)) == 2
+    assert Speaker.load(models[0], Asked(recipe=held_out, domain="a")).sampling.max_new_tokens == 5
+
+
+def test_two_models_side_by_side_with_rewards(models, recipe, capsys):
+    words = ["compare", *models, "--recipe", recipe, "--domain", "a", "--prompts", "3"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^> <a>\d+=$", out, re.MULTILINE)) == 3
+    for model in models:
+        assert len(re.findall(rf"^{re.escape(model)} \[reward \d", out, re.MULTILINE)) == 3
+        assert f"{model}: mean reward " in out.replace("\n", "")
+    wide = Console(force_terminal=True, width=120, color_system=None)
+    with wide.capture() as shown:
+        run_compare(models, Asked(("<a>1=",), max_tokens=4), wide)
+    head = next(line for line in shown.get().splitlines() if "one" in line)
+    assert "one" in head
+    assert "┃" in shown.get()
+
+
+def test_the_same_model_twice_answers_the_same(models):
+    one, other = (Speaker.load(models[0], Asked(("<a>1=", "<a>2="), max_tokens=8)) for _ in range(2))
+    texts = [[speaker.text(sample) for sample in speaker.answers(5)] for speaker in (one, other)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["sample", "{0}"], "give what is asked: --prompt TEXT, or --recipe R --domain D"),
+        (["sample", "{0}", "--prompt", "1", "--recipe", "{r}", "--domain", "a"], "one of the two"),
+        (["sample", "{0}", "--recipe", "{r}"], "--recipe and --domain go together"),
+        (["sample", "{0}", "--domain", "a", "--prompt", "1"], "--recipe and --domain go together"),
+        (["sample", "{0}", "--recipe", "{r}", "--domain", "b"], "the recipe has no such domain; it has a"),
+        (
+            ["sample", "{0}", "--recipe", "{r}", "--domain", "a", "--system", "x"],
+            "--system goes with --prompt",
+        ),
+        (["sample", "{0}", "--prompt", "1", "--system", "x"], "needs a model with a chat template"),
+        (["sample", "{0}", "--prompt", "abc"], "the tokenizer cannot encode the prompt 'abc'"),
+        (["sample", "{0}", "--prompt", ""], "has no tokens"),
+        (["sample", "{0}", "--prompt", "1" * 64], "has 64 positions for prompt and answer"),
+        (["sample", "{0}", "--prompt", "1", "--temperature", "-1"], "give a number from 0 to 1000"),
+        (["sample", "{0}", "--prompt", "1", "--max-tokens", "0"], "at least 1, not '0'"),
+        (["sample", "{0}", "--prompt", "1", "--seed", "1", "--seed", "2"], "--seed is given twice"),
+        (["sample", "{0}", "--prompt", "1", "--shards", "2"], "opd sample takes no --shards"),
+        (["sample", "{0}/none", "--prompt", "1"], "is not a folder"),
+        (["compare", "{0}", "{1}"], "to compare what two models answer, give --prompt"),
+        (["compare", "{0}", "--prompt", "1"], "takes two models, 1 are given"),
+        (["compare", "{0}", "{1}", "{1}", "--prompt", "1"], "takes two models, 3 are given"),
+        (["compare", "{0}", "{1}", "--prompt", "1", "--out", "x.html"], "a page of runs"),
+        (["compare", "{0}", "{1}", "--seed", "1"], "give what is asked"),
+        (["compare", "{0}/none"], "takes two or more different run folders"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(models, recipe, capsys, words, sentence):
+    assert main([word.format(*models, r=recipe) for word in words]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("opd: error: ")
+    assert sentence in said
+
+
+def test_characters_of_several_tokens_wait_for_all_of_their_bytes():
+    class Bytes:
+        def decode(self, ids, skip_special_tokens):
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    text = _Growing(Bytes())
+    seen = [text.add([byte], last=False) for byte in "aé\n€b".encode()]
+    assert seen == ["a", "a", "aé", "aé\n", "aé\n", "aé\n", "aé\n€", "aé\n€b"]
+    assert text.add([0xE2], last=True) == "aé\n€b\ufffd"
+
+
+def test_what_a_model_writes_moves_no_cursor(tmp_path, capsys):
+    tokenizer = character_tokenizer("0123456789=\x1b[", ["<a>", "<b>"])
+    folder = save_checkpoint(
+        tiny.CausalLM.from_config(tiny.LLAMA, tokenizer=tokenizer), tokenizer, tmp_path / "m", {}
+    )
+    assert main(["sample", str(folder), "--prompt", "1", "--max-tokens", "60", "--temperature", "1000"]) == 0
+    out = capsys.readouterr().out
+    assert "\\x1b" in out
+    assert "\x1b" not in out
+
+
+WRONG_TEMPLATES = {
+    "no generation prompt": (CHAT.partition("{% if add_gen")[0], "it has no generation prompt"),
+    "no end": (CHAT.replace("<eos>", ""), "writes nothing after an answer at which responses end"),
+    "another end": (CHAT.replace("<eos>", "<pad>"), "ends an answer with 0 '<pad>'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TEMPLATES)
+def test_templates_that_do_not_fit_are_told(tmp_path, capsys, what):
+    template, sentence = WRONG_TEMPLATES[what]
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    folder = save_checkpoint(tiny.model(), tokenizer, tmp_path / "m", {})
+    assert main(["sample", str(folder), "--prompt", "1", "--max-tokens", "2"]) == 0
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert sentence in warning
+    rows = [{"prompt": [{"role": "user", "content": str(i)}], "label": "1"} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {
+        "name": "t",
+        "model": {"path": str(folder)},
+        "domains": {"a": {"source": str(tmp_path / "rows.jsonl"), "reward": "cli_reward:length"}},
+        "rollout": {"max_new_tokens": 5, "max_sequence": 24},
+        "baselines": {"methods": []},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["doctor", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")]) == 0
+    assert [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("warning") and sentence in line
+    ]
+
+
+def test_messages_without_a_chat_template_are_an_error_of_the_doctor(tmp_path, models, capsys):
+    rows = [{"prompt": [{"role": "user", "content": str(i)}], "label": "1"} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {
+        "name": "t",
+        "model": {"path": models[0]},
+        "domains": {"a": {"source": str(tmp_path / "rows.jsonl"), "reward": "cli_reward:length"}},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    for command in ("doctor", "run"):
+        assert main([command, str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")]) == 2
+        said = capsys.readouterr()
+        assert "the tokenizer has no chat template; set model.chat_template" in said.out + said.err
