@@ -11,7 +11,7 @@ from typing import Any
 from opd.config import Recipe
 from opd.errors import OpdError
 from opd.models.hf_folder import CHECKSUMS
-from opd.pipelines.evaluation.evaluate import measured, measurements
+from opd.pipelines.evaluation.evaluate import measured, measured_sets, measurements
 from opd.pipelines.launch.machine import settle
 from opd.pipelines.launch.workers import run_side_by_side
 from opd.pipelines.records.cards import write_cards
@@ -46,7 +46,8 @@ def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
 def record(recipe: Recipe, folder: RunFolder) -> None:
     """results.json, the models' cards and report.html of what the run has done so far."""
     write_results(recipe, folder)
-    write_cards(recipe, folder, measured(folder))
+    on_sets = measured_sets(folder)
+    write_cards(recipe, folder, {n: rows | on_sets.get(n, {}) for n, rows in measured(folder).items()})
     write_report(folder.path)
 
 

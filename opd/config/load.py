@@ -69,6 +69,7 @@ def _resolve(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
     found = [path for path in paths if path[-1] == given[-1] and _in_order(given, path)]
     if len(found) > 1:  # a domain's own settings are asked for by its name
         found = [path for path in found if path[0] != "domains" or path[1] in given] or found
+        found = [path for path in found if path[:2] != ("evaluation", "sets") or path[2] in given] or found
     if len(found) == 1:
         return found[0]
     if found:
@@ -182,14 +183,14 @@ def located(recipe: Recipe) -> Recipe:
 
 def path_keys(recipe: Recipe) -> list[KeyPath]:
     """The keys of `recipe` whose values, if there are any, are paths of files or folders, or URLs."""
-    files = [
-        name for name, domain in recipe.domains.items() if domain.source.endswith((".jsonl", ".parquet"))
-    ]
+    files = [name for name, domain in recipe.domains.items() if domain.is_file]
+    sets = [name for name, domain in recipe.of_sets().domains.items() if domain.is_file]
     return [
         ("run_dir",),
         ("storage", "published"),
         *model_keys(recipe),
         *(("domains", name, "source") for name in files),
+        *(("evaluation", "sets", name, "source") for name in sets),
         *([("sft", "source")] if recipe.sft is not None else []),
         *(("domains", name, "sft", "source") for name, domain in recipe.domains.items() if domain.sft),
         *([("rollout", "engine", "folder")] if recipe.rollout.engine.type == "sglang" else []),

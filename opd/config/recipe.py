@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from opd.config.base import Config, Name
 from opd.config.distill import DistillConfig
+from opd.config.evaluation import EvaluationConfig
 from opd.config.rewards import RewardConfig
 from opd.config.rl import SpecialistConfig
 from opd.config.sft import SFTConfig
@@ -21,6 +22,7 @@ from opd.config.teachers import (
     TorchEngineConfig,
 )
 from opd.config.train import BatchConfig, LoRAConfig, OptimConfig, TrainConfig
+from opd.config.writing import WritingConfig
 from opd.redact import learn
 
 
@@ -58,22 +60,6 @@ class TokenLogConfig(Config):
     """Seconds between two flushes with `fsync: interval`."""
     segment_mb: int = Field(default=64, gt=0)
     """Size of the log's files (MiB)."""
-
-
-class WritingConfig(Config):
-    """How responses are written; a domain may have settings of its own."""
-
-    temperature: float = Field(default=1.0, ge=0.001, le=1000)
-    """Sampling temperature; student and teacher are scored at it too."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the fewest tokens with at least this probability together; 1 is all of them."""
-    top_k: int = Field(default=0, ge=0)
-    """Sample from this many of the most likely tokens; 0 is all of them."""
-    max_new_tokens: int = Field(default=16, gt=0, le=100_000_000)
-    """Response tokens after which a response is cut; it then counts as truncated."""
-    generate: str | None = None
-    """Dotted path of `generate(engine, prompts, group_size, sampling, seed) -> groups`, for responses of
-    several turns with an environment, tools or search (`opd.rollout.collect`)."""
 
 
 class SharesConfig(Config):
@@ -122,6 +108,11 @@ class DomainConfig(Config):
     The baseline `mixed_grpo` has one temperature, `top_p` and `top_k`, the recipe's."""
     distill: SharesConfig | None = None
     """Its share of the merge's steps, in place of the recipe's `distill`."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the source is a file, and not generated."""
+        return self.source.endswith((".jsonl", ".parquet"))
 
 
 class RolloutConfig(WritingConfig):
@@ -314,21 +305,6 @@ class BaselinesConfig(Config):
     """Also train mixed-domain GRPO for the tokens of all specialists plus the merge."""
 
 
-class EvaluationConfig(Config):
-    """Held-out accuracy, greedy and sampled at the rollout temperature."""
-
-    prompts_per_domain: int = Field(default=500, gt=0, le=1_000_000)
-    """Held-out prompts that every model answers."""
-    samples_per_prompt: int = Field(default=1, gt=0, le=10_000)
-    """Above 1 the intervals are too narrow: they take samples of one prompt as independent."""
-    confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Of the intervals in results and report."""
-    every: int = Field(default=0, ge=0)
-    """Steps between evaluations inside the merge (0: only at the end), on `curve_prompts` prompts."""
-    curve_prompts: int = Field(default=100, gt=0, le=1_000_000)
-    """Held-out prompts a domain for the learning curve, where `every` is above 0."""
-
-
 class RuntimeConfig(Config):
     """The machine."""
 
@@ -353,18 +329,33 @@ OF_DOMAINS = {"specialist": SpecialistConfig, "rollout": WritingConfig}
 
 
 def inherited(data: Any) -> Any:
-    """A recipe as it is written, in which each domain's own settings stand on the recipe's of that name."""
-    domains = data.get("domains") if isinstance(data, Mapping) else None
-    if not isinstance(domains, Mapping):
+    """A recipe as it is written, in which the own settings of each domain and evaluation set stand on the
+    recipe's of that name.
+    """
+    if not isinstance(data, Mapping):
         return data
     found = {}
-    for name, config in domains.items():
+    if isinstance(data.get("domains"), Mapping):
+        found["domains"] = _inheriting(data, data["domains"], OF_DOMAINS)
+    evaluation = data.get("evaluation")
+    if isinstance(evaluation, Mapping) and isinstance(evaluation.get("sets"), Mapping):
+        sets = _inheriting(data, evaluation["sets"], {"rollout": WritingConfig})
+        found["evaluation"] = {**evaluation, "sets": sets}
+    return {**data, **found}
+
+
+def _inheriting(
+    data: Mapping[str, Any], entries: Mapping[str, Any], groups: Mapping[str, type[Config]]
+) -> dict[str, Any]:
+    """`entries`, whose own settings of `groups` stand on those of `data`."""
+    found = {}
+    for name, config in entries.items():
         own = {}
-        for key, schema in OF_DOMAINS.items() if isinstance(config, Mapping) else ():
+        for key, schema in groups.items() if isinstance(config, Mapping) else ():
             if isinstance(config.get(key), Mapping):
                 own[key] = _over(_part(data.get(key), schema), config[key])
         found[name] = {**config, **own} if own else config
-    return {**data, "domains": found}
+    return found
 
 
 def _part(general: Any, schema: type[Config]) -> Any:
@@ -473,6 +464,24 @@ class Recipe(Config):
         }
         return self.model_copy(update={"domains": domains})
 
+    def of_sets(self) -> Recipe:
+        """The recipe with its evaluation sets in the place of its domains: how they are asked and rewarded.
+
+        All of a file is held out; of what is generated the share that no generated domain is trained on.
+        """
+        generated = [config.held_out for config in self.domains.values() if not config.is_file]
+        least = min([DomainConfig.model_fields["held_out"].default, *generated])
+        domains = {}
+        for name, own in self.evaluation.sets.items():
+            said = {
+                key: getattr(own, key) for key in ("source", "params", "reward", "long_prompts", "rollout")
+            }
+            config = DomainConfig(**said)
+            domains[name] = config.model_copy(
+                update={"held_out": 1.0 if config.is_file else least, "prompts": 0}
+            )
+        return self.model_copy(update={"domains": domains})
+
     def longest_response(self) -> int:
         """The most response tokens that any domain allows."""
         return max(self.for_domain(name).rollout.max_new_tokens for name in self.domains)
@@ -522,6 +531,16 @@ class Recipe(Config):
             for name, entry in entries.items()
         }
         return {**data, "teachers": typed}
+
+    @model_validator(mode="after")
+    def _sets_have_names_of_their_own(self) -> Recipe:
+        for name in self.evaluation.sets:
+            if name in self.domains:
+                raise ValueError(
+                    f"evaluation.sets.{name} has the name of a domain, whose held-out prompts are measured"
+                    " under it; choose another name"
+                )
+        return self
 
     @model_validator(mode="after")
     def _all_is_trained(self) -> Recipe:

@@ -29,7 +29,7 @@ def load_domain(name: str, config: DomainConfig, *, seed: int, held_out_prompts:
     kind, separator, argument = config.source.partition(":")
     if separator and kind in _SOURCES:
         return _SOURCES[kind](argument, name, config, seed=seed, held_out_prompts=held_out_prompts)
-    if config.source.endswith((".jsonl", ".parquet")):
+    if config.is_file:
         return load_file(name, config, held_out_prompts=held_out_prompts)
     raise DataError(
         f"domains.{name}.source {config.source!r} is unknown; give procedural:NAME, reasoning-gym:NAME, or a "
@@ -54,6 +54,7 @@ def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Doma
     If rows have a `domain` column, those of `params.domain` (default: the domain's name) are taken. Columns
     other than `prompt`, `label`, `domain` and `messages` become the prompts' metadata. Raises `DataError` for
     a bad row, naming file and line, and if nothing is left to train or to evaluate on.
+    With a share of 1, an evaluation set's, there is nothing to train on.
     """
     wanted = _wanted_domain(name, config)
     found: set[str] = set()
@@ -105,8 +106,9 @@ def _refuse_empty(
                 f"{config.source} has no rows of domain {config.params.get('domain', name)!r}, only of "
                 f"{', '.join(sorted(found))}; set domains.{name}.params.domain to one of these."
             )
-        raise DataError(f"{config.source} is empty; domain {name} needs at least two prompts.")
-    if not train or not held_out:
+        needed = "two prompts" if config.held_out < 1 else "one prompt"
+        raise DataError(f"{config.source} is empty; domain {name} needs at least {needed}.")
+    if (not train and config.held_out < 1) or not held_out:
         pile = "training" if held_out else "held-out"
         raise DataError(
             f"{config.source}: no {pile} prompts are left of {len(train) + len(held_out)} in domain {name}; "

@@ -329,7 +329,7 @@ def load_reasoning_gym(
             piles[pile][question] = Prompt.of(content, {"answer": entry["answer"], "index": index}, name)
             newest = index
         index += 1
-    if not piles[0] or len(piles[1]) < min(1, held_out_prompts):
+    if len(piles[0]) < min(1, config.prompts) or len(piles[1]) < min(1, held_out_prompts):
         raise DataError(
             f"domains.{name}: reasoning-gym task {task!r} has only {len(piles[0])} training and "
             f"{len(piles[1])} held-out questions with these params; make them harder or change held_out."

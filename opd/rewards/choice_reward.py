@@ -40,12 +40,18 @@ def label_fault(settings: ChoiceReward, label: Any) -> str | None:
 
 def score(settings: ChoiceReward, answer: Answered) -> float:
     """1 or 0."""
+    said = chosen(settings, answer.text)
+    return float(said is not None and said == _of_label(answer.label, settings.choices))
+
+
+def chosen(settings: ChoiceReward, text: str) -> str | None:
+    """The letter that a response chooses; `None` where none is found."""
     for way in settings.extract:
-        found = extracted(answer.text, [way])
+        found = extracted(text, [way])
         said = letter(found, settings.choices) if found else None
         if said is not None:
-            return float(said == _of_label(answer.label, settings.choices))
-    return 0.0
+            return said
+    return None
 
 
-VERIFIER = Verifier(each(score), label_fault)
+VERIFIER = Verifier(each(score), label_fault, answer=chosen)

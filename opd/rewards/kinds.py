@@ -39,7 +39,10 @@ def own_reward(config: DomainConfig) -> RewardFunction | None:
     def score(samples: Sequence[RewardSample]) -> list[float | dict[str, float]]:
         return verifier.score(settings, [Answered(sample.text, sample.label) for sample in samples])
 
-    return RewardFunction(settings.type, score, "samples", False, verifier.seconds(settings))
+    def answer(sample: RewardSample) -> str | None:
+        return verifier.answer(settings, sample.text)
+
+    return RewardFunction(settings.type, score, "samples", False, verifier.seconds(settings), answer)
 
 
 def reward_of(config: DomainConfig, domain: Domain) -> RewardFunction:

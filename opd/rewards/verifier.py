@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from opd.foreign import decoding, read_document
 from opd.limited import LONGEST, LimitedProcess
+from opd.rewards.extract import extracted
 
 Score = float | dict[str, float]
 
@@ -39,6 +40,9 @@ class Verifier:
     """Raises `MissingExtraError` or `RewardError` where it cannot work with these settings here."""
     seconds: Callable[[Any], float] = lambda settings: 0.0
     """The longest that one answer may take, by the reward's own limits."""
+    answer: Callable[[Any, str], str | None] = lambda settings, text: extracted(text, settings.extract)
+    """With its settings, the answer that stands in a response, for a vote among several; `None` where none
+    does."""
 
 
 def each(score: Callable[[Any, Answered], Score]) -> Callable[[Any, Sequence[Answered]], list[Score]]:

@@ -227,14 +227,20 @@ def fit(domain: Domain, room: Room, policy: LongPrompts, encode: Encode) -> Fitt
     gone = {id(prompt) for prompt in long}
     train, held_out = ([prompt for prompt in pile if id(prompt) not in gone] for pile in piles)
     fitted = Fitted(replace(domain, train=train, held_out=held_out), long)
-    if policy == "error" or not train or not held_out:
-        missing = "" if policy == "error" else f", so no {'held-out' if train else 'training'} prompt is left"
+    emptied = [name for name, had, has in _piles(domain, fitted.domain) if had and not has]
+    if policy == "error" or emptied:
+        missing = "" if policy == "error" else f", so no {emptied[0]} prompt is left"
         raise DataError(
             f"domain {domain.name}: {fitted.count()} longer than the {room.tokens} tokens that"
             f" {room.why}{missing} ({fitted.places()}); shorten them, raise the limit, or set"
             f" domains.{domain.name}.long_prompts to truncate."
         )
     return fitted
+
+
+def _piles(before: Domain, after: Domain) -> Iterator[tuple[str, Sequence[Prompt], Sequence[Prompt]]]:
+    yield "training", before.train, after.train
+    yield "held-out", before.held_out, after.held_out
 
 
 def truncated(ids: np.ndarray, room: int, bos: int | None) -> np.ndarray:

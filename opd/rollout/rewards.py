@@ -102,6 +102,8 @@ class RewardFunction:
     is_async: bool
     seconds: float = 0.0
     """That a sample may take by limits of the function's own; 0 where it has none."""
+    answer: Callable[..., Any] | None = None
+    """Reads the answer out of a response, for a vote among several; its attribute `answer`."""
 
     def batch_arguments(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
         """Keyword arguments for a `batch` function: those of its parameters, or all columns for `**columns`.
@@ -165,8 +167,10 @@ def wrap_reward(call: Any, name: str) -> RewardFunction:
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
         getattr(call, "__call__", None)  # noqa: B004 - asked whether it is async, not whether it exists
     )
+    said: Any = getattr(call, "answer", None)
+    answer = said if callable(said) else None
     if any(parameter.name == "completions" for parameter in parameters):
-        return RewardFunction(name, call, "batch", is_async)
+        return RewardFunction(name, call, "batch", is_async, answer=answer)
     required = [
         p
         for p in parameters
@@ -179,7 +183,7 @@ def wrap_reward(call: Any, name: str) -> RewardFunction:
             f"reward {name}({shown}) has none of the accepted forms: reward(sample), or "
             "reward(prompts, completions, **columns)."
         )
-    return RewardFunction(name, call, "sample", is_async)
+    return RewardFunction(name, call, "sample", is_async, answer=answer)
 
 
 def checker_reward(checker: Checker, name: str) -> RewardFunction:
@@ -389,6 +393,41 @@ class Job:
         ]
 
 
+def _read_answers(
+    function: RewardFunction,
+    answer: Callable[[RewardSample], Any],
+    samples: Sequence[RewardSample],
+    timeout: float,
+) -> list[str | None]:
+    """What `answer` reads of each sample, in a thread that may never return."""
+    what = f"the `answer` of reward function {function.name} (domain {samples[0].domain})"
+    read: list[str | None] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with calling(what, RewardError):
+                for sample in samples:
+                    found = answer(sample)
+                    if found is not None and not isinstance(found, str):
+                        raise RewardError(
+                            f"{what} returned a {type(found).__name__}; return a text, or None where there is"
+                            " no answer."
+                        )
+                    read.append(None if found is None else str.__str__(found))
+        except BaseException as error:  # handed to the thread that asked
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name=f"answers {function.name}", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        raise RewardError(f"{what} took longer than {timeout:g} s (rollout.reward_timeout); make it faster.")
+    if failed:
+        raise failed[0]
+    return read
+
+
 class RewardRunner:
     """Holds one reward function per domain."""
 
@@ -446,6 +485,19 @@ class RewardRunner:
         texts = {key: self._decode(ids.tolist()) for key, ids in prompts.items()}  # a group shares one prompt
         views = [self._view(sample, texts[sample.prompt_ids.tobytes()]) for sample in samples]
         return Job(self._functions[domain], views, self._timeout)
+
+    def answers(self, samples: Sequence[Sample]) -> list[str]:
+        """The answer in each of one domain's responses: what the reward function's `answer` reads of it, or,
+        where it has none or reads nothing, the response without blanks around it.
+
+        Raises `RewardError` if that function raises, takes too long, or returns anything but text or `None`.
+        """
+        views = [self._view(sample, "") for sample in samples]
+        function = self._functions[samples[0].domain] if samples else None
+        read: list[str | None] = [None] * len(views)
+        if function is not None and function.answer is not None:
+            read = _read_answers(function, function.answer, views, self._timeout)
+        return [view.text.strip() if own is None else own for own, view in zip(read, views, strict=True)]
 
     def text(self, sample: Sample) -> str:
         """The response as its reward function sees it."""

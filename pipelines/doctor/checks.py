@@ -163,14 +163,14 @@ def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
     findings: list[Finding] = []
     for name in recipe.domains:
         title = f"domain {name}"
-        scorer = attempt(title, lambda name=name: _check_scorer(recipe, name))
+        scorer = attempt(title, lambda name=name: check_scorer(recipe, name))
         source = attempt(title, lambda name=name: _check_domain(recipe, name, domains))
         # One line for a sound domain, and all that is wrong with another.
         findings += scorer + ([f for f in source if f.level != "ok"] if scorer else source)
     return findings
 
 
-def _check_scorer(recipe: Recipe, name: str) -> list[Finding]:
+def check_scorer(recipe: Recipe, name: str) -> list[Finding]:
     """What is wrong with the reward of a domain, whatever its prompts are."""
     from opd.rewards.kinds import own_reward
 
@@ -291,6 +291,13 @@ def check_sizes(recipe: Recipe) -> list[Finding]:
                 f" held_out {config.held_out:g} are found among some {draws:,.0f}; ask for fewer, or for a"
                 " held_out nearer to 0.1"
             )
+    for name, config in recipe.of_sets().domains.items():
+        draws = recipe.evaluation.sets[name].prompts / config.held_out
+        if draws > _DRAWS:
+            wrong.append(
+                f"evaluation.sets.{name}: its prompts are found among some {draws:,.0f}, of which the domains"
+                f" hold out {config.held_out:g}; ask for fewer, or for domains with a larger held_out"
+            )
     return [Finding("error", "sizes", sentence) for sentence in wrong or _too_large(recipe)]
 
 
@@ -302,6 +309,10 @@ def _responses(recipe: Recipe) -> dict[str, int]:
         * sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains),
         "evaluation.prompts_per_domain x samples_per_prompt": evaluation.prompts_per_domain
         * evaluation.samples_per_prompt,
+        **{
+            f"evaluation.sets.{name}.prompts x samples_per_prompt": own.prompts * own.samples_per_prompt
+            for name, own in evaluation.sets.items()
+        },
     }
 
 

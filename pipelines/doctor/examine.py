@@ -30,6 +30,7 @@ from opd.pipelines.doctor.checks import (
     number_of,
 )
 from opd.pipelines.doctor.demonstrations import check_demonstrations
+from opd.pipelines.doctor.evaluation import check_set_prompts, check_sets
 from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models
 from opd.pipelines.records.run_folder import default_path
 
@@ -69,11 +70,13 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     sizes = check_sizes(recipe)
     findings += sizes
     domains: dict[str, Domain] = {}
+    sets: dict[str, Domain] = {}
     if not _errors(sizes):  # what they ask for may be impossible to make
         findings += check_domains(recipe, domains)
         failed = {finding.title for finding in findings if finding.level == "error"}
         sound = {name: domain for name, domain in domains.items() if f"domain {name}" not in failed}
-        findings += check_sandbox(recipe) + check_rewards(recipe, sound)
+        findings += check_sandbox(recipe) + check_sandbox(recipe.of_sets()) + check_rewards(recipe, sound)
+        findings += check_sets(recipe, sets)
         findings += check_publishing(recipe)
     if _errors(findings) and not thorough:
         return findings
@@ -90,6 +93,7 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     if any(finding.title == DEVICE and finding.level == "error" for finding in findings):
         return findings
     findings += check_models(recipe, domains, models)
+    findings += check_set_prompts(recipe, sets, models.tokenizer) if models.tokenizer is not None else []
     findings += check_demonstrations(recipe, models)
     findings += check_kinds(recipe) + check_workers(recipe)
     if models.student is None:

@@ -88,7 +88,7 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
                 )
         for name, domain in domains.items():
             findings += attempt(
-                f"prompts {name}", lambda d=domain: _check_prompts(recipe, d, models.tokenizer)
+                f"prompts {name}", lambda d=domain: check_prompts(recipe, d, models.tokenizer)
             )
     return findings
 
@@ -467,7 +467,7 @@ def _check_temperature(title: str, path: str | None, temperature: float) -> list
     return [Finding("warning", title, f"{detail}; both models are sampled and scored at the recipe's")]
 
 
-def _check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
+def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """All prompts: do they need a chat template, do they fit? Of some, how long are they?"""
     from opd.pipelines.stages.domains import prompt_room
     from opd.rollout.prompts import encode_prompt, fit

@@ -1,9 +1,11 @@
 """Intervals for the numbers a run reports: accuracies, differences, retention and recovery.
 
-Every answer is counted as an independent Bernoulli trial. That is exact for one sample per held-out prompt
-and slightly too narrow for several. The intervals speak of the evaluation's own sampling noise; they say
-nothing about how much another training seed would change. Models that answered the same prompts with the same
-noise are still treated as independent, which makes the interval of their difference a little too wide.
+One answer to each prompt is an independent Bernoulli trial. Several answers to one prompt are not: then the
+intervals are over prompts, from the variance of the prompts' means, and the answers together are worth the
+number of independent ones from which as much would be known (`worth`). The intervals speak of the
+evaluation's own sampling noise; they say nothing about how much another training seed would change. Models
+that answered the same prompts with the same noise are still treated as independent, which makes the interval
+of their difference a little too wide.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ class Count:
 
     correct: int
     total: int
+    worth: float | None = None
+    """How many independent answers they are worth, where prompts were answered several times; `None`: all."""
 
     def __post_init__(self) -> None:
-        if self.total < 1 or not 0 <= self.correct <= self.total:
+        if self.total < 1 or not 0 <= self.correct <= self.total or (self.worth or 1) <= 0:
             raise DataError(
                 f"an accuracy of {self.correct} right answers out of {self.total} cannot be estimated: "
                 "give at least one answer and no more right ones than there are answers"
@@ -43,6 +47,11 @@ class Count:
     def accuracy(self) -> float:
         """Share of right answers, in [0, 1]."""
         return self.correct / self.total
+
+    @property
+    def size(self) -> float:
+        """The number of independent answers."""
+        return self.total if self.worth is None else self.worth
 
 
 class Interval(NamedTuple):
@@ -58,11 +67,38 @@ def wilson(count: Count, confidence: float = 0.95) -> Interval:
 
     Raises `DataError` if `confidence` is not strictly between 0 and 1.
     """
-    z, n, p = _z(confidence), count.total, count.accuracy
+    return score_interval(count.accuracy, count.size, confidence)
+
+
+def score_interval(p: float, n: float, confidence: float = 0.95) -> Interval:
+    """Wilson's interval of a share `p` that is known as well as from `n` independent answers."""
+    z = _z(confidence)
     scale = 1 / (1 + z * z / n)
     centre = scale * (p + z * z / (2 * n))
     half = scale * z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
+
+
+def worth(means: Sequence[float], each: int) -> float:
+    """How many independent answers the prompts' `means` of `each` answers are worth: as many as would leave
+    the mean over prompts the same variance.
+
+    At least one a prompt, where all answers to it are alike, and at most all of them.
+    """
+    n, p = len(means), float(np.mean(means))
+    variance = float(np.var(means, ddof=1)) / n if n > 1 else 0.0
+    if p in (0.0, 1.0) or n < 2:
+        return float(n)
+    return float(min(max(p * (1 - p) / variance, n) if variance > 0 else n * each, n * each))
+
+
+def over_prompts(values: Sequence[float], each: int, confidence: float = 0.95) -> Interval:
+    """Mean of the prompts' `values`, shares in [0, 1] of which each is known as from `each` answers or fewer,
+    with an interval over prompts.
+    """
+    # Sums of shares may be beyond 1 by their rounding.
+    mean = min(1.0, max(0.0, float(np.mean(values))))
+    return score_interval(mean, worth(values, each), confidence)
 
 
 def contrast(terms: Sequence[tuple[float, Count]], confidence: float = 0.95) -> Interval:
@@ -145,7 +181,9 @@ def _draw(count: Count, rng: np.random.Generator) -> np.ndarray:
 
     Resampling Binomial(n, p) instead would give no spread at all where every answer was right.
     """
-    return rng.beta(count.correct + 0.5, count.total - count.correct + 0.5, DRAWS)
+    scale = count.size / count.total
+    wrong = count.total - count.correct
+    return rng.beta(scale * count.correct + 0.5, scale * wrong + 0.5, DRAWS)
 
 
 def _percentiles(value: float, draws: np.ndarray, confidence: float) -> Interval:

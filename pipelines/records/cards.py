@@ -185,6 +185,9 @@ def _accuracy(rows: Mapping[str, Any]) -> Any:
         found = row["sampled"]
         share, low, high = (f"{100 * found[key]:.1f}" for key in ("accuracy", "low", "high"))
         table[domain] = {"sampled, % right": f"{share} ({low} to {high})", "held-out answers": found["total"]}
+        for key, word in (("pass_at", "pass"), ("maj_at", "maj")):
+            for k, value in row.get(key, {}).items():
+                table[domain][f"{word}@{k}, %"] = f"{100 * value['value']:.1f}"
         if "greedy" in row:
             table[domain]["greedy, % right"] = f"{100 * row['greedy']['accuracy']:.1f}"
     return table

@@ -65,6 +65,7 @@ def hub_names(recipe: Recipe) -> dict[KeyPath, tuple[str, HubName]]:
     used = {name for domain in recipe.domains for name in recipe.teacher_weights(domain)}
     keys = [key for key in model_keys(recipe) if key[0] != "teachers" or key[1] in used]
     keys += [("domains", name, "source") for name in recipe.domains]
+    keys += [("evaluation", "sets", name, "source") for name in recipe.evaluation.sets]
     keys += [("sft", "source")] if recipe.sft is not None else []
     keys += [("domains", name, "sft", "source") for name, domain in recipe.domains.items() if domain.sft]
     data, found = recipe.model_dump(), {}

@@ -40,6 +40,11 @@ def user_functions(recipe: Recipe) -> dict[str, tuple[str, Sequence[str]]]:
             for name, domain in recipe.domains.items()
             if domain.rollout is not None and domain.rollout.generate != recipe.rollout.generate
         },
+        **{
+            f"evaluation.sets.{name}.rollout.generate": (own.rollout.generate, GENERATE)
+            for name, own in recipe.evaluation.sets.items()
+            if own.rollout is not None and own.rollout.generate != recipe.rollout.generate
+        },
         **_of_specialist("specialist", recipe.specialist),
         **{
             key: found
@@ -68,12 +73,14 @@ def _of_specialist(where: str, config: SpecialistConfig) -> dict[str, tuple[str 
 def user_code(recipe: Recipe) -> dict[str, str]:
     """Key of the recipe -> dotted path of all code of the user's own."""
     paths = {where: path for where, (path, _) in user_functions(recipe).items()}
-    for name, domain in recipe.domains.items():
-        if isinstance(domain.reward, FunctionReward):
-            paths[f"domains.{name}.reward"] = domain.reward.path
-        kind, _, task = domain.source.partition(":")
+    sources = {f"domains.{name}": domain for name, domain in recipe.domains.items()}
+    sources |= {f"evaluation.sets.{name}": own for name, own in recipe.of_sets().domains.items()}
+    for where, own in sources.items():
+        if isinstance(own.reward, FunctionReward):
+            paths[f"{where}.reward"] = own.reward.path
+        kind, _, task = own.source.partition(":")
         if kind == "procedural" and ":" in task:
-            paths[f"domains.{name}.source"] = task
+            paths[f"{where}.source"] = task
     return paths
 
 
@@ -121,12 +128,11 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name in used:
         if name in given:
             yield f"teachers.{name}.path", given[name]
-    for name, domain in recipe.domains.items():
-        if Path(domain.source).is_file():
-            yield f"domains.{name}.source", domain.source
+    files = {f"domains.{name}.source": domain.source for name, domain in recipe.domains.items()}
+    files |= {f"evaluation.sets.{name}.source": own.source for name, own in recipe.evaluation.sets.items()}
     for name, sft in recipe.demonstrated().items():
-        if Path(sft.source).is_file():
-            yield f"domains.{name}.sft.source" if name else "sft.source", sft.source
+        files[f"domains.{name}.sft.source" if name else "sft.source"] = sft.source
+    yield from ((where, source) for where, source in files.items() if Path(source).is_file())
 
 
 def _digests(source: str) -> dict[str, str]:

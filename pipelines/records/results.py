@@ -13,7 +13,8 @@ import torch
 from opd import installed_version
 from opd.config import Recipe
 from opd.config.hub_names import told
-from opd.pipelines.evaluation.evaluate import best_teachers, kept_answers, measured, side_by_side
+from opd.pipelines.evaluation.answers import side_by_side
+from opd.pipelines.evaluation.evaluate import best_teachers, kept_answers, measured, measured_sets
 from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
 from opd.pipelines.records.cards import Cards, made_here
 from opd.pipelines.records.run_folder import RunFolder
@@ -25,7 +26,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     """Collect the finished stages of a run into results.json."""
     done = {name: folder.stage_done(name) for name in plan(recipe)}
     finished = {name: result for name, result in done.items() if result is not None}
-    models = measured(folder)
+    models, on_sets = measured(folder), measured_sets(folder)
     results = {
         "name": recipe.name,
         "seed": recipe.seed,
@@ -33,17 +34,24 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": _machine(),
         "domains": list(recipe.domains),
-        "models": [_model(name, rows, finished) for name, rows in models.items()],
+        "models": [
+            _model(name, rows, finished) | ({"sets": on_sets[name]} if name in on_sets else {})
+            for name, rows in models.items()
+        ],
         "stop_ids": finished.get("merge", {}).get("stop_ids", []),
         "recovery": _recoveries(recipe, models),
         "folders": _folders(recipe, folder, finished),
-        "answers": side_by_side(kept_answers(folder), list(recipe.domains), best_teachers(recipe, models)),
+        "answers": side_by_side(
+            kept_answers(folder),
+            [*recipe.domains, *recipe.evaluation.sets],
+            best_teachers(recipe, models),
+        ),
         "stages": [_stage(name, result) for name, result in finished.items()],
         "teachers": _teachers(folder) if "merge" in finished else {},
         "counters": finished.get("merge", {}).get("counters", {}),
         "code_changes": folder.code_changes,
         "hub": folder.hub,
-        "sandboxes": sandboxes(recipe.domains),
+        "sandboxes": sandboxes(recipe.domains | recipe.of_sets().domains),
     }
     folder.write_results(results, finished)
     return folder.results
@@ -119,7 +127,8 @@ def _recoveries(recipe: Recipe, models: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count(row: dict[str, Any]) -> Count:
-    return Count(row["sampled"]["correct"], row["sampled"]["total"])
+    found = row["sampled"]
+    return Count(found["correct"], found["total"], found.get("worth"))
 
 
 def _stage(name: str, result: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,10 @@ class ModelResult:
     settings: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, dict[str, float]] = field(default_factory=dict)
     """Quantiles of the sampled responses' tokens, by domain."""
+    sets: dict[str, Accuracy] = field(default_factory=dict)
+    """Sampled, by evaluation set."""
+    several: dict[str, dict[str, Interval]] = field(default_factory=dict)
+    """Domain or set -> `pass@4`, `maj@4` and the like, where several answers to each prompt were measured."""
 
     @property
     def teaches(self) -> bool:
@@ -117,6 +121,11 @@ class Run:
         """What its teachers are called: "specialist" where the run trained all of them."""
         return "teacher" if any(model.kind == "teacher" for model in self.models) else "specialist"
 
+    @property
+    def sets(self) -> list[str]:
+        """The evaluation sets that a model was measured on."""
+        return list(dict.fromkeys(name for model in self.models for name in model.sets))
+
     def teachers_of(self, domain: str) -> list[ModelResult]:
         """The evaluated teachers of `domain`."""
         named = self.config.get("domains", {}).get(domain, {}).get("teacher") or domain
@@ -185,7 +194,8 @@ def _assemble(results: dict, config: dict, metrics: dict[str, list[dict]], fallb
 
 
 def _model(entry: dict) -> ModelResult:
-    domains = entry.get("domains", {})
+    domains, sets = entry.get("domains", {}), entry.get("sets", {})
+    several = {name: _several(value) for name, value in (domains | sets).items()}
     return ModelResult(
         name=entry["name"],
         kind=entry["kind"],
@@ -196,12 +206,24 @@ def _model(entry: dict) -> ModelResult:
         seconds=float(entry.get("seconds", 0.0)),
         settings=entry.get("settings") or {},
         lengths={name: value["lengths"] for name, value in domains.items() if "lengths" in value},
+        sets={name: _accuracy(value["sampled"]) for name, value in sets.items()},
+        several={name: found for name, found in several.items() if found},
     )
+
+
+def _several(entry: dict) -> dict[str, Interval]:
+    return {
+        f"{word}@{k}": _interval(value)
+        for key, word in (("pass_at", "pass"), ("maj_at", "maj"))
+        for k, value in entry.get(key, {}).items()
+    }
 
 
 def _accuracy(entry: dict) -> Accuracy:
     interval = Interval(float(entry["accuracy"]), float(entry["low"]), float(entry["high"]))
-    return Accuracy(Count(int(entry["correct"]), int(entry["total"])), interval)
+    worth = entry.get("worth")
+    count = Count(int(entry["correct"]), int(entry["total"]), None if worth is None else float(worth))
+    return Accuracy(count, interval)
 
 
 def _interval(entry: dict) -> Interval:

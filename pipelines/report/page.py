@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from opd.pipelines.report import figures, tables
+from opd.pipelines.report import evaluated, figures, tables
 from opd.pipelines.report.charts import MARKERS, variables
 from opd.pipelines.report.figures import Cue, Cues, Panel
 from opd.pipelines.report.load import Run
@@ -108,7 +108,26 @@ def _accuracy(run: Run, cues: Cues) -> str:
             "nothing to recover."
         )
         parts.append(f"<h3>Recovery</h3>{_captioned(recovery, note)}")
+    parts += _evaluated_beside(run, level)
     return _section("Accuracy", "".join(parts))
+
+
+def _evaluated_beside(run: Run, level: str) -> list[str]:
+    """Evaluation sets, and several answers to each prompt, where there are any."""
+    parts = []
+    sets = evaluated.sets_table(run)
+    if sets:
+        note = f"Sampled, % right, on sets of prompts with sources of their own; {level} intervals."
+        parts.append(f"<h3>Evaluation sets</h3>{_captioned(sets, note)}")
+    several = evaluated.several_tables(run)
+    if several:
+        note = (
+            "pass@k: share of prompts of which one of k sampled answers is right, the unbiased estimate from "
+            "all of them; maj@k: how often the commonest of k is right. In %, with "
+            f"{level} intervals over prompts."
+        )
+        parts.append(f"<h3>Several answers to each prompt</h3>{_captioned(several, note)}")
+    return parts
 
 
 def _answers(run: Run) -> str:

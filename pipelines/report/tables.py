@@ -126,12 +126,12 @@ def accuracy_table(run: Run, cues: Cues) -> str:
     corner = '<td class="corner"></td>'
     rows = []
     for model in ordered(run):
-        cells = "".join(_heat(model.sampled.get(d), run.teacher(d) is model) for d in run.domains)
+        cells = "".join(heat(model.sampled.get(d), run.teacher(d) is model) for d in run.domains)
         cells += _mean(run, model.sampled, heat=True) if several else ""
         if greedy:
             cells += _greedy(run, model) + (_mean(run, model.greedy, heat=False) if several else "")
-        rows.append(_row(model_label(model.name), cells, f"is-{model.kind}"))
-    return _table(f"<tr>{corner}{groups}</tr><tr>{corner}{columns}</tr>", rows, "heat")
+        rows.append(row(model_label(model.name), cells, f"is-{model.kind}"))
+    return table(f"<tr>{corner}{groups}</tr><tr>{corner}{columns}</tr>", rows, "heat")
 
 
 def alternatives_table(run: Run) -> str:
@@ -160,7 +160,7 @@ def alternatives_table(run: Run) -> str:
         cells += f"<td>{duration(model.seconds)}</td>" if model.seconds else EMPTY
         settings = ", ".join(f"{key} {_setting(value)}" for key, value in model.settings.items())
         cells += f'<td class="text">{escape(settings)}</td>'
-        rows.append(_row(model_label(model.name), cells, f"is-{model.kind}"))
+        rows.append(row(model_label(model.name), cells, f"is-{model.kind}"))
     if own:
         mean = mean_accuracy([accuracy.count for _, accuracy in own], run.confidence)
         cells = f"<td>{100 * mean.value:.1f}<small>{bounds(mean)}</small></td>" + _specialist_gap(run)
@@ -170,13 +170,13 @@ def alternatives_table(run: Run) -> str:
         cells += f"<td>{duration(seconds)}</td>" if seconds else EMPTY
         rows.insert(
             1,
-            _row(
+            row(
                 own_label(run.teacher_word),
                 cells + f'<td class="text">{"sum of all" if tokens else ""}</td>',
                 "is-specialist",
             ),
         )
-    return _table(head, rows) if rows else ""
+    return table(head, rows) if rows else ""
 
 
 def recovery_table(run: Run, cues: Cues) -> str:
@@ -192,8 +192,8 @@ def recovery_table(run: Run, cues: Cues) -> str:
             value = run.recovery[name].get(domain)
             cells += f"<td>{100 * value.value:.1f}<small>{bounds(value)}</small></td>" if value else EMPTY
         model = run.model(name)
-        rows.append(_row(model_label(name), cells, f"is-{model.kind if model else 'baseline'}"))
-    return _table(_head("Model", *columns, raw=True), rows)
+        rows.append(row(model_label(name), cells, f"is-{model.kind if model else 'baseline'}"))
+    return table(_head("Model", *columns, raw=True), rows)
 
 
 def teachers_table(run: Run, cues: Cues) -> str:
@@ -205,8 +205,8 @@ def teachers_table(run: Run, cues: Cues) -> str:
         kl, tokens, gradient = (values.get(key) for key in ("kl", "token_share", "grad_share"))
         cells = f"<td>{kl:.4f}</td>" if kl is not None else EMPTY
         cells += "".join(f"<td>{100 * v:.1f}</td>" if v is not None else EMPTY for v in (tokens, gradient))
-        rows.append(_row(f"{_swatch(cues, name)}{escape(name)}", cells, "name", raw=True))
-    return _table(_head("Teacher", "KL, nats per token", "Tokens, %", "Gradient, %"), rows)
+        rows.append(row(f"{_swatch(cues, name)}{escape(name)}", cells, "name", raw=True))
+    return table(_head("Teacher", "KL, nats per token", "Tokens, %", "Gradient, %"), rows)
 
 
 def models_table(run: Run) -> str:
@@ -216,9 +216,9 @@ def models_table(run: Run) -> str:
         digest = told.get("digest", "")
         cells = f'<td class="text"><code>{escape(told["folder"])}</code></td>'
         cells += f'<td class="text" title="{escape(digest)}"><code>{escape(digest[:16])}</code></td>'
-        rows.append(_row(model_label(name), cells))
+        rows.append(row(model_label(name), cells))
     return (
-        _table('<tr><th></th><th class="text">Folder</th><th class="text">Digest</th></tr>', rows)
+        table('<tr><th></th><th class="text">Folder</th><th class="text">Digest</th></tr>', rows)
         if rows
         else ""
     )
@@ -237,14 +237,14 @@ def stages_table(run: Run) -> str:
         cells += f"<td>{amount(rate)}</td>" if rate else EMPTY
         memory = stage.peak_rss_mb
         cells += f"<td>{memory:,.0f}</td>".replace(",", NARROW) if memory else EMPTY
-        rows.append(_row(stage_label(stage.name), cells))
-    return _table(_head("Stage", "Time", "Steps", "Student tokens", "Tokens/s", "Peak memory, MB"), rows)
+        rows.append(row(stage_label(stage.name), cells))
+    return table(_head("Stage", "Time", "Steps", "Student tokens", "Tokens/s", "Peak memory, MB"), rows)
 
 
 def counters_table(run: Run) -> str:
     """Counters of the merge: teachers, stores, rollouts and their log."""
-    rows = [_row(label, f"<td>{escape(value)}</td>") for label, value in counter_rows(run)]
-    return _table(_head("Counter", "Value"), rows, "narrow") if rows else ""
+    rows = [row(label, f"<td>{escape(value)}</td>") for label, value in counter_rows(run)]
+    return table(_head("Counter", "Value"), rows, "narrow") if rows else ""
 
 
 def _specialist_gap(run: Run) -> str:
@@ -265,11 +265,13 @@ def _columns(names: Sequence[str], first: str = "") -> str:
     )
 
 
-def _heat(accuracy: Accuracy | None, own: bool = False) -> str:
-    return _heat_cell(accuracy.interval, "own" if own else "") if accuracy else EMPTY
+def heat(accuracy: Accuracy | None, own: bool = False) -> str:
+    """A cell of an accuracy; `own` frames it."""
+    return heat_cell(accuracy.interval, "own" if own else "") if accuracy else EMPTY
 
 
-def _heat_cell(value: Interval, kind: str = "") -> str:
+def heat_cell(value: Interval, kind: str = "") -> str:
+    """A cell of a share in %, the more colour the higher, with its interval."""
     share = f"{100 * value.value:.1f}"
     return f'<td{_class(kind)} style="--p:{share}%">{share}<small>{bounds(value)}</small></td>'
 
@@ -278,7 +280,7 @@ def _mean(run: Run, accuracies: dict[str, Accuracy], heat: bool) -> str:
     if not set(run.domains) <= set(accuracies):
         return EMPTY
     mean = mean_accuracy([accuracies[domain].count for domain in run.domains], run.confidence)
-    return _heat_cell(mean) if heat else f"<td>{100 * mean.value:.1f}</td>"
+    return heat_cell(mean) if heat else f"<td>{100 * mean.value:.1f}</td>"
 
 
 def _greedy(run: Run, model: ModelResult) -> str:
@@ -305,11 +307,13 @@ def _head(*names: str, raw: bool = False, prose: str = "") -> str:
     return f"<tr>{cells}</tr>"
 
 
-def _row(label: str, cells: str, kind: str = "", raw: bool = False) -> str:
+def row(label: str, cells: str, kind: str = "", raw: bool = False) -> str:
+    """A row of `cells`, which are HTML, behind its label; a `raw` one is HTML too."""
     return f'<tr{_class(kind)}><th scope="row">{label if raw else escape(label)}</th>{cells}</tr>'
 
 
-def _table(head: str, rows: Sequence[str], kind: str = "") -> str:
+def table(head: str, rows: Sequence[str], kind: str = "") -> str:
+    """A table that scrolls where it is too wide."""
     columns = max(row.count("<td") for row in rows) if rows else 0
     hint = '<p class="hint" aria-hidden="true">The table scrolls sideways \u2192</p>' if columns > 3 else ""
     return (

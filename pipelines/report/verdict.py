@@ -361,7 +361,7 @@ def _error(run: Run) -> list[str]:
     if not known:
         return []
     widest = max((a.interval.high - a.interval.low) / 2 for a in known)
-    answers = min(a.count.total for a in known)
+    answers = int(min(a.count.size for a in known))
     said = f"each known to ± {100 * widest:.1f} points or better ({percent(run.confidence, 0)} intervals)"
     if answers < FEW:
         said += f": {answers} answers are few, raise evaluation.prompts_per_domain to tell models apart"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from opd.config import DistillConfig, PolicyLossConfig, Recipe, SampledTokenK1, SampledTokenK2
-from opd.pipelines.evaluation.evaluate import prompt_accuracy
+from opd.pipelines.evaluation.measure import prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, train

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,13 +96,18 @@ class DomainSet:
     _encode: Callable[[Prompt], EncodedPrompt]
 
     @classmethod
-    def open(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> DomainSet:
-        """Load the sources and the reward functions. Prompts that are too long are dealt with as the recipe
-        says, and logged.
+    def open(
+        cls,
+        recipe: Recipe,
+        tokenizer: PreTrainedTokenizerBase,
+        loaded: Mapping[str, Domain] | None = None,
+    ) -> DomainSet:
+        """Load the reward functions and the sources, unless they are `loaded`. Prompts that are too long are
+        dealt with as the recipe says, and logged.
         """
         rooms, domains = {name: prompt_room(recipe, tokenizer, name) for name in recipe.domains}, {}
         template = recipe.model.chat_template_kwargs
-        for name, domain in load_domains(recipe).items():
+        for name, domain in (load_domains(recipe) if loaded is None else loaded).items():
             policy = recipe.domains[name].long_prompts
             fitted = fit(domain, rooms[name], policy, lambda p: encode_prompt(p, tokenizer, template))
             domains[name] = fitted.domain
@@ -113,7 +118,7 @@ class DomainSet:
             functions[name] = reward_of(config, domains[name])
         stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
         rewards = RewardRunner(functions, tokenizer, timeout=recipe.rollout.reward_timeout, stops=stops)
-        cursors = {name: PromptCursor(d.train, recipe.seed, name) for name, d in domains.items()}
+        cursors = {name: PromptCursor(d.train, recipe.seed, name) for name, d in domains.items() if d.train}
 
         bos: Any = tokenizer.bos_token_id  # one number, though its annotation allows more
 

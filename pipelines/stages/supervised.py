@@ -19,7 +19,7 @@ from opd.config import OptimConfig, Recipe, WarmupConfig
 from opd.errors import ConfigError, TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.evaluation.evaluate import prompt_accuracy
+from opd.pipelines.evaluation.measure import prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.stages.loop import Algorithm, Extent, LoopState, Plan, Step, Update, train

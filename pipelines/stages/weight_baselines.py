@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opd.errors import ModelError
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.evaluation.evaluate import prompt_accuracy
+from opd.pipelines.evaluation.measure import prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.student import Writer, load_model, make_writer, tokenizer_of, ways_of

@@ -1,0 +1,75 @@
+"""What is measured of every model of a run: held-out prompts of the domains, and sets of their own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from opd.config.base import Config, Name
+from opd.config.rewards import RewardConfig
+from opd.config.writing import WritingConfig
+
+K = Annotated[int, Field(gt=0, le=10_000)]
+
+
+class SamplesConfig(Config):
+    """Several answers to each prompt, and what is made of them."""
+
+    samples_per_prompt: int = Field(default=1, gt=0, le=10_000)
+    """Sampled answers to each prompt. The intervals are over prompts, so more answers to the same ones narrow
+    them only as far as these answers differ."""
+    pass_at: list[K] = Field(default=[], max_length=32)
+    """For each k the share of prompts of which one of k sampled answers is right: the unbiased estimate from
+    all `samples_per_prompt`, which must be k or more."""
+    maj_at: list[K] = Field(default=[], max_length=32)
+    """For each k how often the commonest of k sampled answers is right, mean over the disjoint groups of k
+    among the `samples_per_prompt`. An answer is what the reward reads of a response if it has an `answer`
+    function, else the response without blanks around it; a tie counts by its share."""
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> SamplesConfig:
+        for key in ("pass_at", "maj_at"):
+            asked = getattr(self, key)
+            if asked and max(asked) > self.samples_per_prompt:
+                raise ValueError(
+                    f"{key} {max(asked)} needs as many answers to each prompt, and samples_per_prompt is"
+                    f" {self.samples_per_prompt}; raise it to {max(asked)}"
+                )
+            if len(set(asked)) < len(asked):
+                raise ValueError(f"{key} {asked} names a k twice; give each once")
+        return self
+
+
+class SetConfig(SamplesConfig):
+    """An evaluation set: prompts that nothing of the run is trained on, from a source of their own."""
+
+    source: str = Field(min_length=1)
+    """As of a domain: `procedural:NAME`, `reasoning-gym:NAME`, or a `.jsonl` / `.parquet` file. All of a file
+    is held out; of what is generated, that part which no generated domain of the run is trained on."""
+    params: dict[str, Any] = {}
+    """Arguments of the source; for a file, `domain` keeps the rows whose column `domain` says so."""
+    reward: RewardConfig | None = None
+    """What scores answers, as of a domain; `None` takes the source's own checker."""
+    prompts: int = Field(default=500, gt=0, le=1_000_000)
+    """Prompts that every model answers: of a file the first in the order of their hash, or all it has."""
+    long_prompts: Literal["drop", "truncate", "error"] = "drop"
+    """What becomes of a prompt that leaves no room for its response, as of a domain's."""
+    rollout: WritingConfig | None = None
+    """How its responses are written in place of the recipe's `rollout`, of which it keeps all that is not
+    said here; `generate` lets an agent answer."""
+
+
+class EvaluationConfig(SamplesConfig):
+    """Held-out accuracy, greedy and sampled at the rollout temperature."""
+
+    prompts_per_domain: int = Field(default=500, gt=0, le=1_000_000)
+    """Held-out prompts that every model answers."""
+    sets: dict[Name, SetConfig] = {}
+    """Sets of prompts beside the domains' held-out ones, each measured on every model of the run."""
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Of the intervals in results and report."""
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations inside the merge (0: only at the end), on `curve_prompts` prompts."""
+    curve_prompts: int = Field(default=100, gt=0, le=1_000_000)
+    """Held-out prompts a domain for the learning curve, where `every` is above 0."""

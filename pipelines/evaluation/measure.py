@@ -1,0 +1,158 @@
+"""How right one model is: accuracy on prompts, sampled and greedy, pass@k and maj@k, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opd.config import Recipe
+from opd.config.evaluation import SamplesConfig
+from opd.pipelines.evaluation.answers import keep
+from opd.pipelines.evaluation.several import maj_at, pass_at
+from opd.pipelines.evaluation.statistics import Count, over_prompts, wilson, worth
+from opd.pipelines.stages.domains import DomainSet
+from opd.pipelines.stages.student import ways_of
+from opd.rollout.collect import EncodedPrompt, Generates, Way
+from opd.types import Sample, SampleGroup, Status
+
+CORRECT_ABOVE = 0.5
+"""A response counts as right if its reward is above this: checkers answer 0 or 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Right answers among so many."""
+
+    correct: int
+    total: int
+    accuracy: float
+    low: float
+    """Lower end of the interval, which is over prompts."""
+    high: float
+    mean_length: float
+    """Tokens that the model wrote."""
+    worth: float | None = None
+    """How many independent answers these are worth; `None` with one answer a prompt: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Prompts to measure models on: the domains' held-out ones, or evaluation sets.
+
+    Args:
+        recipe: Whose domains they are.
+        data: Of the same.
+        prompts: Name -> how many are asked.
+        samples: Name -> how many answers to each, and what is made of them.
+    """
+
+    recipe: Recipe
+    data: DomainSet
+    prompts: Mapping[str, int]
+    samples: Mapping[str, SamplesConfig]
+
+
+def prompt_accuracy(
+    engine: Generates, data: DomainSet, prompts: list[EncodedPrompt], way: Way, *, seed: int
+) -> Accuracy:
+    """Accuracy on `prompts` of one domain, one response each, with an interval of 95 %.
+
+    The noise depends on (seed, prompt, sample) alone, so that two models meet the same draws.
+    """
+    return accuracy_of(answered(engine, data, prompts, way, seed))
+
+
+def answered(
+    engine: Generates, data: DomainSet, prompts: list[EncodedPrompt], way: Way, seed: int, samples: int = 1
+) -> list[SampleGroup]:
+    """`samples` scored responses to each of `prompts`, all of one domain."""
+    groups = way.generate(engine, prompts, samples, way.sampling, seed)
+    data.rewards.score([sample for group in groups for sample in group.samples])
+    return groups
+
+
+def accuracy_of(groups: Sequence[SampleGroup], confidence: float = 0.95) -> Accuracy:
+    """The accuracy of scored responses, as many of each group."""
+    verdicts = [[is_right(sample) for sample in group.samples] for group in groups]
+    correct, each = sum(map(sum, verdicts)), len(verdicts[0])
+    size = worth([sum(own) / each for own in verdicts], each) if each > 1 else None
+    count = Count(correct, each * len(verdicts), size)
+    interval = wilson(count, confidence)
+    length = float(np.mean([s.trainable_tokens for group in groups for s in group.samples]))
+    return Accuracy(correct, count.total, count.accuracy, interval.low, interval.high, length, size)
+
+
+def is_right(sample: Sample) -> bool:
+    """Whether a scored response counts as right."""
+    return (sample.reward or 0.0) > CORRECT_ABOVE
+
+
+def measure_model(
+    engine: Generates, asked: Asked, teacher: Path | None = None
+) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Sampled and greedy accuracy on everything `asked`, as the results file holds them, and a few of the
+    sampled answers there (`answers.keep`); of a `teacher` in its folder, which may end its responses
+    elsewhere.
+    """
+    recipe, data = asked.recipe, asked.data
+    confidence, seed = recipe.evaluation.confidence, recipe.seed
+    ways = {greedy: ways_of(recipe, data.tokenizer, greedy, teacher) for greedy in (False, True)}
+    rows: dict[str, Any] = {}
+    kept: dict[str, list[Any]] = {}
+    for name in recipe.domains:
+        config = asked.samples[name]
+        prompts = data.held_out(name, asked.prompts[name], "evaluate")
+        groups = answered(engine, data, prompts, ways[False][name], seed, config.samples_per_prompt)
+        sampled = _row(accuracy_of(groups, confidence))
+        length = sampled.pop("mean_length")
+        greedy = _row(accuracy_of(answered(engine, data, prompts, ways[True][name], seed), confidence))
+        del greedy["mean_length"]
+        seen = [sample for group in groups for sample in group.samples]
+        rows[name] = {"sampled": sampled, "mean_length": length, "greedy": greedy}
+        rows[name] |= {"lengths": length_quantiles(seen)}
+        rows[name] |= of_several(groups, config, data.rewards.answers, confidence)
+        kept[name] = keep(seen, data.rewards.text, CORRECT_ABOVE)
+    return rows, kept
+
+
+def _row(found: Accuracy) -> dict[str, Any]:
+    """As the results file holds it: what is not known is left out."""
+    return {key: value for key, value in asdict(found).items() if value is not None}
+
+
+def of_several(
+    groups: Sequence[SampleGroup],
+    config: SamplesConfig,
+    answers: Callable[[Sequence[Sample]], list[str]],
+    confidence: float,
+) -> dict[str, Any]:
+    """pass@k and maj@k of scored responses, each by its k; empty where none is asked for."""
+    each = config.samples_per_prompt
+    verdicts = [[is_right(sample) for sample in group.samples] for group in groups]
+    found: dict[str, Any] = {}
+    if each > 1:
+        found |= {"prompts": len(groups), "samples_per_prompt": each}
+    if config.pass_at:
+        found["pass_at"] = {}
+    for k in config.pass_at:
+        values = [pass_at(each, sum(own), k) for own in verdicts]
+        found["pass_at"][str(k)] = over_prompts(values, each // k, confidence)._asdict()
+    if config.maj_at:
+        texts = [answers(group.samples) for group in groups]
+        found["maj_at"] = {}
+    for k in config.maj_at:
+        values = [maj_at(own, right, k) for own, right in zip(texts, verdicts, strict=True)]
+        found["maj_at"][str(k)] = over_prompts(values, each // k, confidence)._asdict()
+    return found
+
+
+def length_quantiles(samples: Sequence[Sample]) -> dict[str, float]:
+    """How long responses are, in tokens that the model wrote, and which share of them was cut."""
+    lengths = np.array([sample.trainable_tokens for sample in samples])
+    low, middle, high = np.quantile(lengths, (0.1, 0.5, 0.9)).tolist()
+    cut = float(np.mean([sample.status is Status.TRUNCATED for sample in samples]))
+    return {"p10": low, "p50": middle, "p90": high, "max": float(lengths.max()), "cut": cut}
