@@ -60,6 +60,14 @@ class SetConfig(SamplesConfig):
     said here; `generate` lets an agent answer."""
 
 
+class ContaminationConfig(Config):
+    """How evaluation prompts are compared with what the run is trained on."""
+
+    ngram: int = Field(default=13, gt=1, le=100)
+    """Words in a row that an evaluation prompt and a training text share; a prompt with fewer is compared
+    whole. What more than ten different training texts have, such as an instruction, does not count."""
+
+
 class EvaluationConfig(SamplesConfig):
     """Held-out accuracy, greedy and sampled at the rollout temperature."""
 
@@ -67,6 +75,9 @@ class EvaluationConfig(SamplesConfig):
     """Held-out prompts that every model answers."""
     sets: dict[Name, SetConfig] = {}
     """Sets of prompts beside the domains' held-out ones, each measured on every model of the run."""
+    contamination: ContaminationConfig | None = ContaminationConfig()
+    """Count the evaluation prompts, of domains and sets, that stand in training prompts or demonstrations of
+    the run; `null` does not."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Of the intervals in results and report."""
     every: int = Field(default=0, ge=0)

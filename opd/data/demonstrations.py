@@ -8,7 +8,7 @@ where the conversation with the answer ends.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,13 +52,20 @@ def read_demonstrations(source: str, domain: str | None) -> list[Demonstration]:
     which nothing is left.
     """
     found: set[str] = set()
-    rows = rows_of(Path(source), domain, found)
-    read = [_demonstration(where, row, domain or str(row.get("domain") or "")) for where, row in rows]
+    read = list(demonstrations(source, domain, found))
     if not read:
         others = f"; it has rows of {', '.join(sorted(found))}" if found else ""
         of = "" if domain is None else f" of domain {domain}"
         raise DataError(f"{source} has no demonstrations{of}{others}; add some, or leave out `sft`.")
     return read
+
+
+def demonstrations(source: str, domain: str | None, found: set[str]) -> Iterator[Demonstration]:
+    """The same one by one; nothing is said of a file without any. The names in its column `domain` are added
+    to `found`.
+    """
+    for where, row in rows_of(Path(source), domain, found):
+        yield _demonstration(where, row, domain or str(row.get("domain") or ""))
 
 
 def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstration:

@@ -17,6 +17,10 @@ _MOST = 10_000
 """Prompts a generated source makes for the check: that it has too few is not to be found out at the end."""
 
 
+_SHOWN = 80
+"""Characters of an example."""
+
+
 def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
     """Loads every evaluation set into `sets`, with its reward."""
     findings: list[Finding] = []
@@ -35,6 +39,35 @@ def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], tokenizer: Any) -
     for name, found in sets.items():
         findings += _said(recipe, name, lambda d=found: check_prompts(of_sets, d, tokenizer), "prompts ")
     return findings
+
+
+def check_contamination(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
+    """Evaluation prompts that stand in what the run will be trained on: a warning for each set with some."""
+    from opd.pipelines.evaluation.contamination import contamination
+    from opd.pipelines.stages.domains import load_domains
+
+    title = "contamination"
+    told = contamination(recipe, load_domains(recipe), sets)
+    if not told:
+        return []
+    findings = []
+    for name, found in told["found"].items():
+        if found["contaminated"]:
+            example = found["examples"][0]
+            detail = (
+                f"{found['contaminated']} of {found['prompts']} evaluation prompts of {name} share"
+                f" {told['ngram']} words in a row, or all they say, with what the run is trained on, such as"
+                f" {_cut(example['shared'])!r} ({example['where']}); take them out of one of the two"
+            )
+            numbers = {"contaminated": found["contaminated"], "prompts": found["prompts"]}
+            findings.append(Finding("warning", title, detail, numbers))
+    prompts = sum(found["prompts"] for found in told["found"].values())
+    sound = f"no evaluation prompt of {prompts:,} is in the {told['texts']:,} training texts"
+    return findings or [Finding("ok", title, sound)]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
 def _check_set(recipe: Recipe, of_sets: Recipe, name: str, sets: dict[str, Domain]) -> list[Finding]:

@@ -30,7 +30,7 @@ from opd.pipelines.doctor.checks import (
     number_of,
 )
 from opd.pipelines.doctor.demonstrations import check_demonstrations
-from opd.pipelines.doctor.evaluation import check_set_prompts, check_sets
+from opd.pipelines.doctor.evaluation import check_contamination, check_set_prompts, check_sets
 from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models
 from opd.pipelines.records.run_folder import default_path
 
@@ -104,6 +104,7 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
         findings += check_held_out(recipe, domains)
     if thorough and not _errors(findings):
         findings += attempt("rewards of the base", lambda: check_base(recipe, domains, models.tokenizer))
+        findings += attempt("contamination", lambda: check_contamination(recipe, sets))
         findings += attempt("KL to the teachers", lambda: check_kl(recipe, domains, models.tokenizer))
     return findings
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from opd.config import Recipe
 from opd.errors import CheckpointError
 from opd.models.hf_folder import CHECKSUMS, check_folder
+from opd.pipelines.evaluation.contamination import contamination
 from opd.pipelines.evaluation.measure import Asked, measure_model
 from opd.pipelines.evaluation.sets import load_sets, of_set
 from opd.pipelines.records.run_folder import RunFolder
@@ -76,6 +77,11 @@ def evaluate(context: StageContext) -> dict[str, Any]:
         check_folder(models[name])  # what is told of a model is told of what is there
     tokenizer = tokenizer_of(recipe, next(iter(models.values())))
     domains, sets = everything_asked(recipe, tokenizer)
+    compared = _compared(context.folder)
+    if compared is None:
+        of_sets = {} if sets is None else sets.data.domains
+        compared = contamination(recipe, domains.data.domains, of_sets)
+        _write(context.folder, {"models": found, "contamination": compared})
     for done, (name, path) in enumerate(models.items(), start=1):
         if name not in found:
             # A teacher from elsewhere may have another configuration, so every model gets its own engine.
@@ -88,7 +94,7 @@ def evaluate(context: StageContext) -> dict[str, Any]:
                     entry["sets"], kept = measure_model(engine, sets, teacher)
                 entry["answers"] |= kept if name in COMPARED else {}
             found[name] = entry
-            write_sealed(measurements(context.folder), {"models": found})
+            _write(context.folder, {"models": found, "contamination": compared})
         context.progress(
             done, len(models), f"{name}: {_mean(recipe, name, found[name]['domains']):.1%} sampled"
         )
@@ -156,11 +162,28 @@ def measurements(folder: RunFolder) -> Path:
     return folder.stage("evaluate") / "models.json"
 
 
+def compared_with_training(folder: RunFolder) -> dict[str, Any]:
+    """What `contamination` has found; nothing before, and where it was not asked for."""
+    return _compared(folder) or {}
+
+
+def _compared(folder: RunFolder) -> dict[str, Any] | None:
+    return _sealed(folder).get("contamination")
+
+
 def _read(folder: RunFolder) -> dict[str, Any]:
+    return _sealed(folder).get("models", {})
+
+
+def _sealed(folder: RunFolder) -> dict[str, Any]:
     path = measurements(folder)
     if not path.exists():
         return {}
-    return read_sealed(path, f"delete {path.parent} to measure the models again")["models"]
+    return read_sealed(path, f"delete {path.parent} to measure the models again")
+
+
+def _write(folder: RunFolder, found: dict[str, Any]) -> None:
+    write_sealed(measurements(folder), found)
 
 
 def _identity(context: StageContext, path: Path) -> str:

@@ -14,7 +14,13 @@ from opd import installed_version
 from opd.config import Recipe
 from opd.config.hub_names import told
 from opd.pipelines.evaluation.answers import side_by_side
-from opd.pipelines.evaluation.evaluate import best_teachers, kept_answers, measured, measured_sets
+from opd.pipelines.evaluation.evaluate import (
+    best_teachers,
+    compared_with_training,
+    kept_answers,
+    measured,
+    measured_sets,
+)
 from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
 from opd.pipelines.records.cards import Cards, made_here
 from opd.pipelines.records.run_folder import RunFolder
@@ -46,6 +52,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
             [*recipe.domains, *recipe.evaluation.sets],
             best_teachers(recipe, models),
         ),
+        "contamination": compared_with_training(folder),
         "stages": [_stage(name, result) for name, result in finished.items()],
         "teachers": _teachers(folder) if "merge" in finished else {},
         "counters": finished.get("merge", {}).get("counters", {}),

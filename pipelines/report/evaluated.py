@@ -45,6 +45,30 @@ def several_tables(run: Run) -> str:
     return "".join(blocks)
 
 
+def contamination_table(run: Run) -> str:
+    """Domain or set -> evaluation prompts that stand in training texts, with an example of each; empty where
+    nothing was compared.
+    """
+    rows = []
+    for name, found in run.contamination.get("found", {}).items():
+        count, prompts = int(found["contaminated"]), int(found["prompts"])
+        cells = f"<td>{prompts}</td><td>{count}</td>"
+        cells += f"<td>{100 * count / prompts:.1f}</td>" if prompts else EMPTY
+        example = found["examples"][0] if found["examples"] else None
+        told = f"\u201c{example['shared']}\u201d: {example['where']}" if example else ""
+        rows.append(row(name, f'{cells}<td class="text">{escape(told)}</td>'))
+    head = "".join(
+        f'<th scope="col"{kind}>{name}</th>'
+        for name, kind in (
+            ("Prompts", ""),
+            ("Found", ""),
+            ("%", ""),
+            ("Example, and where it stands", ' class="text"'),
+        )
+    )
+    return table(f'<tr><td class="corner"></td>{head}</tr>', rows) if rows else ""
+
+
 def _head(names: list[str]) -> str:
     cells = "".join(f'<th scope="col" class="name">{escape(name)}</th>' for name in names)
     return f'<tr><td class="corner"></td>{cells}</tr>'

@@ -97,6 +97,8 @@ class Run:
     """Model -> its folder, digest, prompt format and loading lines, as far as each is known."""
     answers: dict[str, Any] = field(default_factory=dict)
     """Domain -> a few answers side by side, as `pipelines/evaluation/evaluate.py` gives them."""
+    contamination: dict[str, Any] = field(default_factory=dict)
+    """Of evaluation prompts in what was trained on, as `pipelines/evaluation/contamination.py` gives it."""
     code_changes: list[dict[str, Any]] = field(default_factory=list)
     """What changed in the user's own code during the run, as `RunFolder.code_changes` says it."""
 
@@ -190,6 +192,7 @@ def _assemble(results: dict, config: dict, metrics: dict[str, list[dict]], fallb
         config=config,
         folders=results.get("folders", {}),
         answers=results.get("answers", {}),
+        contamination=results.get("contamination", {}),
     )
 
 

@@ -127,6 +127,15 @@ def _evaluated_beside(run: Run, level: str) -> list[str]:
             f"{level} intervals over prompts."
         )
         parts.append(f"<h3>Several answers to each prompt</h3>{_captioned(several, note)}")
+    shared = evaluated.contamination_table(run)
+    if shared:
+        size, texts = run.contamination["ngram"], run.contamination["texts"]
+        note = (
+            f"Evaluation prompts that share {size} words in a row, or all they say, with one of {texts} "
+            "training prompts and demonstrations of this run. What more than ten different ones have does "
+            "not count. Nothing is said of what given models were trained on."
+        )
+        parts.append(f"<h3>Evaluation prompts in training</h3>{_captioned(shared, note)}")
     return parts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from opd.pipelines.stages.source import Given
 from opd.pipelines.stages.student import Student, model_stops
 from opd.pipelines.stages.supervised import Supervised, supervised_sample
 from opd.progress import doing
-from opd.rollout.prompts import Prompt, PromptCursor, fraction
+from opd.rollout.prompts import Domain, Prompt, PromptCursor, fraction
 from opd.train.backend import Backend
 from opd.train.terms import CrossEntropyTerm
 from opd.types import Sample
@@ -51,17 +51,10 @@ def split(recipe: Recipe, config: SFTConfig, rows: Sequence[Demonstration]) -> S
 
     Raises `DataError` if nothing is left to learn from.
     """
-    evaluated = {
-        asked
-        for domain in load_domains(recipe).values()
-        for prompt in domain.held_out
-        for asked in (prompt.key, _asked(prompt))
-    }
+    evaluated = asked_in_evaluation(load_domains(recipe))
     found = Split([], [])
     for row in rows:
-        key = row.prompt.key
-        measured = key in evaluated or _asked(row.prompt) in evaluated or fraction(key) < config.held_out
-        (found.held_out if measured else found.train).append(row)
+        (found.held_out if is_held_out(row, config, evaluated) else found.train).append(row)
     if not found.train:
         raise DataError(
             f"{config.source}: all {len(rows)} demonstrations are held out; add some, or lower held_out from"
@@ -70,6 +63,18 @@ def split(recipe: Recipe, config: SFTConfig, rows: Sequence[Demonstration]) -> S
     found.held_out.sort(key=lambda row: row.prompt.key)
     del found.held_out[recipe.evaluation.prompts_per_domain :]
     return found
+
+
+def asked_in_evaluation(domains: Mapping[str, Domain]) -> set[str]:
+    """What `is_held_out` knows held-out prompts by."""
+    prompts = (prompt for domain in domains.values() for prompt in domain.held_out)
+    return {asked for prompt in prompts for asked in (prompt.key, _asked(prompt))}
+
+
+def is_held_out(row: Demonstration, config: SFTConfig, evaluated: set[str]) -> bool:
+    """Whether nothing is learnt from `row`."""
+    key = row.prompt.key
+    return key in evaluated or _asked(row.prompt) in evaluated or fraction(key) < config.held_out
 
 
 def _asked(prompt: Prompt) -> str:

@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 from recipes import own_rollout, tiny_recipe
 
+from opd.data.load import load_domain
 from opd.errors import DataError, RewardError
+from opd.pipelines.doctor.evaluation import check_contamination
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.evaluation import evaluate
+from opd.pipelines.evaluation.contamination import contamination
 from opd.pipelines.evaluation.sets import load_sets
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.rollout.prompts import content_key, fraction
 from opd.types import SampleGroup
 
 BAD = "<script>alert(1)</script>"
@@ -113,6 +117,45 @@ def test_sets_and_their_answers_are_in_the_report(measured):
     assert "pass@4" in card
 
 
+def test_prompts_in_training_are_counted_in_results_and_report_and_warned_of(measured, tmp_path):
+    """Digit tasks of their own held-out strings never are; a file that repeats training prompts is."""
+    found = results(measured)["contamination"]
+    assert found["ngram"] == 13
+    assert found["texts"] == 400
+    repeated = found["found"].pop("file")["contaminated"]
+    trained = load_domain("sort", tiny_recipe().domains["sort"], seed=0, held_out_prompts=1).train
+    assert repeated == sum(prompt.text in {f"<sort>{i:03d}=" for i in range(12)} for prompt in trained) > 0
+    assert all(row["contaminated"] == 0 for row in found["found"].values())
+    page = (measured / "run/report.html").read_text()
+    assert "Evaluation prompts in training" in page
+    warned = check_contamination(recipe_of(tmp_path), load_sets(recipe_of(tmp_path)))
+    (warning,) = warned
+    assert warning.level == "warning"
+    assert f"{repeated} of 12 evaluation prompts of file" in warning.detail
+    assert "of domain sort" in warning.detail
+
+
+def test_demonstrations_count_unless_they_are_held_out(tmp_path):
+    rows = [{"prompt": f"question {i}", "completion": "no"} for i in range(40)]
+    rows.append({"prompt": "another", "completion": "as asked: <add3>105= and so on"})
+    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = [{"prompt": f"Question {i}", "label": ""} for i in range(40)]
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    recipe = tiny_recipe(
+        base=None,
+        sft={"source": str(tmp_path / "sft.jsonl"), "held_out": 0.3},
+        evaluation={"sets": {"q": {"source": str(tmp_path / "set.jsonl"), "reward": f"{__name__}:even"}}},
+    )
+    found = contamination(recipe, {}, load_sets(recipe))
+    kept = sum(fraction(content_key(row["prompt"])) >= 0.3 for row in rows[:-1])
+    assert found["found"]["q"]["contaminated"] == kept
+    assert 0 < kept < 40
+    off = recipe.model_copy(
+        update={"evaluation": recipe.evaluation.model_copy(update={"contamination": None})}
+    )
+    assert contamination(off, {}, {}) == {}
+
+
 def test_what_was_measured_is_kept(measured, monkeypatch):
     """As after a kill between two models: the evaluation of a run without a merge is never done."""
     before = results(measured)["models"]
@@ -129,8 +172,6 @@ def test_all_of_a_file_is_held_out_and_of_generated_prompts_what_no_domain_train
     assert len(sets["file"].held_out) == 12
     assert not sets["file"].train
     assert not sets["gen"].train
-    from opd.data.load import load_domain
-
     trained = load_domain("add3", recipe.domains["add3"], seed=0, held_out_prompts=1).train
     assert not {p.key for p in trained} & {p.key for p in sets["gen"].held_out}
 

@@ -1,0 +1,198 @@
+"""Whether evaluation prompts stand in what a model is trained on: the n-grams of words that they share.
+
+The evaluation's side is an index of a few bytes an n-gram; training texts pass by it one at a time and
+leave nothing but marks. An n-gram of many different training texts is how tasks are put (an instruction, a
+template) and says nothing, nor does one that is mostly made of such. Prompts with fewer words are compared
+whole, signs and all: `2 + 3` is not `2 - 3`.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from opd.rollout.prompts import Prompt
+
+# Scripts without blanks between words: each sign counts as one.
+_SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
+_WORD = re.compile(rf"[{_SIGNS}]|[^\W_{_SIGNS}]+")
+_COMMON = 10
+"""An n-gram of more different training texts than this is a common one (GPT-3's rule: Brown et al. 2020,
+appendix C)."""
+_MOST = 4_000_000
+"""n-grams of the index. With more of them only every second is taken, or third, ...: then what is shared must
+be a word or two longer to be found for sure."""
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_SHOWN = 3
+_CHARACTERS = 300
+
+
+def words(text: str) -> list[str]:
+    """The words of `text` without case and signs; `unicodedata`'s NFKC, so that forms of one letter agree."""
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def whole(text: str) -> int:
+    """A number that stands for `text` but for case and blanks."""
+    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return xxhash.xxh64_intdigest(plain.encode("utf-8", "surrogatepass"))
+
+
+def text_of(prompt: Prompt) -> str:
+    """What a prompt says: its text, or that of its messages."""
+    return prompt.text if prompt.text is not None else said(prompt.messages or [])
+
+
+def said(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of messages, one after the other."""
+    parts: list[str] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            parts.append(content)
+        elif isinstance(content, list):
+            texts = (part.get("text") for part in content if isinstance(part, Mapping))
+            parts += [text for text in texts if isinstance(text, str)]
+    return "\n".join(parts)
+
+
+def _grams(text: str, size: int) -> np.ndarray:
+    """[N] uint64: a number for each `size` words in a row."""
+    found = words(text)
+    count = max(0, len(found) - size + 1)
+    numbers = np.array([xxhash.xxh64_intdigest(word.encode()) for word in found], dtype=np.uint64)
+    total = np.zeros(count, dtype=np.uint64)
+    for place in range(size if count else 0):
+        total = total * _FACTOR + numbers[place : place + count]
+    return total
+
+
+@dataclass(slots=True)
+class Index:
+    """Evaluation prompts, by set, and what of them was seen in training.
+
+    Args:
+        texts: Set -> its prompts' texts.
+        size: Words of an n-gram.
+    """
+
+    texts: Mapping[str, Sequence[str]]
+    size: int
+    stride: int = 1
+    """Every how many-th n-gram is in the index."""
+    seen: int = 0
+    """Training texts that were looked at."""
+    _owners: list[tuple[str, int]] = field(default_factory=list)
+    _keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """[U] uint64, sorted: the n-grams."""
+    _of: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    """[P, 2]: n-gram, and a prompt that has it."""
+    _marks: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """[U] uint64: a bit for each training text that has it, one of 64 by the text's hash: as many bits are as
+    many different texts, or more."""
+    _first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[U]: where it was seen first, in `_places`; -1 where it was not."""
+    _places: list[str] = field(default_factory=list)
+    _wholes: dict[int, list[int]] = field(default_factory=dict)
+    _equal: dict[int, str] = field(default_factory=dict)
+    """Prompt -> where the same prompt stands."""
+
+    def __post_init__(self) -> None:
+        self._owners = [(name, place) for name, texts in self.texts.items() for place in range(len(texts))]
+        counts = [max(0, len(words(self._text(number))) - self.size + 1) for number in self._numbers()]
+        self.stride = max(1, -(-sum(counts) // _MOST))
+        keys, owners = [], []
+        for number in self._numbers():
+            self._wholes.setdefault(whole(self._text(number)), []).append(number)
+            own = np.unique(_grams(self._text(number), self.size)[:: self.stride])
+            keys.append(own)
+            owners.append(np.full(len(own), number, np.int64))
+        if not keys:
+            return
+        self._keys, places = np.unique(np.concatenate(keys), return_inverse=True)
+        self._of = np.stack([places.reshape(-1), np.concatenate(owners)], axis=1)
+        self._marks = np.zeros(len(self._keys), np.uint64)
+        self._first = np.full(len(self._keys), -1, np.int64)
+
+    def _numbers(self) -> range:
+        return range(len(self._owners))
+
+    def _text(self, number: int) -> str:
+        name, place = self._owners[number]
+        return self.texts[name][place]
+
+    def look(self, prompt: str, where: str, answer: str = "") -> None:
+        """Compare with a training prompt, and the answer that is learnt with it, which stand at `where`."""
+        self.seen += 1
+        key = whole(prompt)
+        for number in self._wholes.get(key, ()):
+            self._equal.setdefault(number, where)
+        if not len(self._keys):
+            return
+        grams = np.unique(_grams(f"{prompt}\n{answer}", self.size))
+        places = np.minimum(np.searchsorted(self._keys, grams), len(self._keys) - 1)
+        hits = places[self._keys[places] == grams]
+        if not len(hits):
+            return
+        self._marks[hits] |= np.uint64(1 << (key % 64))
+        new = hits[self._first[hits] < 0]
+        if len(new):
+            self._first[new] = len(self._places)
+            self._places.append(where)
+
+    def found(self) -> dict[str, Any]:
+        """Set -> how many `prompts` it has, how many are `contaminated`, and a few `examples`: the prompt,
+        the `shared` words, and where in training they stand (`where`).
+        """
+        bits = np.array([int(mark).bit_count() for mark in self._marks.tolist()], np.int64)
+        candidates = self._of[(bits > 0)[self._of[:, 0]], 1] if len(self._of) else self._of[:, 0]
+        telling = {int(number): self._telling(int(number), bits) for number in np.unique(candidates)}
+        shared = {number: place for number, place in telling.items() if place is not None}
+        result: dict[str, Any] = {
+            name: {"prompts": len(texts), "contaminated": 0, "examples": []}
+            for name, texts in self.texts.items()
+        }
+        for number in sorted(self._equal.keys() | shared.keys()):
+            row = result[self._owners[number][0]]
+            row["contaminated"] += 1
+            if len(row["examples"]) < _SHOWN:
+                row["examples"].append(self._example(number, shared.get(number)))
+        return result
+
+    def _telling(self, number: int, bits: np.ndarray) -> int | None:
+        """Where in a prompt the first n-gram stands that was seen and of which at least half is in no common
+        one; `None` where there is none. `bits` [U]: in how many different texts each was seen.
+        """
+        grams = _grams(self._text(number), self.size)
+        at = np.minimum(np.searchsorted(self._keys, grams), len(self._keys) - 1)
+        seen = np.where(self._keys[at] == grams, bits[at], 0)
+        covered = np.zeros(len(grams) + self.size, np.int64)
+        for place in np.flatnonzero(seen > _COMMON).tolist():
+            covered[place : place + self.size] = 1
+        before = np.concatenate([[0], np.cumsum(covered)])
+        for place in np.flatnonzero((seen > 0) & (seen <= _COMMON)).tolist():
+            if 2 * (before[place + self.size] - before[place]) <= self.size:
+                return int(place)
+        return None
+
+    def _example(self, number: int, place: int | None) -> dict[str, str]:
+        text = self._text(number)
+        if number in self._equal or place is None:
+            shared, where = text, self._equal[number]
+        else:
+            gram = np.searchsorted(self._keys, _grams(text, self.size)[place])
+            shared = " ".join(words(text)[place : place + self.size])
+            where = self._places[int(self._first[gram])]
+        return {"prompt": text[:_CHARACTERS], "shared": shared[:_CHARACTERS], "where": where}
+
+
+def training_texts(prompts: Sequence[Prompt], name: str) -> Iterator[tuple[str, str]]:
+    """(text, where it stands) of the training prompts of domain `name`."""
+    for prompt in prompts:
+        yield text_of(prompt), prompt.where or f"training prompt {prompt.key} of domain {name}"
