@@ -17,12 +17,13 @@ from opd.config import Recipe
 from opd.errors import CheckpointError
 from opd.models.hf_folder import CHECKSUMS, check_folder
 from opd.pipelines.evaluation.contamination import contamination
+from opd.pipelines.evaluation.engines import Engines
 from opd.pipelines.evaluation.measure import Asked, measure_model
 from opd.pipelines.evaluation.sets import load_sets, of_set
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.student import load_model, make_writer, tokenizer_of
+from opd.pipelines.stages.student import tokenizer_of
 from opd.pipelines.stages.teachers import whole_teacher
 from opd.storage.files import digest_of, file_digest, read_sealed, write_sealed
 
@@ -82,13 +83,15 @@ def evaluate(context: StageContext) -> dict[str, Any]:
         of_sets = {} if sets is None else sets.data.domains
         compared = contamination(recipe, domains.data.domains, of_sets)
         _write(context.folder, {"models": found, "contamination": compared})
+    student = models.get("base") or models.get("merged") or next(iter(models.values()))
+    engines = Engines(context, tokenizer, student)
     for done, (name, path) in enumerate(models.items(), start=1):
         if name not in found:
-            # A teacher from elsewhere may have another configuration, so every model gets its own engine.
-            engine = make_writer(recipe, load_model(recipe, path, tokenizer=tokenizer), tokenizer)
+            engine, told = engines.of(path)
             teacher = path if _teacher(name) else None
             rows, kept = measure_model(engine, domains, teacher)
             entry = {"model": identities[name], "domains": rows, "answers": _to_keep(recipe, name, kept)}
+            entry |= told
             if sets is not None:
                 with of_set(sets.prompts):
                     entry["sets"], kept = measure_model(engine, sets, teacher)
@@ -143,6 +146,12 @@ def measured(folder: RunFolder) -> dict[str, Any]:
 def measured_sets(folder: RunFolder) -> dict[str, Any]:
     """The same on the evaluation sets; nothing of a run without any."""
     return {name: entry["sets"] for name, entry in _read(folder).items() if "sets" in entry}
+
+
+def written_by(folder: RunFolder) -> dict[str, dict[str, str]]:
+    """Name -> `engine` that its answers were written by, and `engine_why` where that is not the recipe's."""
+    keys = ("engine", "engine_why")
+    return {name: {key: entry[key] for key in keys if key in entry} for name, entry in _read(folder).items()}
 
 
 def kept_answers(folder: RunFolder) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from opd.pipelines.evaluation.evaluate import (
     kept_answers,
     measured,
     measured_sets,
+    written_by,
 )
 from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
 from opd.pipelines.records.cards import Cards, made_here
@@ -32,7 +33,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     """Collect the finished stages of a run into results.json."""
     done = {name: folder.stage_done(name) for name in plan(recipe)}
     finished = {name: result for name, result in done.items() if result is not None}
-    models, on_sets = measured(folder), measured_sets(folder)
+    models, on_sets, engines = measured(folder), measured_sets(folder), written_by(folder)
     results = {
         "name": recipe.name,
         "seed": recipe.seed,
@@ -41,7 +42,9 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "machine": _machine(),
         "domains": list(recipe.domains),
         "models": [
-            _model(name, rows, finished) | ({"sets": on_sets[name]} if name in on_sets else {})
+            _model(name, rows, finished)
+            | engines[name]
+            | ({"sets": on_sets[name]} if name in on_sets else {})
             for name, rows in models.items()
         ],
         "stop_ids": finished.get("merge", {}).get("stop_ids", []),

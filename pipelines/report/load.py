@@ -38,6 +38,8 @@ class ModelResult:
     settings: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, dict[str, float]] = field(default_factory=dict)
     """Quantiles of the sampled responses' tokens, by domain."""
+    elsewhere: str = ""
+    """Why its answers were not written by the recipe's engine, if they were not."""
     sets: dict[str, Accuracy] = field(default_factory=dict)
     """Sampled, by evaluation set."""
     several: dict[str, dict[str, Interval]] = field(default_factory=dict)
@@ -209,6 +211,7 @@ def _model(entry: dict) -> ModelResult:
         seconds=float(entry.get("seconds", 0.0)),
         settings=entry.get("settings") or {},
         lengths={name: value["lengths"] for name, value in domains.items() if "lengths" in value},
+        elsewhere=str(entry.get("engine_why", "")),
         sets={name: _accuracy(value["sampled"]) for name, value in sets.items()},
         several={name: found for name, found in several.items() if found},
     )

@@ -13,7 +13,7 @@ from opd.pipelines.report.charts import MARKERS, variables
 from opd.pipelines.report.figures import Cue, Cues, Panel
 from opd.pipelines.report.load import Run
 from opd.pipelines.report.verdict import caveats, write_verdict
-from opd.pipelines.report.words import percent
+from opd.pipelines.report.words import model_label, percent
 
 SHAPES = {
     "o": '<circle cx="17" cy="5" r="3.2"/>',
@@ -91,6 +91,9 @@ def _accuracy(run: Run, cues: Cues) -> str:
         f"Answers on held-out prompts{_evaluated(run)}. The small figures are {level} intervals. The more "
         "colour the better; the scale runs from 0 to 100\u202f%. A frame marks a teacher on its own domain."
     )
+    other = [f"{model_label(model.name)}: {model.elsewhere}" for model in run.models if model.elsewhere]
+    if other:
+        note += f" Answered by an engine in the evaluation\u2019s own process: {'; '.join(other)}."
     parts = [_captioned(tables.accuracy_table(run, cues), note)]
     table = tables.alternatives_table(run)
     if run.model("merged"):

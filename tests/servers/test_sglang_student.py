@@ -54,6 +54,27 @@ def served(sglang, sync="disk"):
 
 
 @pytest.mark.parametrize("sync", ["disk", "tensors"])
+def test_models_are_measured_on_the_server_that_the_recipe_names(sglang, served_models, tmp_path, sync):
+    """Each with its own weights: greedy answers are those of the engine of the process."""
+    teachers = {name: {"path": str(served_models["b"])} for name in ("sort", "add3")}
+    sets = {"gen": {"source": "procedural:add3", "params": {"digits": 3}, "prompts": 4}}
+    found = {}
+    for name, engine in {"embedded": {"type": "torch"}, "sglang": served(sglang, sync)}.items():
+        out = tmp_path / name
+        evaluation = {"prompts_per_domain": 6, "sets": sets}
+        run(out, "evaluate", engine, served_models, teachers=teachers, evaluation=evaluation)
+        models = json.loads((out / "results.json").read_text())["models"]
+        assert [model["engine"] for model in models] == [name] * 3
+        answers = json.loads((out / "stages/evaluate/models.json").read_text())["models"]
+        found[name] = {
+            model["name"]: [model[kind][of]["greedy"] for kind, of in (("domains", "sort"), ("sets", "gen"))]
+            for model in models
+        }
+        assert answers["base"]["answers"]["gen"] != answers["teacher:sort"]["answers"].get("sort")
+    assert found["embedded"] == found["sglang"]
+
+
+@pytest.mark.parametrize("sync", ["disk", "tensors"])
 def test_grpo_on_a_server_samples_with_what_the_trainer_holds(sglang, served_models, tmp_path, sync):
     """Every optimiser step's weights are sampled with: at every step the log-probabilities of engine and
     trainer agree, which those of the step before do not.

@@ -1,0 +1,92 @@
+"""What each model of an evaluation writes with: the recipe's engine where it fits there, else one here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from opd.models.causal_lm import CausalLM
+from opd.models.hf_folder import read_config
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.student import Writer, load_model, make_writer, stop_strings
+from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.weight_sync import sync_weights
+
+HERE = "embedded"
+_TELLS_NOTHING = (
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+"""Of a configuration, what does not change what weights compute."""
+
+
+@dataclass(slots=True)
+class Engines:
+    """Engines for one model after the other.
+
+    Args:
+        context: The stage, whose helpers hold the recipe's engine if it is elsewhere.
+        tokenizer: The run's.
+        student: Folder of a model of the student's form, which engines elsewhere begin with.
+    """
+
+    context: StageContext
+    tokenizer: PreTrainedTokenizerBase
+    student: Path
+    _elsewhere: FaultTolerantRollout | None = None
+    _form: dict[str, Any] = field(default_factory=dict)
+    _version: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the recipe's engine is called in the results."""
+        recipe = self.context.recipe
+        if self.context.helpers is None:
+            return HERE
+        return "sglang" if recipe.rollout.engine.type == "sglang" else "ray"
+
+    def of(self, path: Path) -> tuple[Writer, dict[str, str]]:
+        """An engine that holds the model in `path`, and what the results say of it: its `engine`, and why it
+        is not the recipe's, if it is not.
+
+        Raises `RolloutError` where the recipe's engine does not hold what it was given.
+        """
+        recipe = self.context.recipe
+        model = load_model(recipe, path, tokenizer=self.tokenizer)
+        if self.context.helpers is None:
+            return make_writer(recipe, model, self.tokenizer), {"engine": HERE}
+        other = self._difference(path, model)
+        if other is not None:
+            why = f"{other} is not the student's, so {self.name} cannot hold it"
+            return make_writer(recipe, model, self.tokenizer), {"engine": HERE, "engine_why": why}
+        if self._elsewhere is None:
+            stops = stop_strings(recipe, self.tokenizer)
+            self._elsewhere = FaultTolerantRollout(self.context.helpers.writers(self.student), stops=stops)
+        self._version = max(self._version, self._elsewhere.policy_version) + 1
+        sync_weights(self._elsewhere, model.weights(), self._version)
+        return self._elsewhere, {"engine": self.name}
+
+    def _difference(self, path: Path, model: CausalLM) -> str | None:
+        """What of the model's form is not the student's; `None` where all is."""
+        if not self._form:
+            student = model if path == self.student else load_model(self.context.recipe, self.student)
+            self._form = _form(self.student, student)
+        own = _form(path, model)
+        return next((key for key in {**self._form, **own} if self._form.get(key) != own.get(key)), None)
+
+
+def _form(path: Path, model: CausalLM) -> dict[str, Any]:
+    """What models have in common that can take each other's weights: setting or tensor -> value."""
+    config = read_config(path).to_dict()
+    settings = {f"its {key}": value for key, value in config.items() if key not in _TELLS_NOTHING}
+    return settings | {f"its tensor {name}": tuple(tensor.shape) for name, tensor in model.weights()}
