@@ -140,7 +140,7 @@ def from_system(error: BaseException) -> OpdError | None:
     """What the machine refused, as a sentence with the path and the way out; `None` if `error` is not the
     machine's: then it is a bug.
 
-    Errors of libraries count too: a compiled one says `(os error 28)` in its text.
+    Errors of libraries count too: a compiled one says `(os error 28)` in its text, or ends it with `(28)`.
     """
     if isinstance(error, OpdError):
         return error
@@ -148,10 +148,10 @@ def from_system(error: BaseException) -> OpdError | None:
         return OpdError("the name of a file holds a NUL character; take it out.")
     number = getattr(error, "errno", None) if isinstance(error, OSError) else None
     if number is None:
-        said = re.search(r"\(os error (\d+)\)", str(error))
+        said = re.search(r"\(os error (\d+)\)|^unable to .* \((\d+)\)$", str(error))
         known = next((of for kind, of in _NUMBERS.items() if isinstance(error, kind)), None)
         known = known or next((of for words, of in _WORDS.items() if words in str(error)), None)
-        number = int(said[1]) if said else known
+        number = int(said[1] or said[2]) if said else known
     if number not in _ADVICE:
         return None
     return OpdError(f"{_where(error)}{_ADVICE[number]}, then run the command again, a run with --resume.")
@@ -165,6 +165,16 @@ def reason_of(error: BaseException) -> str:
     if type(error) is KeyError and words:
         return f"there is no {words}"
     return words or type(error).__name__
+
+
+_OF_PROCESS = (errno.EMFILE, errno.ENFILE, errno.EFBIG)
+
+
+def way_out(error: OSError, otherwise: str) -> str:
+    """What to do about `error`: raise the limit of the process that it has met, if it did; `otherwise` it is
+    about the file.
+    """
+    return _ADVICE[error.errno].partition("; ")[2] if error.errno in _OF_PROCESS else otherwise
 
 
 def is_of_library(error: BaseException) -> bool:
@@ -185,7 +195,7 @@ def _where(error: BaseException) -> str:
     for name in names:  # the outermost one: within a folder that is to appear whole, names are temporary
         if name is not None and not isinstance(name, int):
             return f"{os.fsdecode(name)}: "
-    quoted = re.search(r"(?:^|[\s\"'(])(/[^\"':\s)]+)", str(error))
+    quoted = re.search(r"(?:^|[\s\"'(<])(/[^\"':\s)>]+)", str(error))
     return f"{quoted[1]}: " if quoted else ""
 
 

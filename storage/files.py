@@ -30,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from opd.errors import OpdError, RunFolderError, StorageError, writing
+from opd.errors import OpdError, RunFolderError, StorageError, way_out, writing
 from opd.foreign import object_path, read_document
 
 
@@ -409,7 +409,7 @@ def read_object(path: Path, mend: str, kind: type[OpdError] = RunFolderError) ->
     try:
         data = read_document(read_plain(path, follow=True), _MAX_BYTES)
     except OSError as error:
-        raise kind(f"{path} cannot be read ({error.strerror or error}); {mend}") from None
+        raise kind(f"{path} cannot be read ({error.strerror or error}); {way_out(error, mend)}") from None
     except ValueError as error:
         raise kind(f"{path} cannot be read as JSON ({error}); {mend}") from None
     if not isinstance(data, dict):
@@ -477,7 +477,7 @@ def check_files(
         except FileNotFoundError:
             raise kind(f"{path} is missing; {mend}") from None
         except OSError as error:
-            raise kind(f"{path} cannot be read ({error.strerror or error}); {mend}") from None
+            raise kind(f"{path} cannot be read ({error.strerror or error}); {way_out(error, mend)}") from None
         if found != expected:
             raise kind(f"{path} does not have the {SEAL} it was written with; {mend}")
 

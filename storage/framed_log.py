@@ -39,7 +39,7 @@ from zlib import crc32
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from opd.errors import RunFolderError, StorageError
+from opd.errors import RunFolderError, StorageError, way_out
 from opd.foreign import decoding
 from opd.storage.files import FileLock, MappedFile, fsync_folder, open_plain, read_plain
 
@@ -468,7 +468,10 @@ def read_beside_writer(
                 ) from error
             continue
         except OSError as error:
-            raise StorageError(f"the log in {place} cannot be read ({error.strerror or error})") from error
+            mend = way_out(error, "check its disk and permissions")
+            raise StorageError(
+                f"the log in {place} cannot be read ({error.strerror or error}); {mend}"
+            ) from error
         # A frame may become whole while the bytes after it are looked at: damage is what stays.
         damage = found.report.damage
         if damage is None or (damage == told and before == sorted(io.names(place))):

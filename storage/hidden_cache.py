@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from opd.errors import StorageError
+from opd.errors import StorageError, way_out
 from opd.storage.blobs import (
     CacheRecord,
     CorruptBlobError,
@@ -245,9 +245,9 @@ class HiddenStateCache:
         except OSError as error:
             if error.errno == errno.ENOMEM:  # not the folder's fault
                 raise
+            mend = way_out(error, "check its disk and permissions, or use another folder")
             raise StorageError(
-                f"the cache {self.folder} cannot be {action} ({error.strerror or error});"
-                " check its disk and permissions, or use another folder"
+                f"the cache {self.folder} cannot be {action} ({error.strerror or error}); {mend}"
             ) from error
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from opd.errors import StorageError
+from opd.errors import StorageError, way_out
 from opd.foreign import decoding, object_path, require_memory, shown, whole
 from opd.retry import Retry
 from opd.storage.files import atomic_file
@@ -356,8 +356,8 @@ class LocalStore(ObjectStore):
             raise
         except OSError as error:
             raise StorageError(
-                f"{self.name(path)} cannot be written ({error.strerror or error}); free disk space or check"
-                " permissions, then run the same command again."
+                f"{self.name(path)} cannot be written ({error.strerror or error});"
+                f" {way_out(error, 'free disk space or check permissions')}, then run the same command again."
             ) from error
 
     def _read(self, request: Request) -> None:
@@ -404,7 +404,8 @@ class LocalStore(ObjectStore):
     def _refusal(self, path: str, error: OSError) -> StorageError:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return self._missing(path)
-        return StorageError(f"{self.name(path)} cannot be read ({error.strerror}); check its permissions.")
+        mend = way_out(error, "check its permissions")
+        return StorageError(f"{self.name(path)} cannot be read ({error.strerror}); {mend}.")
 
 
 _ELSEWHERE = "give a folder, or s3://BUCKET/PREFIX"

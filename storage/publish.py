@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from opd.errors import StorageError, reason_of
+from opd.errors import StorageError, reason_of, way_out
 from opd.foreign import indexed_files, read_document, whole
 from opd.storage.files import read_object
 from opd.storage.manifest import (
@@ -160,8 +160,9 @@ class UnitSource:
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
+            mend = way_out(error, "copy it again")
             raise StorageError(
-                f"{source.path} cannot be read ({error.strerror or error}); copy it again."
+                f"{source.path} cannot be read ({error.strerror or error}); {mend}."
             ) from error
 
     def _descriptor(self, path: Path) -> int:
@@ -412,4 +413,6 @@ def _read_small(path: Path) -> bytes:
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(f"{path} cannot be read ({error.strerror}); copy the folder again.") from error
+        raise StorageError(
+            f"{path} cannot be read ({error.strerror}); {way_out(error, 'copy the folder again')}."
+        ) from error

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from opd.errors import CheckpointError, reason_of
+from opd.errors import CheckpointError, reason_of, way_out
 from opd.storage.files import write_atomic
 from opd.storage.leases import Lease
 
@@ -41,7 +41,8 @@ def load_tensors(path: str | os.PathLike[str], expected_digest: str | None = Non
         data = Path(path).read_bytes()
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror or error}); restore it or use an older checkpoint"
+            f"{path} cannot be read ({error.strerror or error});"
+            f" {way_out(error, 'restore it or use an older checkpoint')}"
         ) from error
     if expected_digest is not None and (found := hashlib.sha256(data).hexdigest()) != expected_digest:
         raise CheckpointError(

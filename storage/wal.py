@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from opd.errors import StorageError
+from opd.errors import StorageError, way_out
 from opd.storage.framed_log import (
     MAX_PAYLOAD,
     Frame,
@@ -193,9 +193,10 @@ class TokenWAL:
         except StorageError:
             raise
         except OSError as error:
+            mend = way_out(error, "mend that and continue with --resume")
             raise StorageError(
                 f"the log in {self.folder} cannot be opened for writing ({error.strerror or error}); what it"
-                " holds is kept"
+                f" holds is kept; {mend}"
             ) from error
 
     def _start(self, policy: LogPolicy, repair: bool) -> None:

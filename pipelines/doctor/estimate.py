@@ -260,7 +260,9 @@ def _compare(title: str, parts: Parts, free: int) -> Finding:
     text = f"about {readable(needed)} of {readable(free)} free ({listed})"
     numbers = {"needed": needed, "free": free, **parts}
     if needed > free:
-        text = f"{text}; this does not fit, use a smaller model or batch, or free some"
+        cache = needed - parts.get("hidden states", 0) <= free
+        smaller = "lower storage.cache_mb" if cache else "use a smaller model or batch"
+        text = f"{text}; this does not fit, {smaller}, or free some"
         return Finding("error", title, text, numbers)
     return Finding("warning" if needed > _TIGHT * free else "ok", title, text, numbers)
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from opd.errors import StorageError
+from opd.errors import StorageError, way_out
 from opd.foreign import decoding, read_document, whole
 from opd.storage.files import punch_hole
 from opd.storage.leases import LeaseTable
@@ -201,9 +201,9 @@ def reporting(store: str | Path, action: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
+        mend = way_out(error, "check its disk and permissions, or use another folder")
         raise StorageError(
-            f"the trajectory store {store} cannot be {action} ({error.strerror or error}); check its disk and"
-            " permissions, or use another folder"
+            f"the trajectory store {store} cannot be {action} ({error.strerror or error}); {mend}"
         ) from error
 
 

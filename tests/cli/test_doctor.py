@@ -567,3 +567,14 @@ def test_a_reward_that_goes_elsewhere_and_closes_the_output_hinders_nothing(
     assert "reward sort, the base: 1 for" in said
     assert "0 errors" in said
     assert Path.cwd() == Path("/")
+
+
+def test_a_cache_that_does_not_fit_is_to_be_made_smaller(tmp_path, monkeypatch):
+    recipe = make_recipe(Path("unused"), model={"config": LLAMA}, storage={"cache_mb": 900})
+    for free, mend in [
+        (800 << 20, "lower storage.cache_mb, or free"),
+        (1000, "use a smaller model or batch, or free"),
+    ]:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(total=1, free=free))
+        found = find(check_resources(recipe, Models(student=SHAPE), tmp_path), "error")
+        assert mend in found["disk"]

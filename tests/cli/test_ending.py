@@ -44,6 +44,11 @@ class SerialError(Exception):
         *[(refused(number), "/some/file: ") for number in (errno.ENOTDIR, errno.EISDIR, errno.ENOENT)],
         *[(refused(number, None), "") for number in (errno.ENOSPC, errno.EMFILE, errno.EIO, errno.EAGAIN)],
         (SerialError("I/O error: No space left on device (os error 28)"), "the disk is full"),
+        (
+            RuntimeError("unable to open file </some/file> in read-only mode: x (24)"),
+            "/some/file: this process",
+        ),
+        (RuntimeError("unable to mmap 9 bytes from file <a>: Cannot allocate memory (12)"), "no more memory"),
         (FileNotFoundError('No such file or directory: "/a/b.safetensors"'), "/a/b.safetensors: "),
         (ValueError("embedded null byte"), "NUL"),
         (ValueError("lstat: embedded null character in path"), "NUL"),

@@ -1,3 +1,4 @@
+import errno
 import os
 import random
 import threading
@@ -109,6 +110,22 @@ def test_an_error_is_raised_only_when_no_read_is_running(tmp_path):
 def test_an_unknown_protocol_is_refused():
     with pytest.raises(StorageError, match="nonsense://x cannot be opened"):
         ObjectStore.open("nonsense://x")
+
+
+@pytest.mark.parametrize(
+    ("number", "mend"),
+    [
+        (errno.EMFILE, r"raise the limit \(`ulimit -n`\), then run"),
+        (errno.ENOSPC, "free disk space or check"),
+    ],
+)
+def test_a_limit_of_the_process_is_not_blamed_on_the_disk(number, mend, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("opd.storage.object_store.atomic_file", refuse)
+    with pytest.raises(StorageError, match=rf"a cannot be written \(.*\); {mend}"):
+        ObjectStore.open(tmp_path).put("a", b"")
 
 
 class RefusedError(Exception):
