@@ -87,7 +87,7 @@ class Speaker:
         tokenizer = load_tokenizer(folder)
         device, template = "auto", {}
         if asked.recipe is not None and asked.domain is not None:
-            recipe = _of_one_domain(asked.recipe, asked.domain, folder)
+            recipe = _of_one_domain(asked.recipe, asked.domain, folder, asked.count)
             device, template = recipe.model.device, recipe.model.chat_template_kwargs
             tokenizer = tokenizer_of(recipe, folder)
             data = DomainSet.open(recipe, tokenizer)
@@ -211,10 +211,11 @@ def model_folder(model: str) -> Path:
         return fetch(name, report=lambda d, t: progress.update(model, d >> 20, max(1, t >> 20), "MiB")).path
 
 
-def _of_one_domain(recipe: Recipe, domain: str, folder: Path) -> Recipe:
-    """`recipe` of `domain` alone, as it is read for the model in `folder`."""
+def _of_one_domain(recipe: Recipe, domain: str, folder: Path, count: int) -> Recipe:
+    """`recipe` of `domain` alone, with `count` held-out prompts, as it is read for the model in `folder`."""
     model = recipe.model.model_copy(update={"path": str(folder), "config": None, "tokenizer": None})
-    held_out = recipe.evaluation.model_copy(update={"prompts_per_domain": 10_000})
+    most = max(count, recipe.evaluation.prompts_per_domain)  # the recipe's own, where it has enough
+    held_out = recipe.evaluation.model_copy(update={"prompts_per_domain": most})
     own = recipe.for_domain(domain)
     changes = {"model": model, "domains": {domain: own.domains[domain]}, "evaluation": held_out}
     return own.model_copy(update=changes)

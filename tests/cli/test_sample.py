@@ -10,6 +10,7 @@ import tiny
 import yaml
 from rich.console import Console
 
+from opd.config import Recipe
 from opd.config.load import load_recipe
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
@@ -101,6 +102,22 @@ def test_two_models_side_by_side_with_rewards(models, recipe, capsys):
     head = next(line for line in shown.get().splitlines() if "one" in line)
     assert "one" in head
     assert "┃" in shown.get()
+
+
+def test_a_domain_that_has_few_held_out_prompts_is_asked_them(tmp_path, models):
+    settings = {
+        "name": "few",
+        "model": {"path": models[0]},
+        "domains": {"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 200}},
+        "rollout": {"max_new_tokens": 5, "max_sequence": 24},
+        "evaluation": {"prompts_per_domain": 20},
+    }
+    tokenizer = character_tokenizer("0123456789=", ["<sort>"])
+    model = tiny.CausalLM.from_config(tiny.LLAMA, tokenizer=tokenizer)
+    folder = save_checkpoint(model, tokenizer, tmp_path / "m", {})
+    speaker = Speaker.load(str(folder), Asked(recipe=Recipe.model_validate(settings), domain="sort", count=3))
+    assert len(speaker.questions) == 3
+    assert {sample.reward for sample in speaker.answers(0)} <= {0.0, 1.0}
 
 
 def test_the_same_model_twice_answers_the_same(models):
