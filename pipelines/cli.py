@@ -345,7 +345,8 @@ def _parsed(own: Sequence[str]) -> argparse.Namespace:
     at = f"opd {options.command}"
     takers = [name for name, command in _commands(parser).items() if word in command._option_string_actions]
     if takers:
-        others = " and ".join(f"`opd {name}`" for name in takers)
+        named = [f"`opd {name}`" for name in takers]
+        others = " and ".join(named if len(named) < 4 else [named[0], "others"])
         raise ConfigError(f"{at} takes no {word}, which is an option of {others}; leave it out")
     raise ConfigError(f"{at} does not know what to do with {word!r}; see `{at} --help`")
 

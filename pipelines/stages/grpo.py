@@ -135,8 +135,9 @@ class GRPO(Algorithm):
 
     def no_signal(self, steps: int) -> TrainingError:
         """The error for `steps` steps in a row without a group of unequal rewards."""
+        last = "step" if steps == 1 else f"{steps} steps"
         return TrainingError(
-            f"{self.stage}: every group of the last {steps} steps had equal rewards, so there is nothing to"
+            f"{self.stage}: every group of the last {last} had equal rewards, so there is nothing to"
             " learn from; check the reward function, raise group_size or take a better base."
         )
 
