@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import struct
@@ -67,7 +68,7 @@ def read_document(data: bytes | str, most: int) -> Any:
     if len(data) > most:
         raise ValueError(f"it has {len(data)} bytes where at most {most} are read")
     try:
-        value = json.loads(data, parse_constant=_no_constant, parse_int=whole_number)
+        value = json.loads(data, parse_constant=_no_constant, parse_float=_finite, parse_int=whole_number)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}") from None
     if depth_exceeds(value, MAX_DEPTH):
@@ -182,6 +183,13 @@ def _number(value: object) -> str:
     # `str` of a number of thousands of digits is an error of its own.
     large = isinstance(value, int) and abs(value) > 10**30
     return "too large" if large else shown(repr(value), 40)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {shown(text)} is too large")
+    return value
 
 
 def _no_constant(name: str) -> NoReturn:

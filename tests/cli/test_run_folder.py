@@ -112,6 +112,18 @@ def test_a_run_that_lost_a_file_it_began_with_is_not_begun_again(tmp_path: Path,
             opening(tmp_path / "run", make_recipe())
 
 
+def test_a_number_beyond_all_numbers_is_damage_of_its_file(tmp_path: Path):
+    RunFolder.create(tmp_path, make_recipe()).close()
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"seed": 0', '"seed": 1e999', 1))
+    for reading in (
+        lambda: RunFolder.resume(tmp_path, make_recipe()),
+        RunFolder.attach(tmp_path).read_config,
+    ):
+        with pytest.raises(RunFolderError, match=r"config\.json cannot be read as JSON \(the number 1e999"):
+            reading()
+
+
 def test_what_a_run_was_given_must_stay_what_it_was(tmp_path: Path):
     data, model = tmp_path / "sort.jsonl", tmp_path / "model"
     data.write_text(json.dumps({"prompt": "<sort>1=", "label": "1"}) + "\n")
