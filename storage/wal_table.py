@@ -253,7 +253,7 @@ class RequestTable:
             del self._by_uid[entry.request.uid], self._by_number[entry.number]
             self._slots[entry.slot] = None
             self._free.append(entry.slot)
-            self.lengths[entry.slot] = 0
+            self.lengths[entry.slot] = self._sorted[entry.slot] = 0
             self.is_open[entry.slot] = False
             self.prompt_bytes -= entry.request.prompt_ids.nbytes
 

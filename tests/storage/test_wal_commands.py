@@ -45,6 +45,15 @@ def test_inspect_and_verify_a_whole_log(log, capsys):
     assert "2 requests, 7 tokens; whole, and closed by its writer" in capsys.readouterr().out
 
 
+def test_tokens_of_retired_requests_are_not_counted(log, capsys):
+    with TokenWAL(log, fsync="os") as wal:
+        wal.retire(["b"])
+        wal.append(Chunk(["a"], np.array([4]), np.array([6]), np.array([-0.5], np.float32), 6, {}))
+    for action, said in (("inspect", "tokens    5\n"), ("verify", "1 request, 5 tokens; whole")):
+        assert main(["wal", action, str(log)]) == 0
+        assert said in capsys.readouterr().out
+
+
 def test_the_folder_of_a_run_is_answered_with_its_logs(log, tmp_path, capsys):
     stage = tmp_path / "run" / "stages" / "merge"
     stage.mkdir(parents=True)
