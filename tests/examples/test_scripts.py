@@ -22,6 +22,7 @@ SCRIPTS = {
     "examples/megatron/run.sh": "megatron",
     "examples/megatron_teachers/run.sh": "megatron",
     "examples/ray_cluster/run.sh": "ray",
+    "examples/real_model/run.sh": "lora",
     "examples/sglang_teachers/run.sh": "sglang",
 }
 EXTRA = {**SCRIPTS, "tests/run.sh": "test", "examples/install.sh": "core"}
@@ -63,6 +64,9 @@ def copy(tmp_path: Path) -> Path:
             (folder / name).write_text(STUB.format(real=sys._base_executable, calls=str(root / "calls")))
             (folder / name).chmod(0o755)
     (root / "sglang" / "ready").touch()
+    for made in ("model/config.json", "data/words.jsonl"):  # by an earlier run of real_model/
+        (root / "runs" / "real-model-inputs" / made).parent.mkdir(parents=True)
+        (root / "runs" / "real-model-inputs" / made).touch()
     for extra in set(EXTRA.values()):
         (root / ".venv" / f".installed-{extra}").touch()
     return root
