@@ -5,6 +5,7 @@ store (`s3_store.py`) replaces the reading and writing of these by faster ways.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 from opd.errors import StorageError, way_out
 from opd.foreign import decoding, object_path, require_memory, shown, whole
 from opd.retry import Retry
-from opd.storage.files import atomic_file
+from opd.storage.files import atomic_file, open_plain
 
 T = TypeVar("T")
 MIB = 2**20
@@ -334,7 +335,7 @@ class LocalStore(ObjectStore):
         except OSError as error:
             raise self._refusal(path, error) from error
         if not stat.S_ISREG(found.st_mode):
-            raise StorageError(f"{self.name(path)} is no file; publish the model again.")
+            raise self._no_file(path)
         return found.st_size
 
     def exists(self, path: str) -> bool:
@@ -367,7 +368,7 @@ class LocalStore(ObjectStore):
     def _pread(self, request: Request) -> None:
         target = self._at(request.path)
         try:
-            descriptor = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_plain(target, follow=True)  # a pipe put in its place would be waited for
         except OSError as error:
             raise self._refusal(request.path, error) from error
         try:
@@ -401,9 +402,14 @@ class LocalStore(ObjectStore):
             )
         return target
 
+    def _no_file(self, path: str) -> StorageError:
+        return StorageError(f"{self.name(path)} is no file; publish the model again.")
+
     def _refusal(self, path: str, error: OSError) -> StorageError:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return self._missing(path)
+        if error.errno in (errno.EISDIR, errno.ENXIO):
+            return self._no_file(path)
         mend = way_out(error, "check its permissions")
         return StorageError(f"{self.name(path)} cannot be read ({error.strerror}); {mend}.")
 

@@ -66,6 +66,15 @@ def test_errors_name_object_and_range(store):
         store.get_range("a", 3, 9)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_comes_into_the_place_of_a_file_is_not_waited_for(tmp_path, make):
+    with ObjectStore.open(tmp_path, options=FAST) as opened:
+        make(tmp_path / "shard")
+        for reading in (lambda: opened.size("shard"), lambda: opened.get_range("shard", 0, 8)):
+            with pytest.raises(StorageError, match=r"shard is no file; publish the model again"):
+                reading()
+
+
 @pytest.mark.parametrize("store", ["path"], indirect=True)
 def test_an_interrupted_put_leaves_the_old_object(store):
     store.put("a", b"old")
