@@ -188,11 +188,10 @@ def small_files(source: str) -> Iterator[Path]:
 
 
 def is_published(source: str) -> bool:
-    """Whether `source` is what `opd publish` wrote and not a Hugging Face folder."""
-    scheme, _, path = source.rpartition("://")
-    if scheme not in ("", "file"):
+    """Whether `source` is what `opd publish` wrote, or a URL, and not a Hugging Face folder."""
+    if "://" in source:
         return True
-    return any((Path(path) / name).exists() for name in (LATEST, MANIFEST, DESCRIPTION))
+    return any((Path(source) / name).exists() for name in (LATEST, MANIFEST, DESCRIPTION))
 
 
 def _write_small_files(published: PublishedModel, folder: Path) -> None:

@@ -152,6 +152,11 @@ def test_adapters_stand_beside_whole_models_on_one_stream(made: Made) -> None:
     teachers["a"].close()
 
 
+def test_a_url_without_a_published_model_is_no_folder_of_a_model(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="holds no published model"), small_files(f"file://{tmp_path}"):
+        pass
+
+
 def test_a_published_adapter_downloads_as_the_merged_model(made: Made, tmp_path: Path) -> None:
     for name, url in made.urls.items():
         assert is_published(url)
