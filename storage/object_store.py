@@ -62,7 +62,7 @@ def with_retries(options: StoreOptions, what: str, attempt: Callable[[], T]) -> 
     def used_up(error: TransientError, seconds: float) -> StorageError:
         return StorageError(
             f"{what}: {error}, {options.retry.attempts} times in {seconds:.1f} s; check that the store is"
-            " reachable and healthy, then run the same command again."
+            " reachable and healthy, then run the command again, a run with --resume."
         )
 
     return options.retry.call(attempt, TransientError, used_up)
@@ -356,9 +356,10 @@ class LocalStore(ObjectStore):
         except StorageError:
             raise
         except OSError as error:
+            mend = way_out(error, "free disk space or check permissions")
             raise StorageError(
-                f"{self.name(path)} cannot be written ({error.strerror or error});"
-                f" {way_out(error, 'free disk space or check permissions')}, then run the same command again."
+                f"{self.name(path)} cannot be written ({error.strerror or error}); {mend}, then run the"
+                " command again, a run with --resume."
             ) from error
 
     def _read(self, request: Request) -> None:
