@@ -62,8 +62,8 @@ def test_the_manifest_describes_head_tokenizer_and_weights(checkpoint, tmp_path)
     ("words", "part"),
     [
         (["publish", "none", "{store}"], "none is not a folder"),
-        (["publish", "{model}", "{store}", "--shards", "0"], "published in 0 shards; choose 1 to"),
-        (["publish", "{model}", "{store}", "--shards", "two"], "invalid int value: 'two'"),
+        (["publish", "{model}", "{store}", "--shards", "0"], "of 1 to 15 digits, at least 1, not '0'"),
+        (["publish", "{model}", "{store}", "--shards", "two"], "of 1 to 15 digits, at least 1, not 'two'"),
         (["publish", "{model}", "{store}", "--seed", "1"], "remove --seed"),
         (["publish", "{model}", "nonsense://x"], "nonsense://x cannot be opened (Protocol not known"),
         (["publish", "{model}", "ftp://127.0.0.1:1/x"], "ftp://127.0.0.1:1/x cannot be opened (["),
