@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import safetensors.torch
@@ -17,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from opd.errors import CheckpointError, reason_of, way_out
-from opd.storage.files import write_atomic
+from opd.storage.files import read_plain, write_atomic
 from opd.storage.leases import Lease
 
 
@@ -38,7 +37,7 @@ def load_tensors(path: str | os.PathLike[str], expected_digest: str | None = Non
     Raises `CheckpointError` naming `path` if it is missing, truncated, no safetensors, or has another digest.
     """
     try:
-        data = Path(path).read_bytes()
+        data = read_plain(path)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror or error});"

@@ -26,7 +26,7 @@ import xxhash
 
 from opd.errors import StorageError, way_out
 from opd.foreign import decoding, read_document, whole
-from opd.storage.files import punch_hole
+from opd.storage.files import punch_hole, read_plain
 from opd.storage.leases import LeaseTable
 from opd.storage.trajectories.table import TrajectoryTable
 
@@ -175,7 +175,7 @@ def find_header(path: Path, fields: Sequence[Field]) -> StoreHeader | None:
     """
     if not path.exists():
         return None
-    header = decode_header(path.read_bytes(), str(path))
+    header = decode_header(read_plain(path), str(path))
     if header.fields != tuple(fields):
         raise StorageError(
             f"{path} was made with other fields ({', '.join(field.name for field in header.fields)}) than are"

@@ -30,8 +30,9 @@ from opd.storage.framed_log import (
     scan,
 )
 from opd.storage.hidden_cache import CacheRecord, HiddenStateCache
+from opd.storage.tensors import load_tensors
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryRecord, TrajectoryStore, TrajectoryWriter
-from opd.storage.trajectories.segments import _checksum
+from opd.storage.trajectories.segments import _checksum, find_header
 from opd.storage.wal import TokenWAL, read_log
 from opd.storage.wal_table import FrameKind, encode_close, encode_open
 from opd.types import RolloutRequest, SamplingParams, Status
@@ -401,12 +402,24 @@ def test_blobs_that_no_cache_wrote(tmp_path, little_memory):
         lambda path: read_object(path, "mend it."),
         hf_folder.read_object,
         lambda path: read_metrics(path, chained=True),
+        load_tensors,
+        lambda path: find_header(path, ()),
     ],
-    ids=["record", "description", "metrics"],
+    ids=["record", "description", "metrics", "tensors", "header"],
 )
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, read):
     """Whoever opens one for reading waits until somebody writes."""
     path = tmp_path / "metrics.jsonl"
     os.mkfifo(path)
+    with pytest.raises((OpdError, OSError), match="plain file"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "read", [load_tensors, lambda path: find_header(path, ())], ids=["tensors", "header"]
+)
+def test_a_link_to_a_device_without_end_is_not_read(tmp_path, read):
+    path = tmp_path / "file"
+    path.symlink_to("/dev/zero")
     with pytest.raises((OpdError, OSError), match="plain file"):
         read(path)
