@@ -115,8 +115,11 @@ class DiskHome(Home):
         student = self._student
         mine = prompts if student.writing.alone else student.writing.shard(prompts)
         try:
-            own = [prompt for prompt in mine if student.ways[prompt.domain].generate is not collect]
-            self._stream(engine, [prompt for prompt in mine if prompt not in own], size, index)
+            streamed: list[EncodedPrompt] = []
+            own: list[EncodedPrompt] = []
+            for prompt in mine:
+                (streamed if student.ways[prompt.domain].generate is collect else own).append(prompt)
+            self._stream(engine, streamed, size, index)
             self._generate(engine, own, size, index)
         except BaseException:
             student.barrier.abandon()  # the others need not wait for this rank's share

@@ -114,9 +114,12 @@ def ways_of(
     teacher: Path | None = None,
 ) -> dict[str, Way]:
     """How the responses of each domain are written; `greedy` and `teacher` as in `sampling_params`."""
+    of_domains = {name: recipe.for_domain(name) for name in recipe.domains}
+    # Each once: domains that share a rollout of the user's own are written by one call of it.
+    loaded = {path: load_generate(path) for path in {own.rollout.generate for own in of_domains.values()}}
     return {
-        name: Way(sampling_params(own, tokenizer, greedy, teacher), load_generate(own.rollout.generate))
-        for name, own in ((name, recipe.for_domain(name)) for name in recipe.domains)
+        name: Way(sampling_params(own, tokenizer, greedy, teacher), loaded[own.rollout.generate])
+        for name, own in of_domains.items()
     }
 
 

@@ -12,6 +12,7 @@ from recipes import own_rollout, tiny_recipe
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages.student import ways_of
 from opd.rollout.collect import EncodedPrompt, Way, collect, write
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import SamplingParams
@@ -59,6 +60,14 @@ def test_each_prompt_is_written_as_its_domain_says():
         for found, expected in zip(group.samples, alone.samples, strict=True):
             assert found.response_ids.tolist() == expected.response_ids.tolist()
             assert len(found.response_ids) == ways[prompt.domain].sampling.max_new_tokens
+
+
+def test_domains_that_share_a_rollout_of_ones_own_have_one_way():
+    """So `write` calls it once for all of them."""
+    settings = {"max_new_tokens": 5, "max_sequence": 16, "generate": "recipes:own_rollout"}
+    ways = ways_of(tiny_recipe(rollout=settings), tiny.tokenizer())
+    assert ways["sort"] == ways["add3"]
+    assert ways["sort"].generate is not collect
 
 
 @pytest.fixture(scope="module")
