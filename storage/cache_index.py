@@ -228,6 +228,10 @@ class SegmentIndex:
         with _as_os_errors(), self.env.begin(write=True) as txn:
             yield txn
 
+    def changes(self) -> int:
+        """How often the index was changed, by any process."""
+        return self.env.info()["last_txnid"]
+
     def find(self, key: bytes) -> Place | None:
         try:
             with self.env.begin() as txn:
@@ -408,6 +412,7 @@ class CacheFolder:
         self.leases = LeaseTable(self.root / "leases")
         self.ranges = LeaseTable(self.root / "ranges")
         self._candidates: deque[tuple[bytes, Place, bytes]] = deque()
+        """In the order of their last use at the time of the last scan; under `_evicting`."""
         self._open_index()
         self._sweep()
         self._make_room(0)
@@ -420,6 +425,7 @@ class CacheFolder:
 
     def _open_index(self) -> None:
         self._process = os.getpid()
+        self._evicting = threading.Lock()
         self._index = SegmentIndex.of(self.root)
 
     def find(self, key: bytes) -> tuple[Place, HeldBytes] | None:
@@ -461,13 +467,15 @@ class CacheFolder:
             if self._untidy:
                 self._sweep()
                 self._untidy = False
-            while self._make_room(need):
-                with self.index.change() as txn:
-                    if self._index.used(txn) + need > self.quota_bytes:
-                        continue  # another was faster
-                    place = self._index.allocate(txn, size)
-                    self.ranges.acquire(place.range_key)  # or a sweep would take it for a dead writer's
-                    return place
+            index = self.index
+            with self._evicting:
+                while self._make_room(need):
+                    with index.change() as txn:
+                        if index.used(txn) + need > self.quota_bytes:
+                            continue  # another process was faster
+                        place = index.allocate(txn, size)
+                        self.ranges.acquire(place.range_key)  # or a sweep would take it for a dead writer's
+                        return place
         except OSError as error:
             if not disk_full(error):
                 raise
@@ -516,13 +524,14 @@ class CacheFolder:
         """Evict what was not used for longest until `need` bytes fit in the quota."""
         if need > self.quota_bytes:
             return False
-        scans, outdated = 0, True
+        scans, outdated, seen = 0, True, -1
         while self.used_bytes() + need > self.quota_bytes:
             if self._candidates:
                 outdated |= self._evict(*self._candidates.popleft())
-            elif not outdated or scans == _SCANS:
+            elif scans == _SCANS or not (outdated or self._index.changes() != seen):
                 return False  # what is left is leased or being written
             else:
+                seen = self._index.changes()
                 self._scan()
                 scans, outdated = scans + 1, False
         return True
@@ -534,10 +543,10 @@ class CacheFolder:
         Whatever is not among the candidates was used after the scan, so this order is the true one.
         """
         with self.leases.exclusive(key) as free:  # until the index says so: nobody leases it meanwhile
-            if not free:
-                return False
             if os.pread(self.index.file(place.segment), _NUMBER.size, place.offset) != stamp:
                 return True
+            if not free:
+                return False
             with self._index.change() as txn:
                 gone = self._index.unname(txn, key, place)
         self.evictions += gone

@@ -21,7 +21,7 @@ from opd import progress as progress_module
 from opd.models.checkpoint import save_checkpoint
 from opd.output import Logged, as_words, log_again
 from opd.pipelines.cli import main
-from opd.progress import Progress, busy_with, doing, hushed, never_silent
+from opd.progress import Heartbeat, Progress, busy_with, doing, hushed, never_silent
 from opd.redact import HIDDEN, hide
 from opd.storage.trajectories import TrajectoryRecord, TrajectoryWriter
 from opd.storage.wal import TokenWAL
@@ -162,9 +162,26 @@ def test_the_innermost_speaks_and_at_every_interval(capsys) -> None:
     assert {line.split(":")[1] for line in told.splitlines()} == {" inner"}
 
 
+def _nothing_ends_unsaid(monkeypatch) -> None:
+    """However fast it is, what is being done lasts until it said so once."""
+    make, leave = Heartbeat.__init__, Heartbeat.__exit__
+
+    def made(self: Heartbeat, say, after=None) -> None:
+        self.said = threading.Event()
+        make(self, lambda seconds: (say(seconds), self.said.set()), after)
+
+    def left(self: Heartbeat, *failure) -> None:
+        self.said.wait(60)
+        leave(self, *failure)
+
+    monkeypatch.setattr(Heartbeat, "__init__", made)
+    monkeypatch.setattr(Heartbeat, "__exit__", left)
+
+
 @pytest.mark.parametrize("command", ["wal", "plan", "publish", "doctor"])
 def test_every_command_says_that_it_is_at_work(command: str, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(progress_module, "AFTER", 0.0)
+    _nothing_ends_unsaid(monkeypatch)
     with TokenWAL(tmp_path / "wal", fsync="os") as log:
         for i in range(3000):
             log.open(RolloutRequest(f"{i}", np.ones(8, np.int32), SamplingParams(), 3), {})

@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -223,7 +224,18 @@ def test_blobs_used_after_the_look_for_room_still_make_some(tmp_path: Path, monk
     assert len(keys(tmp_path)) == 2
 
 
-def test_threads_share_one_cache(tmp_path: Path) -> None:
+@pytest.fixture
+def many_switches() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("many_switches")
+@pytest.mark.parametrize("_", range(12))
+def test_threads_share_one_cache(tmp_path: Path, _: int) -> None:
     cache = HiddenStateCache(tmp_path, quota_bytes=5 * BLOCK, durable=False)
 
     def work(seed: int) -> int:
