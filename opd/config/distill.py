@@ -147,7 +147,7 @@ class DistillConfig(Config):
             )
         if self.policy_loss != PolicyLossConfig():
             self._check_policy_loss()
-        if self.rl_coef > 0 and self.samples_per_prompt < 2:
+        if self.rl_coef > 0 and self.samples_per_prompt < 2 and self.advantage.compares:
             raise ValueError(
                 "rl_coef has no effect with one sample per prompt, whose advantage in its group is 0;"
                 " set samples_per_prompt to 2 or more"

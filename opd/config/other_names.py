@@ -68,7 +68,8 @@ ROWS = (
     ),
     Row(
         (f"{_GRPO}.advantage", "distill.advantage"),
-        "`{type: grpo}`, `dr_grpo`, `rloo`, or `{type: custom, path}`",
+        "`{type: grpo}`, `dr_grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, or"
+        " `{type: custom, path}`",
         ("advantage-estimator",),
         (),
         ("algorithm.adv_estimator",),
@@ -79,6 +80,11 @@ ROWS = (
         ("disable-grpo-std-normalization",),
         ("scale_rewards",),
         ("algorithm.norm_adv_by_std_in_grpo",),
+    ),
+    Row(
+        (f"{_GRPO}.advantage.whiten",),
+        "over all tokens of the step",
+        ("normalize-advantages",),
     ),
     Row(
         (f"{_GRPO}.group_size", "distill.samples_per_prompt"),

@@ -8,7 +8,7 @@ rollouts, quantised engines or other kernels.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -69,7 +69,15 @@ class SequenceMaskedTIS(_Bounds):
 CorrectionConfig = Annotated[TruncatedIS | MaskedIS | IcePop | SequenceMaskedTIS, Field(discriminator="type")]
 
 
-class GRPOAdvantage(Config):
+class _Advantage(Config):
+    whiten: bool = False
+    """Take the mean over the step's tokens off the advantages and divide by their standard deviation."""
+
+    compares: ClassVar[bool] = True
+    """Whether a response is only worth something beside the others of its group."""
+
+
+class GRPOAdvantage(_Advantage):
     """Reward minus the group's mean, divided by the group's standard deviation (DeepSeekMath, 4.1)."""
 
     type: Literal["grpo"] = "grpo"
@@ -77,19 +85,39 @@ class GRPOAdvantage(Config):
     """Added to the standard deviation before the division."""
 
 
-class DrGRPOAdvantage(Config):
+class DrGRPOAdvantage(_Advantage):
     """Reward minus the group's mean, not divided by anything (Liu et al. 2025, "Dr. GRPO")."""
 
     type: Literal["dr_grpo"] = "dr_grpo"
 
 
-class RLOOAdvantage(Config):
+class RLOOAdvantage(_Advantage):
     """Reward minus the mean of the *other* responses (Ahmadian et al. 2024)."""
 
     type: Literal["rloo"] = "rloo"
 
 
-class CustomAdvantage(Config):
+class ReinforcePlusPlusAdvantage(_Advantage):
+    """REINFORCE++ (Hu et al. 2025, 2501.03262): the reward, whitened over the step. It has no use for groups:
+    one response a prompt is enough."""
+
+    type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    whiten: bool = True
+    """Take the mean over the step's tokens off the rewards and divide by their standard deviation; without
+    it nothing is taken off a reward (REINFORCE)."""
+
+    compares: ClassVar[bool] = False
+
+
+class ReinforcePlusPlusBaselineAdvantage(_Advantage):
+    """REINFORCE++ with a baseline: reward minus the group's mean, whitened over the step."""
+
+    type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    whiten: bool = True
+    """Take the mean over the step's tokens off the advantages and divide by their standard deviation."""
+
+
+class CustomAdvantage(_Advantage):
     """An estimator of your own, by dotted path."""
 
     type: Literal["custom"] = "custom"
@@ -98,7 +126,13 @@ class CustomAdvantage(Config):
 
 
 AdvantageConfig = Annotated[
-    GRPOAdvantage | DrGRPOAdvantage | RLOOAdvantage | CustomAdvantage, Field(discriminator="type")
+    GRPOAdvantage
+    | DrGRPOAdvantage
+    | RLOOAdvantage
+    | ReinforcePlusPlusAdvantage
+    | ReinforcePlusPlusBaselineAdvantage
+    | CustomAdvantage,
+    Field(discriminator="type"),
 ]
 
 
@@ -150,8 +184,8 @@ class SpecialistConfig(Config):
     """Rollout steps. 0 trains a domain that has `sft` on its demonstrations alone."""
     prompts_per_step: int = Field(default=64, gt=0, le=1_000_000)
     """Prompts of a rollout step; each is answered `group_size` times."""
-    group_size: int = Field(default=8, gt=1, le=10_000)
-    """Responses per prompt (G)."""
+    group_size: int = Field(default=8, gt=0, le=10_000)
+    """Responses per prompt (G); 1 with `advantage: {type: reinforce_plus_plus}` alone."""
     minibatches: int = Field(default=4, gt=0, le=1_000_000)
     """Optimiser steps per rollout step; with 1 the ratio is always 1 and the clip never acts."""
     advantage: AdvantageConfig = GRPOAdvantage()
@@ -171,3 +205,18 @@ class SpecialistConfig(Config):
     """Steps between checkpoints; a killed run repeats at most this many."""
     max_steps_without_signal: int = Field(default=10, gt=0)
     """Stop with an error after this many steps in a row in which every group was filtered."""
+
+    @model_validator(mode="after")
+    def _refuse_groups_without_an_advantage(self) -> SpecialistConfig:
+        name = self.advantage.type
+        if self.advantage.compares and self.group_size == 1:
+            raise ValueError(
+                f"group_size is 1, but advantage {name} compares the responses to one prompt; set group_size"
+                " to 2 or more, or advantage to {type: reinforce_plus_plus}"
+            )
+        if not self.advantage.compares and self.filter_zero_variance:
+            raise ValueError(
+                f"advantage {name} learns from groups of equal rewards, too, which filter_zero_variance would"
+                " drop; set filter_zero_variance to false"
+            )
+        return self

@@ -1,7 +1,7 @@
 """From rewards and log-probabilities to per-token advantages.
 
 **Group-relative.** The rewards of `G` responses to one prompt become advantages; which groups a policy
-gradient can learn from is decided before.
+gradient can learn from is decided before. Over the whole step they may be whitened.
 
 **On-policy distillation as an advantage**, `adv' = adv - coef * (log p_student - log p_teacher)`. The
 log-ratio of the sampled token, `r = log p - log t`, is the k1 estimate of KL(p || t). Times the score
@@ -24,8 +24,11 @@ import numpy as np
 
 from opd.config.rl import (
     AdvantageConfig,
+    CustomAdvantage,
     DrGRPOAdvantage,
     GRPOAdvantage,
+    ReinforcePlusPlusAdvantage,
+    ReinforcePlusPlusBaselineAdvantage,
     RLOOAdvantage,
 )
 from opd.errors import ConfigError, RewardError, TeacherError, TrainingError
@@ -79,6 +82,55 @@ class RLOO:
         return broadcast((rewards - rewards.mean()) * (len(rewards) / others), group)
 
 
+@dataclass(frozen=True, slots=True)
+class Reinforce:
+    """The reward itself (Williams 1992). Whitened over the step it is REINFORCE++ (Hu et al. 2025,
+    2501.03262), whose baseline is then the mean over all prompts.
+    """
+
+    def __call__(self, group: SampleGroup) -> list[np.ndarray]:
+        """`[R]` float32 per sample. Raises `RewardError` if a sample has no finite reward."""
+        return broadcast(finite_rewards(group), group)
+
+
+@dataclass(slots=True)
+class Moments:
+    """How many advantages there are, their mean and the sum of their squared deviations from it.
+
+    Samples are added in one order, so that all ranks come to the same bits, whichever has a sample.
+    """
+
+    tokens: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, advantages: np.ndarray, mask: np.ndarray) -> Moments:
+        """Those of one sample, `[R]` each, at the tokens that `mask` counts."""
+        values = advantages[mask].astype(np.float64)
+        if not len(values):
+            return cls()
+        mean = values.mean()
+        return cls(len(values), float(mean), float(np.square(values - mean).sum()))
+
+    def include(self, other: Moments) -> None:
+        """Add the tokens of `other` (Chan et al. 1983: no difference of large sums)."""
+        total = self.tokens + other.tokens
+        if not total:
+            return
+        apart = other.mean - self.mean
+        self.squares += other.squares + apart**2 * self.tokens * other.tokens / total
+        self.mean += apart * other.tokens / total
+        self.tokens = total
+
+    def whitened(self, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """`[R]` float32: less the mean, over the standard deviation (divisor `N`; at least 1e-8), 0 where
+        `mask` is False. Over the tokens that were added the mean is 0 and the variance 1, or all are 0.
+        """
+        deviation = max((self.squares / max(self.tokens, 1)) ** 0.5, 1e-8)
+        return np.where(mask, (advantages.astype(np.float64) - self.mean) / deviation, 0.0).astype(np.float32)
+
+
 def finite_rewards(group: SampleGroup) -> np.ndarray:
     """[G] float64 rewards of `group`. Raises `RewardError` naming the sample without a finite one."""
     for sample in group.samples:
@@ -102,11 +154,18 @@ def build_advantage(config: AdvantageConfig) -> AdvantageEstimator:
     """The estimator a recipe asks for. Raises `ConfigError` if a custom one cannot be loaded."""
     if isinstance(config, GRPOAdvantage):
         return GroupNormalised(eps=config.eps)
-    if isinstance(config, DrGRPOAdvantage):
-        return DrGRPO()
-    if isinstance(config, RLOOAdvantage):
-        return RLOO()
-    return OwnAdvantage(config.path)
+    if isinstance(config, CustomAdvantage):
+        return OwnAdvantage(config.path)
+    return BUILT_IN[type(config)]()
+
+
+BUILT_IN: dict[type, Callable[[], AdvantageEstimator]] = {
+    DrGRPOAdvantage: DrGRPO,
+    RLOOAdvantage: RLOO,
+    ReinforcePlusPlusAdvantage: Reinforce,
+    ReinforcePlusPlusBaselineAdvantage: DrGRPO,
+}
+"""Estimators without settings of their own; `whiten` is the step's (`Moments`)."""
 
 
 class OwnAdvantage:

@@ -226,7 +226,8 @@ class Distill(Algorithm):
         against = None if k1 is None else Against(k1.coef, k1.baseline, k1.discount)
         stream = PolicyStream(samples, policy_loss(config).correction, against)
         if needs_policy_stream(config):
-            stream.estimate(build_advantage(config.advantage), self._rl_coefs)
+            own = config.advantage
+            stream.estimate(build_advantage(own), self._rl_coefs, whiten=own.whiten)
         if k1 is not None:
             what = "the teachers' log-probabilities"
             ordered = self._ordered(samples.samples)

@@ -98,7 +98,7 @@ class GRPO(Algorithm):
         stream = PolicyStream(samples, self.config.policy_loss.correction, against)
         if self.reference is not None:
             stream.add_others(samples.samples, self._reference_logprobs, "the reference's log-probabilities")
-        stream.estimate(build_advantage(self.config.advantage))
+        stream.estimate(build_advantage(self.config.advantage), whiten=self.config.advantage.whiten)
         metrics = stream.measure()
         metrics.pop("log_ratio", None)
         return stream, metrics

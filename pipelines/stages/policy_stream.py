@@ -9,7 +9,7 @@ it depends neither on the home nor on the rank that has a sample.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from opd.config.rl import CorrectionConfig
 from opd.pipelines.stages.samples import StepSamples
 from opd.protocols import AdvantageEstimator
-from opd.train.advantages import OwnAdvantage, opd_returns, teacher_means, with_opd_term
+from opd.train.advantages import Moments, OwnAdvantage, opd_returns, teacher_means, with_opd_term
 from opd.train.loss_weights import CorrectionSums, MismatchSums, corrected
 from opd.train.packing import PerSample
 from opd.types import Sample
@@ -56,6 +56,8 @@ class _Numbers:
     """Sum of the term against somebody over the tokens that count."""
     tokens: int = 0
     """How many these are."""
+    advantages: Moments = field(default_factory=Moments)
+    """The reward's, where they are whitened."""
 
 
 class PolicyStream:
@@ -74,6 +76,8 @@ class PolicyStream:
         self._estimated = self._others = False
         self._numbers: dict[str, _Numbers] = {}
         self._means: dict[str | None, float] = {}
+        self._whiten: Moments | None = None
+        self._coefs: Mapping[str, float] | None = None
         step.fill(_OLD, step.samples, step.backend.own_logprobs, "the recomputed log-probabilities")
 
     def add_others(self, samples: Sequence[Sample], compute: PerSample, what: str, **lots: Any) -> None:
@@ -83,8 +87,13 @@ class PolicyStream:
         self._step.fill(_OTHER, samples, compute, what, **lots)
         self._others = True
 
-    def estimate(self, estimator: AdvantageEstimator, coefs: Mapping[str, float] | None = None) -> None:
-        """Keep the reward's advantages of every sample, times the one of `coefs` for its domain."""
+    def estimate(
+        self, estimator: AdvantageEstimator, coefs: Mapping[str, float] | None = None, *, whiten: bool = False
+    ) -> None:
+        """Keep the reward's advantages of every sample, times the one of `coefs` for its domain; `whiten`
+        them over the step before that.
+        """
+        self._coefs, self._whiten = coefs, Moments() if whiten else None
         for group in self._step.groups:
             held = {sample.uid for sample in self._step.holds(group)}
             if not held:
@@ -96,8 +105,7 @@ class PolicyStream:
                 found = estimator(group)
             for sample, values in zip(group.samples, found, strict=True):
                 if sample.uid in held:
-                    scaled = values if coefs is None else coefs[sample.domain] * values
-                    self._step.keep(_ADVANTAGES, sample, scaled)
+                    self._step.keep(_ADVANTAGES, sample, values)
         self._estimated = True
 
     def measure(self) -> dict[str, float]:
@@ -128,7 +136,8 @@ class PolicyStream:
         said = self._step.told([numbers, asdict(seen), ratio, tokens], "the sums of the policy stream")
         for others, mismatch, ratio, tokens in said:
             for uid, own in others.items():
-                self._numbers[uid] = _Numbers(**own | {"correction": CorrectionSums(**own["correction"])})
+                sums, moments = CorrectionSums(**own["correction"]), Moments(**own["advantages"])
+                self._numbers[uid] = _Numbers(**own | {"correction": sums, "advantages": moments})
             whole.include(MismatchSums(**mismatch))
             total, count = total + ratio, count + tokens
         metrics = whole.metrics() if whole.tokens else {}
@@ -139,6 +148,9 @@ class PolicyStream:
             for sample in self._step.samples:
                 sums.include(self._numbers_at(sample).correction)
             metrics |= sums.metrics()
+        if self._whiten is not None:
+            for sample in self._step.samples:
+                self._whiten.include(self._numbers_at(sample).advantages)
         if self._against is not None and self._against.baseline == "batch_mean":
             own = [(sample.teacher, self._numbers_at(sample)) for sample in self._step.samples]
             self._means = teacher_means((teacher, found.returns, found.tokens) for teacher, found in own)
@@ -155,6 +167,10 @@ class PolicyStream:
         other = self._step.signal(_OTHER, sample) if self._others else None
         if self._estimated:
             advantages = self._step.signal(_ADVANTAGES, sample)
+            if self._whiten is not None:
+                advantages = self._whiten.whitened(advantages, sample.loss_mask)
+            if self._coefs is not None:
+                advantages = self._coefs[sample.domain] * advantages
         else:
             advantages = np.zeros(len(old), np.float32)
         if self._against is not None:
@@ -169,10 +185,13 @@ class PolicyStream:
         mask, sums = sample.loss_mask, CorrectionSums()
         old = self._step.signal(_OLD, sample)
         sums.add(mask, *corrected(self._correction, sample.rollout_logprobs, old, mask))
-        if self._against is None:
-            return _Numbers(sums)
-        returns = self._returns(sample)
-        return _Numbers(sums, float(returns.sum()), len(returns))
+        found = _Numbers(sums)
+        if self._whiten is not None:
+            found.advantages = Moments.of(self._step.signal(_ADVANTAGES, sample), mask)
+        if self._against is not None:
+            returns = self._returns(sample)
+            found.returns, found.tokens = float(returns.sum()), len(returns)
+        return found
 
     def _returns(self, sample: Sample) -> np.ndarray:
         assert self._against is not None

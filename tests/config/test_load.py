@@ -121,6 +121,11 @@ def test_the_order_of_two_options_of_one_union_does_not_matter(write):
             "specialist: {reference_kl: {estimator: k1}}",
             ["k1 with placement loss has a zero or wrong gradient"],
         ),
+        ("specialist: {advantage: {type: reinforce}}", ["did you mean 'reinforce_plus_plus'?"]),
+        ("specialist: {advantage: {type: reinforce_plus_plus}}", ["set filter_zero_variance to false"]),
+        ("specialist: {group_size: 1}", ["advantage grpo compares", "{type: reinforce_plus_plus}"]),
+        ("specialist: {group_size: 0}", ["`specialist.group_size` is 0"]),
+        ("distill: {rl_coef: 1, advantage: {type: rloo}}", ["set samples_per_prompt to 2 or more"]),
     ],
 )
 def test_a_wrong_file_gives_one_sentence(write, text, parts):

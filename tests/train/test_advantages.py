@@ -1,4 +1,4 @@
-"""GRPO, Dr. GRPO and RLOO against their formulas, custom estimators, and the zero-variance filter."""
+"""Estimators and whitening against their formulas, custom estimators, and the zero-variance filter."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.config.rl import CustomAdvantage, DrGRPOAdvantage, GRPOAdvantage, RLOOAdvantage
+from opd.config.rl import (
+    CustomAdvantage,
+    DrGRPOAdvantage,
+    GRPOAdvantage,
+    ReinforcePlusPlusAdvantage,
+    ReinforcePlusPlusBaselineAdvantage,
+    RLOOAdvantage,
+)
 from opd.errors import ConfigError, RewardError
 from opd.train.advantages import (
     RLOO,
     DrGRPO,
     GroupNormalised,
+    Moments,
+    Reinforce,
     build_advantage,
     drop_zero_variance,
     zero_variance_fraction,
@@ -56,7 +65,67 @@ def test_rloo_leaves_one_out_and_is_dr_grpo_rescaled(group, values):
     np.testing.assert_allclose(found, ratio * first_tokens(DrGRPO()(group(values))), atol=1e-5)
 
 
-@pytest.mark.parametrize("estimator", [GroupNormalised(), DrGRPO(), RLOO()])
+def of_step(groups, config):
+    """[N] float64: what the tokens of a step count with, samples in the order of their groups."""
+    estimator = build_advantage(config)
+    pairs = [pair for g in groups for pair in zip(g.samples, estimator(g), strict=True)]
+    moments = Moments()
+    for sample, values in pairs:
+        moments.include(Moments.of(values, sample.loss_mask))
+    if config.whiten:
+        pairs = [(sample, moments.whitened(values, sample.loss_mask)) for sample, values in pairs]
+    assert all(not values[~sample.loss_mask].any() for sample, values in pairs)
+    return np.concatenate([values[sample.loss_mask] for sample, values in pairs]).astype(np.float64)
+
+
+steps = st.lists(
+    st.lists(st.tuples(st.floats(-5.0, 5.0), st.integers(0, 6)), min_size=1, max_size=5), max_size=4
+)
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+@given(steps)
+def test_reinforce_plus_plus_is_the_reward_whitened_over_the_tokens_of_the_step(group, baseline, step):
+    """2501.03262: (A - mean) / std over the batch, of the reward, or of the reward less its group's mean."""
+    config = ReinforcePlusPlusBaselineAdvantage() if baseline else ReinforcePlusPlusAdvantage()
+    groups = [group([reward for reward, _ in rows], [length for _, length in rows]) for rows in step]
+    raw = []
+    for one in groups:
+        mean = np.mean([sample.reward for sample in one.samples]) if baseline else 0.0
+        raw += [s.reward - mean for s in one.samples for counts in s.loss_mask if counts]
+    if not raw:
+        return
+    expected = np.array(raw)
+    found = of_step(groups, config)
+    if expected.std() > 1e-3:
+        np.testing.assert_allclose(found, (expected - expected.mean()) / expected.std(), atol=2e-3)
+        np.testing.assert_allclose([found.mean(), found.var()], [0.0, 1.0], atol=1e-5)
+    plain = of_step(groups, config.model_copy(update={"whiten": False}))
+    np.testing.assert_allclose(plain, expected, rtol=1e-6, atol=1e-6)
+
+
+@given(st.floats(-1e6, 1e6, width=32), st.lists(st.integers(1, 50), min_size=1, max_size=6))
+def test_equal_rewards_are_worth_nothing_once_whitened(group, reward, lengths):
+    assert not of_step([group([reward], [n]) for n in lengths], ReinforcePlusPlusAdvantage()).any()
+    groups = [group([reward] * 3, [n] * 3) for n in lengths]
+    assert not of_step(groups, ReinforcePlusPlusBaselineAdvantage()).any()
+    for config in (GRPOAdvantage(whiten=True), RLOOAdvantage(whiten=True), DrGRPOAdvantage(whiten=True)):
+        assert not of_step(groups, config).any()
+
+
+@given(st.lists(st.floats(-100.0, 100.0), min_size=1, max_size=20), st.data())
+def test_moments_do_not_ask_how_the_tokens_are_cut(values, data):
+    array = np.array(values) + 1e6  # where the mean of squares less the squared mean would lose everything
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=4)))
+    found = Moments()
+    for part in np.split(array, cuts):
+        found.include(Moments.of(part, np.ones(len(part), bool)))
+    assert found.tokens == len(values)
+    assert found.mean == pytest.approx(array.mean(), rel=1e-12)
+    assert found.squares == pytest.approx(array.var() * len(values), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", [GroupNormalised(), DrGRPO(), RLOO(), Reinforce()])
 def test_advantages_are_per_token_float32_and_zero_outside_the_mask(group, estimator):
     found = estimator(group([1.0, 0.0, 0.0], lengths=[4, 1, 0]))
     assert [a.shape for a in found] == [(4,), (1,), (0,)]
@@ -81,6 +150,8 @@ def test_build_advantage_follows_the_recipe(group):
     assert build_advantage(GRPOAdvantage(eps=0.5)) == GroupNormalised(eps=0.5)
     assert build_advantage(DrGRPOAdvantage()) == DrGRPO()
     assert build_advantage(RLOOAdvantage()) == RLOO()
+    assert build_advantage(ReinforcePlusPlusAdvantage()) == Reinforce()
+    assert build_advantage(ReinforcePlusPlusBaselineAdvantage()) == DrGRPO()
     own = build_advantage(CustomAdvantage(path="opd.train.advantages:RLOO"))
     rewarded = group([0.0, 1.0, 3.0])
     for found, expected in zip(own(rewarded), RLOO()(rewarded), strict=True):
