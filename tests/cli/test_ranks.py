@@ -105,11 +105,14 @@ def test_a_rank_that_leaves_with_status_0_has_not_done_its_work(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "sentence"),
-    [(signal.SIGKILL, "rank 1 was ended by SIGKILL"), (signal.SIGSTOP, "rank 1 did not come to")],
+    ("number", "seconds", "sentence"),
+    [
+        (signal.SIGKILL, 600.0, "rank 1 was ended by SIGKILL"),
+        (signal.SIGSTOP, 30.0, "rank 1 did not come to"),
+    ],
 )
-def test_a_rank_that_dies_or_hangs_ends_the_run(tmp_path, number, sentence):
-    recipe = write_recipe(tmp_path / "recipe.yaml", train={"ranks": 2, "timeout_seconds": 20.0})
+def test_a_rank_that_dies_or_hangs_ends_the_run(tmp_path, number, seconds, sentence):
+    recipe = write_recipe(tmp_path / "recipe.yaml", train={"ranks": 2, "timeout_seconds": seconds})
     out = tmp_path / "run"
     command = ["run", str(recipe), "--out", str(out), "--base.steps", "100000"]
     with (tmp_path / "log").open("wb") as log:

@@ -26,7 +26,7 @@ from opd.ranks import Ranks
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import SampleGroup
 
-SECONDS = 60
+SECONDS = 240
 """How long a rank waits for the other."""
 
 

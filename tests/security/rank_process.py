@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from opd.ranks import joined
 
-with joined("cpu", 60.0) as ranks:
+with joined("cpu", 200.0) as ranks:
     dist.all_reduce(torch.ones(1), group=ranks.group)
     other = ranks.new_group("second")
     other.barrier("the second group")

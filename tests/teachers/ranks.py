@@ -106,4 +106,4 @@ def one_task(rank: int, task: dict, folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    do_tasks(one_task, seconds=60)
+    do_tasks(one_task, seconds=120)

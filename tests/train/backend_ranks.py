@@ -182,7 +182,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
 
 def main() -> None:
     """Every task of FOLDER/tasks.json in turn."""
-    with joined(seconds=60) as (_, folder):
+    with joined(seconds=240) as (_, folder):
         for task in json.loads((folder / "tasks.json").read_text()):
             with CudaTypes() if task["train"].get("distributed_optimizer") else nullcontext():
                 run_task(task, folder, Ranks(dist.group.WORLD))
