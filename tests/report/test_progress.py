@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,18 +86,21 @@ def test_notes_are_printed_as_they_are_on_one_line() -> None:
 
 def test_a_log_is_never_silent_for_long() -> None:
     stream, console = _log(width=200)
+    told = r"^still at work \(\d+:\d\d since the last line\): merge %s; publishing teacher math$"
     with Progress(console, silence=0.05) as progress, doing("publishing teacher math"):
         progress.begin("merge")
-        while "still at work" not in stream.getvalue():
-            pass
+        _wait(lambda: re.search(told % "begins", stream.getvalue(), re.M))
         progress.update("merge", 3, 10)
-        while "merge 3/10" not in stream.getvalue():
-            pass
-    first = stream.getvalue().splitlines()[0]
-    told = r"still at work \(\d:\d\d since the last line\): merge begins; publishing teacher math"
-    assert re.match(told, first)
+        _wait(lambda: re.search(told % "3/10", stream.getvalue(), re.M))
     count = stream.getvalue().count("still at work")
     assert count == len([line for line in stream.getvalue().splitlines() if line.startswith("still")])
+
+
+def _wait(done: Callable[[], object]) -> None:
+    until = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.002)
 
 
 def test_what_is_quick_says_nothing(capsys) -> None:
@@ -105,12 +110,14 @@ def test_what_is_quick_says_nothing(capsys) -> None:
     assert busy_with() == ""
 
 
-def test_a_long_check_says_what_it_waits_for(capsys) -> None:
-    said = ""
-    with never_silent("checking teacher math", after=0.05), doing(lambda: "the server is away"):
-        while "so far" not in said:
-            said += capsys.readouterr().err
-    assert re.match(r"opd: checking teacher math: \d+ s so far, the server is away\n", said)
+def test_a_long_check_says_what_it_waits_for() -> None:
+    with (
+        redirect_stderr(io.StringIO()) as said,
+        doing(lambda: "the server is away"),
+        never_silent("checking teacher math", after=0.05),
+    ):
+        _wait(lambda: "\n" in said.getvalue())
+    assert re.match(r"opd: checking teacher math: \d+ s so far, the server is away\n", said.getvalue())
 
 
 def test_a_terminal_shows_a_bar_per_running_stage_and_a_line_per_finished_one() -> None:
@@ -147,19 +154,25 @@ def test_threads_may_report_at_once() -> None:
     assert all(line.endswith(line[0] * 3) for line in lines)
 
 
-def test_the_innermost_speaks_and_at_every_interval(capsys) -> None:
-    told, after = "", ""
-    with never_silent("outer", after=0.02):
+def test_the_innermost_speaks_and_at_every_interval() -> None:
+    said = io.StringIO()
+
+    def lines(name: str) -> int:
+        return said.getvalue().count(f"opd: {name}: ")
+
+    with redirect_stderr(said), never_silent("outer", after=0.02):
+        _wait(lambda: lines("outer"))
         with never_silent("inner", after=0.02):
-            while told.count("\n") < 3:  # again and again, not less and less often
-                told += capsys.readouterr().err
+            before = lines("outer")
+            _wait(lambda: lines("inner") >= 3)  # again and again, not less and less often
+            assert lines("outer") <= before + 1  # one may have been under way
         with hushed():
-            capsys.readouterr()  # of the moments before
+            before, inner = lines("outer"), lines("inner")
             time.sleep(0.2)
-        assert capsys.readouterr().err == ""
-        while " outer: " not in after:
-            after += capsys.readouterr().err
-    assert {line.split(":")[1] for line in told.splitlines()} == {" inner"}
+            assert lines("outer") <= before + 1
+        before = lines("outer")
+        _wait(lambda: lines("outer") > before + 1)
+    assert lines("inner") == inner
 
 
 def _nothing_ends_unsaid(monkeypatch) -> None:
