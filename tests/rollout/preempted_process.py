@@ -1,6 +1,7 @@
 """A generating process for tests: `preempted_process.py FOLDER` writes its tokens to a log in FOLDER.
 
-Says `step N` after each step, and `preempted ...` when it was asked to stop.
+Says `step N` after each step, and `preempted ...` when it was asked to stop. It waits to be suspended after
+step 5, and to be stopped after step 9.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def main(folder: Path) -> None:
         try:
             for number, _ in enumerate(rollout.generate(requests())):
                 say(f"step {number}")
-                time.sleep(0.02)
+                while (number == 5 and not asked.suspended) or (number == 9 and not asked.stopping):
+                    time.sleep(0.01)
         except PreemptedError as error:
             say(f"preempted: {error}")
 

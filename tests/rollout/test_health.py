@@ -24,6 +24,8 @@ Fixture = Callable[..., Any]
 
 QUICK = RetryPolicy(Retry(attempts=3, pause=0.001, longest=0.01))
 SAMPLING = SamplingParams(max_new_tokens=12)
+LONG = 3.0
+"""Seconds that no step of an engine that is well takes, on a busy machine either."""
 
 
 @pytest.fixture(scope="module")
@@ -73,32 +75,27 @@ def test_rests_double_to_a_limit_and_a_token_ends_the_row() -> None:
 def test_an_engine_goes_into_quarantine_and_comes_back(
     models: list[Any], requests: list[RolloutRequest], expected: dict[str, list[int]], collect: Fixture
 ) -> None:
-    healed = threading.Event()
+    def healed() -> bool:
+        """It fails till then, however long the other takes to notice."""
+        return rollout.health[0].quarantines > 0
 
     def ill(engine: FaultyEngine, uids: list[str], number: int) -> None:
-        if not healed.is_set():
+        if not healed():
             raise OSError("out of order")
 
     def waits(engine: FaultyEngine, uids: list[str], number: int) -> None:
         until = time.monotonic() + 60
-        while not healed.is_set() and number == 2 and time.monotonic() < until:
+        while not healed() and number == 2 and time.monotonic() < until:
             time.sleep(0.002)
-            if bad_health().quarantines:
-                healed.set()
-
-    def bad_health() -> EngineHealth:
-        return rollout.health[0]
 
     bad, good = FaultyEngine(TorchEngine(models[0]), ill), FaultyEngine(TorchEngine(models[1]), waits)
     rollout = FaultTolerantRollout([bad, good], MemoryLog(), policy=QUICK)
     many = [replace(r, uid=f"{r.uid}/{i}") for i in range(3) for r in requests]
     assert len(collect(rollout.generate(many))) == len(many)
-    assert healed.is_set()
     assert rollout.health[0].quarantines == 1
     assert "out of order" in (rollout.health[0].last_error or "")
-    for _ in range(100):
-        if rollout._pool.ready() == [0, 1]:
-            break
+    until = time.monotonic() + 60
+    while rollout._pool.ready() != [0, 1] and time.monotonic() < until:
         time.sleep(0.02)
     assert tokens(collect(rollout.generate(requests))) == expected
     assert rollout.health[0].tokens > 0, "it did not come back"
@@ -140,7 +137,7 @@ def test_a_hung_engine_that_can_be_replaced_is(
     rollout = FaultTolerantRollout(
         [hung],
         MemoryLog(),
-        policy=replace(QUICK, step_timeout=0.2, revive=lambda index: TorchEngine(models[1])),
+        policy=replace(QUICK, step_timeout=LONG, revive=lambda index: TorchEngine(models[1])),
     )
     assert tokens(collect(rollout.generate(requests))) == expected
     assert rollout.counters["engine_timeouts"] == 1
@@ -154,7 +151,7 @@ def test_a_step_that_a_pause_could_not_wait_for_ends_its_call_and_not_the_reques
     release: threading.Event,
 ) -> None:
     slow = FaultyEngine(TorchEngine(models[0]), hangs_once(3, release))
-    rollout = FaultTolerantRollout([slow], MemoryLog(), policy=replace(QUICK, step_timeout=0.2))
+    rollout = FaultTolerantRollout([slow], MemoryLog(), policy=replace(QUICK, step_timeout=LONG))
     steps = rollout.generate(requests)
     seen = [next(steps) for _ in range(3)]
     while rollout._pool.gate._sources[0].busy_since() is None:
