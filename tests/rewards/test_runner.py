@@ -210,7 +210,7 @@ def test_failed_and_aborted_samples_are_left_alone() -> None:
 
 
 def test_async_functions_of_all_samples_and_domains_run_concurrently() -> None:
-    everyone = threading.Barrier(2, timeout=20)
+    everyone = threading.Barrier(2, timeout=120)
     waiting: dict[str, int] = {}
 
     async def reward(sample: RewardSample) -> float:
@@ -223,7 +223,7 @@ def test_async_functions_of_all_samples_and_domains_run_concurrently() -> None:
 
     samples = [_sample(f"{d}{i}", "13", domain=d) for d in ("sort", "other") for i in range(5)]
     function = wrap_reward(reward, "mine")
-    RewardRunner({"sort": function, "other": function}, TOKENIZER, timeout=30).score(samples)
+    RewardRunner({"sort": function, "other": function}, TOKENIZER, timeout=200).score(samples)
     assert [sample.reward for sample in samples] == [1.0] * 10
 
 
@@ -284,27 +284,33 @@ def test_a_function_that_takes_too_long_is_an_error() -> None:
 
     def slow(sample: RewardSample) -> float:
         if sample.uid == "s1":
-            stop.wait(20)
+            stop.wait(120)
         return 1.0
 
     async def slow_awaited(sample: RewardSample) -> float:
-        await asyncio.sleep(20 if sample.uid == "s1" else 0)
+        await asyncio.sleep(120 if sample.uid == "s1" else 0)
         return 1.0
 
     def slow_batch(completions: list[str]) -> list[float]:
-        stop.wait(20)
+        stop.wait(120)
         return [1.0 for _ in completions]
 
     async def blocks(sample: RewardSample) -> float:
-        stop.wait(20)
+        stop.wait(120)
         return 1.0
 
     samples = [_sample("s0", "13"), _sample("s1", "31")]
-    for function, who in ((slow, "s1"), (slow_awaited, "s1"), (slow_batch, "s0 and 1 more"), (blocks, "s0")):
-        begin = time.monotonic()
-        with pytest.raises(RewardError, match=rf"sample {who}.* took longer than 0\.2 s.*reward_timeout"):
-            _runner(function, timeout=0.2).score(samples)
-        assert time.monotonic() - begin < 15  # gave up, instead of waiting for the function
+    # Two seconds where the first sample has to be done in that time, on a busy machine too.
+    for function, who, limit in (
+        (slow, "s1", 2.0),
+        (slow_awaited, "s1", 2.0),
+        (slow_batch, "s0 and 1 more", 0.2),
+        (blocks, "s0", 0.2),
+    ):
+        begin, told = time.monotonic(), rf"sample {who}.* took longer than {limit:g} s.*reward_timeout"
+        with pytest.raises(RewardError, match=told):
+            _runner(function, timeout=limit).score(samples)
+        assert time.monotonic() - begin < 100  # gave up, instead of waiting for the function
     stop.set()
 
 
@@ -365,12 +371,12 @@ def test_a_reward_that_has_printed_all_the_time_is_told_to_print_less() -> None:
 
     def chatty(sample: RewardSample) -> float:
         print("x" * 60_000)
-        stop.wait(20)
+        stop.wait(120)
         return 1.0
 
     with contextlib.redirect_stdout(GuardedStream(io.StringIO())):
-        with pytest.raises(RewardError, match=r"0\.2 s.*it has printed 60,001 characters.*: print less"):
-            _runner(chatty, timeout=0.2).score([_sample("s0", "13")])
+        with pytest.raises(RewardError, match=r" 2 s.*it has printed 60,001 characters.*: print less"):
+            _runner(chatty, timeout=2.0).score([_sample("s0", "13")])
         stop.set()
 
 
