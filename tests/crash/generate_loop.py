@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import math
 import os
 import random
 import select
@@ -40,8 +41,8 @@ from opd.types import RolloutRequest, SamplingParams, Status
 REQUESTS, RUNNING = 8, 6
 SEGMENT_BYTES = 1500
 PLACES = ("any", "write", "rotation", "compaction", "opening", "time")
-LIMIT = 1.0
-"""Seconds after which a process that did not come to its place is killed where it is."""
+ENOUGH = 20
+"""Batches after which a process that did not come to its place is killed where it is."""
 
 
 def requests_of(batch: int) -> list[RolloutRequest]:
@@ -171,13 +172,14 @@ def compare(folder: Path, told: Told, expected: Expected, counts: collections.Co
 
 
 def listen(process: int, pipe: int, patience: float) -> bytes:
-    """Everything a process says until it dies; it is killed after `patience` seconds."""
+    """Everything a process says until it dies; it is killed after `patience` seconds, or `ENOUGH` batches."""
     said, until = b"", time.monotonic() + patience
     while True:
         remaining = until - time.monotonic()
-        if remaining <= 0:
+        over = remaining <= 0 or said.count(b"\nb ") >= ENOUGH
+        if over:
             os.kill(process, signal.SIGKILL)
-        if remaining <= 0 or select.select([pipe], [], [], remaining)[0]:
+        if over or select.select([pipe], [], [], min(remaining, 60.0))[0]:
             data = os.read(pipe, 1 << 20)
             if not data:
                 break
@@ -193,7 +195,7 @@ def kill_once(
     """Let a process generate for a while, kill it, and look at what it left."""
     place, policy = rng.choice(PLACES), rng.choice(("os", "interval", "always"))
     count = rng.randrange({"any": 200, "write": 60, "rotation": 30, "compaction": 20}.get(place, 6))
-    patience = rng.random() * 0.1 if place == "time" else LIMIT
+    patience = rng.random() * 0.1 if place == "time" else math.inf
     work = (expected.model, folder, told.batch, policy, place, count)
     process, pipe = fork(lambda sink: generate_until_killed(*work, sink))
     lines = listen(process, pipe, patience).decode().split("\n")

@@ -197,6 +197,7 @@ def run(folder: Path, kills: int, seed: int) -> dict[str, int]:
     for number in range(kills):
         reading = number % 4 == 0
         reader, pipe = fork(lambda sink: read_until_killed(folder, sink)) if reading else (0, -1)
+        counts["reads"] += len(os.read(pipe, 1)) if reading else 0  # it is at work when the writer begins
         try:
             model = kill_once(folder, seed * 1_000_003 + number, rng, model, counts)
         finally:

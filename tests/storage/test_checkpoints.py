@@ -105,8 +105,8 @@ def test_file_names_cannot_leave_the_folder(tmp_path: Path) -> None:
         CheckpointStore(tmp_path).save(1, {"../model": {}}, {})
 
 
-# One process loads torch once; for every line on stdin (seconds) it forks a saver, kills it after that time
-# and prints the last step the saver had acknowledged.
+# One process loads torch once; for every line on stdin (seconds, steps) it forks a saver, kills it that long
+# after it acknowledged so many steps, and prints the last step it had acknowledged.
 _KILLS_SAVERS = """
 import os, signal, sys, time, torch
 from opd.storage.checkpoints import CheckpointStore
@@ -124,6 +124,7 @@ def save_for_ever(acknowledge):
         os.write(acknowledge, b"%d\\n" % step)
 
 for line in sys.stdin:
+    seconds, count = line.split()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -134,9 +135,10 @@ for line in sys.stdin:
     os.close(writing)
     with os.fdopen(reading) as acknowledged:
         assert acknowledged.readline() == "ready\\n"
-        time.sleep(float(line))
+        steps = [int(acknowledged.readline()) for _ in range(int(count))]
+        time.sleep(float(seconds))
         os.kill(child, signal.SIGKILL)
-        steps = [int(step) for step in acknowledged]
+        steps += [int(step) for step in acknowledged]
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     print(steps[-1] if steps else 0, flush=True)
 """
@@ -153,7 +155,7 @@ def test_kill_9_in_the_middle_of_a_save_loses_nothing_acknowledged(tmp_path: Pat
         assert killer.stdin is not None
         assert killer.stdout is not None
         for _ in range(20):
-            print(chooser.uniform(0.0, 0.08), file=killer.stdin, flush=True)
+            print(chooser.uniform(0.0, 0.08), chooser.randrange(3), file=killer.stdin, flush=True)
             acknowledged = int(killer.stdout.readline())
             landed_inside += folder.exists() and any(n.endswith(".tmp") for n in os.listdir(folder))
             _check_latest(store, acknowledged)

@@ -96,7 +96,9 @@ quota, seed, seconds = int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 cache = HiddenStateCache(folder, quota_bytes=quota, durable=False)
 chooser = np.random.default_rng(seed)
 leases, end = [], time.monotonic() + seconds
-while time.monotonic() < end:
+counters = cache.counters
+while time.monotonic() < end or not (counters.hits and counters.evictions):
+    counters = cache.counters
     number = int(chooser.integers(0, 14))
     if chooser.random() < 0.5:
         put(cache, number, rows=5 + 40 * (number % 3))

@@ -104,7 +104,7 @@ def test_an_error_is_raised_only_when_no_read_is_running(tmp_path):
     started, first, ended = threading.Barrier(4), threading.Semaphore(1), []
 
     def arrived(piece: Range) -> None:
-        started.wait(10)
+        started.wait(120)
         if first.acquire(blocking=False):
             raise StorageError("broken")
         time.sleep(0.2)

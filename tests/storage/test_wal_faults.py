@@ -5,6 +5,7 @@ each, and nothing that was acknowledged is lost.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -187,7 +188,7 @@ def test_interval_syncs_by_itself_and_only_when_there_is_something(tmp_path):
 
 
 def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
-    clock = iter([4e9, 0.0, -1e9, 1e300] * 100)
+    clock = itertools.cycle([4e9, 0.0, -1e9, 1e300])
     monkeypatch.setattr(time, "time", lambda: next(clock))
     log = started(tmp_path, 40, fsync="interval", interval_seconds=0.01, segment_bytes=600)
     log.shutdown()
