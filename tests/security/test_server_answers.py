@@ -92,14 +92,14 @@ def against(handler: Handler, use: Callable[[str], Awaitable[Any]]) -> Any:
     return asyncio.run(run())
 
 
-def options(url: str) -> PoolOptions:
-    return PoolOptions([url], patience=Patience(timeout=1.0, retry=Retry(attempts=1)))
+def options(url: str, timeout: float = 60.0) -> PoolOptions:
+    return PoolOptions([url], patience=Patience(timeout=timeout, retry=Retry(attempts=1)))
 
 
-async def asked(url: str, method: str, path: str, body: Any = None, **limits: int) -> Any:
-    client = HTTPClient("a teacher", options(url))
+async def asked(url: str, method: str, path: str, body: Any = None, timeout: float = 60.0) -> Any:
+    client = HTTPClient("a teacher", options(url, timeout))
     try:
-        return await client.ask(Server(url), method, path, body, **limits)
+        return await client.ask(Server(url), method, path, body)
     finally:
         await client.close()
 
@@ -142,7 +142,7 @@ def test_what_is_no_answer_is_refused_with_one_sentence(name, memory_peak):
     ways = {"/model_info": ("GET", None), "/generate": ("POST", HIDDEN)}
     for path, (method, body) in ways.items():
         with pytest.raises((UnavailableError, RefusedError)) as caught:
-            against(BAD_BODIES[name], lambda url, a=(method, path, body): asked(url, *a))
+            against(BAD_BODIES[name], lambda url, a=(method, path, body, 1.0): asked(url, *a))
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 600
     assert memory_peak() < 4 * CONTROL_BYTES

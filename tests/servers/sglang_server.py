@@ -100,7 +100,7 @@ class SGLangServer:
 
     def load(self, model: Path, version: str) -> None:
         """Serve the weights of the folder `model` from now on; refused until aborted requests are gone."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while True:
             try:
                 self.control("/update_weights_from_disk", model_path=str(model), weight_version=version)

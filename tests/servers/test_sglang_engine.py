@@ -26,7 +26,7 @@ from opd.train.packing import pack_tokens
 from opd.types import RolloutRequest, SamplingParams, Status
 
 ALL_ROWS = ServedModel(PADDED, 250)
-QUICK = Patience(timeout=20.0, unreachable=5.0, retry=Retry(attempts=3))
+QUICK = Patience(timeout=120.0, unreachable=60.0, retry=Retry(attempts=3))
 IDS = ([3, 4, 5, 6, 7, 8, 9, 3], [5, 5, 6, 7, 4, 3, 3, 8, 9, 4])
 PROMPTS = [np.array(ids, dtype=np.int32) for ids in IDS]
 

@@ -23,7 +23,7 @@ from opd.teachers.sglang_teacher import Asked, SGLangTeacher
 
 TOKENS = len(recipe_tokenizer())
 SAMPLES = [(3, 4), (1, 1), (2, 60), (9, 7), (40, 1), (9, 3), (5, 5), (30, 30)]
-QUICK = {"patience": 2.0, "attempts": 3, "timeout": 20.0}
+QUICK = {"patience": 60.0, "attempts": 3, "timeout": 120.0}
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +105,13 @@ def test_a_server_that_keeps_failing_stops_the_run(served, proxies):
 def test_a_silent_server_is_left_for_another(served, proxies, due):
     silent, well = proxies(), proxies()
     silent.inject("stall", times=1000, method="POST", path="/generate")
-    teacher = served([silent.endpoint, well.endpoint], timeout=0.7, patience=20.0)
+    teacher = served([silent.endpoint, well.endpoint], timeout=5.0, patience=120.0)
     assert_right(teacher, due)
 
 
 def test_a_copy_overtakes_a_silent_server(served, proxies, due):
     silent, well = proxies(), proxies()
-    teacher = served([silent.endpoint, well.endpoint], hedge_after=0.3, patience=20.0)
+    teacher = served([silent.endpoint, well.endpoint], hedge_after=0.3)
     teacher.connect()
     silent.inject("stall", times=1000, method="POST", path="/generate")
     begin = time.monotonic()
@@ -139,7 +139,7 @@ def test_one_of_three_replicas_is_dead(served, proxies, due):
     assert before[0] < replicas[0].requests
     assert before[2] < replicas[2].requests
     replicas[1].start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while replicas[1].requests == before[1]:
         assert time.monotonic() < deadline
         assert_right(teacher, due)
@@ -148,7 +148,7 @@ def test_one_of_three_replicas_is_dead(served, proxies, due):
 def test_refused_at_the_start_and_there_soon_after(served, proxies, due):
     proxy = proxies()
     proxy.away_for(1.5)
-    teacher = served([proxy.endpoint], patience=20.0)
+    teacher = served([proxy.endpoint])
     assert_right(teacher, due)
 
 

@@ -17,7 +17,7 @@ def merge(out, served_models, servers=None):
     """The metrics of a merge of four steps, and the student's weights at its end."""
     entry = {"path": str(served_models["a"])}
     if servers:
-        patience = {"attempts": 10, "timeout": 20.0, "connect_timeout": 1.0}
+        patience = {"attempts": 40, "timeout": 120.0}  # one request may meet all faults that there are
         entry |= {"type": "sglang", "urls": [server.endpoint for server in servers], **patience}
     recipe = tiny_recipe(
         model={"path": str(served_models["b"])},
