@@ -195,7 +195,7 @@ def learnt(out: Path) -> list[dict]:
     return [{key: row[key] for key in LEARNT} for row in rows(out)]
 
 
-def ended(pids: list[int], seconds: float = 20) -> bool:
+def ended(pids: list[int], seconds: float = 120) -> bool:
     """Whether none of `pids` is a live process within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

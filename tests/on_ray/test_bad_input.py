@@ -136,7 +136,7 @@ def test_cluster_without_room(cluster, complaint):
     said = complaint(*RAY, *options)
     assert "did not give CPU 22 (1 bundles" in said
     assert "it has CPU 8" in said
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 110  # by itself it waits for 120
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def test_told_to_stop_while_it_starts(tmp_path, moment):
         assert len(made) == 1
         assert family
         run.process.send_signal(signal.SIGTERM)
-        status, said = run.finish(60)
+        status, said = run.finish(240)
         assert status == 143, said
     assert "Traceback" not in said
     words = [line for line in said.splitlines() if line.startswith("opd: ") and not line.endswith(" so far")]
