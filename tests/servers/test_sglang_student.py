@@ -140,17 +140,18 @@ def test_a_merge_on_a_server_ends_in_the_same_student(sglang, served_models, tmp
 
 def test_weights_reach_responses_that_are_being_written(sglang, served_models, tmp_path):
     """Asynchronous, with long responses: some are finished by later weights than they were begun with."""
-    rollout = {"schedule": "async", "max_new_tokens": 100, "max_sequence": 120}
-    steps = run(
-        tmp_path / "run",
-        "merge",
-        served(sglang, "tensors"),
-        served_models,
-        rollout=rollout,
-        distill=FEW | {"steps": 6},
-    )
-    assert max(metrics.get("staleness/max", 0) for metrics in steps) == 1
-    assert any(0 < metrics.get("staleness/mean", 0) < 1 for metrics in steps)
+    changes = {
+        "rollout": {"schedule": "async", "max_new_tokens": 100, "max_sequence": 120},
+        "distill": FEW | {"steps": 6},
+    }
+    means: list[float] = []
+    # On a busy machine the server may have written all before the learner is done with a step.
+    while not any(0 < mean < 1 for mean in means) and len(means) < 36:
+        out = tmp_path / f"run-{len(means)}"
+        steps = run(out, "merge", served(sglang, "tensors"), served_models, **changes)
+        assert max(metrics.get("staleness/max", 0) for metrics in steps) == 1
+        means += [metrics.get("staleness/mean", 0) for metrics in steps]
+    assert any(0 < mean < 1 for mean in means)
 
 
 def test_a_stage_that_was_stopped_goes_on_with_its_own_weights(sglang, served_models, tmp_path):
