@@ -37,7 +37,7 @@ def merge(served_models, engine, **train):
 
 
 def served(urls, sync="disk"):
-    return {"type": "sglang", "urls": urls, "patience": 10.0, "sync": sync}
+    return {"type": "sglang", "urls": urls, "patience": 60.0, "sync": sync}
 
 
 def version(server):

@@ -51,7 +51,7 @@ def run(out, stage, engine, served_models, **changes):
 
 
 def served(sglang, sync="disk"):
-    return {"type": "sglang", "urls": [sglang.url], "patience": 10.0, "sync": sync}
+    return {"type": "sglang", "urls": [sglang.url], "patience": 60.0, "sync": sync}
 
 
 @pytest.mark.parametrize("sync", ["disk", "tensors"])
