@@ -296,7 +296,8 @@ class SGLangEngine(Streaming):
                 if place == 1:
                     await cached.wait()
                 if self._left.get(request.uid) is name:
-                    self._tasks[name] = tasks.create_task(self._stream(name, request, home, cached))
+                    task = self._tasks[name] = tasks.create_task(self._stream(name, request, home, cached))
+                    task.add_done_callback(lambda _: cached.set())  # also of one let go before it began
                 else:
                     cached.set()
 
@@ -316,7 +317,6 @@ class SGLangEngine(Streaming):
                 except RefusedError as refusal:
                     raise RolloutError(f"request {request.uid!r}: {refusal}; check the request.") from None
         finally:
-            cached.set()
             self._tasks.pop(name, None)
 
     async def _attempt(

@@ -1,12 +1,14 @@
 """What a worker's messages say of a response."""
 
+import asyncio
 import json
 
+import numpy as np
 import pytest
 
-from opd.rollout.sglang_engine import MessageReader
-from opd.served.http_pool import UnavailableError
-from opd.types import Status
+from opd.rollout.sglang_engine import MessageReader, ServedModel, SGLangEngine
+from opd.served.http_pool import PoolOptions, UnavailableError
+from opd.types import RolloutRequest, SamplingParams, Status
 
 
 def line(ids: list[int], reason: str | None = None, version: str = "a") -> bytes:
@@ -49,3 +51,23 @@ def test_tokens_of_unknown_weights_or_vocabulary_are_refused():
         MessageReader("r", 0, {"a": 0}, 10).read(line([3], version="b"))
     with pytest.raises(UnavailableError, match="outside the vocabulary"):
         MessageReader("r", 0, {"a": 0}, 3).read(line([3]))
+
+
+def test_the_others_of_a_prompt_go_on_where_the_first_is_let_go_before_it_began():
+    """They wait for it, since its worker then has the prompt in its cache."""
+    pytest.importorskip("orjson", reason="needs the extra sglang")
+    engine = SGLangEngine(PoolOptions(["http://127.0.0.1:9"]), ServedModel(10, 64))
+    first, second = (RolloutRequest(uid, np.ones(3, np.int32), SamplingParams()) for uid in "ab")
+    names = object(), object()
+    engine._left = {first.uid: names[0]}
+
+    async def let_go() -> None:
+        (server,) = engine._workers.pool.servers
+        group = asyncio.create_task(engine._stream_group([*zip(names, (first, second), strict=True)], server))
+        await asyncio.sleep(0)  # the first has a task, which has not begun
+        assert list(engine._tasks) == [names[0]]
+        await engine._cancel({names[0]})
+        await asyncio.wait_for(group, 60)
+
+    engine._workers.loop.run(let_go())
+    engine.close()
