@@ -94,7 +94,7 @@ def _thread_failed(failed: threading.ExceptHookArgs) -> None:
     if said in _told_of:
         return
     _told_of.add(said)
-    by = f", while {_calls[-1]} ran," if _calls else ""
+    by = "".join(f", while {what} ran," for what in _calls[-1:])  # another thread may end its call meanwhile
     name = "a thread" if failed.thread is None else f"the thread {told(failed.thread.name)}"
     text = f"{name} of code of yours{by} {said}; nobody waits for what it does: catch that there"
     if any(not isinstance(handler, logging.NullHandler) for handler in _handlers()):
