@@ -18,7 +18,7 @@ import torch.distributed as dist
 from opd.errors import OpdError
 
 
-def run_ranks(script: str, world: int, folder: Path, seconds: float = 240) -> None:
+def run_ranks(script: str, world: int, folder: Path, seconds: float = 400) -> None:
     """Run `script RANK WORLD FOLDER` for every rank until all have ended well.
 
     As soon as one fails, or time is up, the others are killed and what the ranks said is raised.

@@ -41,13 +41,13 @@ def interrupt(recipe: Path, out: Path, stage: str, steps: int, number: int) -> t
     process = start(recipe, out)
     metrics = out / "stages" / stage / "metrics.jsonl"
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= steps):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(number)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.kill()
         process.wait()

@@ -274,7 +274,7 @@ def test_signals_suspend_wake_and_stop_a_real_process(tmp_path: Path, collect: F
         read_until(process, "step 9")
         os.kill(process.pid, signal.SIGTERM)
         assert "--resume" in read_until(process, "preempted")
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
     caplog.set_level("INFO", "opd")
     with TokenWAL(tmp_path / "wal") as log:
         held = [log.find(uid) for uid in log.uids()]
@@ -290,9 +290,9 @@ def test_signals_suspend_wake_and_stop_a_real_process(tmp_path: Path, collect: F
 def test_a_process_that_does_not_leave_in_time_is_ended() -> None:
     code = (
         "import time\nfrom opd.rollout.preemption import Preemption\n"
-        "with Preemption(grace=0.2).listen():\n    print('ready', flush=True)\n    time.sleep(30)\n"
+        "with Preemption(grace=0.2).listen():\n    print('ready', flush=True)\n    time.sleep(600)\n"
     )
     with started([sys.executable, "-c", code]) as process:
         read_until(process, "ready")
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(20) == 143
+        assert process.wait(300) == 143

@@ -17,7 +17,7 @@ from opd.storage.files import FileLock, atomic_folder, open_plain, write_atomic
 
 def _run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=300
     )
 
 

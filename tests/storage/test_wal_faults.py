@@ -102,7 +102,7 @@ except StorageError as error:
 
 def test_a_file_that_may_not_grow_ends_the_log_after_what_was_acknowledged(tmp_path):
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     count, _, sentence = done.stdout.partition(" ")
     assert "could not be written (File too large)" in sentence

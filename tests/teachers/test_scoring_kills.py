@@ -23,7 +23,7 @@ def test_kill_9_while_scoring_leaves_right_rows_and_nothing_else(tmp_path):
         [sys.executable, str(script), str(tmp_path), str(_KILLS)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
         env=os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
     )
