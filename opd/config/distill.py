@@ -110,6 +110,11 @@ class DistillConfig(Config):
     """Prompts of each domain in every step."""
     samples_per_prompt: int = Field(default=1, gt=0, le=10_000)
     """Responses a prompt; above 1 where `rl_coef` needs groups."""
+    prefixes: Literal["student", "teacher"] = "student"
+    """Whose answers the divergence is taken on. `teacher`: each prompt is answered by its own teacher (of a
+    mixture by the one of the largest weight), all of them before the first step. With `loss.kind: forward`
+    that is distillation from soft labels, the comparison that tells what writing its own answers does for the
+    student."""
     loss: DistillLossConfig = FullVocabularyKL()
     mixture: Literal["one_hot", "geometric", "arithmetic"] = "one_hot"
     """For domains with several teachers. `one_hot`: each prompt is routed to one teacher, drawn with the
@@ -147,6 +152,13 @@ class DistillConfig(Config):
             )
         if self.policy_loss != PolicyLossConfig():
             self._check_policy_loss()
+        sampled = self.loss.type == "k1" or (self.weighs_samples and self.loss.type != "custom")
+        if self.prefixes == "teacher" and (sampled or self.rl_coef > 0):
+            what = "rl_coef" if self.rl_coef > 0 else f"loss {self.loss.type}"
+            raise ValueError(
+                f"{what} is an expectation over tokens that the student draws, and with prefixes teacher it"
+                " draws none; take a loss of type full, or prefixes student"
+            )
         if self.rl_coef > 0 and self.samples_per_prompt < 2 and self.advantage.compares:
             raise ValueError(
                 "rl_coef has no effect with one sample per prompt, whose advantage in its group is 0;"

@@ -586,6 +586,21 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _nobody_waits_for_teachers(self) -> Recipe:
+        if self.distill.prefixes == "student":
+            return self
+        for key, given, only in (
+            ("rollout.schedule", self.rollout.schedule, "in_turn"),
+            ("storage.trajectories", self.storage.trajectories, "memory"),
+        ):
+            if given != only:
+                raise ValueError(
+                    f"distill.prefixes teacher needs {key} {only}: its answers are all there, in memory,"
+                    " before the first step; leave one of the two out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _responses_end(self) -> Recipe:
         rollout = self.rollout
         if rollout.model_stop_ids:

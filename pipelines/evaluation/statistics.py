@@ -134,6 +134,46 @@ def mean_difference(a: Sequence[Count], b: Sequence[Count], confidence: float = 
     return contrast([term for x, y in pairs for term in ((share, x), (-share, y))], confidence)
 
 
+def paired(differences: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Mean of paired differences, one a training seed, with Student's interval over them.
+
+    It speaks of another seed's training and evaluation together; of one seed it is unbounded.
+    """
+    n, mean = len(differences), float(np.mean(differences))
+    if n < 2:
+        return Interval(mean, -math.inf, math.inf)
+    half = _student(confidence, n - 1) * float(np.std(differences, ddof=1)) / math.sqrt(n)
+    return Interval(mean, mean - half, mean + half)
+
+
+def _student(confidence: float, freedom: int) -> float:
+    """The `t` within which Student's distribution has `confidence`, by halving."""
+    _z(confidence)  # which refuses what is no level
+    low, high = 0.0, 1.0
+    while _within(high, freedom) < confidence:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """Share of Student's distribution between -t and t: a finite sum for whole degrees of freedom
+    (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine = math.cos(angle)
+    odd = freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for k in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= cosine * cosine * (k - 1) / k
+    if odd:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total
+
+
 def retention(
     pairs: Sequence[tuple[Count, Count]], confidence: float = 0.95, seed: int = 0
 ) -> Interval | None:

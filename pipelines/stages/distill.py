@@ -19,8 +19,9 @@ from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, train
 from opd.pipelines.stages.policy_stream import Against, PolicyStream, PolicyTokens
 from opd.pipelines.stages.samples import StepSamples, judged
-from opd.pipelines.stages.source import Asked, Rollouts, open_source
+from opd.pipelines.stages.source import Asked, Given, Rollouts, open_source
 from opd.pipelines.stages.student import Student, tokenizer_of
+from opd.pipelines.stages.supervised import teacher_samples
 from opd.pipelines.stages.teachers import open_schedule, scoring_ahead, wait_shares
 from opd.rollout.collect import EncodedPrompt, Generates
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
@@ -129,7 +130,7 @@ class Distill(Algorithm):
         stack: What closes the teachers.
     """
 
-    source: Rollouts
+    source: Rollouts | Given
     """Set once the engine is open; idle while the learning curve is measured."""
 
     def __init__(self, context: StageContext, start: Path, stack: ExitStack) -> None:
@@ -138,6 +139,7 @@ class Distill(Algorithm):
         vocabulary = len(tokenizer_of(recipe, start))
         self.schedule = stack.enter_context(open_schedule(context, vocabulary))
         self._corrects = needs_correction(config)
+        self._given = config.prefixes == "teacher"
         self.probe = MismatchProbe(context.ranks, entropy=not needs_policy_stream(config))
         terms = [*loss_terms(config, self.schedule), self.probe]
         self.student = Student.open(context, start, config.optim, config.batch, terms)
@@ -146,8 +148,11 @@ class Distill(Algorithm):
         self._prompts = {name: own.prompts_per_domain for name, own in shares.items()}
         self._rl_coefs = {name: own.rl_coef for name, own in shares.items()}
 
-    def open_source(self, stack: ExitStack) -> Rollouts:
-        """What the student writes, until `stack` is unwound."""
+    def open_source(self, stack: ExitStack) -> Rollouts | Given:
+        """What the student writes, until `stack` is unwound; or what its teachers have written."""
+        if self._given:
+            written = teacher_samples(self.context, self.data, self.student)
+            return Given(written.__getitem__, self.student.backend)
         router = Router.from_recipe(self.context.recipe)
         asked = Asked(
             self.prompts,
@@ -173,7 +178,7 @@ class Distill(Algorithm):
 
     def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
         """Rewards, and each teacher reads its samples once."""
-        limit = self.context.recipe.rollout.max_staleness
+        limit = None if self._given else self.context.recipe.rollout.max_staleness
         metrics = judged(samples, self.data.rewards, step.index, limit)
         self.let_teachers_read(samples)
         return metrics
@@ -278,7 +283,9 @@ class Distill(Algorithm):
             before = totals.get(name, 0.0)
             totals[name] = max(before, value) if name.endswith("_peak") else before + value
         waits = wait_shares(metrics | counters, sum(step.timer.seconds.values()))
-        return self.probe.take() | counters | waits | self._curve(step)
+        # Who has written with other weights, and was meant to, says nothing of the engine.
+        mismatch = {} if self._given else self.probe.take()
+        return mismatch | counters | waits | self._curve(step)
 
     def _curve(self, step: Step) -> dict[str, float]:
         evaluation = self.context.recipe.evaluation
@@ -286,6 +293,8 @@ class Distill(Algorithm):
             return {}
         student = self.student
         with step.timer("evaluate"), self.source.idle():
+            if self._given:  # nobody else has given the engine the new weights
+                student.sync(step.index + 1)
             return {
                 f"accuracy/{domain}": prompt_accuracy(
                     student.evaluator,

@@ -58,6 +58,10 @@ class Given:
     def learnt(self, version: int, *, changed: bool = True) -> None:
         """No engine waits for the weights."""
 
+    def idle(self) -> AbstractContextManager[None]:
+        """No engine writes."""
+        return nullcontext()
+
     def consumed(self) -> None:
         """There is no log."""
 

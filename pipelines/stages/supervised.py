@@ -86,13 +86,10 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     config = recipe.distill
     student = Student.open(context, start, config.optim, config.batch, [CrossEntropyTerm()])
     data = DomainSet.open(recipe, student.tokenizer)
-    written = _teacher_samples(context, data, student, config.steps)
-    prompts = sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains)
-    per_step = prompts * config.samples_per_prompt
+    written = teacher_samples(context, data, student)
 
     def samples(index: int) -> list[Sample]:
-        first = index * per_step % len(written)
-        return written[first : first + per_step]
+        return written[index % len(written)]
 
     weights = {name: domain.weight for name, domain in recipe.domains.items()}
     algorithm = Supervised(config.optim, weights if config.normalise == "teacher" else None)
@@ -102,10 +99,13 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     return result | {"digest": student.export(out, context.card(result))}
 
 
-def _teacher_samples(context: StageContext, data: DomainSet, student: Student, steps: int) -> list[Sample]:
-    """The teachers' responses to the merge's prompts, in the merge's order, one teacher at a time."""
+def teacher_samples(context: StageContext, data: DomainSet, student: Student) -> list[list[Sample]]:
+    """The teachers' responses to the merge's prompts, those of each of its steps in their order, one teacher
+    at a time. Of a mixture only the teacher of the largest weight writes.
+    """
     recipe = context.recipe
     config = recipe.distill
+    steps = config.steps
     router = Router.from_recipe(recipe)
     by_step: list[list[Sample]] = [[] for _ in range(steps)]
     context.ranks.main_first(lambda: [whole_teacher(context, teacher) for teacher in router.teachers])
@@ -131,7 +131,7 @@ def _teacher_samples(context: StageContext, data: DomainSet, student: Student, s
             for group in groups:
                 number = int(group.uid.rsplit("/", 1)[1])
                 by_step[number // count].extend(group.samples)
-    return [sample for samples in by_step for sample in samples]
+    return by_step
 
 
 def main_of(route: Route) -> str:

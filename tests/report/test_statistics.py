@@ -16,6 +16,7 @@ from opd.pipelines.evaluation.statistics import (
     difference,
     mean_accuracy,
     mean_difference,
+    paired,
     recovery,
     retention,
     wilson,
@@ -161,3 +162,22 @@ def test_beta_draws_match_the_wilson_interval_away_from_the_edges() -> None:
     found = retention([(Count(300, 500), Count(10**6, 10**6))])
     assert found is not None
     np.testing.assert_allclose((found.low, found.high), wilson(Count(300, 500))[1:], atol=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "confidence", "t"),
+    # Quantiles of Student's distribution as in any table, for 1, 2, 3, 9 and 10 degrees of freedom.
+    [(2, 0.95, 12.7062), (3, 0.95, 4.3027), (4, 0.99, 5.8409), (10, 0.95, 2.2622), (11, 0.9, 1.8125)],
+)
+def test_paired_differences_have_students_interval(seeds: int, confidence: float, t: float) -> None:
+    values = [0.1 * (-1) ** i + 0.01 * i for i in range(seeds)]
+    found = paired(values, confidence)
+    error = np.std(values, ddof=1) / math.sqrt(seeds)
+    assert found.value == pytest.approx(np.mean(values))
+    assert [found.value - found.low, found.high - found.value] == pytest.approx([t * error] * 2, rel=1e-4)
+
+
+def test_one_seed_bounds_nothing() -> None:
+    assert paired([0.05]) == (0.05, -math.inf, math.inf)
+    with pytest.raises(DataError, match="strictly between 0 and 1"):
+        paired([0.1, 0.2], 1.0)
