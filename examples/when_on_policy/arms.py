@@ -1,0 +1,117 @@
+"""The control of every study: whose answers the loss is taken on, times which loss. Each is a merge of `opd`.
+
+One that was stopped goes on where it was, one that is done is not run again. What is kept of it are counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opd.config import Recipe
+from opd.config.load import load_recipe
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.run import execute
+from opd.pipelines.stages.domains import DomainSet
+from opd.pipelines.stages.order import plan, with_needs
+from opd.pipelines.stages.student import load_model, make_writer, tokenizer_of, ways_of
+from opd.rollout.collect import write
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+
+FORWARD, REVERSE = '{"type": "full", "kind": "forward"}', '{"type": "full", "kind": "reverse"}'
+CELLS: dict[str, tuple[str, ...]] = {
+    "teacher/sampled": ("--distill.loss", REVERSE, "--baselines.methods", '["off_policy"]'),
+    "teacher/forward": ("--distill.loss", FORWARD, "--distill.prefixes", "teacher"),
+    "teacher/reverse": ("--distill.loss", REVERSE, "--distill.prefixes", "teacher"),
+    "student/sampled": ("--distill.loss", '{"type": "k1"}'),
+    "student/forward": ("--distill.loss", FORWARD),
+    "student/reverse": ("--distill.loss", REVERSE, "--baselines.methods", '["off_policy"]'),
+}
+"""Answers and loss -> what they are in a recipe. Two cells share a run: supervised on what the teacher drew
+is the baseline of the merge, at its number of tokens."""
+SAMPLED = "teacher/sampled"
+
+
+def recipe_of(name: str, settings: Sequence[str]) -> Recipe:
+    """The recipe `name` of this folder with `settings` as on the command line."""
+    return load_recipe([HERE / name], list(settings))
+
+
+def run(out: Path, recipe: Recipe, stage: str) -> dict[str, Any]:
+    """`stage` of a run in `out`, after those it needs, of which nothing that is done is done again; what it
+    recorded.
+    """
+    with RunFolder.resume(out, recipe) if out.exists() else RunFolder.create(out, recipe) as folder:
+        for needed in with_needs(plan(recipe), stage):
+            if folder.stage_done(needed.name) is None:
+                execute(recipe, folder, needed, lambda done, total, headline: None)
+        return folder.stage_done(stage) or {}
+
+
+def run_cell(out: Path, name: str, cell: str, settings: Sequence[str]) -> tuple[Path, dict[str, Any]]:
+    """The arm of `cell` under `out`: its model, and what its stage recorded."""
+    shared = "student/reverse" if cell == SAMPLED else cell
+    folder = out / shared.replace("/", "-")
+    recipe = recipe_of(name, [*settings, *CELLS[cell]])
+    if cell == SAMPLED:
+        return folder / "baselines" / "off_policy", run(folder, recipe, "baseline-off_policy")
+    return folder / "merged", run(folder, recipe, "merge")
+
+
+def answers(recipe: Recipe, model: Path, domain: str, *, greedy: bool = False) -> list[tuple[str, Any]]:
+    """What `model` answers to the held-out prompts of `domain`, each with its label."""
+    tokenizer = tokenizer_of(recipe, model)
+    data = DomainSet.open(recipe, tokenizer)
+    prompts = data.held_out(domain, recipe.evaluation.prompts_per_domain, "evaluate")
+    engine = make_writer(recipe, load_model(recipe, model), tokenizer)
+    groups = write(engine, prompts, 1, ways_of(recipe, tokenizer, greedy=greedy), recipe.seed)
+    texts = [tokenizer.decode(group.samples[0].response_ids, skip_special_tokens=True) for group in groups]
+    return [(str(text), prompt.label) for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def by_place(recipe: Recipe, model: Path, domain: str) -> dict[str, Any]:
+    """How many answers are right at each place of the label, sampled and greedily, and of how many."""
+    found: dict[str, Any] = {}
+    for way in ("sampled", "greedy"):
+        pairs = answers(recipe, model, domain, greedy=way == "greedy")
+        right = [
+            [a == b for a, b in zip(text.ljust(len(label)), label, strict=False)] for text, label in pairs
+        ]
+        found[way] = np.array(right).sum(0).tolist()
+        found["of"] = len(pairs)
+    return found
+
+
+class Kept:
+    """The results of one seed, written after each arm: condition -> cell -> what was measured.
+
+    Args:
+        study: Names the folder below `results/`.
+        seed: Of the runs.
+    """
+
+    def __init__(self, study: str, seed: int) -> None:
+        self._file = RESULTS / study / f"seed-{seed}.json"
+        self.found: dict[str, dict[str, Any]] = {}
+        if self._file.exists():
+            self.found = json.loads(self._file.read_text("utf-8"))
+
+    def add(self, condition: str, cell: str, measure: Callable[[], Mapping[str, Any]]) -> None:
+        """Measure, unless that is done."""
+        of = self.found.setdefault(condition, {})
+        if cell not in of:
+            of[cell] = dict(measure())
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(json.dumps(self.found) + "\n", "utf-8")
+
+
+def results(study: str) -> dict[int, dict[str, Any]]:
+    """Seed -> its results, of all that are there."""
+    files = sorted((RESULTS / study).glob("seed-*.json"))
+    return {int(file.stem.removeprefix("seed-")): json.loads(file.read_text("utf-8")) for file in files}

@@ -1,0 +1,107 @@
+"""Study 1, noise and horizon: a teacher of running sums that knows how to recover from a wrong digit.
+
+    .venv/bin/python examples/when_on_policy/noise.py --seeds 0 1 2
+
+Goes on where it stopped when it is started again; the table is made by `noise_table.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from arms import CELLS, Kept, by_place, recipe_of, run, run_cell
+
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.models.tokenizers import load_tokenizer
+
+SHARPER = {0: 3.0, 2: 1.5, 10: 1.0}
+"""Wrong digits in % -> what the head of a teacher that writes 10 % of them is multiplied by for that."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a teacher is like, and how many prompts there are."""
+
+    task: str
+    noise: int
+    prompts: int = 4000
+
+
+CONDITIONS = {
+    "recover, 0 %": Condition("recover", 0),
+    "recover, 10 %": Condition("recover", 10),
+    "follow, 0 %": Condition("follow", 0),
+    "recover, 0 %, 256 prompts": Condition("recover", 0, 256),
+    "recover, 2 %": Condition("recover", 2),
+    "follow, 10 %": Condition("follow", 10),
+}
+"""In the order in which they are run."""
+TEACHER, MERGE = "noise_teacher.yaml", "noise_merge.yaml"
+
+
+def student(root: Path, seed: int) -> Path:
+    """The weak model that all students of a seed begin from: it has seen right demonstrations only."""
+    out = root / f"seed-{seed}" / "student"
+    words = ("--seed", str(seed), "--base.right", "1.0", "--base.steps", "150", "--base.batch_size", "64")
+    if not (out / "base").exists():
+        run(out, recipe_of(TEACHER, words), "base")
+    return out / "base"
+
+
+def teacher(root: Path, noise: int) -> Path:
+    """The teacher of both tasks that writes `noise` % wrong digits."""
+    out = root / "teacher"
+    if not (out / "base").exists():
+        run(out, recipe_of(TEACHER, ()), "base")
+    sharp = out / f"noise-{noise}"
+    if not sharp.exists():
+        model = CausalLM.from_pretrained(out / "base")
+        weights = [(name, w * SHARPER[noise] if "lm_head" in name else w) for name, w in model.weights()]
+        model.load_weights(weights)
+        about = {"about": f"The logits of another model times {SHARPER[noise]}."}
+        save_checkpoint(model, load_tokenizer(out / "base"), sharp, about)
+    return sharp
+
+
+def measure(root: Path, seed: int, name: str, kept: Kept) -> None:
+    """Every arm of a condition, of one seed."""
+    condition = CONDITIONS[name]
+    begin, taught_by = student(root, seed), teacher(root, condition.noise)
+    source = f"procedural:examples.when_on_policy.tasks:{condition.task.capitalize()}"
+    words = ("--domains.sum.source", source, "--domains.sum.prompts", str(condition.prompts))
+    words += ("--seed", str(seed), "--model.path", str(begin))
+    words += ("--teachers", json.dumps({"sum": {"path": str(taught_by), "type": "local"}}))
+    recipe = recipe_of(MERGE, words)
+    kept.add(name, "start", lambda: by_place(recipe, begin, "sum"))
+    kept.add(name, "teacher", lambda: by_place(recipe, taught_by, "sum"))
+    for cell in CELLS:
+
+        def arm(cell: str = cell) -> dict:
+            print(f"seed {seed}, {name}: {cell}", flush=True)
+            out = root / f"seed-{seed}" / name.replace(" ", "").replace("%", "").replace(",", "-")
+            model, done = run_cell(out, MERGE, cell, words)
+            found = by_place(recipe, model, "sum")
+            return found | {"tokens": done["student_tokens"], "seconds": round(done["seconds"], 1)}
+
+        kept.add(name, cell, arm)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
+    parser.add_argument("--out", type=Path, default=Path("runs/when-on-policy/noise"))
+    options = parser.parse_args()
+    for name in options.conditions:
+        for seed in options.seeds:
+            measure(options.out, seed, name, Kept("noise", seed))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("KMP_BLOCKTIME", "0")  # who shares the cores waits without spinning
+    main()

@@ -1,0 +1,71 @@
+"""Running sums modulo 5, and writers who err: what one does after a wrong digit decides what it can teach."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+
+from opd.data.procedural import DigitTask, register
+
+MODULUS = 5
+
+
+class RunningSum(DigitTask):
+    """Digit `t` of the answer is the sum of the first `t` digits of the prompt, modulo 5."""
+
+    recovers: bool
+    """Whether what follows a wrong digit is of the true sum, and not of what was written."""
+
+    def right(self, digits: str) -> str:
+        return "".join(str(total % MODULUS) for total in accumulate(map(int, digits)))
+
+    def wrong_rule(self, digits: str) -> str:
+        return "".join(str(int(digit) % MODULUS) for digit in digits)
+
+    def demonstration(self, prompt: str, rng: np.random.Generator, right: float, wrong_rule: float) -> str:
+        """An answer in which *each digit* is right with probability `right`; there is no wrong rule."""
+        written: list[int] = []
+        true = last = 0
+        for digit in map(int, self.digits(prompt)):
+            true = (true + digit) % MODULUS
+            last = true if self.recovers else (last + digit) % MODULUS
+            if rng.random() >= right:
+                last = (last + int(rng.integers(1, MODULUS))) % MODULUS
+            written.append(last)
+        return "".join(map(str, written))
+
+
+@register("recover")
+class Recover(RunningSum):
+    """Goes on from the true sum."""
+
+    recovers = True
+
+
+@register("follow")
+class Follow(RunningSum):
+    """Goes on from what was written."""
+
+    recovers = False
+
+
+def digit(sample, place: int) -> float:
+    """1 if the digit at `place` is right, 0 if it is wrong or missing."""
+    label = sample.label
+    return float(sample.text[place : place + 1] == label[place])
+
+
+def at_4(sample) -> float:
+    """Is the fourth digit right?"""
+    return digit(sample, 3)
+
+
+def at_8(sample) -> float:
+    """Is the eighth digit right?"""
+    return digit(sample, 7)
+
+
+def last(sample) -> float:
+    """Is the last digit right, and the answer of the right length?"""
+    return digit(sample, len(sample.label) - 1) * (len(sample.text) == len(sample.label))
