@@ -41,7 +41,7 @@ CONDITIONS = {
     "follow, 10 %": Condition("follow", 10),
 }
 """In the order in which they are run."""
-TEACHER, MERGE = "noise_teacher.yaml", "noise_merge.yaml"
+TEACHER, MERGE = "recipe-noise-teacher.yaml", "recipe-noise.yaml"
 
 
 def student(root: Path, seed: int) -> Path:
