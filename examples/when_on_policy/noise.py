@@ -1,4 +1,4 @@
-"""Study 1, noise and horizon: a teacher of running sums that knows how to recover from a wrong digit.
+"""Study 1, noise and horizon: teachers of running sums who write more or fewer wrong digits.
 
     .venv/bin/python examples/when_on_policy/noise.py --seeds 0 1 2
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from arms import CELLS, Kept, by_place, recipe_of, run, run_cell
@@ -23,24 +22,13 @@ SHARPER = {0: 3.0, 2: 1.5, 10: 1.0}
 """Wrong digits in % -> what the head of a teacher that writes 10 % of them is multiplied by for that."""
 
 
-@dataclass(frozen=True)
-class Condition:
-    """What a teacher is like, and how many prompts there are."""
-
-    task: str
-    noise: int
-    prompts: int = 4000
-
-
 CONDITIONS = {
-    "recover, 0 %": Condition("recover", 0),
-    "recover, 10 %": Condition("recover", 10),
-    "follow, 0 %": Condition("follow", 0),
-    "recover, 0 %, 256 prompts": Condition("recover", 0, 256),
-    "recover, 2 %": Condition("recover", 2),
-    "follow, 10 %": Condition("follow", 10),
+    "10 % wrong": (10, 4000),
+    "0 % wrong": (0, 4000),
+    "0 % wrong, 128 prompts": (0, 128),
+    "2 % wrong": (2, 4000),
 }
-"""In the order in which they are run."""
+"""In the order in which they are run: how many digits in % the teacher writes wrong, and how many prompts."""
 TEACHER, MERGE = "recipe-noise-teacher.yaml", "recipe-noise.yaml"
 
 
@@ -54,7 +42,7 @@ def student(root: Path, seed: int) -> Path:
 
 
 def teacher(root: Path, noise: int) -> Path:
-    """The teacher of both tasks that writes `noise` % wrong digits."""
+    """The teacher that writes `noise` % wrong digits."""
     out = root / "teacher"
     if not (out / "base").exists():
         run(out, recipe_of(TEACHER, ()), "base")
@@ -70,10 +58,9 @@ def teacher(root: Path, noise: int) -> Path:
 
 def measure(root: Path, seed: int, name: str, kept: Kept) -> None:
     """Every arm of a condition, of one seed."""
-    condition = CONDITIONS[name]
-    begin, taught_by = student(root, seed), teacher(root, condition.noise)
-    source = f"procedural:examples.when_on_policy.tasks:{condition.task.capitalize()}"
-    words = ("--domains.sum.source", source, "--domains.sum.prompts", str(condition.prompts))
+    noise, prompts = CONDITIONS[name]
+    begin, taught_by = student(root, seed), teacher(root, noise)
+    words = ("--domains.sum.prompts", str(prompts))
     words += ("--seed", str(seed), "--model.path", str(begin))
     words += ("--teachers", json.dumps({"sum": {"path": str(taught_by), "type": "local"}}))
     recipe = recipe_of(MERGE, words)
@@ -83,7 +70,7 @@ def measure(root: Path, seed: int, name: str, kept: Kept) -> None:
 
         def arm(cell: str = cell) -> dict:
             print(f"seed {seed}, {name}: {cell}", flush=True)
-            out = root / f"seed-{seed}" / name.replace(" ", "").replace("%", "").replace(",", "-")
+            out = root / f"seed-{seed}" / name.replace(" % ", "-").replace(", ", "-").replace(" ", "-")
             model, done = run_cell(out, MERGE, cell, words)
             found = by_place(recipe, model, "sum")
             return found | {"tokens": done["student_tokens"], "seconds": round(done["seconds"], 1)}

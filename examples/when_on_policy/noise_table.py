@@ -1,7 +1,7 @@
 """The tables and the figure of study 1, from `results/noise/`.
 
-    .venv/bin/python examples/when_on_policy/noise_table.py            # prints the tables
-    .venv/bin/python examples/when_on_policy/noise_table.py --draw     # writes results/noise/places.png, too
+.venv/bin/python examples/when_on_policy/noise_table.py            # prints the tables
+.venv/bin/python examples/when_on_policy/noise_table.py --draw     # writes results/noise/places.png, too
 """
 
 from __future__ import annotations
