@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from arms import CELLS, Kept, by_place, recipe_of, run, run_cell
 
 from opd.models.causal_lm import CausalLM
@@ -32,28 +34,44 @@ CONDITIONS = {
 TEACHER, MERGE = "recipe-noise-teacher.yaml", "recipe-noise.yaml"
 
 
-def student(root: Path, seed: int) -> Path:
-    """The weak model that all students of a seed begin from: it has seen right demonstrations only."""
-    out = root / f"seed-{seed}" / "student"
-    words = ("--seed", str(seed), "--base.right", "1.0", "--base.steps", "150", "--base.batch_size", "64")
-    if not (out / "base").exists():
-        run(out, recipe_of(TEACHER, words), "base")
-    return out / "base"
-
-
 def teacher(root: Path, noise: int) -> Path:
     """The teacher that writes `noise` % wrong digits."""
     out = root / "teacher"
     if not (out / "base").exists():
         run(out, recipe_of(TEACHER, ()), "base")
-    sharp = out / f"noise-{noise}"
-    if not sharp.exists():
-        model = CausalLM.from_pretrained(out / "base")
-        weights = [(name, w * SHARPER[noise] if "lm_head" in name else w) for name, w in model.weights()]
-        model.load_weights(weights)
-        about = {"about": f"The logits of another model times {SHARPER[noise]}."}
-        save_checkpoint(model, load_tokenizer(out / "base"), sharp, about)
-    return sharp
+    about = f"The logits of another model times {SHARPER[noise]}."
+    return changed(
+        out / "base",
+        out / f"noise-{noise}",
+        about,
+        lambda name, weight: weight * (SHARPER[noise] if "lm_head" in name else 1.0),
+    )
+
+
+def student(root: Path, seed: int) -> Path:
+    """The model that all students of a seed begin from: the teacher as it was trained, damaged."""
+    draws = torch.Generator().manual_seed(seed)
+
+    def damage(name: str, weight: torch.Tensor) -> torch.Tensor:
+        if weight.ndim < 2:  # norms
+            return weight
+        return weight + DAMAGE * weight.std() * torch.randn(weight.shape, generator=draws)
+
+    about = f"Another model, with noise of {DAMAGE} standard deviations on its weights."
+    return changed(teacher(root, 10), root / f"seed-{seed}" / "student", about, damage)
+
+
+DAMAGE = 0.3
+"""Of the weights' standard deviation, tensor by tensor."""
+
+
+def changed(model: Path, out: Path, about: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of `model` in `out` with other weights, made unless it is there."""
+    if not out.exists():
+        found = CausalLM.from_pretrained(model)
+        found.load_weights([(name, change(name, weight)) for name, weight in found.weights()])
+        save_checkpoint(found, load_tokenizer(model), out, {"about": about})
+    return out
 
 
 def measure(root: Path, seed: int, name: str, kept: Kept) -> None:

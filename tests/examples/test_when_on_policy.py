@@ -1,0 +1,59 @@
+"""The studies of when on-policy distillation wins: tables are those of the results, and arms what they say."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "when_on_policy"
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Imports a module of the example by its name."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(FOLDER)
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    yield load
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_the_readme_has_the_tables_of_the_results(module):
+    readme = (FOLDER / "README.md").read_text("utf-8")
+    for file in sorted(FOLDER.glob("*_table.py")):
+        table = module(file.stem)
+        seeds = module("arms").results(file.stem.removesuffix("_table"))
+        assert seeds, f"{file.name} has no results"
+        assert table.tables(seeds) in readme
+        for kept in (FOLDER / "results").rglob("*.json"):
+            assert '"/' not in kept.read_text("utf-8"), f"{kept.name} tells where its run lay"
+
+
+def test_a_cell_is_whose_answers_times_which_loss(module):
+    arms = module("arms")
+    for cell, settings in arms.CELLS.items():
+        who, loss = cell.split("/")
+        distill = arms.recipe_of("recipe-noise.yaml", settings).distill
+        kind = "sampled" if distill.loss.type == "k1" else distill.loss.kind
+        # What the teacher drew is learnt by the baseline that comes with the merge.
+        assert (distill.prefixes, kind) == (("student", "reverse") if cell == arms.SAMPLED else (who, loss))
+
+
+def test_a_running_sum_goes_on_from_what_was_written(module):
+    task = module("tasks").Follow()
+    prompt = task.prompt("37273")
+    assert task.right("37273") == "30242"
+    assert task.demonstration(prompt, np.random.default_rng(0), 1.0, 0.0) == "30242"
+    written = task.demonstration(prompt, np.random.default_rng(0), 0.0, 0.0)
+    before = [0, *map(int, written[:-1])]
+    assert all((b + int(x)) % 5 != int(w) for b, x, w in zip(before, "37273", written, strict=True))
