@@ -123,7 +123,8 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
         parts["published teachers"] = own_teachers * bool(ours) + sum(
             shape.stored for name, shape in teachers.items() if name in streamed and not shape.published
         )
-    fetched = used if {*methods} & {*WEIGHT_MERGES, "off_policy"} else used - streamed
+    whole = recipe.distill.prefixes == "teacher" or {*methods} & {*WEIGHT_MERGES, "off_policy"}
+    fetched = used if whole else used - streamed
     if fetched:
         parts["fetched teachers"] = sum(
             shape.stored for name, shape in teachers.items() if name in fetched and shape.published

@@ -170,6 +170,11 @@ def _about(recipe: Recipe, name: str) -> str:
         learnt = ", then ".join(part for part in (taught, rewarded) if part)
         return f"A specialist for the domain {domain}: the base, {learnt}."
     if kind == "merged":
+        if recipe.distill.prefixes == "teacher":
+            return (
+                "A student distilled from its teachers off-policy: it followed the teacher of each domain on"
+                f" answers that this teacher had written (loss: {recipe.distill.loss.type})."
+            )
         return (
             "A student merged from its teachers by multi-teacher on-policy distillation: it wrote its own"
             f" answers and followed the teacher of each answer's domain (loss: {recipe.distill.loss.type})."

@@ -59,6 +59,7 @@ def test_answers_are_the_teachers_whatever_the_student_has_learnt(models, tmp_pa
     assert slow[-1]["kl/mean"] != fast[-1]["kl/mean"]
     # The teacher is right now and then and ends its answers; random weights do neither.
     assert max(row["truncated"] for row in slow) < min(row["truncated"] for row in own)
+    assert "off-policy: it followed" in (tmp_path / "1e-05" / "merged" / "README.md").read_text("utf-8")
     assert all("entropy" in row and "mismatch/mean_abs" not in row for row in slow)
 
 
