@@ -36,6 +36,8 @@ CELLS: dict[str, tuple[str, ...]] = {
 """Answers and loss -> what they are in a recipe. Two cells share a run: supervised on what the teacher drew
 is the baseline of the merge, at its number of tokens."""
 SAMPLED = "teacher/sampled"
+ARMS = ("start", "teacher", *CELLS)
+"""What is measured of a condition: also the model that the students begin as."""
 
 
 def recipe_of(name: str, settings: Sequence[str]) -> Recipe:
@@ -115,3 +117,13 @@ def results(study: str) -> dict[int, dict[str, Any]]:
     """Seed -> its results, of all that are there."""
     files = sorted((RESULTS / study).glob("seed-*.json"))
     return {int(file.stem.removeprefix("seed-")): json.loads(file.read_text("utf-8")) for file in files}
+
+
+def whole(seeds: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Condition -> the seeds of which every arm is there."""
+    conditions = dict.fromkeys(name for found in seeds.values() for name in found)
+    of = {
+        name: [seed for seed, found in seeds.items() if set(ARMS) <= found.get(name, {}).keys()]
+        for name in conditions
+    }
+    return {name: having for name, having in of.items() if having}

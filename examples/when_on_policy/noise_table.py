@@ -12,24 +12,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from arms import CELLS, RESULTS, results
+from arms import ARMS, RESULTS, results, whole
 
 from opd.pipelines.evaluation.statistics import paired
 
 Seeds = dict[int, dict[str, Any]]
 OPD, SOFT = "student/reverse", "teacher/forward"
 PLACES = (4, 8, 16)
-ARMS = ("start", "teacher", *CELLS)
-
-
-def whole(seeds: Seeds) -> dict[str, list[int]]:
-    """Condition -> the seeds of which every arm is there."""
-    conditions = dict.fromkeys(name for found in seeds.values() for name in found)
-    of = {
-        name: [seed for seed, found in seeds.items() if set(ARMS) <= found.get(name, {}).keys()]
-        for name in conditions
-    }
-    return {name: having for name, having in of.items() if having}
 
 
 def share(arm: dict[str, Any], way: str, place: int) -> float:
