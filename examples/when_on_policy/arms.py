@@ -45,11 +45,16 @@ def recipe_of(name: str, settings: Sequence[str]) -> Recipe:
     return load_recipe([HERE / name], list(settings))
 
 
+def opened(out: Path, recipe: Recipe) -> RunFolder:
+    """The run folder `out`, begun or gone on with."""
+    return RunFolder.resume(out, recipe) if out.exists() else RunFolder.create(out, recipe)
+
+
 def run(out: Path, recipe: Recipe, stage: str) -> dict[str, Any]:
     """`stage` of a run in `out`, after those it needs, of which nothing that is done is done again; what it
     recorded.
     """
-    with RunFolder.resume(out, recipe) if out.exists() else RunFolder.create(out, recipe) as folder:
+    with opened(out, recipe) as folder:
         for needed in with_needs(plan(recipe), stage):
             if folder.stage_done(needed.name) is None:
                 execute(recipe, folder, needed, lambda done, total, headline: None)

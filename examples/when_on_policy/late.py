@@ -1,0 +1,124 @@
+"""Study 3, a domain that comes later: merge again, or mixed GRPO, from the student of the first three.
+
+    .venv/bin/python examples/when_on_policy/late.py --seeds 0 1 2
+
+Goes on where it stopped when it is started again; the table is made by `late_table.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from arms import CELLS, Kept, answers, opened, recipe_of, run, run_cell
+
+from opd.config import Recipe
+from opd.metrics import read_metrics
+from opd.pipelines.run import execute
+from opd.pipelines.stages.grpo import train_grpo
+from opd.pipelines.stages.loop import Extent
+from opd.pipelines.stages.order import Stage
+
+RECIPE = "recipe-late.yaml"
+DOMAINS = ("sort", "reverse", "add3", "rotate")
+LATE = "rotate"
+TIMES = 3
+"""How many times the extra tokens of the new merge mixed GRPO is given."""
+CONDITION = "late"
+
+
+def taught(root: Path, start: Path, domains: tuple[str, ...]) -> tuple[str, ...]:
+    """Settings of a merge of the specialists of `domains` into the model in `start`."""
+    teachers = {d: {"path": str(root / "specialists" / d), "type": "local"} for d in domains}
+    return (
+        *("--model.config", "null", "--base", "null", "--model.path", str(start)),
+        *("--teachers", json.dumps(teachers)),
+    )
+
+
+def counted(recipe: Recipe, model: Path) -> dict[str, Any]:
+    """Right answers in each domain, sampled and greedily, and of how many."""
+    found: dict[str, Any] = {"of": recipe.evaluation.prompts_per_domain}
+    for way in ("sampled", "greedy"):
+        found[way] = {
+            domain: sum(
+                text == label for text, label in answers(recipe, model, domain, greedy=way == "greedy")
+            )
+            for domain in DOMAINS
+        }
+    return found
+
+
+def specialists(root: Path, seed: int) -> int:
+    """Train base and specialists in `root`; returns the tokens of the late one."""
+    recipe = recipe_of(RECIPE, ("--seed", str(seed)))
+    return [run(root, recipe, f"specialist-{domain}")["student_tokens"] for domain in DOMAINS][-1]
+
+
+def first_merge(root: Path, seed: int) -> Path:
+    """The student of the three older domains. (The fourth has no prompt in it.)"""
+    recipe = recipe_of(RECIPE, ("--seed", str(seed), *taught(root, root / "base", DOMAINS[:-1])))
+    recipe = recipe.model_copy(update={"domains": {d: recipe.domains[d] for d in DOMAINS[:-1]}})
+    run(root / "first", recipe, "merge")
+    return root / "first" / "merged"
+
+
+def mixed(root: Path, recipe: Recipe, start: Path, tokens: int) -> dict[str, Any]:
+    """Mixed-domain GRPO from `start` for so many tokens: what was measured, and tokens and reward of the late
+    domain step by step.
+    """
+    out = root / "mixed"
+    model = out / "baselines" / "mixed_grpo"
+    name = "baseline-mixed_grpo"
+
+    def learn(context):
+        return train_grpo(context, start, list(DOMAINS), model, Extent(tokens=tokens))
+
+    with opened(out, recipe) as folder:
+        if folder.stage_done(name) is None:
+            execute(recipe, folder, Stage(name, (), learn), lambda done, total, headline: None)
+        rows = read_metrics(folder.metrics(name))
+    curve = [[row["tokens/student"], round(row[f"reward/{LATE}"], 4)] for row in rows]
+    return counted(recipe, model) | {"curve": curve, "tokens": curve[-1][0]}
+
+
+def measure(root: Path, seed: int, kept: Kept) -> None:
+    """All of one seed."""
+    told = f"seed {seed}"
+    print(f"{told}: base and specialists", flush=True)
+    late_tokens = specialists(root, seed)
+    print(f"{told}: the first merge", flush=True)
+    start = first_merge(root, seed)
+    words = ("--seed", str(seed), *taught(root, start, DOMAINS))
+    recipe = recipe_of(RECIPE, words)
+    kept.add(CONDITION, "start", lambda: counted(recipe, start))
+    late = root / "specialists" / LATE
+    kept.add(CONDITION, "teacher", lambda: counted(recipe, late) | {"tokens": late_tokens})
+    for cell in CELLS:
+
+        def arm(cell: str = cell) -> dict:
+            print(f"{told}: merge again, {cell}", flush=True)
+            model, done = run_cell(root / "again", RECIPE, cell, words)
+            return counted(recipe, model) | {"tokens": done["student_tokens"]}
+
+        kept.add(CONDITION, cell, arm)
+    extra = late_tokens + kept.found[CONDITION]["student/reverse"]["tokens"]
+    print(f"{told}: mixed GRPO, {TIMES * extra:,} tokens", flush=True)
+    kept.add(CONDITION, "mixed", lambda: mixed(root, recipe, start, TIMES * extra))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/when-on-policy/late"))
+    options = parser.parse_args()
+    for seed in options.seeds:
+        measure(options.out / f"seed-{seed}", seed, Kept("late", seed))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("KMP_BLOCKTIME", "0")  # who shares the cores waits without spinning
+    main()

@@ -1,0 +1,154 @@
+"""The tables and the figure of study 3, from `results/late/`.
+
+.venv/bin/python examples/when_on_policy/late_table.py            # prints the tables
+.venv/bin/python examples/when_on_policy/late_table.py --draw     # writes results/late/tokens.png, too
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from arms import ARMS, RESULTS, results, whole
+
+from opd.pipelines.evaluation.statistics import paired
+
+Seeds = dict[int, dict[str, Any]]
+CONDITION, LATE, OPD, LAST = "late", "rotate", "student/reverse", 10
+OLDER = ("sort", "reverse", "add3")
+LABELS = {
+    "start": "the student of three domains",
+    "teacher": "the specialist of `rotate`",
+    "teacher/sampled": "samples",
+    "teacher/forward": "soft labels",
+    "teacher/reverse": "reverse KL on the teachers' answers",
+    "student/sampled": "k1",
+    "student/forward": "forward KL on the student's answers",
+    OPD: "**OPD**",
+    "mixed": "mixed GRPO, three times the tokens",
+}
+
+
+def share(arm: dict[str, Any], domains: tuple[str, ...], way: str = "sampled") -> float:
+    """Right answers in %, mean over `domains`."""
+    return mean(100 * arm[way][domain] / arm["of"] for domain in domains)
+
+
+def arms_of(seeds: Seeds) -> list[dict[str, Any]]:
+    """The arms of each seed that is whole."""
+    done = whole({seed: found for seed, found in seeds.items() if "mixed" in found.get(CONDITION, {})})
+    return [seeds[seed][CONDITION] for seed in done.get(CONDITION, [])]
+
+
+def told(differences: list[float]) -> str:
+    """Their mean with its interval."""
+    value, low, high = paired(differences)
+    return f"{value:+.1f}" if len(differences) < 2 else f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+def extra(arms: dict[str, Any]) -> int:
+    """Tokens of the new merge and of the specialist that it needs."""
+    return arms["teacher"]["tokens"] + arms[OPD]["tokens"]
+
+
+def reached(arms: dict[str, Any]) -> int | None:
+    """Tokens after which mixed GRPO is where OPD is on the late domain; `None`: it never is."""
+    curve, level = arms["mixed"]["curve"], share(arms[OPD], (LATE,)) / 100
+    for last in range(LAST, len(curve) + 1):
+        if mean(reward for _, reward in curve[last - LAST : last]) >= level:
+            return curve[last - 1][0]
+    return None
+
+
+def rows(seeds: Seeds) -> Iterator[str]:
+    """Lines of Markdown: every arm, and OPD's lead."""
+    found = arms_of(seeds)
+    told_of = ("`rotate`", "older", "older, against before", "OPD is ahead, `rotate`", "OPD is ahead, older")
+    yield f"| {len(found)} seeds | {' | '.join(told_of)} |"
+    yield "|---|---|---|---|---|---|"
+    for arm in (*ARMS, "mixed"):
+        late, old = (mean(share(arms[arm], of) for arms in found) for of in ((LATE,), OLDER))
+        lost = told([share(arms[arm], OLDER) - share(arms["start"], OLDER) for arms in found])
+        ahead = [told([share(a[OPD], of) - share(a[arm], of) for a in found]) for of in ((LATE,), OLDER)]
+        cells = [
+            f"{late:.1f}",
+            f"{old:.1f}",
+            "" if arm == "start" else lost,
+            *(ahead if arm != OPD else ["", ""]),
+        ]
+        yield f"| {LABELS[arm]} | {' | '.join(cells)} |"
+
+
+def tokens(seeds: Seeds) -> Iterator[str]:
+    """Lines of Markdown: what it took, seed by seed."""
+    head = (
+        "seed",
+        "specialist",
+        "new merge",
+        "mixed GRPO, to that level",
+        "times both",
+        "times the merge alone",
+    )
+    yield f"| {' | '.join(head)} |"
+    yield "|---|---|---|---|---|---|"
+    for number, arms in enumerate(arms_of(seeds)):
+        needed, most = reached(arms), arms["mixed"]["tokens"]
+        sign, count = ("", needed) if needed is not None else ("> ", most)
+        cells = [f"{arms['teacher']['tokens']:,}", f"{arms[OPD]['tokens']:,}", f"{sign}{count:,}"]
+        cells += [f"{sign}{count / of:.1f}" for of in (extra(arms), arms[OPD]["tokens"])]
+        yield f"| {number} | {' | '.join(cells)} |"
+
+
+def tables(seeds: Seeds) -> str:
+    """All of it."""
+    parts = [
+        ["Right answers in %, sampled:", ""],
+        list(rows(seeds)),
+        ["", "Student tokens that were extra:", ""],
+    ]
+    return "\n".join(line for part in [*parts, list(tokens(seeds))] for line in part)
+
+
+def draw(seeds: Seeds, path: Path) -> None:
+    """The late domain against the extra tokens."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure, panel = plt.subplots(figsize=(5.6, 3.4), layout="constrained")
+    for number, arms in enumerate(arms_of(seeds)):
+        curve = arms["mixed"]["curve"]
+        smooth = [
+            (curve[i - 1][0] / 1000, 100 * mean(r for _, r in curve[i - LAST : i]))
+            for i in range(LAST, len(curve) + 1)
+        ]
+        once = {"label": "mixed GRPO"} if not number else {}
+        panel.plot(*zip(*smooth, strict=True), color="#c8442f", linewidth=1.3, **once)
+        for label, spent, colour in (
+            ("OPD, with the specialist's tokens", extra(arms), "#2f6fc8"),
+            ("OPD, the specialist is there", arms[OPD]["tokens"], "#7fb0e8"),
+        ):
+            once = {"label": label} if not number else {}
+            panel.plot(spent / 1000, share(arms[OPD], (LATE,)), "o", color=colour, **once)
+    panel.set(xlabel="extra student tokens (thousands)", ylabel="rotate, sampled (%)", ylim=(0, 101))
+    panel.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--draw", action="store_true", help="write the figure")
+    options = parser.parse_args()
+    seeds = results("late")
+    if options.draw:
+        draw(seeds, RESULTS / "late" / "tokens.png")
+    print(tables(seeds))
+
+
+if __name__ == "__main__":
+    main()
