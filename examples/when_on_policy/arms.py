@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from opd.config import Recipe
 from opd.config.load import load_recipe
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute
 from opd.pipelines.stages.domains import DomainSet
@@ -69,6 +73,15 @@ def run_cell(out: Path, name: str, cell: str, settings: Sequence[str]) -> tuple[
     if cell == SAMPLED:
         return folder / "baselines" / "off_policy", run(folder, recipe, "baseline-off_policy")
     return folder / "merged", run(folder, recipe, "merge")
+
+
+def changed(model: Path, out: Path, about: str, change: Callable[[str, Tensor], Tensor]) -> Path:
+    """A copy of `model` in `out` with other weights, made unless it is there."""
+    if not out.exists():
+        found = CausalLM.from_pretrained(model)
+        found.load_weights([(name, change(name, weight)) for name, weight in found.weights()])
+        save_checkpoint(found, load_tokenizer(model), out, {"about": about})
+    return out
 
 
 def answers(recipe: Recipe, model: Path, domain: str, *, greedy: bool = False) -> list[tuple[str, Any]]:

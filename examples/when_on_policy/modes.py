@@ -1,4 +1,4 @@
-"""Study 2, many right answers and little room: a student of one layer, a teacher of two.
+"""Study 2, many right answers: a teacher, and a student that was damaged.
 
     .venv/bin/python examples/when_on_policy/modes.py --seeds 0 1 2
 
@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import CELLS, Kept, answers, recipe_of, run, run_cell
+from arms import CELLS, Kept, answers, changed, recipe_of, run, run_cell
 
 from opd.config import Recipe
-from opd.models.causal_lm import CausalLM
-from opd.models.checkpoint import save_checkpoint
-from opd.models.tokenizers import load_tokenizer
 
 CONDITIONS = {
     "any order": (),
@@ -28,8 +25,8 @@ CONDITIONS = {
 }
 """What is said of the one domain."""
 TEACHER, MERGE = "recipe-modes-teacher.yaml", "recipe-modes.yaml"
-DAMAGE = 0.1
-"""Of the weights' standard deviation, tensor by tensor: what tells the students of different seeds apart."""
+DAMAGE = 0.3
+"""Of the weights' standard deviation, tensor by tensor."""
 
 
 def teacher(root: Path) -> Path:
@@ -40,22 +37,16 @@ def teacher(root: Path) -> Path:
 
 
 def student(root: Path, seed: int) -> Path:
-    """The teacher's first layer between its embedding and its head, a little damaged."""
-    out = root / f"seed-{seed}" / "student"
-    if out.exists():
-        return out
-    whole, tokenizer = CausalLM.from_pretrained(teacher(root)), load_tokenizer(teacher(root))
-    config = {**(recipe_of(TEACHER, ()).model.config or {}), "num_hidden_layers": 1}
-    found = CausalLM.from_config(config, tokenizer=tokenizer)
-    taken, draws = dict(whole.weights()), torch.Generator().manual_seed(seed)
-    weights = []
-    for name, _ in found.weights():
-        noise = torch.randn(taken[name].shape, generator=draws) * taken[name].std()
-        weights.append((name, taken[name] + (DAMAGE * noise if taken[name].ndim > 1 else 0.0)))
-    found.load_weights(weights)
-    about = f"The first of two layers of another model, with noise of {DAMAGE} standard deviations."
-    save_checkpoint(found, tokenizer, out, {"about": about})
-    return out
+    """The teacher, damaged."""
+    draws = torch.Generator().manual_seed(seed)
+
+    def damage(name: str, weight: torch.Tensor) -> torch.Tensor:
+        if weight.ndim < 2:  # norms
+            return weight
+        return weight + DAMAGE * weight.std() * torch.randn(weight.shape, generator=draws)
+
+    about = f"Another model, with noise of {DAMAGE} standard deviations on its weights."
+    return changed(teacher(root), root / f"seed-{seed}" / "student", about, damage)
 
 
 def counted(recipe: Recipe, model: Path, *, any_order: bool) -> dict[str, Any]:

@@ -10,15 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from arms import CELLS, Kept, by_place, recipe_of, run, run_cell
-
-from opd.models.causal_lm import CausalLM
-from opd.models.checkpoint import save_checkpoint
-from opd.models.tokenizers import load_tokenizer
+from arms import CELLS, Kept, by_place, changed, recipe_of, run, run_cell
 
 SHARPER = {0: 3.0, 2: 1.5, 10: 1.0}
 """Wrong digits in % -> what the head of a teacher that writes 10 % of them is multiplied by for that."""
@@ -63,15 +58,6 @@ def student(root: Path, seed: int) -> Path:
 
 DAMAGE = 0.3
 """Of the weights' standard deviation, tensor by tensor."""
-
-
-def changed(model: Path, out: Path, about: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
-    """A copy of `model` in `out` with other weights, made unless it is there."""
-    if not out.exists():
-        found = CausalLM.from_pretrained(model)
-        found.load_weights([(name, change(name, weight)) for name, weight in found.weights()])
-        save_checkpoint(found, load_tokenizer(model), out, {"about": about})
-    return out
 
 
 def measure(root: Path, seed: int, name: str, kept: Kept) -> None:
