@@ -47,12 +47,14 @@ def leads(seeds: Seeds) -> Iterator[str]:
     """Lines of Markdown: OPD's lead over soft labels at every horizon, and over samples at the last one."""
     of = " | ".join(f"soft labels, {place}" for place in PLACES)
     last = PLACES[-1]
-    yield f"| condition | {of} | soft labels, {last}, greedy | samples, {last} | samples, {last}, greedy |"
-    yield "|---|---|---|---|---|---|---|"
+    more = (f"soft labels, {last}, greedy", f"samples, {last}", f"samples, {last}, greedy", f"k1, {last}")
+    yield f"| condition | {of} | {' | '.join(more)} |"
+    yield "|---|---|---|---|---|---|---|---|"
     for name in whole(seeds):
         found = [lead(seeds, name, SOFT, "sampled", place) for place in PLACES]
         found.append(lead(seeds, name, SOFT, "greedy", last))
         found += [lead(seeds, name, "teacher/sampled", way, last) for way in ("sampled", "greedy")]
+        found.append(lead(seeds, name, "student/sampled", "sampled", last))
         yield f"| {name} | {' | '.join(found)} |"
 
 
@@ -93,7 +95,7 @@ def draw(seeds: Seeds, path: Path) -> None:
             places = range(1, PLACES[-1] + 1)
             values = [mean(share(seeds[s][name][arm], "sampled", p) for s in having) for p in places]
             panel.plot(places, values, style, color=colour, label=label, linewidth=1.7)
-        panel.set(title=name, xlabel="steps of work", ylim=(0, 101))
+        panel.set(title=name, xlabel="steps of work", ylim=(0, 101), xticks=(1, *PLACES))
     panels[0][0].set_ylabel("right after so many steps (%)")
     panels[0][0].legend(frameon=False, fontsize=8, loc="lower left")
     figure.tight_layout()
