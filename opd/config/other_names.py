@@ -151,6 +151,15 @@ ROWS = (
         (),
         ("algorithm.filter_groups.enable",),
     ),
+    Row((f"{_GRPO}.shaping.weights",), "of a reward in parts", (), ("reward_weights",)),
+    Row((f"{_GRPO}.shaping.mask_truncated",), "", (), ("mask_truncated_completions",)),
+    Row(
+        (f"{_GRPO}.shaping.overlong_buffer", f"{_GRPO}.shaping.overlong_penalty"),
+        "",
+        (),
+        (),
+        ("reward_model.overlong_buffer.len", "reward_model.overlong_buffer.penalty_factor"),
+    ),
     Row((f"{_GRPO}.to_batch", "distill.to_batch"), "", ("custom-convert-samples-to-train-data-path",)),
     Row(
         ("rollout.max_new_tokens",),

@@ -601,6 +601,18 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _shaping_leaves_some_alone(self) -> Recipe:
+        for name in self.domains:
+            own = self.for_domain(name)
+            if own.specialist.shaping.overlong_buffer >= own.rollout.max_new_tokens:
+                raise ValueError(
+                    f"specialist.shaping.overlong_buffer {own.specialist.shaping.overlong_buffer} penalises"
+                    f" every response of domain {name}, whose rollout.max_new_tokens is"
+                    f" {own.rollout.max_new_tokens}; give less"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _responses_end(self) -> Recipe:
         rollout = self.rollout
         if rollout.model_stop_ids:

@@ -8,6 +8,7 @@ rollouts, quantised engines or other kernels.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -177,6 +178,43 @@ class ReferenceKLConfig(Config):
         return self
 
 
+class ShapingConfig(Config):
+    """What becomes of rewards before advantages are made of them; evaluations see them as they were. In this
+    order: parts are weighted, the sum is clipped, then the penalties, then the division."""
+
+    weights: dict[str, float] = {}
+    """Of a reward in parts: what each counts with; a part that is not named does not count. Empty: the reward
+    is as its function says."""
+    clip: tuple[float, float] | None = None
+    """Bounds of the reward."""
+    truncated_reward: float | None = None
+    """Most that a response is rewarded with which `rollout.max_new_tokens` ended."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Last tokens before `rollout.max_new_tokens` in which a response begins to be penalised, ever more to
+    the last (DAPO, 2503.14476, equation 13); 0 penalises none."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """What is taken from the reward of a response of `rollout.max_new_tokens`."""
+    length_coef: float = Field(default=0.0, ge=0)
+    """Weight of a reward for being shorter than the others of a group, from 0.5 to -0.5, of which wrong
+    answers (a reward of at most 0.5) only get what is negative (Kimi k1.5, 2501.12599, section 2.3.3)."""
+    running_std: bool = False
+    """Divide by the standard deviation of the domain's rewards since the stage began, this step's included.
+    It has no effect where the advantage divides by a group's own."""
+    mask_truncated: bool = False
+    """Responses that `rollout.max_new_tokens` ended count in their group's mean and are not learned from."""
+
+    @model_validator(mode="after")
+    def _refuse_nonsense(self) -> ShapingConfig:
+        numbers = [*self.weights.values(), *(self.clip or ()), self.truncated_reward or 0.0]
+        if not all(math.isfinite(number) for number in numbers):
+            raise ValueError("weights, clip and truncated_reward are finite numbers")
+        if self.weights and not any(self.weights.values()):
+            raise ValueError("all weights are 0, so nothing would be learned; give one part a weight")
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            raise ValueError(f"clip {list(self.clip)} is empty; give the lower bound first")
+        return self
+
+
 class SpecialistConfig(Config):
     """One GRPO run; the same settings serve every domain and the mixed-domain baseline."""
 
@@ -188,6 +226,7 @@ class SpecialistConfig(Config):
     """Responses per prompt (G); 1 with `advantage: {type: reinforce_plus_plus}` alone."""
     minibatches: int = Field(default=4, gt=0, le=1_000_000)
     """Optimiser steps per rollout step; with 1 the ratio is always 1 and the clip never acts."""
+    shaping: ShapingConfig = ShapingConfig()
     advantage: AdvantageConfig = GRPOAdvantage()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     reference_kl: ReferenceKLConfig = ReferenceKLConfig()

@@ -18,7 +18,7 @@ from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, train
 from opd.pipelines.stages.policy_stream import Against, PolicyStream, PolicyTokens
-from opd.pipelines.stages.samples import StepSamples, judged
+from opd.pipelines.stages.samples import StepSamples, rollout_metrics
 from opd.pipelines.stages.source import Asked, Given, Rollouts, open_source
 from opd.pipelines.stages.student import Student, tokenizer_of
 from opd.pipelines.stages.supervised import teacher_samples
@@ -178,8 +178,9 @@ class Distill(Algorithm):
 
     def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
         """Rewards, and each teacher reads its samples once."""
+        samples.reward(self.data.rewards)
         limit = None if self._given else self.context.recipe.rollout.max_staleness
-        metrics = judged(samples, self.data.rewards, step.index, limit)
+        metrics = rollout_metrics(samples.groups) | samples.drop_stale(step.index, limit)
         self.let_teachers_read(samples)
         return metrics
 

@@ -14,7 +14,7 @@ from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, train
 from opd.pipelines.stages.policy_stream import Against, PolicyStream
-from opd.pipelines.stages.samples import StepSamples, judged
+from opd.pipelines.stages.samples import StepSamples, rollout_metrics
 from opd.pipelines.stages.source import Asked, open_source
 from opd.pipelines.stages.student import Student, load_model
 from opd.rollout.collect import EncodedPrompt
@@ -22,8 +22,9 @@ from opd.train.advantages import build_advantage, keep_groups
 from opd.train.backend import response_logprobs
 from opd.train.loss_weights import policy_scales, weigh
 from opd.train.packing import convert_batch
+from opd.train.shaping import changes_rewards, shape
 from opd.train.terms import LossTerm, PolicyTerm, ReferenceTerm
-from opd.types import RolloutBatch, Sample, TokenTerms
+from opd.types import RolloutBatch, Sample, Status, TokenTerms
 
 
 def train_grpo(
@@ -65,7 +66,8 @@ class GRPO(Algorithm):
                 terms.append(ReferenceTerm(config.reference_kl))
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
-        self._domains, self._rollout = list(domains), recipe.rollout
+        self._shapes = changes_rewards(config.shaping)
+        self._domains, self._recipe, self._rollout = list(domains), recipe, recipe.rollout
 
     def prompts(self, index: int) -> list[EncodedPrompt]:
         """Those of batch number `index`."""
@@ -73,7 +75,17 @@ class GRPO(Algorithm):
         return self.data.mixed(self._domains, index * count, count, self.stage)
 
     def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
-        return judged(samples, self.data.rewards, step.index, self._rollout.max_staleness)
+        samples.reward(self.data.rewards)
+        metrics = rollout_metrics(samples.groups)
+        if self._shapes:
+            metrics |= shape(samples.groups, self.config.shaping, self._limit, step.counters)
+        return metrics | samples.drop_stale(step.index, self._rollout.max_staleness)
+
+    def _masks(self, sample: Sample) -> bool:
+        return self.config.shaping.mask_truncated and sample.status is Status.TRUNCATED
+
+    def _limit(self, domain: str) -> int:
+        return self._recipe.for_domain(domain).rollout.max_new_tokens
 
     def plan(self, samples: StepSamples, step: Step) -> Plan:
         config = self.config
@@ -83,12 +95,13 @@ class GRPO(Algorithm):
             zero_variance=not config.filter_zero_variance,
             whole=samples.whole,
         )
-        self._watch_signal(step, bool(samples.groups))
-        if not samples.groups:
+        learned = [sample for sample in samples.samples if not self._masks(sample)]
+        self._watch_signal(step, bool(learned))
+        if not learned:
             return Plan([])
         samples.deal()
         stream, metrics = self._stream(samples)
-        parts = _split(samples.samples, config.minibatches)
+        parts = _split(learned, config.minibatches)
         return Plan([self._update(samples, part, stream) for part in parts], metrics)
 
     def _stream(self, samples: StepSamples) -> tuple[PolicyStream, dict[str, float]]:

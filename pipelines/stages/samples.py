@@ -181,17 +181,9 @@ class Home:
         """A checkpoint holds what was learnt from every batch that was opened."""
 
 
-def judged(
-    samples: StepSamples, rewards: RewardRunner, version: int, max_staleness: int | None
-) -> dict[str, float]:
-    """Reward every sample, and let tokens that are too old for `version` leave the loss; metrics of both."""
-    samples.reward(rewards)
-    return rollout_metrics(samples.groups) | samples.drop_stale(version, max_staleness)
-
-
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Rewards (overall and by domain), lengths, truncation; where prompts have several responses, the share
-    of them without signal.
+    """Rewards (overall, by domain, and their parts), lengths, truncation; where prompts have several
+    responses, the share of them without signal.
     """
     samples = [sample for group in groups for sample in group.samples]
     rewards = np.array([s.reward for s in samples], dtype=np.float64)
@@ -208,5 +200,9 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     if any(len(group.samples) > 1 for group in groups):
         metrics["frac_reward_zero_std"] = zero_variance_fraction(groups)
     for domain in dict.fromkeys(s.domain for s in samples):
+        own = [s for s in samples if s.domain == domain]
         metrics[f"reward/{domain}"] = float(rewards[[s.domain == domain for s in samples]].mean())
+        for part in own[0].reward_parts:
+            values = [s.reward_parts[part] for s in own if part in s.reward_parts]
+            metrics[f"reward/{domain}/{part}"] = float(np.mean(values))
     return metrics

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from recipes import write_recipe
+from recipes import shaped_specialist, write_recipe
 
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.launch.ray.cluster import _alive, descendants
@@ -64,9 +64,13 @@ def assert_all_end(family: dict[int, int]) -> None:
 
 @pytest.mark.slow
 def test_killed_in_every_stage(tmp_path):
-    """With stages side by side, whose processes end with the run, and the merge's responses on disk."""
+    """With stages side by side, whose processes end with the run, responses on disk, and rewards whose scale
+    is that of all steps.
+    """
     storage = {"trajectories": "disk"}
-    recipe = write_recipe(tmp_path / "recipe.yaml", runtime={"workers": 2}, storage=storage)
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml", runtime={"workers": 2}, storage=storage, specialist=shaped_specialist()
+    )
     finish(recipe, tmp_path / "undisturbed")
     disturbed = tmp_path / "disturbed"
     killed = 0
