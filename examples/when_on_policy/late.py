@@ -81,7 +81,9 @@ def mixed(root: Path, recipe: Recipe, start: Path, tokens: int) -> dict[str, Any
         if folder.stage_done(name) is None:
             execute(recipe, folder, Stage(name, (), learn), lambda done, total, headline: None)
         rows = read_metrics(folder.metrics(name))
-    curve = [[row["tokens/student"], round(row[f"reward/{LATE}"], 4)] for row in rows]
+    # The last step ends with the tokens, maybe before a prompt of the late domain.
+    rewarded = [row for row in rows if f"reward/{LATE}" in row]
+    curve = [[row["tokens/student"], round(row[f"reward/{LATE}"], 4)] for row in rewarded]
     return counted(recipe, model) | {"curve": curve, "tokens": curve[-1][0]}
 
 
