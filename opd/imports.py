@@ -23,6 +23,8 @@ POLICY_LOSS = ("logprobs", "old_logprobs", "advantages", "config")
 DIVERGENCE = ("micro", "student", "view")
 BATCH = ("batch",)
 """What each kind of function is called with, in this order."""
+OFFERED: dict[tuple[str, ...], tuple[str, ...]] = {POLICY_LOSS: ("bounds",)}
+"""What it is given by name besides, if it has such a parameter."""
 
 
 def import_function(path: str, where: str, error: type[OpdError], takes: Sequence[str] = ()) -> Any:
@@ -38,18 +40,29 @@ def import_function(path: str, where: str, error: type[OpdError], takes: Sequenc
 
 
 def check_signature(found: Any, path: str, where: str, error: type[OpdError], takes: Sequence[str]) -> None:
-    """Raise `error` unless `found` can be called with as many positional arguments as `takes` names."""
+    """Raise `error` unless `found` can be called with as many positional arguments as `takes` names, and what
+    it takes of what is offered.
+    """
     try:
         signature = inspect.signature(found)
     except Exception:  # compiled functions have none; the first call tells
         return
     try:
-        signature.bind(*takes)
+        signature.bind(*takes, **{name: name for name in offered(found, takes)})
     except TypeError as cause:
         raise error(
             f"{where}: {path}{signature} is called with ({', '.join(takes)}), which does not fit ({cause});"
             " change its parameters."
         ) from None
+
+
+def offered(found: Any, takes: Sequence[str]) -> tuple[str, ...]:
+    """The names of what `found`, a function that is called with `takes`, is given by name besides."""
+    try:
+        parameters = inspect.signature(found).parameters
+    except Exception:  # see `check_signature`
+        return ()
+    return tuple(name for name in OFFERED.get(tuple(takes), ()) if name in parameters)
 
 
 @contextlib.contextmanager

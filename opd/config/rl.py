@@ -9,9 +9,10 @@ rollouts, quantised engines or other kernels.
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from opd.config.base import Config
 from opd.config.train import BatchConfig, OptimConfig
@@ -137,9 +138,19 @@ AdvantageConfig = Annotated[
 ]
 
 
-class PolicyLossConfig(Config):
+class _PolicyLoss(Config):
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """`token`: every token of the step weighs the same; `sequence`: every response; `constant`: sums divided
+    by `max_new_tokens` times the number of responses (Dr. GRPO)."""
+    correction: CorrectionConfig | None = None
+    """What to do about tokens drawn with another probability than the trainer gives them: `{type: tis}`,
+    `mis`, `icepop` or `seq_mask_tis`. Off by default: in a synchronous run on one machine the ratio is 1."""
+
+
+class PolicyLossConfig(_PolicyLoss):
     """Clipped importance-weighted policy gradient (PPO), with asymmetric bounds (DAPO) and dual clip."""
 
+    type: Literal["clip"] = "clip"
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """The ratio is clipped at `1 - clip_low`."""
     clip_high: float = Field(default=0.28, ge=0)
@@ -148,13 +159,47 @@ class PolicyLossConfig(Config):
     """Bound on the loss of tokens with a negative advantage: the ratio counts at most this much."""
     path: str | None = None
     """Dotted path of a per-token loss in place of the clipped one:
-    `loss(logprobs, old_logprobs, advantages, config) -> [N]`, tensors in, a tensor out."""
-    aggregation: Literal["token", "sequence", "constant"] = "token"
-    """`token`: every token of the step weighs the same; `sequence`: every response; `constant`: sums divided
-    by `max_new_tokens` times the number of responses (Dr. GRPO)."""
-    correction: CorrectionConfig | None = None
-    """What to do about tokens drawn with another probability than the trainer gives them: `{type: tis}`,
-    `mis`, `icepop` or `seq_mask_tis`. Off by default: in a synchronous run on one machine the ratio is 1."""
+    `loss(logprobs, old_logprobs, advantages, config) -> [N]`, tensors in, a tensor out. One with a parameter
+    `bounds` is told where responses begin and end."""
+
+
+class GSPOLoss(_PolicyLoss):
+    """GSPO (Zheng et al. 2025, 2507.18071): what is clipped is the ratio of the whole response, the geometric
+    mean of its tokens'. It stays near 1, and so do the bounds."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, ge=0, lt=1)
+    """The response's ratio is clipped at `1 - clip_low`."""
+    clip_high: float = Field(default=4e-4, ge=0)
+    """The response's ratio is clipped at `1 + clip_high`."""
+    aggregation: Literal["token", "sequence", "constant"] = "sequence"
+    """`sequence`, as in the paper: every response weighs the same; `token`: every token of the step;
+    `constant`: sums divided by `max_new_tokens` times the number of responses."""
+
+
+class CISPOLoss(_PolicyLoss):
+    """CISPO (MiniMax-M1, 2506.13585): every token keeps its gradient `ratio * A * grad log p`, in which the
+    ratio is a number, held between the bounds."""
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: float = Field(default=1.0, ge=0, le=1)
+    """A ratio below `1 - clip_low` counts as that; 1 is no lower bound."""
+    clip_high: float = Field(default=4.0, ge=0)
+    """A ratio above `1 + clip_high` counts as that."""
+
+
+def _loss_type(value: Any) -> str:
+    """The `type` of a policy loss; one without is the clipped one."""
+    found = value.get("type", "clip") if isinstance(value, Mapping) else getattr(value, "type", "clip")
+    return found if isinstance(found, str) else repr(found)
+
+
+PolicyLoss = Annotated[
+    Annotated[PolicyLossConfig, Tag("clip")]
+    | Annotated[GSPOLoss, Tag("gspo")]
+    | Annotated[CISPOLoss, Tag("cispo")],
+    Discriminator(_loss_type),
+]
 
 
 class ReferenceKLConfig(Config):
@@ -228,7 +273,7 @@ class SpecialistConfig(Config):
     """Optimiser steps per rollout step; with 1 the ratio is always 1 and the clip never acts."""
     shaping: ShapingConfig = ShapingConfig()
     advantage: AdvantageConfig = GRPOAdvantage()
-    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    policy_loss: PolicyLoss = PolicyLossConfig()
     reference_kl: ReferenceKLConfig = ReferenceKLConfig()
     entropy_coef: float = 0.0
     """Weight of a bonus for the policy's entropy; 0 adds none."""

@@ -345,8 +345,13 @@ class Backend(ABC):
             hidden.register_hook(
                 lambda grad: sums.add(f"grad_share/{teacher}", grad.float().norm(dim=-1).sum())
             )
-        student = StudentRows(hidden, self.head(), micro.targets, self.temperature, self._batch.kl_chunk)
+        scale = (self.temperature, self._batch.kl_chunk)
+        student = StudentRows(hidden, self.head(), micro.targets, *scale, self.sum_shared)
         return torch.stack([term(micro, student, sums) for term in self.terms]).sum()
+
+    def sum_shared(self, values: Tensor) -> Tensor:
+        """`values` summed over the ranks that share each sequence; here one rank has all of it."""
+        return values
 
     def _check(self, loss: Tensor, micro: MicroBatch) -> None:
         if not torch.isfinite(loss):

@@ -167,6 +167,9 @@ class ContextBackend(FSDPBackend):
         own = self._own(micro.input_ids, micro.position_ids, micro.cu_seqlens)
         return super()._loss(own_rows(micro, own), sums)
 
+    def sum_shared(self, values: Tensor) -> Tensor:
+        return self._context.sum(values)
+
     def _everyones(self, sums: MetricSums) -> MetricSums:
         return MetricSums.merged(self.context.gather_json(sums.parts(), "the metrics of a step"))
 

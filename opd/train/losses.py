@@ -1,6 +1,7 @@
 """Per-token losses on `[N]` tensors; each name says whose gradient it has.
 
-**The policy gradient**, clipped (PPO), with asymmetric bounds and dual clip, and its statistics. Here too is
+**The policy gradient**: clipped by token (PPO), with asymmetric bounds and dual clip, or by response (GSPO);
+with clipped weights (CISPO); and its statistics. Here too is
 what every per-token loss needs: equal shapes, values that carry another expression's gradient, and the
 importance weights of a score function.
 
@@ -34,14 +35,15 @@ bias it, as `sum_S grad p` is not 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from opd.config.rl import PolicyLossConfig
+from opd.config.rl import CISPOLoss, GSPOLoss, PolicyLossConfig
 from opd.errors import ConfigError
 
 
@@ -51,12 +53,13 @@ class PolicyStats:
 
     tokens: int = 0
     clipped_low: int = 0
-    """Tokens of negative advantage held at the lower bound (no gradient)."""
+    """Tokens of negative advantage held at the lower bound (no gradient); with CISPO all below it."""
     clipped_high: int = 0
-    """Tokens of positive advantage held at the upper bound (no gradient)."""
+    """Tokens of positive advantage held at the upper bound (no gradient); with CISPO all above it."""
     dual_clipped: int = 0
     """Tokens of negative advantage whose ratio is beyond `dual_clip` (no gradient)."""
     ratio_sum: float = 0.0
+    """Of what is clipped: of a token's ratio, or with GSPO of its response's."""
     ratio_min: float = float("inf")
     ratio_max: float = 0.0
     kl_sum: float = 0.0
@@ -75,7 +78,7 @@ class PolicyStats:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Means and shares, empty without tokens; `policy/clip_ratio` is the share without gradient."""
+        """Means and shares, empty without tokens; `policy/clip_ratio` is the share that a bound holds."""
         if not self.tokens:
             return {}
         clipped = self.clipped_low + self.clipped_high + self.dual_clipped
@@ -91,12 +94,52 @@ class PolicyStats:
         }
 
 
+class Sequences:
+    """Which response each of `[N]` tokens is of.
+
+    Args:
+        lengths: Tokens of each of the `B` responses, which are end to end.
+        kept: [M] which of them are here, where ranks share responses; `None` is all.
+        summed: The sum of a tensor over those ranks.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | None = None,
+        kept: Tensor | None = None,
+        summed: Callable[[Tensor], Tensor] = lambda values: values,
+    ) -> None:
+        self.lengths, self._kept, self._summed = torch.tensor(lengths, device=device), kept, summed
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """[B + 1] int64: response `b` is the tokens `bounds[b]` to `bounds[b + 1]`."""
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    @cached_property
+    def places(self) -> Tensor:
+        """[M] int64: the response of each token that is here."""
+        every = torch.repeat_interleave(self.lengths)
+        return every if self._kept is None else every[self._kept]
+
+    def mean(self, values: Tensor, mask: Tensor) -> Tensor:
+        """[M] at each token the mean of `values` [M] over its response's tokens that `mask` [M] counts, on
+        all ranks; detached, summed in float64.
+        """
+        sums = torch.zeros(2, len(self.lengths), dtype=torch.float64, device=values.device)
+        parts = torch.stack([torch.where(mask, values.detach().double(), 0.0), mask.double()])
+        sums = self._summed(sums.index_add_(1, self.places, parts))
+        return (sums[0] / sums[1].clamp(min=1.0))[self.places].to(values.dtype)
+
+
 def clipped_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     config: PolicyLossConfig,
     mask: Tensor | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, PolicyStats]:
     """Per-token loss [N] and its statistics; the caller weighs and sums.
 
@@ -107,38 +150,111 @@ def clipped_policy_loss(
     Tokens where `mask` [N] bool is False have loss 0 and are left out of the statistics. Raises `ValueError`
     for different shapes.
     """
-    check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    advantages = advantages.detach()
-    log_ratio = (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    del sequences  # every token has its own ratio
+    log_ratio = _log_ratio(logprobs, old_logprobs, advantages, mask)
+    return _clipped(log_ratio, log_ratio, advantages, config, mask)
+
+
+def gspo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    config: GSPOLoss,
+    mask: Tensor | None = None,
+    sequences: Sequences | None = None,
+) -> tuple[Tensor, PolicyStats]:
+    """The clipped loss of the response's ratio `s = exp(mean log-ratio of its tokens in mask)`, as
+    `clipped_policy_loss` otherwise (GSPO, Zheng et al. 2025, 2507.18071, in its form by tokens, equation 14).
+
+    Every token has the value of its response, and the gradient `-A s grad logprobs` unless `s` is clipped:
+    weighed by response and spread evenly over its tokens, both are those of `min(s A, clip(s) A)`. With
+    `sequences`, responses may be cut over ranks; without, the tokens are one response.
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, advantages, mask)
+    sequences = sequences or Sequences([len(logprobs)], logprobs.device)
+    counted = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask
+    mean = sequences.mean((logprobs - old_logprobs).detach(), counted).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return _clipped(with_gradient(mean, logprobs), log_ratio, advantages, config, mask)
+
+
+def cispo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    config: CISPOLoss,
+    mask: Tensor | None = None,
+    sequences: Sequences | None = None,
+) -> tuple[Tensor, PolicyStats]:
+    """`-clip(r, 1 - clip_low, 1 + clip_high) A logprobs`, in which the clipped ratio is detached, as
+    `clipped_policy_loss` otherwise (CISPO: MiniMax-M1, 2506.13585, equation 4): no token loses its gradient.
+    """
+    del sequences
+    log_ratio = _log_ratio(logprobs, old_logprobs, advantages, mask).detach()
     ratio = log_ratio.exp()
-    clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
-    if config.dual_clip is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * config.dual_clip), loss)
-    if mask is not None:
-        loss = torch.where(mask, loss, 0.0)
-    return loss, _statistics(log_ratio.detach(), ratio.detach(), advantages, config, mask)
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    loss = -ratio.clamp(low, high) * advantages.detach() * logprobs
+    held = (ratio < low, ratio > high, torch.zeros_like(ratio, dtype=torch.bool))
+    return _masked(loss, mask), _statistics(log_ratio, ratio, held, mask)
+
+
+POLICY_LOSSES: dict[type, Callable[..., tuple[Tensor, PolicyStats]]] = {
+    PolicyLossConfig: clipped_policy_loss,
+    GSPOLoss: gspo_policy_loss,
+    CISPOLoss: cispo_policy_loss,
+}
+"""The loss that each of the recipe's settings asks for, called with `(logprobs, old_logprobs, advantages,
+settings, mask, sequences)`."""
+
+
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor | None) -> Tensor:
+    check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    return (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _masked(loss: Tensor, mask: Tensor | None) -> Tensor:
+    return loss if mask is None else torch.where(mask, loss, 0.0)
+
+
+def _clipped(
+    log_ratio: Tensor,
+    token_log_ratio: Tensor,
+    advantages: Tensor,
+    config: PolicyLossConfig | GSPOLoss,
+    mask: Tensor | None,
+) -> tuple[Tensor, PolicyStats]:
+    """The clipped loss of `log_ratio` [N], which carries the gradient."""
+    advantages = advantages.detach()
+    ratio = log_ratio.exp()
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
+    most = config.dual_clip if isinstance(config, PolicyLossConfig) else None
+    if most is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * most), loss)
+    ratio, down = ratio.detach(), advantages < 0
+    beyond = down & (ratio > (most or float("inf")))
+    held = (down & (ratio < low), (advantages > 0) & (ratio > high), beyond)
+    return _masked(loss, mask), _statistics(token_log_ratio.detach(), ratio, held, mask)
 
 
 def _statistics(
-    log_ratio: Tensor, ratio: Tensor, advantages: Tensor, config: PolicyLossConfig, mask: Tensor | None
+    log_ratio: Tensor, ratio: Tensor, held: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
 ) -> PolicyStats:
+    """Of the tokens' `log_ratio` [N], the `ratio` [N] that is clipped, and which tokens the lower, the upper
+    and the dual bound hold.
+    """
     if mask is not None:
-        log_ratio, ratio, advantages = log_ratio[mask], ratio[mask], advantages[mask]
+        log_ratio, ratio = log_ratio[mask], ratio[mask]
+        held = (held[0] & mask, held[1] & mask, held[2] & mask)
     if not ratio.numel():
         return PolicyStats()
-    down, up = advantages < 0, advantages > 0
-    beyond = down & (ratio > (config.dual_clip or float("inf")))
     # One transfer for all numbers: on an accelerator every `.item()` would wait for the queue.
     low, high, dual, total, least, most, kl = torch.stack(
         [
-            (down & (ratio < 1.0 - config.clip_low)).sum().double(),
-            (up & (ratio > 1.0 + config.clip_high)).sum().double(),
-            beyond.sum().double(),
+            *(one.sum().double() for one in held),
             ratio.sum(dtype=torch.float64),
             ratio.min().double(),
             ratio.max().double(),
-            (ratio - 1.0 - log_ratio).sum(dtype=torch.float64),
+            (log_ratio.exp() - 1.0 - log_ratio).sum(dtype=torch.float64),
         ]
     ).tolist()
     return PolicyStats(ratio.numel(), int(low), int(high), int(dual), total, least, most, kl)

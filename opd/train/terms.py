@@ -6,7 +6,7 @@ whole, or its vocabulary spread over ranks; beside a shard each teacher's head i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Protocol
@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.config.rl import PolicyLossConfig, ReferenceKLConfig
+from opd.config.rl import PolicyLoss, ReferenceKLConfig
 from opd.errors import ConfigError, TrainingError
-from opd.imports import POLICY_LOSS, import_function
+from opd.imports import POLICY_LOSS, import_function, offered
 from opd.kernels import ops, vocab_parallel
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
 from opd.own_code import calling
 from opd.ranks import Ranks
 from opd.train.loss_weights import MismatchSums
-from opd.train.losses import clipped_policy_loss, reference_penalty
+from opd.train.losses import POLICY_LOSSES, Sequences, reference_penalty
 from opd.types import MicroBatch
 
 
@@ -72,16 +72,24 @@ class StudentRows:
     """The student's last hidden states `[N, D]` at a micro-batch's rows, and what follows from them.
 
     Log-probabilities are computed once, at the sampling temperature, and only if a term asks for them.
+    `summed` is the sum of a tensor over the ranks that share the rows' sequences.
     """
 
     def __init__(
-        self, hidden: Tensor, head: Head | HeadShard, targets: Tensor, temperature: float, chunk: int
+        self,
+        hidden: Tensor,
+        head: Head | HeadShard,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        summed: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> None:
         self.hidden = hidden
         self.head = head
         self.targets = targets
         self.temperature = temperature
         self.chunk = chunk
+        self.summed = summed
 
     @cached_property
     def _logprobs_entropy(self) -> tuple[Tensor, Tensor]:
@@ -172,25 +180,30 @@ class LossTerm(Protocol):
 
 
 class PolicyTerm:
-    """Clipped policy gradient on `policy_weight`, with an optional entropy bonus."""
+    """The policy gradient on `policy_weight`, with an optional entropy bonus."""
 
-    def __init__(self, config: PolicyLossConfig, entropy_coef: float = 0.0) -> None:
-        """Raises `ConfigError` if the loss `config.path` names cannot be loaded."""
+    def __init__(self, config: PolicyLoss, entropy_coef: float = 0.0) -> None:
+        """Raises `ConfigError` if the loss that `config.path` names cannot be loaded."""
         self.config = config
         self.entropy_coef = entropy_coef
-        self._custom: Any = None
-        if config.path is not None:
-            self._custom = import_function(config.path, "policy_loss.path", ConfigError, POLICY_LOSS)
+        self._loss = POLICY_LOSSES[type(config)]
+        self._path: str | None = getattr(config, "path", None)
+        if self._path is not None:
+            self._custom = import_function(self._path, "policy_loss.path", ConfigError, POLICY_LOSS)
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         weight = micro.policy_weight
         counted = weight != 0
         inputs = (student.logprobs, micro.old_logprobs, micro.advantages, self.config)
-        per_token, stats = clipped_policy_loss(*inputs, mask=counted)
-        if self._custom is not None:
-            own = str(self.config.path)
-            with calling(f"policy_loss.path {own}", TrainingError):
-                per_token = per_token_loss(self._custom(*inputs), student.logprobs, own)
+        lengths = [len(sample.response_ids) for sample in micro.samples]
+        sequences = Sequences(lengths, weight.device, micro.kept, student.summed)
+        per_token, stats = self._loss(*inputs, counted, sequences)
+        if self._path is not None:
+            more = {name: getattr(sequences, name) for name in offered(self._custom, POLICY_LOSS)}
+            if more and micro.kept is not None:
+                raise ConfigError(shared_responses("policy_loss.path", self._path))
+            with calling(f"policy_loss.path {self._path}", TrainingError):
+                per_token = per_token_loss(self._custom(*inputs, **more), student.logprobs, self._path)
         for name, value in stats.metrics().items():
             if name == "policy/ratio_max":
                 sums.peak(name, value)
@@ -201,6 +214,14 @@ class PolicyTerm:
         if self.entropy_coef:
             loss = loss - self.entropy_coef * (weight * student.entropy).sum()
         return loss
+
+
+def shared_responses(where: str, path: str) -> str:
+    """Why a loss that looks at whole responses cannot be had where ranks share them."""
+    return (
+        f"{where}: {path} takes the bounds of responses, which train.context_parallel cuts over ranks; set"
+        " train.context_parallel to 1, or leave its parameter `bounds` out."
+    )
 
 
 def per_token_loss(values: Any, like: Tensor, path: str) -> Tensor:

@@ -20,7 +20,7 @@ from opd.config.rewards import PythonReward
 from opd.config.teachers import SGLangEngineConfig
 from opd.errors import ConfigError, DataError, OpdError, RolloutError, StorageError, from_system
 from opd.foreign import machine_memory, shown
-from opd.imports import import_function
+from opd.imports import import_function, offered
 from opd.pipelines.records.inputs import user_functions
 from opd.pipelines.records.run_folder import RunFolder
 from opd.progress import doing
@@ -114,17 +114,22 @@ def check_paths(recipe: Recipe) -> list[Finding]:
     """The user's own functions, named by dotted path: can they be loaded?"""
     findings: list[Finding] = []
     for where, (path, takes) in user_functions(recipe).items():
-        findings += attempt(where, lambda w=where, p=path, t=takes: _check_path(p, w, t))
+        shared = recipe.train.context_parallel > 1
+        findings += attempt(where, lambda w=where, p=path, t=takes, s=shared: _check_path(p, w, t, s))
     return findings
 
 
-def _check_path(path: str, where: str, takes: Sequence[str]) -> list[Finding]:
+def _check_path(path: str, where: str, takes: Sequence[str], shared: bool) -> list[Finding]:
     if where.endswith("advantage.path"):
         from opd.train.advantages import OwnAdvantage
 
         OwnAdvantage(path, where)
     else:
-        import_function(path, where, ConfigError, takes)
+        found = import_function(path, where, ConfigError, takes)
+        if shared and offered(found, takes):
+            from opd.train.terms import shared_responses
+
+            raise ConfigError(shared_responses(where, path))
     return [Finding("ok", where, path)]
 
 

@@ -64,7 +64,7 @@ def user_functions(recipe: Recipe) -> dict[str, tuple[str, Sequence[str]]]:
 def _of_specialist(where: str, config: SpecialistConfig) -> dict[str, tuple[str | None, Sequence[str]]]:
     return {
         f"{where}.advantage.path": (getattr(config.advantage, "path", None), GROUP),
-        f"{where}.policy_loss.path": (config.policy_loss.path, POLICY_LOSS),
+        f"{where}.policy_loss.path": (getattr(config.policy_loss, "path", None), POLICY_LOSS),
         f"{where}.group_filter": (config.group_filter, GROUP),
         f"{where}.to_batch": (config.to_batch, BATCH),
     }

@@ -93,6 +93,13 @@ def maybe(group):
     return None
 
 
+def by_response(logprobs, old_logprobs, advantages, config, *, bounds):
+    """REINFORCE, in which every response weighs the same."""
+    note("bounds", bounds.tolist())
+    lengths = bounds.diff()
+    return -advantages * logprobs / lengths.repeat_interleave(lengths)
+
+
 def plain_policy_gradient(logprobs, old_logprobs, advantages, config):
     """REINFORCE: no ratio, no clip."""
     note("policy", config.path)

@@ -107,6 +107,29 @@ def test_a_policy_loss_of_ones_own_replaces_the_clipped_one():
     assert not torch.allclose(found, gradient([PolicyTerm(PolicyLossConfig())]), rtol=1e-2)
 
 
+def test_a_policy_loss_with_bounds_is_told_where_responses_begin():
+    found = gradient([PolicyTerm(PolicyLossConfig(path="my_code:by_response"))])
+
+    class ByResponse:
+        def __call__(self, micro, student, sums):
+            lengths = torch.tensor([len(sample.response_ids) for sample in micro.samples])
+            scale = 1 / lengths.repeat_interleave(lengths)
+            return -(micro.policy_weight * scale * micro.advantages * student.logprobs).sum()
+
+    torch.testing.assert_close(found, gradient([ByResponse()]))
+    assert my_code.seen["bounds"] == [[0, 4, 9, 10, 16]]
+
+
+def test_bounds_are_refused_where_ranks_share_responses(tmp_path):
+    own = {"specialist": {"policy_loss": {"path": "my_code:by_response"}}}
+    shared = tiny_recipe(**own, train={"context_parallel": 2, "ranks": 2})
+    for recipe, level in ((tiny_recipe(**own), "ok"), (shared, "error")):
+        found = examine(recipe, run_dir=tmp_path / "run", thorough=False)
+        (said,) = [finding for finding in found if finding.title == "specialist.policy_loss.path"]
+        assert said.level == level
+    assert "cuts over ranks; set train.context_parallel to 1" in said.detail
+
+
 def views(micro):
     teacher = tiny.model(seed=9)
     with torch.no_grad():

@@ -21,6 +21,7 @@ from rank_processes import joined, run_ranks
 from safetensors.torch import load_file, save_file
 
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig, TrainConfig
+from opd.config.rl import CISPOLoss, GSPOLoss
 from opd.config.train import LoRAConfig
 from opd.kernels.head import Head
 from opd.models.adapters import AdaptedLM
@@ -61,10 +62,12 @@ def teacher(micro):
 
 
 def terms():
-    """A divergence, a policy gradient and a cross-entropy together."""
+    """A divergence, every policy gradient and a cross-entropy together."""
     return [
         FullVocabularyTerm(teacher, "one_hot", FullVocabularyKL()),
         PolicyTerm(PolicyLossConfig(), 0.01),
+        PolicyTerm(GSPOLoss(clip_low=0.5, clip_high=0.5)),
+        PolicyTerm(CISPOLoss()),
         CrossEntropyTerm(),
     ]
 

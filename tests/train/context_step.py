@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig
+from opd.config.rl import CISPOLoss, GSPOLoss
 from opd.kernels.head import Head
 from opd.train.backend import TorchBackend, Training
 from opd.train.distill_terms import FullVocabularyTerm, TeacherView
@@ -88,6 +89,8 @@ def step(
     terms = [
         FullVocabularyTerm(_teacher, "one_hot", FullVocabularyKL()),
         PolicyTerm(PolicyLossConfig(), 0.01),
+        PolicyTerm(GSPOLoss(clip_low=0.5, clip_high=0.5)),
+        PolicyTerm(CISPOLoss()),
         CrossEntropyTerm(),
     ]
     config = BatchConfig(max_tokens=40, kl_chunk=7, **memory)
