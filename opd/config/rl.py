@@ -212,6 +212,24 @@ class ReferenceKLConfig(Config):
     `loss`: the forward KL's gradient. Every other pair has a wrong or zero gradient and is refused."""
     placement: Literal["advantage", "loss"] = "loss"
     """Where it is added: to the advantages, or to the loss as a term of its own."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """With placement `advantage`: 0 charges a token its own log-ratio; above 0 the discounted sum of those
+    that follow, too (1: the gradient of the KL between whole responses)."""
+    target: float | None = Field(default=None, gt=0)
+    """Nats a token that the KL is held at: after each step `coef` grows if more was measured, and shrinks if
+    less. `null` leaves `coef` as it is."""
+    gain: float = Field(default=0.1, gt=0, le=1)
+    """With `target`: how fast. A step changes `coef` by a fifth of this at most."""
+
+    @model_validator(mode="after")
+    def _refuse_settings_without_effect(self) -> ReferenceKLConfig:
+        if self.discount and self.placement == "loss":
+            raise ValueError("discount has no effect with placement loss; set placement to advantage")
+        if self.target is not None and not self.coef:
+            raise ValueError("target has no effect with coef 0, which nothing makes larger; set coef above 0")
+        if self.target is None and self.gain != ReferenceKLConfig.model_fields["gain"].default:
+            raise ValueError("gain has no effect without target; give the nats a token to hold the KL at")
+        return self
 
     @model_validator(mode="after")
     def _refuse_wrong_gradients(self) -> ReferenceKLConfig:
@@ -270,7 +288,11 @@ class SpecialistConfig(Config):
     group_size: int = Field(default=8, gt=0, le=10_000)
     """Responses per prompt (G); 1 with `advantage: {type: reinforce_plus_plus}` alone."""
     minibatches: int = Field(default=4, gt=0, le=1_000_000)
-    """Optimiser steps per rollout step; with 1 the ratio is always 1 and the clip never acts."""
+    """Mini-batches per rollout step, each an optimiser step; with 1, and one epoch, the ratio is always 1 and
+    the clip never acts."""
+    epochs: int = Field(default=1, gt=0, le=1_000)
+    """Passes over the mini-batches of a rollout step. Advantages, and the log-probabilities that ratios are
+    taken to, are those of its start."""
     shaping: ShapingConfig = ShapingConfig()
     advantage: AdvantageConfig = GRPOAdvantage()
     policy_loss: PolicyLoss = PolicyLossConfig()

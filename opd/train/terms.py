@@ -246,17 +246,20 @@ def per_token_loss(values: Any, like: Tensor, path: str) -> Tensor:
 
 
 class ReferenceTerm:
-    """Reference KL as a loss (k2 or k3) on `policy_weight`; see `ReferenceKLConfig` for the gradients."""
+    """Reference KL as a loss (k2 or k3) on `policy_weight`; see `ReferenceKLConfig` for the gradients.
+
+    `coef` may be changed between two steps.
+    """
 
     def __init__(self, config: ReferenceKLConfig) -> None:
-        self.config = config
+        self.config, self.coef = config, config.coef
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         if micro.ref_logprobs is None:
             raise ValueError("the reference KL needs reference log-probabilities in every sample's terms")
         penalty = reference_penalty(student.logprobs, micro.ref_logprobs, self.config.estimator)
         masked_mean(penalty, micro.policy_weight, sums, "reference_kl")
-        return self.config.coef * (micro.policy_weight * penalty).sum()
+        return self.coef * (micro.policy_weight * penalty).sum()
 
 
 class MismatchProbe:

@@ -20,11 +20,14 @@ from opd.pipelines.stages.student import Student, load_model
 from opd.rollout.collect import EncodedPrompt
 from opd.train.advantages import build_advantage, keep_groups
 from opd.train.backend import response_logprobs
+from opd.train.kl_control import next_coefficient
 from opd.train.loss_weights import policy_scales, weigh
 from opd.train.packing import convert_batch
 from opd.train.shaping import changes_rewards, shape
 from opd.train.terms import LossTerm, PolicyTerm, ReferenceTerm
 from opd.types import RolloutBatch, Sample, Status, TokenTerms
+
+_COEF = "reference_kl/coef"
 
 
 def train_grpo(
@@ -59,11 +62,12 @@ class GRPO(Algorithm):
         recipe, config = context.recipe, context.recipe.specialist
         self.config, self.optim, self.stage = config, config.optim, context.stage
         self.reference: CausalLM | None = None
+        self._penalty = ReferenceTerm(config.reference_kl)
         terms: list[LossTerm] = [PolicyTerm(config.policy_loss, config.entropy_coef)]
         if config.reference_kl.coef:
             self.reference = load_model(recipe, start)
             if config.reference_kl.placement == "loss":
-                terms.append(ReferenceTerm(config.reference_kl))
+                terms.append(self._penalty)
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
         self._shapes = changes_rewards(config.shaping)
@@ -100,21 +104,34 @@ class GRPO(Algorithm):
         if not learned:
             return Plan([])
         samples.deal()
-        stream, metrics = self._stream(samples)
+        stream, metrics = self._stream(samples, step)
         parts = _split(learned, config.minibatches)
-        return Plan([self._update(samples, part, stream) for part in parts], metrics)
+        updates = [self._update(samples, part, stream) for part in parts]
+        return Plan(updates * config.epochs, metrics)
 
-    def _stream(self, samples: StepSamples) -> tuple[PolicyStream, dict[str, float]]:
+    def _stream(self, samples: StepSamples, step: Step) -> tuple[PolicyStream, dict[str, float]]:
         reference = self.config.reference_kl
         penalised = self.reference is not None and reference.placement == "advantage"
-        against = Against(reference.coef) if penalised else None
+        coef = self._penalty.coef = step.counters.get(_COEF, reference.coef)
+        against = Against(coef, discount=reference.discount) if penalised else None
         stream = PolicyStream(samples, self.config.policy_loss.correction, against)
         if self.reference is not None:
             stream.add_others(samples.samples, self._reference_logprobs, "the reference's log-probabilities")
         stream.estimate(build_advantage(self.config.advantage), whiten=self.config.advantage.whiten)
         metrics = stream.measure()
         metrics.pop("log_ratio", None)
+        if reference.target is not None:
+            metrics |= self._hold(stream.mean_log_ratio(), coef, step)
         return stream, metrics
+
+    def _hold(self, measured: float | None, coef: float, step: Step) -> dict[str, float]:
+        """Note the coefficient of the next step, where a checkpoint keeps it; metrics of this one."""
+        if measured is None:
+            return {_COEF: coef}
+        reference = self.config.reference_kl
+        assert reference.target is not None
+        step.counters[_COEF] = next_coefficient(coef, measured, reference.target, reference.gain)
+        return {_COEF: coef, "reference_kl/measured": measured}
 
     def _reference_logprobs(self, samples: Sequence[Sample]) -> list[Any]:
         assert self.reference is not None

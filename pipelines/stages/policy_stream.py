@@ -58,6 +58,8 @@ class _Numbers:
     """How many these are."""
     advantages: Moments = field(default_factory=Moments)
     """The reward's, where they are whitened."""
+    apart: float = 0.0
+    """Sum of the log-ratio to somebody else over the tokens that the loss mask counts."""
 
 
 class PolicyStream:
@@ -156,6 +158,14 @@ class PolicyStream:
             self._means = teacher_means((teacher, found.returns, found.tokens) for teacher, found in own)
         return metrics
 
+    def mean_log_ratio(self) -> float | None:
+        """Of the tokens that count the mean log-ratio to somebody else, once it is measured; `None` without a
+        token. On-policy an estimate of the KL to them, nats a token (k1).
+        """
+        numbers = [self._numbers_at(sample) for sample in self._step.samples]
+        tokens = sum(int(own.correction.tokens) for own in numbers)
+        return sum(own.apart for own in numbers) / tokens if tokens else None
+
     def kept(self, sample: Sample) -> int:
         """How many tokens of `sample` the correction has left in the loss."""
         return int(self._numbers_at(sample).correction.kept)
@@ -188,6 +198,9 @@ class PolicyStream:
         found = _Numbers(sums)
         if self._whiten is not None:
             found.advantages = Moments.of(self._step.signal(_ADVANTAGES, sample), mask)
+        if self._others:
+            ratio = old.astype(np.float64) - self._step.signal(_OTHER, sample)
+            found.apart = float(ratio[mask].sum())
         if self._against is not None:
             returns = self._returns(sample)
             found.returns, found.tokens = float(returns.sum()), len(returns)

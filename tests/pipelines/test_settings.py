@@ -40,7 +40,10 @@ def run(path: Path, stage: str, **settings) -> list[dict]:
         ({"advantage": {"type": "dr_grpo"}, "policy_loss": {"aggregation": "constant"}}, "policy/clip_ratio"),
         ({"advantage": {"type": "rloo"}, "policy_loss": {"aggregation": "sequence"}}, "policy/clip_ratio"),
         ({"policy_loss": {"dual_clip": 3.0}, "entropy_coef": 0.01}, "policy/dual_clip"),
-        ({"policy_loss": {"type": "cispo"}, "advantage": {"whiten": True}}, "policy/clip_ratio"),
+        (
+            {"policy_loss": {"type": "cispo"}, "advantage": {"type": "rloo", "whiten": True}},
+            "policy/clip_low",
+        ),
         ({"reference_kl": {"coef": 0.1, "estimator": "k2"}}, "reference_kl"),
         ({"reference_kl": {"coef": 0.1, "estimator": "k3"}}, "reference_kl"),
         ({"reference_kl": {"coef": 0.1, "estimator": "k1", "placement": "advantage"}}, "policy/clip_ratio"),

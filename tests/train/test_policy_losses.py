@@ -165,6 +165,33 @@ def test_neither_packing_nor_order_changes_a_step(config):
     assert not torch.allclose(one, gradient(PolicyLossConfig(**WIDE))[0], rtol=1e-2)
 
 
+def test_the_entropy_bonus_is_that_of_the_whole_vocabulary():
+    """Against autograd on plain logits; the kernel never holds them for all tokens."""
+    whole = batch()
+    config = PolicyLossConfig()
+    backends = [
+        TorchBackend(tiny.model(), tiny.training([PolicyTerm(config, coef)], 0.7, kl_chunk=5))
+        for coef in (0.0, 0.3)
+    ]
+    plain = tiny.model()
+    bonus = torch.zeros(())
+    for sample, terms in whole:
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        hidden = plain.hidden(ids, torch.arange(len(ids)), [0, len(ids)])
+        logs = (hidden @ plain.module.lm_head.weight.T / 0.7).log_softmax(-1)
+        logs = logs[len(sample.prompt_ids) - 1 : len(ids) - 1]
+        bonus = bonus - (torch.from_numpy(terms.policy_weight) * (logs.exp() * logs).sum(-1)).sum()
+    (-0.3 * bonus).backward()
+    metrics = [backend.forward_backward(whole) for backend in backends]
+    without, with_bonus, expected = (
+        torch.cat([p.grad.flatten() for p in model.module.parameters()])
+        for model in (backends[0].model, backends[1].model, plain)
+    )
+    torch.testing.assert_close(with_bonus - without, expected, rtol=1e-3, atol=1e-5)
+    assert expected.norm() > 1e-3
+    assert metrics[0] == metrics[1]
+
+
 def test_a_recipe_names_the_loss_and_one_without_a_type_is_the_clipped_one():
     def read(**loss):
         return SpecialistConfig.model_validate({"policy_loss": loss}).policy_loss

@@ -1,0 +1,112 @@
+"""Epochs, an adaptive reference KL, whitening and GSPO together: resumed bit for bit, and what each does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recipes import tiny_recipe
+
+from opd.metrics import MetricsWriter, read_metrics
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.run import run_stage
+from opd.train.kl_control import LARGEST, SMALLEST, next_coefficient
+
+KIT = {
+    "steps": 4,
+    "prompts_per_step": 8,
+    "group_size": 4,
+    "minibatches": 2,
+    "epochs": 2,
+    "checkpoint_every": 2,
+    "advantage": {"type": "reinforce_plus_plus_baseline"},
+    "policy_loss": {"type": "gspo", "clip_low": 0.02, "clip_high": 0.03},
+    "reference_kl": {"coef": 0.1, "target": 0.02, "gain": 1.0},
+    "entropy_coef": 0.01,
+}
+STAGE = "specialist-add3"
+
+
+class StoppedError(Exception):
+    """What ends an attempt."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "run"
+    with RunFolder.create(path, tiny_recipe()) as folder:
+        run_stage(tiny_recipe(), folder, "base")
+    return path / "base"
+
+
+def stop(recipe, folder, after: int) -> None:
+    """An attempt that ends before the line of the step beyond `after` is written."""
+    write = MetricsWriter.write
+
+    def stopping(writer, step, *given):
+        if step > after:
+            raise StoppedError
+        write(writer, step, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsWriter, "write", stopping)
+        with pytest.raises(StoppedError):
+            run_stage(recipe, folder, STAGE)
+
+
+def outcome(base: Path, path: Path, changes: dict, stop_after: int | None = None):
+    """Digest and metrics of the specialist, after an attempt that was stopped if `stop_after` says when."""
+    recipe = tiny_recipe(base=None, model={"path": str(base)}, specialist=KIT | changes)
+    with RunFolder.create(path, recipe) as folder:
+        if stop_after is not None:
+            stop(recipe, folder, stop_after)
+        run_stage(recipe, folder, STAGE)
+        done = folder.stage_done(STAGE)
+    assert done is not None
+    rows = read_metrics(path / "stages" / STAGE / "metrics.jsonl")
+    kept = ("reward/", "policy/", "reference_kl", "entropy", "grad_norm")
+    return done["digest"], [{k: v for k, v in row.items() if k.startswith(kept)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    return outcome(base, tmp_path_factory.mktemp("whole") / "run", {})
+
+
+def test_a_stopped_attempt_goes_on_bit_for_bit(base, whole, tmp_path):
+    """It is stopped in a step after the checkpoint, whose coefficient the counters hold."""
+    assert outcome(base, tmp_path / "run", {}, stop_after=3) == whole
+
+
+def test_the_coefficient_follows_what_was_measured(whole):
+    _, rows = whole
+    coef = KIT["reference_kl"]["coef"]
+    assert rows[0]["reference_kl/measured"] == pytest.approx(0.0, abs=1e-6)  # it starts as its reference
+    for row in rows:
+        assert row["reference_kl/coef"] == coef
+        coef = next_coefficient(coef, row["reference_kl/measured"], 0.02, 1.0)
+    assert rows[-1]["reference_kl/measured"] != 0.0
+    assert rows[1]["reference_kl/coef"] == pytest.approx(0.08)  # a fifth of it down, as far below the target
+
+
+def test_epochs_are_more_updates_of_the_same_batch(base, whole, tmp_path):
+    digest, rows = outcome(base, tmp_path / "run", {"epochs": 1})
+    assert digest != whole[0]
+    assert rows[0]["reward/mean"] == whole[1][0]["reward/mean"]  # the first batch is the same
+    moved = [found[0]["policy/kl_old"] for found in (rows, whole[1])]
+    assert moved[1] > moved[0] > 0  # and the second pass leaves its policy further behind
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"), [(0.05, 0.1), (0.06, 0.12), (0.055, 0.11), (9.0, 0.12), (-3.0, 0.08)]
+)
+def test_the_controller_is_that_of_the_paper(measured, expected):
+    """1909.08593, 2.2: e = clip((KL - target) / target, -0.2, 0.2), beta' = beta (1 + K e)."""
+    assert next_coefficient(0.1, measured, 0.05, 1.0) == pytest.approx(expected)
+
+
+def test_no_push_takes_the_coefficient_out_of_the_numbers():
+    least = most = 0.1
+    for _ in range(3000):
+        least, most = next_coefficient(least, 0.0, 1.0, 1.0), next_coefficient(most, 9.0, 1.0, 1.0)
+    assert (least, most) == (SMALLEST, LARGEST)
