@@ -110,7 +110,12 @@ class Sequences:
         kept: Tensor | None = None,
         summed: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> None:
-        self.lengths, self._kept, self._summed = torch.tensor(lengths, device=device), kept, summed
+        self._given, self._device, self._kept, self._summed = lengths, device, kept, summed
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[B] int64; moved to the device when a loss first asks."""
+        return torch.tensor(self._given, dtype=torch.int64, device=self._device)
 
     @cached_property
     def bounds(self) -> Tensor:

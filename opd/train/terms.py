@@ -190,6 +190,7 @@ class PolicyTerm:
         self._path: str | None = getattr(config, "path", None)
         if self._path is not None:
             self._custom = import_function(self._path, "policy_loss.path", ConfigError, POLICY_LOSS)
+            self._more = offered(self._custom, POLICY_LOSS)
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         weight = micro.policy_weight
@@ -199,7 +200,7 @@ class PolicyTerm:
         sequences = Sequences(lengths, weight.device, micro.kept, student.summed)
         per_token, stats = self._loss(*inputs, counted, sequences)
         if self._path is not None:
-            more = {name: getattr(sequences, name) for name in offered(self._custom, POLICY_LOSS)}
+            more = {name: getattr(sequences, name) for name in self._more}
             if more and micro.kept is not None:
                 raise ConfigError(shared_responses("policy_loss.path", self._path))
             with calling(f"policy_loss.path {self._path}", TrainingError):

@@ -233,7 +233,9 @@ class Distill(Algorithm):
         stream = PolicyStream(samples, policy_loss(config).correction, against)
         if needs_policy_stream(config):
             own = config.advantage
-            stream.estimate(build_advantage(own), self._rl_coefs, whiten=own.whiten)
+            stream.estimate(
+                build_advantage(own), self._rl_coefs, whiten=samples.samples if own.whiten else None
+            )
         if k1 is not None:
             what = "the teachers' log-probabilities"
             ordered = self._ordered(samples.samples)

@@ -104,12 +104,14 @@ class GRPO(Algorithm):
         if not learned:
             return Plan([])
         samples.deal()
-        stream, metrics = self._stream(samples, step)
+        stream, metrics = self._stream(samples, learned, step)
         parts = _split(learned, config.minibatches)
         updates = [self._update(samples, part, stream) for part in parts]
         return Plan(updates * config.epochs, metrics)
 
-    def _stream(self, samples: StepSamples, step: Step) -> tuple[PolicyStream, dict[str, float]]:
+    def _stream(
+        self, samples: StepSamples, learned: Sequence[Sample], step: Step
+    ) -> tuple[PolicyStream, dict[str, float]]:
         reference = self.config.reference_kl
         penalised = self.reference is not None and reference.placement == "advantage"
         coef = self._penalty.coef = step.counters.get(_COEF, reference.coef)
@@ -117,7 +119,8 @@ class GRPO(Algorithm):
         stream = PolicyStream(samples, self.config.policy_loss.correction, against)
         if self.reference is not None:
             stream.add_others(samples.samples, self._reference_logprobs, "the reference's log-probabilities")
-        stream.estimate(build_advantage(self.config.advantage), whiten=self.config.advantage.whiten)
+        own = self.config.advantage
+        stream.estimate(build_advantage(own), whiten=learned if own.whiten else None)
         metrics = stream.measure()
         metrics.pop("log_ratio", None)
         if reference.target is not None:

@@ -78,7 +78,8 @@ class PolicyStream:
         self._estimated = self._others = False
         self._numbers: dict[str, _Numbers] = {}
         self._means: dict[str | None, float] = {}
-        self._whiten: Moments | None = None
+        self._whitened: Sequence[Sample] | None = None
+        self._moments = Moments()
         self._coefs: Mapping[str, float] | None = None
         step.fill(_OLD, step.samples, step.backend.own_logprobs, "the recomputed log-probabilities")
 
@@ -90,12 +91,16 @@ class PolicyStream:
         self._others = True
 
     def estimate(
-        self, estimator: AdvantageEstimator, coefs: Mapping[str, float] | None = None, *, whiten: bool = False
+        self,
+        estimator: AdvantageEstimator,
+        coefs: Mapping[str, float] | None = None,
+        *,
+        whiten: Sequence[Sample] | None = None,
     ) -> None:
-        """Keep the reward's advantages of every sample, times the one of `coefs` for its domain; `whiten`
-        them over the step before that.
+        """Keep the reward's advantages of every sample, times the one of `coefs` for its domain; before that
+        they are whitened over the tokens of the samples `whiten`, those that are learnt from.
         """
-        self._coefs, self._whiten = coefs, Moments() if whiten else None
+        self._coefs, self._whitened = coefs, whiten
         for group in self._step.groups:
             held = {sample.uid for sample in self._step.holds(group)}
             if not held:
@@ -150,9 +155,8 @@ class PolicyStream:
             for sample in self._step.samples:
                 sums.include(self._numbers_at(sample).correction)
             metrics |= sums.metrics()
-        if self._whiten is not None:
-            for sample in self._step.samples:
-                self._whiten.include(self._numbers_at(sample).advantages)
+        for sample in self._whitened or ():
+            self._moments.include(self._numbers_at(sample).advantages)
         if self._against is not None and self._against.baseline == "batch_mean":
             own = [(sample.teacher, self._numbers_at(sample)) for sample in self._step.samples]
             self._means = teacher_means((teacher, found.returns, found.tokens) for teacher, found in own)
@@ -177,8 +181,8 @@ class PolicyStream:
         other = self._step.signal(_OTHER, sample) if self._others else None
         if self._estimated:
             advantages = self._step.signal(_ADVANTAGES, sample)
-            if self._whiten is not None:
-                advantages = self._whiten.whitened(advantages, sample.loss_mask)
+            if self._whitened is not None:
+                advantages = self._moments.whitened(advantages, sample.loss_mask)
             if self._coefs is not None:
                 advantages = self._coefs[sample.domain] * advantages
         else:
@@ -196,7 +200,7 @@ class PolicyStream:
         old = self._step.signal(_OLD, sample)
         sums.add(mask, *corrected(self._correction, sample.rollout_logprobs, old, mask))
         found = _Numbers(sums)
-        if self._whiten is not None:
+        if self._whitened is not None:
             found.advantages = Moments.of(self._step.signal(_ADVANTAGES, sample), mask)
         if self._others:
             ratio = old.astype(np.float64) - self._step.signal(_OTHER, sample)

@@ -64,12 +64,14 @@ def assert_all_end(family: dict[int, int]) -> None:
 
 @pytest.mark.slow
 def test_killed_in_every_stage(tmp_path):
-    """With stages side by side, whose processes end with the run, responses on disk, and rewards whose scale
-    is that of all steps.
+    """With stages side by side, whose processes end with the run, responses on disk, rewards whose scale is
+    that of all steps, and a coefficient that follows what was measured.
     """
     storage = {"trajectories": "disk"}
+    held = {"epochs": 2, "reference_kl": {"coef": 0.1, "target": 0.02}}
+    specialist = shaped_specialist() | held
     recipe = write_recipe(
-        tmp_path / "recipe.yaml", runtime={"workers": 2}, storage=storage, specialist=shaped_specialist()
+        tmp_path / "recipe.yaml", runtime={"workers": 2}, storage=storage, specialist=specialist
     )
     finish(recipe, tmp_path / "undisturbed")
     disturbed = tmp_path / "disturbed"

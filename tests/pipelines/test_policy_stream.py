@@ -40,7 +40,7 @@ def test_advantages_are_whitened_over_the_step_and_then_scaled(tmp_path: Path, c
     made, backend = samples(), TorchBackend(tiny.model(), tiny.training([], max_tokens=16))
     tokens = np.array([s.reward for s in made for counts in s.loss_mask if counts])
     step = StepSamples([SampleGroup(s.group_uid, s.domain, [s]) for s in made], backend)
-    found = advantages(step, coefs, whiten=True)
+    found = advantages(step, coefs, whiten=made)
     for sample in made:
         scale = 1.0 if coefs is None else coefs[sample.domain]
         expected = scale * (sample.reward - tokens.mean()) / tokens.std()
@@ -48,7 +48,16 @@ def test_advantages_are_whitened_over_the_step_and_then_scaled(tmp_path: Path, c
     with holding(tmp_path / "store", made, backend) as stored:
         for light, sample in zip(stored.samples, made, strict=True):
             light.reward = sample.reward
-        on_disk = advantages(stored, coefs, whiten=True)
+        on_disk = advantages(stored, coefs, whiten=stored.samples)
     assert all(np.array_equal(on_disk[uid], values) for uid, values in found.items() if len(values))
     plain = advantages(step, coefs)
     assert not np.allclose(plain["s2"], found["s2"])
+
+
+def test_what_is_not_learnt_from_does_not_count_for_the_whitening():
+    """As truncated responses do not, where `shaping.mask_truncated` leaves them out."""
+    made, backend = samples(), TorchBackend(tiny.model(), tiny.training([], max_tokens=16))
+    step = StepSamples([SampleGroup(s.group_uid, s.domain, [s]) for s in made], backend)
+    found = advantages(step, whiten=made[:5])
+    learnt = np.concatenate([found[s.uid][s.loss_mask] for s in made[:5]]).astype(np.float64)
+    np.testing.assert_allclose([learnt.mean(), learnt.var()], [0.0, 1.0], atol=1e-5)
