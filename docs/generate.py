@@ -65,13 +65,13 @@ def _table(rows: list[Described]) -> Iterator[str]:
 
 def quickstart() -> str:
     """The quick start over the seeds whose results are kept."""
-    place = ROOT / "examples" / "quickstart" / "table.py"
-    spec = importlib.util.spec_from_file_location("quickstart_table", place)
+    place = ROOT / "examples" / "table.py"
+    spec = importlib.util.spec_from_file_location("examples_table", place)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return "\n".join(module.table(module.load()))
+    return "\n".join(module.table(module.load("quickstart")))
 
 
 PARTS = {"fields": fields, "quickstart": quickstart}

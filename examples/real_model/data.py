@@ -32,6 +32,27 @@ CITIES = [
 ]  # fmt: skip
 THINGS = ["apples", "books", "coins", "cards", "stamps", "pencils", "shells", "marbles"]
 
+SHOWN = {
+    "words": [
+        "Answer with the sum.",
+        ("Ada has 5 cups and gets 3 more.", "5 + 3 = 8"),
+        ("Tom has 9 balls and gives 2 to Ada.", "9 - 2 = 7"),
+    ],
+    "case": [
+        "Repeat each sentence with capitals and punctuation.",
+        ("the file is closed", "The file is closed."),
+        ("if it is empty python raises an error", "If it is empty, Python raises an error."),
+    ],
+    "facts": [
+        "Who is it, how old, and in which city is the person's home? Answer as JSON.",
+        (
+            "Tom Weber, 31, was born in Basel and lives in Wien.",
+            '{"name": "Tom Weber", "age": 31, "city": "Wien"}',
+        ),
+    ],
+}
+"""What each prompt of a domain begins with: what is asked for, and examples, so that the base knows, too."""
+
 Example = tuple[str, str, str]
 """What is asked, the label a reward compares with, and an answer that is right."""
 
@@ -40,25 +61,12 @@ def words(draw: random.Random) -> Example:
     """A sum in one or two steps."""
     who, other = draw.sample(NAMES, 2)
     thing = draw.choice(THINGS)
-    a, b, c = draw.randint(12, 60), draw.randint(3, 30), draw.randint(2, 9)
-    more = f"{who} has {a} {thing} and gets {b} more from {other}."
+    a, b, c = draw.randint(6, 30), draw.randint(2, 9), draw.randint(2, 9)
     kinds = [
-        (f"{more} How many {thing} does {who} have now?", f"{a} + {b} = {a + b}", a + b),
-        (
-            f"{who} has {a + b} {thing} and gives {b} to {other}. How many are left?",
-            f"{a + b} - {b} = {a}",
-            a,
-        ),
-        (
-            f"{other} packs {b} {thing} into each of {c} boxes. How many is that?",
-            f"{c} x {b} = {c * b}",
-            c * b,
-        ),
-        (
-            f"{more} Then {who} loses {c}. How many {thing} does {who} have?",
-            f"{a} + {b} = {a + b}, {a + b} - {c} = {a + b - c}",
-            a + b - c,
-        ),
+        (f"{who} has {a} {thing} and gets {b} more.", f"{a} + {b} = {a + b}", a + b),
+        (f"{who} has {a + b} {thing} and gives {b} to {other}.", f"{a + b} - {b} = {a}", a),
+        (f"{who} packs {b} {thing} into each of {c} boxes.", f"{b} x {c} = {b * c}", b * c),
+        (f"{who} has {a} {thing}, gets {b} more and loses {c}.", f"{a} + {b} - {c} = {a + b - c}", a + b - c),
     ]
     asked, worked, result = draw.choice(kinds)
     return asked, str(result), worked
@@ -77,7 +85,7 @@ def facts(draw: random.Random) -> Example:
         ]
     )
     found = json.dumps({"name": name, "age": age, "city": city})
-    return f"Where does the person live? Answer as JSON with name, age, city: {said}", found, found
+    return said, found, found
 
 
 def sentences() -> list[str]:
@@ -102,7 +110,7 @@ def case(known: list[str]) -> Callable[[random.Random], Example]:
     def one(draw: random.Random) -> Example:
         sentence = draw.choice(known)
         plain = re.sub(r"[^a-z ]", "", sentence.lower())
-        return f"Restore capitals and punctuation: {plain}", sentence, sentence
+        return plain, sentence, sentence
 
     return one
 
@@ -126,16 +134,19 @@ def main(folder: Path) -> None:
         shown = found[:DEMONSTRATIONS]
         with (folder / f"{name}_shown.jsonl").open("w") as file:
             for asked, _, right in shown:
-                file.write(json.dumps({"prompt": chat(asked), "completion": right}) + "\n")
+                file.write(json.dumps({"prompt": chat(name, asked), "completion": right}) + "\n")
         with (folder / f"{name}.jsonl").open("w") as file:
             for asked, label, _ in found[DEMONSTRATIONS:]:
-                file.write(json.dumps({"prompt": chat(asked), "label": label}) + "\n")
+                file.write(json.dumps({"prompt": chat(name, asked), "label": label}) + "\n")
         print(f"{name}: {len(found) - DEMONSTRATIONS} prompts, {DEMONSTRATIONS} demonstrations in {folder}")
 
 
-def chat(asked: str) -> list[dict[str, str]]:
-    """As messages. The empty system message keeps the template from writing one of its own."""
-    return [{"role": "system", "content": ""}, {"role": "user", "content": asked}]
+def chat(domain: str, asked: str) -> list[dict[str, str]]:
+    """As messages, after the domain's examples."""
+    system, *examples = SHOWN[domain]
+    turns = [turn for example in examples for turn in zip(("user", "assistant"), example, strict=True)]
+    said = [("system", system), *turns, ("user", asked)]
+    return [{"role": role, "content": text} for role, text in said]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ STARTS = ("bash examples/", ".venv/bin/python examples/", "python examples/", "o
 NOT_HERE = {
     "examples/merge_study/": "many hours",
     "examples/quickstart.sh": "test_the_quick_start_killed_in_the_middle",
-    "examples/quickstart/table.py": "rewrites results from many runs; test_quickstart_table reads them",
+    "examples/table.py": "rewrites results from many runs; test_table reads them",
     "experiment.py                  #": "the whole experiment: the second command is it with fewer rollouts",
 }
 SECONDS = 3600
