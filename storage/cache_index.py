@@ -424,9 +424,9 @@ class CacheFolder:
         return self._index
 
     def _open_index(self) -> None:
-        self._process = os.getpid()
         self._evicting = threading.Lock()
         self._index = SegmentIndex.of(self.root)
+        self._process = os.getpid()  # last: another thread of a forked process looks at it first
 
     def find(self, key: bytes) -> tuple[Place, HeldBytes] | None:
         """The bytes of the blob of `key`, which the caller leases. Raises `OSError`."""

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from arms import CELLS, Kept, answers, opened, recipe_of, run, run_cell
+from cells import CELLS, Kept, answers, opened, recipe_of, run, run_cell
 
 from opd.config import Recipe
 from opd.metrics import read_metrics

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from arms import ARMS, RESULTS, results, whole
+from cells import ARMS, RESULTS, results, whole
 
 from opd.pipelines.evaluation.statistics import paired
 
@@ -37,10 +37,10 @@ def share(arm: dict[str, Any], domains: tuple[str, ...], way: str = "sampled") -
     return mean(100 * arm[way][domain] / arm["of"] for domain in domains)
 
 
-def arms_of(seeds: Seeds) -> list[dict[str, Any]]:
-    """The arms of each seed that is whole."""
+def arms_of(seeds: Seeds) -> dict[int, dict[str, Any]]:
+    """Seed -> arms, of each seed that is whole."""
     done = whole({seed: found for seed, found in seeds.items() if "mixed" in found.get(CONDITION, {})})
-    return [seeds[seed][CONDITION] for seed in done.get(CONDITION, [])]
+    return {seed: seeds[seed][CONDITION] for seed in done.get(CONDITION, [])}
 
 
 def told(differences: list[float]) -> str:
@@ -65,7 +65,7 @@ def reached(arms: dict[str, Any]) -> int | None:
 
 def rows(seeds: Seeds) -> Iterator[str]:
     """Lines of Markdown: every arm, and OPD's lead."""
-    found = arms_of(seeds)
+    found = list(arms_of(seeds).values())
     told_of = ("`rotate`", "older", "older, against before", "OPD is ahead, `rotate`", "OPD is ahead, older")
     yield f"| {len(found)} seeds | {' | '.join(told_of)} |"
     yield "|---|---|---|---|---|---|"
@@ -94,7 +94,7 @@ def tokens(seeds: Seeds) -> Iterator[str]:
     )
     yield f"| {' | '.join(head)} |"
     yield "|---|---|---|---|---|---|"
-    for number, arms in enumerate(arms_of(seeds)):
+    for number, arms in arms_of(seeds).items():
         needed, most = reached(arms), arms["mixed"]["tokens"]
         sign, count = ("", needed) if needed is not None else ("> ", most)
         cells = [f"{arms['teacher']['tokens']:,}", f"{arms[OPD]['tokens']:,}", f"{sign}{count:,}"]
@@ -121,20 +121,20 @@ def draw(seeds: Seeds, path: Path) -> None:
 
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure, panel = plt.subplots(figsize=(5.6, 3.4), layout="constrained")
-    for number, arms in enumerate(arms_of(seeds)):
+    for number, arms in enumerate(arms_of(seeds).values()):
         curve = arms["mixed"]["curve"]
         smooth = [
             (curve[i - 1][0] / 1000, 100 * mean(r for _, r in curve[i - LAST : i]))
             for i in range(LAST, len(curve) + 1)
         ]
-        once = {"label": "mixed GRPO"} if not number else {}
-        panel.plot(*zip(*smooth, strict=True), color="#c8442f", linewidth=1.3, **once)
+        once = None if number else "mixed GRPO"
+        panel.plot(*zip(*smooth, strict=True), color="#c8442f", linewidth=1.3, label=once)
         for label, spent, colour in (
             ("OPD, with the specialist's tokens", extra(arms), "#2f6fc8"),
             ("OPD, the specialist is there", arms[OPD]["tokens"], "#7fb0e8"),
         ):
-            once = {"label": label} if not number else {}
-            panel.plot(spent / 1000, share(arms[OPD], (LATE,)), "o", color=colour, **once)
+            once = None if number else label
+            panel.plot(spent / 1000, share(arms[OPD], (LATE,)), "o", color=colour, label=once)
     panel.set(xlabel="extra student tokens (thousands)", ylabel="rotate, sampled (%)", ylim=(0, 101))
     panel.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=120)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import CELLS, Kept, answers, changed, recipe_of, run, run_cell
+from cells import CELLS, Kept, answers, changed, recipe_of, run, run_cell
 
 from opd.config import Recipe
 

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 import torch
-from arms import CELLS, Kept, by_place, changed, recipe_of, run, run_cell
+from cells import CELLS, Kept, by_place, changed, recipe_of, run, run_cell
 
 SHARPER = {0: 3.0, 2: 1.5, 10: 1.0}
 """Wrong digits in % -> what the head of a teacher that writes 10 % of them is multiplied by for that."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from arms import ARMS, RESULTS, results, whole
+from cells import ARMS, RESULTS, results, whole
 
 from opd.pipelines.evaluation.statistics import paired
 

@@ -93,8 +93,8 @@ def _told(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> list[int | float]:
-    """The numbers of a field: itself, or those of a list or mapping."""
-    if isinstance(value, list | dict):
+    """The numbers of a field: itself, or those of a list, tuple or mapping."""
+    if isinstance(value, list | tuple | dict):
         inside = value.values() if isinstance(value, dict) else value
         return [number for item in inside for number in _numbers(item)]
     return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []

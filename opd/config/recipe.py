@@ -602,13 +602,15 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _shaping_leaves_some_alone(self) -> Recipe:
-        for name in self.domains:
-            own = self.for_domain(name)
-            if own.specialist.shaping.overlong_buffer >= own.rollout.max_new_tokens:
+        met = [(name, self.for_domain(name).specialist) for name in self.specialist_domains()]
+        if "mixed_grpo" in self.baselines.methods:
+            met += [(name, self.specialist) for name in self.domains]
+        for name, specialist in met:
+            most, buffer = self.for_domain(name).rollout.max_new_tokens, specialist.shaping.overlong_buffer
+            if buffer >= most:
                 raise ValueError(
-                    f"specialist.shaping.overlong_buffer {own.specialist.shaping.overlong_buffer} penalises"
-                    f" every response of domain {name}, whose rollout.max_new_tokens is"
-                    f" {own.rollout.max_new_tokens}; give less"
+                    f"a shaping.overlong_buffer of {buffer} penalises every response of domain {name}, whose"
+                    f" rollout.max_new_tokens is {most}; give less"
                 )
         return self
 

@@ -8,7 +8,6 @@ rollouts, quantised engines or other kernels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -178,7 +177,7 @@ class GSPOLoss(_PolicyLoss):
 
 
 class CISPOLoss(_PolicyLoss):
-    """CISPO (MiniMax-M1, 2506.13585): every token keeps its gradient `ratio * A * grad log p`, in which the
+    """CISPO (2506.13585): every token keeps its gradient `ratio * A * grad log p`, in which the
     ratio is a number, held between the bounds."""
 
     type: Literal["cispo"] = "cispo"
@@ -268,9 +267,8 @@ class ShapingConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_nonsense(self) -> ShapingConfig:
-        numbers = [*self.weights.values(), *(self.clip or ()), self.truncated_reward or 0.0]
-        if not all(math.isfinite(number) for number in numbers):
-            raise ValueError("weights, clip and truncated_reward are finite numbers")
+        if self.overlong_penalty != 1.0 and not self.overlong_buffer:
+            raise ValueError("overlong_penalty has no effect without overlong_buffer; give it, or neither")
         if self.weights and not any(self.weights.values()):
             raise ValueError("all weights are 0, so nothing would be learned; give one part a weight")
         if self.clip is not None and self.clip[0] >= self.clip[1]:
@@ -319,6 +317,11 @@ class SpecialistConfig(Config):
             raise ValueError(
                 f"group_size is 1, but advantage {name} compares the responses to one prompt; set group_size"
                 " to 2 or more, or advantage to {type: reinforce_plus_plus}"
+            )
+        if self.shaping.length_coef and self.group_size == 1:
+            raise ValueError(
+                "shaping.length_coef compares the lengths of a prompt's responses, of which a group_size of 1"
+                " has one; leave it out, or set group_size to 2 or more"
             )
         if not self.advantage.compares and self.filter_zero_variance:
             raise ValueError(

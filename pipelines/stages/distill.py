@@ -152,7 +152,7 @@ class Distill(Algorithm):
         """What the student writes, until `stack` is unwound; or what its teachers have written."""
         if self._given:
             written = teacher_samples(self.context, self.data, self.student)
-            return Given(written.__getitem__, self.student.backend)
+            return Given(written.__getitem__, self.student.backend, self.student.ranks)
         router = Router.from_recipe(self.context.recipe)
         asked = Asked(
             self.prompts,
@@ -179,8 +179,9 @@ class Distill(Algorithm):
     def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
         """Rewards, and each teacher reads its samples once."""
         samples.reward(self.data.rewards)
-        limit = None if self._given else self.context.recipe.rollout.max_staleness
-        metrics = rollout_metrics(samples.groups) | samples.drop_stale(step.index, limit)
+        metrics = rollout_metrics(samples.groups)
+        if not self._given:  # a teacher's answers have no age
+            metrics |= samples.drop_stale(step.index, self.context.recipe.rollout.max_staleness)
         self.let_teachers_read(samples)
         return metrics
 
@@ -233,9 +234,8 @@ class Distill(Algorithm):
         stream = PolicyStream(samples, policy_loss(config).correction, against)
         if needs_policy_stream(config):
             own = config.advantage
-            stream.estimate(
-                build_advantage(own), self._rl_coefs, whiten=samples.samples if own.whiten else None
-            )
+            learned = [sample for sample in samples.samples if self._rl_coefs[sample.domain]]
+            stream.estimate(build_advantage(own), self._rl_coefs, whiten=learned if own.whiten else None)
         if k1 is not None:
             what = "the teachers' log-probabilities"
             ordered = self._ordered(samples.samples)

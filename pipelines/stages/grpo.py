@@ -70,7 +70,7 @@ class GRPO(Algorithm):
                 terms.append(self._penalty)
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
-        self._shapes = changes_rewards(config.shaping)
+        self._shapes, self._cut = changes_rewards(config.shaping), False
         self._domains, self._recipe, self._rollout = list(domains), recipe, recipe.rollout
 
     def prompts(self, index: int) -> list[EncodedPrompt]:
@@ -100,7 +100,7 @@ class GRPO(Algorithm):
             whole=samples.whole,
         )
         learned = [sample for sample in samples.samples if not self._masks(sample)]
-        self._watch_signal(step, bool(learned))
+        self._watch_signal(step, bool(learned), cut=bool(samples.groups))
         if not learned:
             return Plan([])
         samples.deal()
@@ -160,19 +160,25 @@ class GRPO(Algorithm):
     def headline(self, metrics: dict[str, float]) -> str:
         return f"reward {metrics['reward/mean']:.3f}"
 
-    def _watch_signal(self, step: Step, signal: bool) -> None:
+    def _watch_signal(self, step: Step, signal: bool, *, cut: bool) -> None:
+        """`cut`: where there is no signal, groups had some, but all of their responses are masked."""
         silent = 0.0 if signal else step.counters.get("steps_without_signal", 0.0) + 1
         step.counters["steps_without_signal"] = silent
+        self._cut = cut
         if silent >= self.config.max_steps_without_signal:
             raise self.no_signal(int(silent))
 
     def no_signal(self, steps: int) -> TrainingError:
-        """The error for `steps` steps in a row without a group of unequal rewards."""
-        last = "step" if steps == 1 else f"{steps} steps"
-        return TrainingError(
-            f"{self.stage}: every group of the last {last} had equal rewards, so there is nothing to"
-            " learn from; check the reward function, raise group_size or take a better base."
-        )
+        """The error for `steps` steps in a row that nothing could be learned from."""
+        last = "last step" if steps == 1 else f"last {steps} steps"
+        why = f"every group of the {last} had equal rewards"
+        way = "check the reward function, raise group_size or take a better base"
+        if self._cut:
+            why = f"all responses of the {last} were cut, which shaping.mask_truncated masks"
+            way = "raise rollout.max_new_tokens"
+        elif self.config.group_filter is not None:
+            why += f" or was refused by specialist.group_filter {self.config.group_filter}"
+        return TrainingError(f"{self.stage}: {why}, so there is nothing to learn from; {way}.")
 
 
 def _split(samples: list[Sample], parts: int) -> list[list[Sample]]:

@@ -201,8 +201,8 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         metrics["frac_reward_zero_std"] = zero_variance_fraction(groups)
     for domain in dict.fromkeys(s.domain for s in samples):
         own = [s for s in samples if s.domain == domain]
-        metrics[f"reward/{domain}"] = float(rewards[[s.domain == domain for s in samples]].mean())
-        for part in own[0].reward_parts:
+        metrics[f"reward/{domain}"] = float(np.array([s.reward for s in own], dtype=np.float64).mean())
+        for part in dict.fromkeys(name for s in own for name in s.reward_parts):
             values = [s.reward_parts[part] for s in own if part in s.reward_parts]
             metrics[f"reward/{domain}/{part}"] = float(np.mean(values))
     return metrics

@@ -15,6 +15,7 @@ from opd.pipelines.stages.samples import Home, StepSamples
 from opd.pipelines.stages.samples_on_disk import DiskHome
 from opd.pipelines.stages.stage_rollout import StageRollout
 from opd.pipelines.stages.student import Student
+from opd.ranks import Ranks
 from opd.rollout.ahead import RolloutAhead
 from opd.rollout.collect import EncodedPrompt, Generates
 from opd.train.backend import Backend
@@ -43,17 +44,20 @@ class Given:
     Args:
         make: The samples of a step, by its number.
         backend: Who trains on them.
+        ranks: Who shares their rewards, where they are rewarded.
     """
 
-    def __init__(self, make: Callable[[int], list[Sample]], backend: Backend) -> None:
-        self._make, self._backend = make, backend
+    def __init__(
+        self, make: Callable[[int], list[Sample]], backend: Backend, ranks: Ranks | None = None
+    ) -> None:
+        self._make, self._backend, self._ranks = make, backend, ranks
 
     def start(self, step: int) -> None:
         """Nobody writes."""
 
     def take(self, index: int) -> AbstractContextManager[StepSamples]:
         groups = [SampleGroup(sample.uid, sample.domain, [sample]) for sample in self._make(index)]
-        return nullcontext(StepSamples(groups, self._backend))
+        return nullcontext(StepSamples(groups, self._backend, self._ranks))
 
     def learnt(self, version: int, *, changed: bool = True) -> None:
         """No engine waits for the weights."""

@@ -31,12 +31,12 @@ def module(monkeypatch):
 def test_the_readme_has_the_tables_of_the_results(module):
     readme = (FOLDER / "README.md").read_text("utf-8")
     for study in {file.parent.name for file in (FOLDER / "results").rglob("*.json")}:
-        seeds = module("arms").results(study)
+        seeds = module("cells").results(study)
         assert module(f"{study}_table").tables(seeds) in readme, f"run {study}_table.py"
 
 
 def test_a_cell_is_whose_answers_times_which_loss(module):
-    arms = module("arms")
+    arms = module("cells")
     for cell, settings in arms.CELLS.items():
         who, loss = cell.split("/")
         distill = arms.recipe_of("recipe-noise.yaml", settings).distill

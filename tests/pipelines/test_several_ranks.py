@@ -32,6 +32,7 @@ DISK = {"trajectories": "disk"}
 LOSSES = {
     "kl": {},
     "reward": {"rl_coef": 0.5, "samples_per_prompt": 2},
+    "soft labels": {"prefixes": "teacher", "loss": {"type": "full", "kind": "forward"}},
     "k1": {"loss": {"type": "k1", "discount": 0.5}, "rl_coef": 0.5, "samples_per_prompt": 2},
 }
 more = pytest.mark.long
@@ -81,6 +82,7 @@ def alone(trained, tmp_path_factory):
         pytest.param("fsdp", "kl", {}, marks=more),  # test_stages_on_ranks merges so, too
         ("context", "kl", {}),
         ("megatron", "kl", {}),
+        ("fsdp", "soft labels", {}),
         ("fsdp", "reward", DISK),
         pytest.param("fsdp", "kl", DISK, marks=more),
         pytest.param("megatron", "reward", DISK, marks=more),

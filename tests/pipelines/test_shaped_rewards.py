@@ -57,7 +57,7 @@ def test_nothing_is_learned_from_what_was_cut(tmp_path):
     )
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         run_stage(recipe, folder, "base")
-        with pytest.raises(TrainingError, match="nothing to learn from"):
+        with pytest.raises(TrainingError, match="all responses of the last step were cut, which shaping"):
             run_stage(recipe, folder, "specialist-sort")
     (row,) = read_metrics(tmp_path / "run" / "stages" / "specialist-sort" / "metrics.jsonl")
     assert row["truncated"] == 1

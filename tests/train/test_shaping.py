@@ -122,6 +122,8 @@ def test_equal_rewards_are_not_divided_by_nothing() -> None:
     [
         {"clip": (1.0, 1.0)},
         {"clip": (0.0, math.inf)},
+        {"clip": (-1e12, 1.0)},
+        {"overlong_penalty": 0.5},
         {"clip": (2.0, 1.0)},
         {"weights": {"right": 0.0}},
         {"weights": {"right": math.nan}},
