@@ -5,12 +5,14 @@ One that was stopped goes on where it was, one that is done is not run again. Wh
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from opd.config import Recipe
@@ -40,6 +42,8 @@ CELLS: dict[str, tuple[str, ...]] = {
 """Answers and loss -> what they are in a recipe. Two cells share a run: supervised on what the teacher drew
 is the baseline of the merge, at its number of tokens."""
 SAMPLED = "teacher/sampled"
+DAMAGE = 0.3
+"""Of the weights' standard deviation, tensor by tensor."""
 ARMS = ("start", "teacher", *CELLS)
 """What is measured of a condition: also the model that the students begin as."""
 
@@ -108,6 +112,19 @@ def by_place(recipe: Recipe, model: Path, domain: str) -> dict[str, Any]:
     return found
 
 
+def damaged(model: Path, out: Path, seed: int) -> Path:
+    """A copy of `model` in `out` with noise on its weights: what all students of a seed begin as."""
+    draws = torch.Generator().manual_seed(seed)
+
+    def damage(name: str, weight: Tensor) -> Tensor:
+        if weight.ndim < 2:  # norms
+            return weight
+        return weight + DAMAGE * weight.std() * torch.randn(weight.shape, generator=draws)
+
+    about = f"Another model, with noise of {DAMAGE} standard deviations on its weights."
+    return changed(model, out, about, damage)
+
+
 class Kept:
     """The results of one seed, written after each arm: condition -> cell -> what was measured.
 
@@ -130,18 +147,33 @@ class Kept:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text(json.dumps(self.found) + "\n", "utf-8")
 
+    def add_cells(
+        self,
+        condition: str,
+        out: Path,
+        name: str,
+        settings: Sequence[str],
+        count: Callable[[Path], Mapping[str, Any]],
+    ) -> None:
+        """Run and measure all cells of a condition: merges in `out` by the recipe `name` with `settings`."""
+        for cell in CELLS:
 
-def results(study: str) -> dict[int, dict[str, Any]]:
-    """Seed -> its results, of all that are there."""
-    files = sorted((RESULTS / study).glob("seed-*.json"))
-    return {int(file.stem.removeprefix("seed-")): json.loads(file.read_text("utf-8")) for file in files}
+            def arm(cell: str = cell) -> dict[str, Any]:
+                print(f"{out}: {cell}", flush=True)
+                model, done = run_cell(out, name, cell, settings)
+                took = {"tokens": done["student_tokens"], "seconds": round(done["seconds"], 1)}
+                return {**count(model), **took}
+
+            self.add(condition, cell, arm)
 
 
-def whole(seeds: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Condition -> the seeds of which every arm is there."""
-    conditions = dict.fromkeys(name for found in seeds.values() for name in found)
-    of = {
-        name: [seed for seed, found in seeds.items() if set(ARMS) <= found.get(name, {}).keys()]
-        for name in conditions
-    }
-    return {name: having for name, having in of.items() if having}
+def main(study: str, measure: Callable[[Path, int, str, Kept], None], conditions: Sequence[str]) -> None:
+    """Measure every seed of every condition that the command line asks for; by default all."""
+    parser = argparse.ArgumentParser(description=f"The runs of the study {study}.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--conditions", nargs="+", choices=conditions, default=list(conditions))
+    parser.add_argument("--out", type=Path, default=Path("runs/when-on-policy") / study)
+    options = parser.parse_args()
+    for condition in options.conditions:
+        for seed in options.seeds:
+            measure(options.out, seed, condition, Kept(study, seed))

@@ -7,13 +7,11 @@ Goes on where it stopped when it is started again; the table is made by `late_ta
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from cells import CELLS, Kept, answers, opened, recipe_of, run, run_cell
+from cells import Kept, answers, main, opened, recipe_of, run
 
 from opd.config import Recipe
 from opd.metrics import read_metrics
@@ -87,8 +85,9 @@ def mixed(root: Path, recipe: Recipe, start: Path, tokens: int) -> dict[str, Any
     return counted(recipe, model) | {"curve": curve, "tokens": curve[-1][0]}
 
 
-def measure(root: Path, seed: int, kept: Kept) -> None:
+def measure(out: Path, seed: int, condition: str, kept: Kept) -> None:
     """All of one seed."""
+    root = out / f"seed-{seed}"
     told = f"seed {seed}"
     print(f"{told}: base and specialists", flush=True)
     late_tokens = specialists(root, seed)
@@ -99,28 +98,11 @@ def measure(root: Path, seed: int, kept: Kept) -> None:
     kept.add(CONDITION, "start", lambda: counted(recipe, start))
     late = root / "specialists" / LATE
     kept.add(CONDITION, "teacher", lambda: counted(recipe, late) | {"tokens": late_tokens})
-    for cell in CELLS:
-
-        def arm(cell: str = cell) -> dict:
-            print(f"{told}: merge again, {cell}", flush=True)
-            model, done = run_cell(root / "again", RECIPE, cell, words)
-            return counted(recipe, model) | {"tokens": done["student_tokens"]}
-
-        kept.add(CONDITION, cell, arm)
+    kept.add_cells(CONDITION, root / "again", RECIPE, words, lambda model: counted(recipe, model))
     extra = late_tokens + kept.found[CONDITION]["student/reverse"]["tokens"]
     print(f"{told}: mixed GRPO, {TIMES * extra:,} tokens", flush=True)
     kept.add(CONDITION, "mixed", lambda: mixed(root, recipe, start, TIMES * extra))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=Path("runs/when-on-policy/late"))
-    options = parser.parse_args()
-    for seed in options.seeds:
-        measure(options.out / f"seed-{seed}", seed, Kept("late", seed))
-
-
 if __name__ == "__main__":
-    os.environ.setdefault("KMP_BLOCKTIME", "0")  # who shares the cores waits without spinning
-    main()
+    main("late", measure, [CONDITION])

@@ -6,18 +6,15 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from cells import ARMS, RESULTS, results, whole
+from cells import ARMS
+from matplotlib.figure import Figure
+from study_tables import OPD, Seeds, joined, lead, main, panels, whole
 
-from opd.pipelines.evaluation.statistics import paired
-
-Seeds = dict[int, dict[str, Any]]
-CONDITION, LATE, OPD, LAST = "late", "rotate", "student/reverse", 10
+CONDITION, LATE, LAST = "late", "rotate", 10
 OLDER = ("sort", "reverse", "add3")
 LABELS = {
     "start": "the student of three domains",
@@ -43,24 +40,22 @@ def arms_of(seeds: Seeds) -> dict[int, dict[str, Any]]:
     return {seed: seeds[seed][CONDITION] for seed in done.get(CONDITION, [])}
 
 
-def told(differences: list[float]) -> str:
-    """Their mean with its interval."""
-    value, low, high = paired(differences)
-    return f"{value:+.1f}" if len(differences) < 2 else f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
-
-
 def extra(arms: dict[str, Any]) -> int:
     """Tokens of the new merge and of the specialist that it needs."""
     return arms["teacher"]["tokens"] + arms[OPD]["tokens"]
 
 
+def smooth(arms: dict[str, Any]) -> list[tuple[int, float]]:
+    """Mixed GRPO's tokens, and the mean reward in % of its last steps on the late domain."""
+    curve = arms["mixed"]["curve"]
+    ends = range(LAST, len(curve) + 1)
+    return [(curve[end - 1][0], 100 * mean(reward for _, reward in curve[end - LAST : end])) for end in ends]
+
+
 def reached(arms: dict[str, Any]) -> int | None:
     """Tokens after which mixed GRPO is where OPD is on the late domain; `None`: it never is."""
-    curve, level = arms["mixed"]["curve"], share(arms[OPD], (LATE,)) / 100
-    for last in range(LAST, len(curve) + 1):
-        if mean(reward for _, reward in curve[last - LAST : last]) >= level:
-            return curve[last - 1][0]
-    return None
+    level = share(arms[OPD], (LATE,))
+    return next((tokens for tokens, reward in smooth(arms) if reward >= level), None)
 
 
 def rows(seeds: Seeds) -> Iterator[str]:
@@ -71,8 +66,8 @@ def rows(seeds: Seeds) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for arm in (*ARMS, "mixed"):
         late, old = (mean(share(arms[arm], of) for arms in found) for of in ((LATE,), OLDER))
-        lost = told([share(arms[arm], OLDER) - share(arms["start"], OLDER) for arms in found])
-        ahead = [told([share(a[OPD], of) - share(a[arm], of) for a in found]) for of in ((LATE,), OLDER)]
+        lost = lead([share(arms[arm], OLDER) - share(arms["start"], OLDER) for arms in found])
+        ahead = [lead([share(a[OPD], of) - share(a[arm], of) for a in found]) for of in ((LATE,), OLDER)]
         cells = [
             f"{late:.1f}",
             f"{old:.1f}",
@@ -104,31 +99,18 @@ def tokens(seeds: Seeds) -> Iterator[str]:
 
 def tables(seeds: Seeds) -> str:
     """All of it."""
-    parts = [
-        ["Right answers in %, sampled:", ""],
-        list(rows(seeds)),
-        ["", "Student tokens that were extra:", ""],
-    ]
-    return "\n".join(line for part in [*parts, list(tokens(seeds))] for line in part)
+    return joined(
+        "Right answers in %, sampled:", rows(seeds), "Student tokens that were extra:", tokens(seeds)
+    )
 
 
-def draw(seeds: Seeds, path: Path) -> None:
+def draw(seeds: Seeds) -> Figure:
     """The late domain against the extra tokens."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    figure, panel = plt.subplots(figsize=(5.6, 3.4), layout="constrained")
+    figure, (panel,) = panels(1, 4.6)
     for number, arms in enumerate(arms_of(seeds).values()):
-        curve = arms["mixed"]["curve"]
-        smooth = [
-            (curve[i - 1][0] / 1000, 100 * mean(r for _, r in curve[i - LAST : i]))
-            for i in range(LAST, len(curve) + 1)
-        ]
         once = None if number else "mixed GRPO"
-        panel.plot(*zip(*smooth, strict=True), color="#c8442f", linewidth=1.3, label=once)
+        curve = [(spent / 1000, reward) for spent, reward in smooth(arms)]
+        panel.plot(*zip(*curve, strict=True), color="#c8442f", linewidth=1.3, label=once)
         for label, spent, colour in (
             ("OPD, with the specialist's tokens", extra(arms), "#2f6fc8"),
             ("OPD, the specialist is there", arms[OPD]["tokens"], "#7fb0e8"),
@@ -137,18 +119,8 @@ def draw(seeds: Seeds, path: Path) -> None:
             panel.plot(spent / 1000, share(arms[OPD], (LATE,)), "o", color=colour, label=once)
     panel.set(xlabel="extra student tokens (thousands)", ylabel="rotate, sampled (%)", ylim=(0, 101))
     panel.legend(frameon=False, loc="lower right")
-    figure.savefig(path, dpi=120)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--draw", action="store_true", help="write the figure")
-    options = parser.parse_args()
-    seeds = results("late")
-    if options.draw:
-        draw(seeds, RESULTS / "late" / "tokens.png")
-    print(tables(seeds))
+    return figure
 
 
 if __name__ == "__main__":
-    main()
+    main("late", tables, draw, "tokens.png")

@@ -7,15 +7,12 @@ Goes on where it stopped when it is started again; the table is made by `modes_t
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-from cells import CELLS, Kept, answers, changed, recipe_of, run, run_cell
+from cells import Kept, answers, damaged, main, recipe_of, run
 
 from opd.config import Recipe
 
@@ -25,8 +22,6 @@ CONDITIONS = {
 }
 """What is said of the one domain."""
 TEACHER, MERGE = "recipe-modes-teacher.yaml", "recipe-modes.yaml"
-DAMAGE = 0.3
-"""Of the weights' standard deviation, tensor by tensor."""
 
 
 def teacher(root: Path) -> Path:
@@ -34,19 +29,6 @@ def teacher(root: Path) -> Path:
     if not (root / "teacher" / "base").exists():
         run(root / "teacher", recipe_of(TEACHER, ()), "base")
     return root / "teacher" / "base"
-
-
-def student(root: Path, seed: int) -> Path:
-    """The teacher, damaged."""
-    draws = torch.Generator().manual_seed(seed)
-
-    def damage(name: str, weight: torch.Tensor) -> torch.Tensor:
-        if weight.ndim < 2:  # norms
-            return weight
-        return weight + DAMAGE * weight.std() * torch.randn(weight.shape, generator=draws)
-
-    about = f"Another model, with noise of {DAMAGE} standard deviations on its weights."
-    return changed(teacher(root), root / f"seed-{seed}" / "student", about, damage)
 
 
 def counted(recipe: Recipe, model: Path, *, any_order: bool) -> dict[str, Any]:
@@ -66,7 +48,8 @@ def counted(recipe: Recipe, model: Path, *, any_order: bool) -> dict[str, Any]:
 
 def measure(root: Path, seed: int, name: str, kept: Kept) -> None:
     """Every arm of a condition, of one seed."""
-    begin, taught_by = student(root, seed), teacher(root)
+    taught_by = teacher(root)
+    begin = damaged(taught_by, root / f"seed-{seed}" / "student", seed)
     words = (*CONDITIONS[name], "--seed", str(seed), "--model.path", str(begin))
     words += ("--teachers", json.dumps({"digits": {"path": str(taught_by), "type": "local"}}))
     recipe = recipe_of(MERGE, words)
@@ -76,27 +59,8 @@ def measure(root: Path, seed: int, name: str, kept: Kept) -> None:
 
     kept.add(name, "start", lambda: count(begin))
     kept.add(name, "teacher", lambda: count(taught_by))
-    for cell in CELLS:
-
-        def arm(cell: str = cell) -> dict:
-            print(f"seed {seed}, {name}: {cell}", flush=True)
-            model, done = run_cell(root / f"seed-{seed}" / name.replace(" ", "-"), MERGE, cell, words)
-            return count(model) | {"tokens": done["student_tokens"], "seconds": round(done["seconds"], 1)}
-
-        kept.add(name, cell, arm)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
-    parser.add_argument("--out", type=Path, default=Path("runs/when-on-policy/modes"))
-    options = parser.parse_args()
-    for name in options.conditions:
-        for seed in options.seeds:
-            measure(options.out, seed, name, Kept("modes", seed))
+    kept.add_cells(name, root / f"seed-{seed}" / name.replace(" ", "-"), MERGE, words, count)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("KMP_BLOCKTIME", "0")  # who shares the cores waits without spinning
-    main()
+    main("modes", measure, list(CONDITIONS))

@@ -31,7 +31,7 @@ def module(monkeypatch):
 def test_the_readme_has_the_tables_of_the_results(module):
     readme = (FOLDER / "README.md").read_text("utf-8")
     for study in {file.parent.name for file in (FOLDER / "results").rglob("*.json")}:
-        seeds = module("cells").results(study)
+        seeds = module("study_tables").results(study)
         assert module(f"{study}_table").tables(seeds) in readme, f"run {study}_table.py"
 
 
