@@ -1,9 +1,8 @@
 """Per-token losses on `[N]` tensors; each name says whose gradient it has.
 
 **The policy gradient**: clipped by token (PPO), with asymmetric bounds and dual clip, or by response (GSPO);
-with clipped weights (CISPO); and its statistics. Here too is
-what every per-token loss needs: equal shapes, values that carry another expression's gradient, and the
-importance weights of a score function.
+with clipped weights (CISPO); and its statistics. Here too is what every per-token loss needs: equal shapes,
+values that carry another expression's gradient, and the importance weights of a score function.
 
 **Estimates of KL(p || q)** from tokens sampled from `p` (Schulman 2020, "Approximating KL"). The value of an
 estimator says nothing about its gradient. With `r = log p - log q` of the sampled token, on-policy, the
