@@ -1,4 +1,4 @@
-"""Running sums modulo 5, and writers who err: what one does after a wrong digit decides what it can teach."""
+"""The studies' own tasks: running sums, whose writers err, and digits in any order."""
 
 from __future__ import annotations
 
@@ -56,16 +56,26 @@ def digit(sample, place: int) -> float:
     return float(sample.text[place : place + 1] == label[place])
 
 
-def at_4(sample) -> float:
-    """Is the fourth digit right?"""
-    return digit(sample, 3)
-
-
-def at_8(sample) -> float:
-    """Is the eighth digit right?"""
-    return digit(sample, 7)
-
-
 def last(sample) -> float:
     """Is the last digit right, and the answer of the right length?"""
     return digit(sample, len(sample.label) - 1) * (len(sample.text) == len(sample.label))
+
+
+@register("any")
+class AnyOrder(DigitTask):
+    """The digits of the prompt in any order; the label is the ascending one."""
+
+    def right(self, digits: str) -> str:
+        return "".join(sorted(digits))
+
+    def wrong_rule(self, digits: str) -> str:
+        return digits[:-1] + digits[0]
+
+    def demonstration(self, prompt: str, rng: np.random.Generator, right: float, wrong_rule: float) -> str:
+        """The digits in a random order; all demonstrations are right."""
+        return "".join(rng.permutation(list(self.digits(prompt))))
+
+
+def same_digits(sample) -> float:
+    """Has the answer the digits of the label, in whatever order?"""
+    return float(sorted(sample.text) == sorted(sample.label))

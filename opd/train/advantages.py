@@ -95,39 +95,44 @@ class Reinforce:
 
 @dataclass(slots=True)
 class Moments:
-    """How many advantages there are, their mean and the sum of their squared deviations from it.
+    """How many numbers there are, their mean and the sum of their squared deviations from it.
 
-    Samples are added in one order, so that all ranks come to the same bits, whichever has a sample.
+    They are added in one order, so that all ranks come to the same bits, whichever has a sample.
     """
 
-    tokens: int = 0
+    count: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
     @classmethod
-    def of(cls, advantages: np.ndarray, mask: np.ndarray) -> Moments:
-        """Those of one sample, `[R]` each, at the tokens that `mask` counts."""
-        values = advantages[mask].astype(np.float64)
+    def of(cls, values: np.ndarray, mask: np.ndarray) -> Moments:
+        """Those of `values`, `[R]` as `mask`, which says what counts."""
+        values = values[mask].astype(np.float64)
         if not len(values):
             return cls()
         mean = values.mean()
         return cls(len(values), float(mean), float(np.square(values - mean).sum()))
 
     def include(self, other: Moments) -> None:
-        """Add the tokens of `other` (Chan et al. 1983: no difference of large sums)."""
-        total = self.tokens + other.tokens
+        """Add the numbers of `other` (Chan et al. 1983: no difference of large sums)."""
+        total = self.count + other.count
         if not total:
             return
         apart = other.mean - self.mean
-        self.squares += other.squares + apart**2 * self.tokens * other.tokens / total
-        self.mean += apart * other.tokens / total
-        self.tokens = total
+        self.squares += other.squares + apart**2 * self.count * other.count / total
+        self.mean += apart * other.count / total
+        self.count = total
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation (divisor `N`); 0 without numbers."""
+        return (self.squares / max(self.count, 1)) ** 0.5
 
     def whitened(self, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """`[R]` float32: less the mean, over the standard deviation (divisor `N`; at least 1e-8), 0 where
-        `mask` is False. Over the tokens that were added the mean is 0 and the variance 1, or all are 0.
+        """`[R]` float32: less the mean, over the standard deviation (at least 1e-8), 0 where `mask` is
+        False. Over the numbers that were added the mean is 0 and the variance 1, or all are 0.
         """
-        deviation = max((self.squares / max(self.tokens, 1)) ** 0.5, 1e-8)
+        deviation = max(self.deviation, 1e-8)
         return np.where(mask, (advantages.astype(np.float64) - self.mean) / deviation, 0.0).astype(np.float32)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from opd.config.rl import ShapingConfig
 from opd.errors import RewardError
-from opd.train.advantages import zero_variance_fraction
+from opd.train.advantages import Moments, zero_variance_fraction
 from opd.types import Sample, SampleGroup, Status
 
 RIGHT = 0.5
@@ -104,21 +104,17 @@ def shorter(group: SampleGroup, right: Mapping[str, bool]) -> list[float]:
 
 
 def _scale(samples: Sequence[Sample], counters: MutableMapping[str, float]) -> None:
-    """Divide by each domain's standard deviation so far; count, mean and sum of squares by Chan et al.'s
-    update, in the order of the samples.
-    """
+    """Divide by each domain's standard deviation so far."""
     for domain in dict.fromkeys(sample.domain for sample in samples):
         own = [sample for sample in samples if sample.domain == domain]
         new = np.array([sample.reward for sample in own], np.float64)
         keys = [f"shaping/{domain}/{name}" for name in ("count", "mean", "squares")]
         count, mean, squares = (counters.get(key, 0.0) for key in keys)
-        total, apart = count + len(new), float(new.mean()) - mean
-        squares += float(((new - new.mean()) ** 2).sum()) + apart**2 * count * len(new) / total
-        mean += apart * len(new) / total
-        counters.update(zip(keys, (total, mean, squares), strict=True))
-        deviation = math.sqrt(squares / total)
-        if deviation > 0:
-            _set(own, list(new / deviation))
+        seen = Moments(int(count), mean, squares)
+        seen.include(Moments.of(new, np.ones(len(new), bool)))
+        counters.update(zip(keys, (float(seen.count), seen.mean, seen.squares), strict=True))
+        if seen.deviation > 0:
+            _set(own, list(new / seen.deviation))
 
 
 def _set(samples: Sequence[Sample], rewards: Sequence[float]) -> float:

@@ -263,6 +263,20 @@ class ReferenceTerm:
         return self.coef * (micro.policy_weight * penalty).sum()
 
 
+FURTHEST_OFF = 0.2
+"""Share of the target: no step counts as further off."""
+SMALLEST, LARGEST = 1e-12, 1e9
+"""Where a coefficient stays however long it is pushed: one of 0 would never come back."""
+
+
+def next_coefficient(coef: float, measured: float, target: float, gain: float) -> float:
+    """`coef (1 + gain clip(measured / target - 1, -0.2, 0.2))`: more where the KL to the reference that was
+    `measured` (nats a token) is above `target`, less where it is below (Ziegler et al., 1909.08593, 2.2).
+    """
+    off = min(max(measured / target - 1.0, -FURTHEST_OFF), FURTHEST_OFF)
+    return min(max(coef * (1.0 + gain * off), SMALLEST), LARGEST)
+
+
 class MismatchProbe:
     """No loss: compares the engine's and the trainer's log-probabilities of a step for the mismatch metrics.
 

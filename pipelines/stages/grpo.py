@@ -20,11 +20,10 @@ from opd.pipelines.stages.student import Student, load_model
 from opd.rollout.collect import EncodedPrompt
 from opd.train.advantages import build_advantage, keep_groups
 from opd.train.backend import response_logprobs
-from opd.train.kl_control import next_coefficient
 from opd.train.loss_weights import policy_scales, weigh
 from opd.train.packing import convert_batch
 from opd.train.shaping import changes_rewards, shape
-from opd.train.terms import LossTerm, PolicyTerm, ReferenceTerm
+from opd.train.terms import LossTerm, PolicyTerm, ReferenceTerm, next_coefficient
 from opd.types import RolloutBatch, Sample, Status, TokenTerms
 
 _COEF = "reference_kl/coef"

@@ -10,7 +10,7 @@ from recipes import tiny_recipe
 from opd.metrics import MetricsWriter, read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.train.kl_control import LARGEST, SMALLEST, next_coefficient
+from opd.train.terms import LARGEST, SMALLEST, next_coefficient
 
 KIT = {
     "steps": 4,

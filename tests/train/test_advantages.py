@@ -120,7 +120,7 @@ def test_moments_do_not_ask_how_the_tokens_are_cut(values, data):
     found = Moments()
     for part in np.split(array, cuts):
         found.include(Moments.of(part, np.ones(len(part), bool)))
-    assert found.tokens == len(values)
+    assert found.count == len(values)
     assert found.mean == pytest.approx(array.mean(), rel=1e-12)
     assert found.squares == pytest.approx(array.var() * len(values), rel=1e-6, abs=1e-6)
 
