@@ -32,7 +32,14 @@ def label_fault(settings: Any, label: Any) -> str | None:
     for one in many:
         if isinstance(one, bool) or not isinstance(one, str | int | float):
             return f"is a {type(one).__name__}; give a text, a number, or a list of them"
-    return None if any(texts(label)) else "is empty; give what is right"
+    if not any(texts(label)):
+        return "is empty; give what is right"
+    if getattr(settings, "normalise", "squad") == "squad" and not any(map(squad, texts(label))):
+        return (
+            "has articles and signs alone, of which SQuAD's form leaves nothing to compare; take `exact` with"
+            " `normalise: none` (`choice` for letters), or leave the row out"
+        )
+    return None
 
 
 def score(settings: ExactReward, answer: Answered) -> float:
@@ -41,7 +48,8 @@ def score(settings: ExactReward, answer: Answered) -> float:
     if found is None:
         return 0.0
     form = squad if settings.normalise == "squad" else str
-    return float(form(found) in map(form, texts(answer.label)))
+    right = set(map(form, texts(answer.label))) - {""}  # which signs alone would be, too
+    return float(form(found) in right)
 
 
 VERIFIER = Verifier(each(score), label_fault)

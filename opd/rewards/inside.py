@@ -232,11 +232,13 @@ class Answer:
         self._objects = Objects(lambda number: Remote(number, self.ask))
 
     def names(self) -> dict[str, Any]:
-        """What the code has defined. Names of Python's own are not taken: `all` stays what it is."""
+        """What the code has defined. Names of Python's own are not taken: `all` stays what it is, and so does
+        `__builtins__`, where tests would look for it.
+        """
         own = {}
         for name, value in json.loads(self._told.readline(_LONGEST) or b"{}").items():
             with suppress(Exception):  # a module that is not here
-                if not hasattr(builtins, name):
+                if name.isidentifier() and not name.startswith("__") and not hasattr(builtins, name):
                     own[name] = self._objects.unpack(value)
         return own
 

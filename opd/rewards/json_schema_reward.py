@@ -27,10 +27,12 @@ def _schema(label: Any) -> Any:
     return json.loads(label) if isinstance(label, str) else label
 
 
-def _fault(schema: Any) -> str | None:
+def _fault(schema: dict[str, Any]) -> str | None:
     from jsonschema import SchemaError
     from jsonschema.validators import validator_for
 
+    if not isinstance(schema.get("$schema", ""), str):
+        return "has a $schema that is no text; give the URL of a version of JSON schema, or leave it out"
     try:
         validator_for(schema).check_schema(schema)
     except (SchemaError, RecursionError) as error:

@@ -4,6 +4,7 @@ runs the answer's code.
 
 from __future__ import annotations
 
+import ast
 import keyword
 import warnings
 from collections.abc import Sequence
@@ -33,29 +34,47 @@ def label_fault(settings: PythonReward, label: Any) -> str | None:
     if label is None or label in ("", [], {}):
         return f"is missing; {_WANTED}"
     if isinstance(label, dict) and "inputs" in label:
-        return _pairs_fault(label)
+        return _pairs_fault(label, settings.output_mb)
     tests = _tests(label)
     if not tests:
         what = "has no tests" if isinstance(label, dict | list) else f"is a {type(label).__name__}"
         return f"{what}; {_WANTED}"
+    if isinstance(label, dict) and not isinstance(label.get("setup") or "", str):
+        return "has a setup that is no text; give the code that runs before each test"
     for test in [*tests, _setup(label)]:
         try:
             with warnings.catch_warnings(action="ignore"):
                 compile(test, "label", "exec")
+                nothing = test in tests and _does_nothing(ast.parse(test))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return f"has a test that is no Python ({str(error)[:100]}); mend it"
+        if nothing:
+            return "has a test that does nothing, which every answer passes; give one that can fail"
     return None
 
 
-def _pairs_fault(label: dict[str, Any]) -> str | None:
+def _does_nothing(test: ast.Module) -> bool:
+    """Whether there is nothing but comments, `pass` and values that nobody looks at."""
+    return all(isinstance(getattr(one, "value", one), ast.Pass | ast.Constant) for one in test.body)
+
+
+def _pairs_fault(label: dict[str, Any], most: int) -> str | None:
     inputs, outputs, name = label.get("inputs"), label.get("outputs"), label.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         return "has not as many outputs as inputs; give a list of each"
     if not inputs:
         return f"is missing; {_WANTED}"
     if name is None:
-        wrong = [one for one in (*inputs, *outputs) if not isinstance(one, str)]
-        return "has inputs that are no texts; give what a program reads, or fn_name" if wrong else None
+        if not all(isinstance(one, str) for one in (*inputs, *outputs)):
+            return "has inputs that are no texts; give what a program reads, or fn_name"
+        if any(len(one.encode(errors="replace")) > most << 20 for one in (*inputs, *outputs)):
+            return f"has an input or output of more than {most} MiB; raise the reward's output_mb"
+        broken = any("\ud800" <= sign <= "\udfff" for one in (*inputs, *outputs) for sign in one)
+        return (
+            "has half a character in an input or output, which no program can read; mend it"
+            if broken
+            else None
+        )
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         return f"has the fn_name {str(name)[:40]!r}; give the name of a function"
     lists = all(isinstance(one, list) for one in inputs)

@@ -26,6 +26,8 @@ def label_fault(settings: RegexReward, label: Any) -> str | None:
     if settings.pattern is not None:
         plain = isinstance(label, str | int | float) and not isinstance(label, bool)
         return None if plain else f"is a {type(label).__name__}; give {wanted}"
+    if label == "":
+        return "is empty, which every answer matches; give a regular expression, or set the reward's pattern"
     try:
         re.compile(label)
     except (re.error, TypeError, RecursionError, OverflowError) as error:

@@ -127,7 +127,7 @@ def _process(
     with ExitStack() as stack:
         folder = None
         if kind != "bubblewrap":
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="opd-answer-"))
+            folder = stack.enter_context(_own_folder())
         asked = {
             **job,
             "seconds": limits.seconds,
@@ -161,6 +161,38 @@ def _process(
             if process.stdout is not None:
                 process.stdout.close()
             process.wait()
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[str]:
+    """A folder until the block ends, whatever has been made in it."""
+    folder = tempfile.mkdtemp(prefix="opd-answer-")
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    """All of `folder`, however deep: folders are moved up to it, so that neither a path nor a stack grows."""
+    moved, unlike_any = 0, os.urandom(8).hex()
+    os.chmod(folder, 0o700)
+    while inside := list(os.scandir(folder)):
+        for entry in inside:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, 0o700)
+            for below in list(os.scandir(entry.path)):
+                if not below.is_dir(follow_symlinks=False):
+                    os.unlink(below.path)
+                    continue
+                moved += 1
+                os.chmod(below.path, 0o700)
+                os.rename(below.path, os.path.join(folder, f"{unlike_any}-{moved}"))
+            os.rmdir(entry.path)
+    os.rmdir(folder)
 
 
 def _read(process: subprocess.Popen[bytes], most: int, seconds: float) -> bytes:

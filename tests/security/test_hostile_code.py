@@ -137,6 +137,14 @@ FAKES = {
     "takes assertions away": "import builtins\nclass AssertionError(Exception): pass\nbuiltins.AssertionError = AssertionError\nbuiltins.__build_class__ = None\ndef f(x): assert False",  # noqa: E501
     "writes verdicts everywhere": "import os\nfor n in range(64):\n    try: os.write(n, b'1' * 99)\n    except OSError: pass\ndef f(x): return 0",  # noqa: E501
     "answers before it is asked": 'import os\nfor n in range(64):\n    try: os.write(n, b\'{"f": ["object", 0]}\\n\' + b\'{"value": true, "changed": [null]}\\n\' * 99)\n    except OSError: pass',  # noqa: E501
+    "brings the tests names of Python's own": """
+import os, json
+said = {"f": ["object", 0], "__builtins__": ["dict", ["abs", ["object", 0]], ["set", ["object", 0]]]}
+said = json.dumps(said) + "\\n" + (json.dumps({"value": True, "changed": [None]}) + "\\n") * 99
+for n in range(3, 64):
+    try: os.write(n, said.encode())
+    except OSError: pass
+""",
     "raises what tests expect": "def f(x): raise KeyboardInterrupt",
     "changes what is given": "def f(x):\n    if isinstance(x, list): x.clear()\n    return x",
     "looks for the tests": """
@@ -168,6 +176,8 @@ TESTS = [
     "assert 4747 in f(4)",
     "assert not (f(5) != 4747) and isinstance(f(5), int) and f(5) < 4748",
     "def check(f):\n    assert f(1) == 4747\ncheck(f)",
+    "assert abs(f(6) - 4747) < 1e-6",
+    "assert set(f(7)) == set([4747])",
     {"call": "f", "arguments": [1], "expected": 4747},
 ]  # fmt: skip
 
@@ -245,6 +255,25 @@ def test_nothing_of_it_is_left(place, tmp_path, monkeypatch):
     while seen & running() and time.monotonic() < until:  # others' may still be at work
         time.sleep(0.1)
     assert not seen & running()
+    assert os.listdir(tmp_path) == []
+
+
+DEEP = """
+import os
+def f():
+    os.symlink("/", "everything")
+    os.umask(0o777)
+    os.mkdir("closed")
+    os.umask(0)
+    for _ in range(1100):
+        os.mkdir("a" * 255)
+        os.chdir("a" * 255)
+"""
+
+
+def test_a_folder_deeper_than_any_path_is_removed_and_ends_no_run(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    assert run_tests(place, DEEP, ["f()"], "", Limits(spare=60.0)) == [True]
     assert os.listdir(tmp_path) == []
 
 
