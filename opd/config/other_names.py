@@ -166,6 +166,14 @@ ROWS = (
         (),
         ("algorithm.filter_groups.enable",),
     ),
+    Row(
+        (f"{_GRPO}.refill.limit",),
+        "prompts that a step may take, in multiples of `prompts_per_step`; what carries signal by then is"
+        " learned from",
+        ("over-sampling-batch-size",),
+        (),
+        ("algorithm.filter_groups.max_num_gen_batches",),
+    ),
     Row((f"{_GRPO}.shaping.weights",), "of a reward in parts", (), ("reward_weights",)),
     Row((f"{_GRPO}.shaping.mask_truncated",), "", (), ("mask_truncated_completions",)),
     Row(

@@ -600,12 +600,26 @@ class Recipe(Config):
                 )
         return self
 
+    def _trained_with(self) -> list[tuple[str, SpecialistConfig]]:
+        """Each domain that is trained with GRPO, and the settings it is trained with."""
+        met = [(name, self.for_domain(name).specialist) for name in self.specialist_domains()]
+        if "mixed_grpo" in self.baselines.methods or self.baselines.mixed_grpo_all_tokens:
+            met += [(name, self.specialist) for name in self.domains]
+        return met
+
+    @model_validator(mode="after")
+    def _prompts_are_chosen_in_turn(self) -> Recipe:
+        for name, specialist in self._trained_with():
+            if specialist.refill is not None and self.rollout.schedule != "in_turn":
+                raise ValueError(
+                    f"specialist.refill (of domain {name}) needs rollout.schedule in_turn: which prompts come"
+                    " next depends on the rewards of those before; leave one of the two out"
+                )
+        return self
+
     @model_validator(mode="after")
     def _shaping_leaves_some_alone(self) -> Recipe:
-        met = [(name, self.for_domain(name).specialist) for name in self.specialist_domains()]
-        if "mixed_grpo" in self.baselines.methods:
-            met += [(name, self.specialist) for name in self.domains]
-        for name, specialist in met:
+        for name, specialist in self._trained_with():
             most, buffer = self.for_domain(name).rollout.max_new_tokens, specialist.shaping.overlong_buffer
             if buffer >= most:
                 raise ValueError(

@@ -276,6 +276,15 @@ class ShapingConfig(Config):
         return self
 
 
+class RefillConfig(Config):
+    """Take more prompts until `prompts_per_step` groups carry signal (DAPO's dynamic sampling, 2503.14476,
+    section 3.2). What was written beyond that is not learned from."""
+
+    limit: int = Field(default=3, ge=2, le=1000)
+    """Most prompts that a step takes, in multiples of `prompts_per_step`. What carries signal by then is
+    learned from, however little it is."""
+
+
 class SpecialistConfig(Config):
     """One GRPO run; the same settings serve every domain and the mixed-domain baseline."""
 
@@ -303,6 +312,9 @@ class SpecialistConfig(Config):
     """Dotted path of `convert(batch) -> batch`, the last word on every batch before the trainer."""
     filter_zero_variance: bool = True
     """Drop groups whose rewards are all equal: they carry no policy gradient."""
+    refill: RefillConfig | None = None
+    """`{limit: 3}`: prompts are taken until `prompts_per_step` of their groups are left after the two filters
+    above, at most three times as many. `null` learns from what is left of `prompts_per_step`."""
     optim: OptimConfig = OptimConfig(lr=3e-4, schedule="linear", final_lr_fraction=0.1)
     batch: BatchConfig = BatchConfig()
     checkpoint_every: int = Field(default=20, gt=0)
@@ -327,5 +339,14 @@ class SpecialistConfig(Config):
             raise ValueError(
                 f"advantage {name} learns from groups of equal rewards, too, which filter_zero_variance would"
                 " drop; set filter_zero_variance to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_a_choice_without_signal(self) -> SpecialistConfig:
+        if self.refill is not None and not self.filter_zero_variance and self.group_filter is None:
+            raise ValueError(
+                "refill replaces groups that a filter drops, and there is none; set filter_zero_variance to"
+                " true, give a group_filter, or leave refill out"
             )
         return self

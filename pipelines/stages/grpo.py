@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM
@@ -24,7 +24,10 @@ from opd.train.loss_weights import policy_scales, weigh
 from opd.train.packing import convert_batch
 from opd.train.shaping import changes_rewards, shape
 from opd.train.terms import LossTerm, PolicyTerm, ReferenceTerm, next_coefficient
-from opd.types import RolloutBatch, Sample, Status, TokenTerms
+from opd.types import RolloutBatch, Sample, SampleGroup, Status, TokenTerms
+
+if TYPE_CHECKING:
+    from opd.pipelines.stages.prompt_choice import PromptChoice
 
 _COEF = "reference_kl/coef"
 
@@ -39,7 +42,8 @@ def train_grpo(
     with ExitStack() as stack:
         grpo = GRPO(context, start, domains)
         student, config = grpo.student, grpo.config
-        asked = Asked(grpo.prompts, config.group_size, together=config.to_batch is not None)
+        together = config.to_batch is not None
+        asked = Asked(grpo.prompts, config.group_size, together=together, more=grpo.more)
         source = open_source(context, student, asked, stack)
         result = train(context, grpo, source, student.backend, extent, config.checkpoint_every)
     if result["counters"].get("steps_without_signal", 0) >= result["steps"]:
@@ -71,18 +75,58 @@ class GRPO(Algorithm):
         self.data = DomainSet.open(recipe, self.student.tokenizer)
         self._shapes, self._cut = changes_rewards(config.shaping), False
         self._domains, self._recipe, self._rollout = list(domains), recipe, recipe.rollout
+        self._choice = self._choose()
+
+    def _choose(self) -> PromptChoice | None:
+        """Who chooses prompts, where they are not simply the next ones."""
+        if self.config.refill is None:
+            return None
+        from opd.pipelines.stages.prompt_choice import Judge, PromptChoice
+
+        judge = Judge(self._reward, self._shape, self._carrying)
+        return PromptChoice(self.data, self._domains, self.stage, self.config, judge)
+
+    def begin(self, step: Step) -> None:
+        if self._choice is not None:
+            self._choice.begin(step.counters)
 
     def prompts(self, index: int) -> list[EncodedPrompt]:
         """Those of batch number `index`."""
+        if self._choice is not None:
+            return self._choice.first()
         count = self.config.prompts_per_step
         return self.data.mixed(self._domains, index * count, count, self.stage)
 
+    def more(self, samples: StepSamples) -> list[EncodedPrompt]:
+        """Prompts that are asked beside those of `samples`, for the same batch."""
+        return [] if self._choice is None else self._choice.more(samples)
+
     def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
-        samples.reward(self.data.rewards)
-        metrics = rollout_metrics(samples.groups)
-        if self._shapes:
-            metrics |= shape(samples.groups, self.config.shaping, self._limit, step.counters)
+        if self._choice is None or not self._choice.refills:
+            self._reward(samples)
+        metrics = rollout_metrics(samples.groups) | self._shape(samples, step.counters)
         return metrics | samples.drop_stale(step.index, self._rollout.max_staleness)
+
+    def _reward(self, samples: StepSamples) -> None:
+        samples.reward(self.data.rewards)
+
+    def _shape(self, samples: StepSamples, counters: MutableMapping[str, float]) -> dict[str, float]:
+        if not self._shapes:
+            return {}
+        return shape(samples.groups, self.config.shaping, self._limit, counters)
+
+    def _keep(self, samples: StepSamples) -> list[SampleGroup]:
+        config = self.config
+        return keep_groups(
+            samples.groups,
+            config.group_filter,
+            zero_variance=not config.filter_zero_variance,
+            whole=samples.whole,
+        )
+
+    def _carrying(self, samples: StepSamples) -> list[SampleGroup]:
+        """The groups that something is learned from."""
+        return [group for group in self._keep(samples) if not all(map(self._masks, group.samples))]
 
     def _masks(self, sample: Sample) -> bool:
         return self.config.shaping.mask_truncated and sample.status is Status.TRUNCATED
@@ -92,21 +136,20 @@ class GRPO(Algorithm):
 
     def plan(self, samples: StepSamples, step: Step) -> Plan:
         config = self.config
-        samples.groups = keep_groups(
-            samples.groups,
-            config.group_filter,
-            zero_variance=not config.filter_zero_variance,
-            whole=samples.whole,
-        )
+        chosen: dict[str, float] = {}
+        if self._choice is None:
+            samples.groups = self._keep(samples)
+        else:
+            chosen = self._choice.settle(samples, step.counters)
         learned = [sample for sample in samples.samples if not self._masks(sample)]
         self._watch_signal(step, bool(learned), cut=bool(samples.groups))
         if not learned:
-            return Plan([])
+            return Plan([], chosen)
         samples.deal()
         stream, metrics = self._stream(samples, learned, step)
         parts = _split(learned, config.minibatches)
         updates = [self._update(samples, part, stream) for part in parts]
-        return Plan(updates * config.epochs, metrics)
+        return Plan(updates * config.epochs, chosen | metrics)
 
     def _stream(
         self, samples: StepSamples, learned: Sequence[Sample], step: Step

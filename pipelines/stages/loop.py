@@ -149,6 +149,10 @@ class Algorithm(ABC):
 
     optim: OptimConfig
 
+    def begin(self, step: Step) -> None:
+        """A step begins: its samples are taken next, or have been written ahead."""
+        return
+
     @abstractmethod
     def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
         """Rewards, and what teachers say; returns metrics."""
@@ -226,6 +230,7 @@ def _one_step(
     """Samples, scores, updates, new weights for the engine; returns metrics, and the tokens learnt from."""
     with ExitStack() as stack:
         with step.timer("rollout"):
+            algorithm.begin(step)
             samples = stack.enter_context(source.take(step.index))
             samples.limit(step.tokens_left)
         tokens = algorithm.tokens(samples)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,8 @@ def written_by_all(mine: Sequence[SampleGroup], ranks: Ranks) -> list[GroupUids]
 def groups_of(
     union: TrajectoryUnion, written: Sequence[GroupUids], ranks: Ranks
 ) -> tuple[list[SampleGroup], dict[str, int]]:
-    """All groups of which the ranks have `written` these, in the order of their prompts, and the row of each
-    sample in `union.table`.
+    """All groups of which the ranks have `written` these, and the row of each sample in `union.table`. They
+    come in the order of their prompts, if those were shared out at once.
     """
     found = [rows_by_uid(union, rank) for rank in range(ranks.size)]
     placed = [
@@ -168,7 +169,8 @@ def groups_of(
         for rank, part in enumerate(written)
     ]
     groups, rows = [], {}
-    for uid, places in ranks.unshard(placed):
+    in_turn = [group for row in zip_longest(*placed) for group in row if group is not None]
+    for uid, places in in_turn:
         samples = [light_sample(union, row) for row in places]
         groups.append(SampleGroup(uid, samples[0].domain, samples))
         rows |= {sample.uid: row for sample, row in zip(samples, places, strict=True)}

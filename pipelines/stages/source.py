@@ -36,6 +36,8 @@ class Asked:
     """Which teacher will read a sample."""
     together: bool = False
     """Whether somebody is given all samples of a step, which are in memory then."""
+    more: Callable[[StepSamples], list[EncodedPrompt]] = lambda samples: []
+    """Prompts to answer beside those of the samples of a batch so far, where they are written in turn."""
 
 
 class Given:
@@ -128,6 +130,17 @@ class InTurn(Rollouts):
     def start(self, step: int) -> None:
         super().start(step)
         self._student.start(step)
+
+    @contextmanager
+    def take(self, index: int) -> Iterator[StepSamples]:
+        groups = self._take(index)
+        while True:
+            with self.home.open(groups, index) as samples:
+                prompts = self._asked.more(samples)
+                if not prompts:
+                    yield samples
+                    return
+            groups = groups + self.home.write(self._rollouts.engine, prompts, self._asked.size, index)
 
     def _take(self, index: int) -> list[SampleGroup]:
         return self.write(self._rollouts.engine, index)

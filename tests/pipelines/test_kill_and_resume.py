@@ -65,11 +65,11 @@ def assert_all_end(family: dict[int, int]) -> None:
 @pytest.mark.slow
 def test_killed_in_every_stage(tmp_path):
     """With stages side by side, whose processes end with the run, responses on disk, rewards whose scale is
-    that of all steps, and a coefficient that follows what was measured.
+    that of all steps, a coefficient that follows what was measured, and batches that are refilled.
     """
     storage = {"trajectories": "disk"}
     held = {"epochs": 2, "reference_kl": {"coef": 0.1, "target": 0.02}}
-    specialist = shaped_specialist() | held
+    specialist = shaped_specialist() | held | {"refill": {"limit": 3}}
     recipe = write_recipe(
         tmp_path / "recipe.yaml", runtime={"workers": 2}, storage=storage, specialist=specialist
     )

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 SPECIALIST = {"steps": 3, "prompts_per_step": 8, "group_size": 4, "minibatches": 2}
 TIS = {"policy_loss": {"correction": {"type": "tis"}}}
 KIT = {
+    "prompts_per_step": 7,  # more for one rank than for the other
+    "refill": {"limit": 3},
     "epochs": 2,
     "advantage": {"type": "reinforce_plus_plus_baseline"},
     "policy_loss": {"type": "gspo", "clip_low": 0.2, "clip_high": 0.3},
