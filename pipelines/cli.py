@@ -81,6 +81,7 @@ _PLAN_NUMBERS = {
 _WITH_VALUE = {
     "--out",
     "--domain",
+    "--pairs",
     "--shards",
     "--store",
     "--simulate",
@@ -172,6 +173,14 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--out", type=_place, metavar="DIR", help="the run folder that `opd run` would be given"
     )
+    doctor.add_argument(
+        "--pairs",
+        action=_Once,
+        type=_place,
+        metavar="FILE",
+        help="instead: how often a domain's reward prefers `chosen` to `rejected` in these rows",
+    )
+    doctor.add_argument("--domain", action=_Once, metavar="D", help="with --pairs: whose reward")
     doctor.add_argument("--resume", action="store_true", help="check as for a run that is to go on")
     doctor.add_argument(
         "--json", action="store_true", help="one JSON object a line: level, check, finding, numbers"
@@ -387,6 +396,12 @@ complete -o default -F _opd opd"""
 
 def _doctor(recipe: Recipe, options: argparse.Namespace) -> int:
     recipe, _ = _from_hub(recipe, options.out, options.resume)
+    if options.domain is not None and options.pairs is None:
+        raise ConfigError("--domain goes with --pairs: whose reward is asked")
+    if options.pairs is not None:
+        from opd.pipelines.doctor.calibration import calibrate
+
+        return calibrate(recipe, options.pairs, options.domain, as_json=options.json)
     if options.parity:
         from opd.pipelines.doctor.parity_table import check_parity
 

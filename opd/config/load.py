@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from opd.config.base import Config
 from opd.config.hub_names import hub_name
 from opd.config.other_names import former
-from opd.config.recipe import Recipe, inherited
+from opd.config.recipe import DomainConfig, Recipe, inherited
+from opd.config.rewards import ServedReward
 from opd.config.schema import arms, below, dotted, explain, follow, key_paths, models, tag
 from opd.config.yaml_reader import MAX_DEPTH, KeyPath, complaint, parse_value, read_yaml, write_yaml
 from opd.errors import ConfigError
@@ -193,8 +194,14 @@ def path_keys(recipe: Recipe) -> list[KeyPath]:
         *(("evaluation", "sets", name, "source") for name in sets),
         *([("sft", "source")] if recipe.sft is not None else []),
         *(("domains", name, "sft", "source") for name, domain in recipe.domains.items() if domain.sft),
+        *(("domains", name, "reward", "cache") for name in _served(recipe.domains)),
+        *(("evaluation", "sets", name, "reward", "cache") for name in _served(recipe.of_sets().domains)),
         *([("rollout", "engine", "folder")] if recipe.rollout.engine.type == "sglang" else []),
     ]
+
+
+def _served(domains: Mapping[str, DomainConfig]) -> list[str]:
+    return [name for name, domain in domains.items() if isinstance(domain.reward, ServedReward)]
 
 
 def model_keys(recipe: Recipe) -> list[KeyPath]:

@@ -61,6 +61,11 @@ ROWS = (
         ("custom_reward_function.path",),
     ),
     Row(
+        ("domains.NAME.reward",),
+        "`{type: scorer, urls: [...], api: openrlhf}`; a language model: `{type: judge}`",
+        ("rm-url",),
+    ),
+    Row(
         ("rollout.generate",),
         "`(engine, prompts, group_size, sampling, seed) -> groups`",
         ("rollout-function-path", "custom-generate-function-path"),

@@ -61,7 +61,7 @@ def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Doma
     train: list[Prompt] = []
     held_out: list[Prompt] = []
     for where, row in rows_of(Path(config.source), wanted, found):
-        prompt = _prompt(where, row, name)
+        prompt = prompt_of(where, row, name)
         (held_out if fraction(prompt.key) < config.held_out else train).append(prompt)
     _refuse_empty(name, config, found, train, held_out)
     held_out.sort(key=lambda prompt: prompt.key)  # a prefix is then a sample of the whole file
@@ -218,7 +218,8 @@ _OWN = ("prompt", "label", "domain", "messages")
 """Columns that are no metadata."""
 
 
-def _prompt(where: str, row: dict[str, Any], domain: str) -> Prompt:
+def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
+    """The prompt of a row. Raises `DataError` for one without, or with another than a prompt can be."""
     content = row.get("prompt")
     if content is None:
         columns = ", ".join(row) or "none"

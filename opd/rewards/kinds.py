@@ -6,11 +6,12 @@ The settings of a kind are a class of `opd.config.rewards`; its code is the `VER
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 
 from opd.config.recipe import DomainConfig
-from opd.config.rewards import FunctionReward, PythonReward, VerifierSettings
+from opd.config.rewards import FunctionReward, PythonReward, ServedReward, VerifierSettings
 from opd.errors import DataError
 from opd.rewards.verifier import Answered, Verifier
 from opd.rollout.prompts import Domain, Prompt
@@ -37,12 +38,23 @@ def own_reward(config: DomainConfig) -> RewardFunction | None:
     verifier.require(settings)
 
     def score(samples: Sequence[RewardSample]) -> list[float | dict[str, float]]:
-        return verifier.score(settings, [Answered(sample.text, sample.label) for sample in samples])
+        return verifier.score(settings, [_answered(sample) for sample in samples])
 
     def answer(sample: RewardSample) -> str | None:
         return verifier.answer(settings, sample.text)
 
     return RewardFunction(settings.type, score, "samples", False, verifier.seconds(settings), answer)
+
+
+def _answered(sample: RewardSample) -> Answered:
+    messages, said = sample.metadata.get("messages"), sample.metadata.get("prompt")
+    if isinstance(messages, list) and messages:
+        parts = [(str(one.get("role")), one.get("content")) for one in messages if isinstance(one, Mapping)]
+        texts = [(role, c if isinstance(c, str) else json.dumps(c, ensure_ascii=False)) for role, c in parts]
+        said = texts[0][1] if len(texts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in texts)
+    return Answered(
+        sample.text, sample.label, said if isinstance(said, str) else sample.prompt, sample.prompt
+    )
 
 
 def reward_of(config: DomainConfig, domain: Domain) -> RewardFunction:
@@ -89,4 +101,7 @@ def scored_by(config: DomainConfig) -> str:
     """For people: the path of a function, the kind of a built-in reward, or the source's own checker."""
     if config.reward is None:
         return "the source's own checker"
-    return config.reward.path if isinstance(config.reward, FunctionReward) else config.reward.type
+    if isinstance(config.reward, FunctionReward):
+        return config.reward.path
+    served = isinstance(config.reward, ServedReward) and config.reward.model
+    return f"{config.reward.type} {served}" if served else config.reward.type

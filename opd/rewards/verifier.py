@@ -22,6 +22,10 @@ class Answered:
 
     text: str
     label: Any
+    prompt: str = ""
+    """What was asked, as the data has it."""
+    context: str = ""
+    """What the model has read: the prompt with its chat template."""
 
 
 def nothing_to_require(settings: Any) -> None:

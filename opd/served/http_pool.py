@@ -38,6 +38,10 @@ class UnavailableError(Exception):
 class RefusedError(Exception):
     """The server understood and declined: asking again changes nothing."""
 
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason)
+        self.status = status
+
 
 SERVERS = Retry(attempts=5, pause=0.25, longest=8.0)
 
@@ -133,6 +137,26 @@ class HTTPClient:
         """One attempt at one server: a JSON object of at most `most` bytes, or `None` for another answer to a
         control request. Raises `UnavailableError` or `RefusedError`.
         """
+        where, content = await self.fetch(server, method, path, body, most)
+        try:
+            # Hidden states are megabytes of numbers: in another thread, so that other answers go on.
+            found = await asyncio.to_thread(parsed, content) if content else None
+        except ValueError:
+            if method == "POST" and path != "/generate":
+                return None  # some control requests answer with a line of text
+            raise UnavailableError(f"{where} with something that is not JSON", answered=True) from None
+        if isinstance(found, dict):
+            return found
+        if method == "POST" and path != "/generate":
+            return None
+        raise UnavailableError(f"{where} with something that is no JSON object", answered=True)
+
+    async def fetch(
+        self, server: Server, method: str, path: str, body: dict[str, Any] | None, most: int
+    ) -> tuple[str, bytes]:
+        """One attempt at one server: what answered, for errors, and at most `most` bytes. Raises
+        `UnavailableError` or `RefusedError`.
+        """
         import aiohttp
 
         session = self._open_session()
@@ -145,21 +169,10 @@ class HTTPClient:
         if answer.status in RETRIED:
             raise UnavailableError(where, answered=True)
         if answer.status >= 300:
-            raise RefusedError(f"{where} {_excerpt(content)}".rstrip())
+            raise RefusedError(f"{where} {_excerpt(content)}".rstrip(), answer.status)
         if len(content) > most:
             raise UnavailableError(f"{where} with more than the {most} bytes that are due", answered=True)
-        try:
-            # Hidden states are megabytes of numbers: in another thread, so that other answers go on.
-            found = await asyncio.to_thread(_parsed, content) if content else None
-        except ValueError:
-            if method == "POST" and path != "/generate":
-                return None  # some control requests answer with a line of text
-            raise UnavailableError(f"{where} with something that is not JSON", answered=True) from None
-        if isinstance(found, dict):
-            return found
-        if method == "POST" and path != "/generate":
-            return None
-        raise UnavailableError(f"{where} with something that is no JSON object", answered=True)
+        return where, content
 
     @asynccontextmanager
     async def stream(
@@ -185,7 +198,7 @@ class HTTPClient:
                     raise UnavailableError(f"{where} answered {answer.status}", answered=True)
                 if answer.status >= 300:
                     text = _excerpt(await _content(answer, CONTROL_BYTES))
-                    raise RefusedError(f"{where} answered {answer.status} {text}".rstrip())
+                    raise RefusedError(f"{where} answered {answer.status} {text}".rstrip(), answer.status)
                 yield _lines(answer, where, most, lines)
         except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
             raise UnavailableError(f"{where} {_broken(trouble)}", answered=False) from None
@@ -228,7 +241,7 @@ def _headers(owner: str, variable: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _parsed(content: bytes) -> Any:
+def parsed(content: bytes) -> Any:
     """The JSON in it; `ValueError` if it is none, or nested deeper than what is walked through may be. Hidden
     states are larger and are not walked through: where their numbers are due lies nothing else.
     """

@@ -4,5 +4,5 @@
 and workers (all without torch), `models` and their tokenizers, `estimate` of memory and disk, `kl` between
 the base and the teachers and what the rewards say of the base. `--parity` asks every back end for the same
 scores: `parity` has the back ends, `parity_ranks` two ranks for those that need them, `parity_table` what is
-compared and shown.
+compared and shown. `--pairs` asks how often a reward prefers the better answer: `calibration`.
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from opd.config import Recipe
-from opd.config.rewards import PythonReward
+from opd.config.rewards import PythonReward, ServedReward
 from opd.config.teachers import SGLangEngineConfig
 from opd.errors import ConfigError, DataError, OpdError, RolloutError, StorageError, from_system
 from opd.foreign import machine_memory, shown
@@ -420,6 +420,7 @@ def _check_reward(recipe: Recipe, domain: Domain, title: str, written: Sequence[
     answers = simple if written is None else {repr(text[:20]): text for text in written}
     if not answers:
         return []
+    _reach(recipe.domains[domain.name].reward)
     scores = _scores(recipe, domain, answers.values())
     said = ", ".join(f"{score:g} for {name}" for name, score in zip(answers, scores, strict=True))
     if written is None or len({*scores, *_scores(recipe, domain, simple.values())}) > 1:
@@ -431,24 +432,35 @@ def _check_reward(recipe: Recipe, domain: Domain, title: str, written: Sequence[
     return [Finding("warning", title, detail)]
 
 
+def _reach(reward: object) -> None:
+    """Raise `RewardError` where nobody listens: the run would wait for the server as long as its patience."""
+    if isinstance(reward, ServedReward):
+        from opd.rewards.endpoint import reach
+
+        reach(reward)
+
+
 def _scores(recipe: Recipe, domain: Domain, answers: Iterable[str]) -> list[float]:
     from opd.rewards.kinds import reward_of
     from opd.rollout.rewards import Job
 
     function = reward_of(recipe.domains[domain.name], domain)
     prompt = domain.train[0]
-    samples = [_sample(repr(text[:20]), prompt, text) for text in answers]
+    samples = [answer_to(repr(text[:20]), prompt, text) for text in answers]
     job = Job(function, samples, recipe.rollout.reward_timeout, "answer")
     job.start()
     return [score for score, _ in job.result()]
 
 
-def _sample(uid: str, prompt: Prompt, text: str) -> Any:
-    """An answer to `prompt` as a reward function sees it; its tokens are its characters."""
+def answer_to(uid: str, prompt: Prompt, text: str, context: str | None = None) -> Any:
+    """An answer to `prompt` as a reward function sees it; its tokens are its characters. `context`: what the
+    student reads of the prompt.
+    """
     from opd.rollout.rewards import RewardSample, Turn
 
-    said = prompt.text if prompt.text is not None else str(prompt.messages)
-    own = {"messages": prompt.messages} if prompt.messages is not None else {}
+    said = context if context is not None else prompt.text
+    said = said if said is not None else str(prompt.messages)
+    own = {"messages": prompt.messages} if prompt.messages is not None else {"prompt": prompt.text}
     return RewardSample(
         uid=uid,
         text=text,

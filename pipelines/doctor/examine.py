@@ -37,7 +37,7 @@ from opd.pipelines.records.run_folder import default_path
 if TYPE_CHECKING:
     from opd.rollout.prompts import Domain
 
-__all__ = ["Finding", "diagnose", "examine"]
+__all__ = ["Finding", "diagnose", "examine", "show"]
 
 _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
 
@@ -126,8 +126,15 @@ def diagnose(
     A table in a terminal, else a line each (level, check, finding); `as_json` one JSON object a line with
     the keys `level`, `check`, `finding` and `numbers`.
     """
-    console = console or Console()
     findings = examine(recipe, run_dir=run_dir, resume=resume)
+    return show(f"opd doctor: {recipe.name}", findings, console, as_json=as_json)
+
+
+def show(
+    title: str, findings: list[Finding], console: Console | None = None, *, as_json: bool = False
+) -> int:
+    """Print `findings` as `diagnose` does, and return its status."""
+    console = console or Console()
     if as_json:
         lines = [
             json.dumps({"level": f.level, "check": f.title, "finding": f.detail, "numbers": dict(f.numbers)})
@@ -135,7 +142,7 @@ def diagnose(
         ]
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     elif console.is_terminal:
-        console.print(_table(recipe, findings), markup=True)
+        console.print(_table(title, findings), markup=True)
     else:
         lines = [f"{f.level:<8} {one_line(f'{f.title}: {f.detail}')}" for f in findings]
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
@@ -145,9 +152,9 @@ def diagnose(
     return 2 if errors else 0
 
 
-def _table(recipe: Recipe, findings: list[Finding]) -> Table:
+def _table(title: str, findings: list[Finding]) -> Table:
     # Texts, not markup: they hold names, answers and the words of servers.
-    table = Table(title=Text(one_line(f"opd doctor: {recipe.name}")), title_justify="left", show_lines=False)
+    table = Table(title=Text(one_line(title)), title_justify="left", show_lines=False)
     for column in ("", "check", "finding"):
         table.add_column(column, overflow="fold")
     for finding in findings:

@@ -25,7 +25,8 @@ def sorting(reward):
 
 def test_each_name_has_a_file():
     for name in VERIFIERS:
-        settings = sorting(name).domains["sort"].reward
+        own = {"urls": ["http://127.0.0.1:9/v1"]} if name in ("judge", "scorer") else {}
+        settings = sorting({"type": name} | own).domains["sort"].reward
         assert settings.type == name
         assert isinstance(verifier_of(settings), Verifier)
 
@@ -63,6 +64,25 @@ def test_short_and_long_forms_are_one_and_come_back_from_a_file(tmp_path):
         ({"type": "python", "sandbox": "docker"}, "must be one of auto, bubblewrap, landlock, limits"),
         ({"type": "python", "memory_mb": 1}, "domains.sort.reward.memory_mb"),
         ({"type": "choice", "choices": 1}, "domains.sort.reward.choices"),
+        ("judge", "`domains.sort.reward.urls` is missing"),
+        ({"type": "judge", "urls": []}, "domains.sort.reward.urls"),
+        ({"type": "judge", "urls": ["127.0.0.1:80"]}, "a URL of a reward is http://HOST:PORT/PATH"),
+        ({"type": "scorer", "urls": ["file:///etc/passwd"]}, "a URL of a reward is http://HOST:PORT/PATH"),
+        ({"type": "scorer", "urls": ["http://h/x?a=b"]}, "a URL of a reward is http://HOST:PORT/PATH"),
+        ({"type": "judge", "urls": ["http://h"], "template": "{prompt}"}, "says the same of every answer"),
+        (
+            {"type": "judge", "urls": ["http://h"], "template": "{answer} {promt}"},
+            "{promt} is no place of a template; did you mean {prompt}?",
+        ),
+        (
+            {"type": "judge", "urls": ["http://h"], "range": [1, 1]},
+            "a range is the lowest number and a higher",
+        ),
+        ({"type": "judge", "urls": ["http://h"], "pattern": "("}, "is no regular expression"),
+        ({"type": "judge", "urls": ["http://h"], "request": {"n": 2}}, "n is set by opd"),
+        ({"type": "judge", "urls": ["http://h"], "unreadable": ".nan"}, "domains.sort.reward.unreadable"),
+        ({"type": "scorer", "urls": ["http://h"], "api": "tgi"}, "must be one of plain, sglang, vllm"),
+        ({"type": "scorer", "urls": ["http://h"], "batch": 0}, "domains.sort.reward.batch"),
         (7, "domains.sort.reward"),
     ],
 )

@@ -1,0 +1,310 @@
+"""Rewards behind HTTP: questions become requests, each is asked once, and what was said is kept on disk.
+
+The servers are `opd.served`'s: balanced, retried, an answer as long as its question allows, no redirect. What
+they said lies in one SQLite file below the reward's `cache`, which processes share: whoever is first to keep
+an answer settles it for all, and everybody takes what is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+import re
+import socket
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from opd.config.rewards import PLACES, JudgeReward, ScorerReward, ServedReward
+from opd.errors import RewardError
+from opd.foreign import read_document
+from opd.redact import redact
+from opd.rewards.verifier import Answered
+from opd.served.http_pool import (
+    SERVERS,
+    HTTPClient,
+    HTTPPool,
+    Patience,
+    PoolOptions,
+    RefusedError,
+    Server,
+    UnavailableError,
+    parsed,
+)
+
+_log = logging.getLogger(__name__)
+
+_FILE = "replies.sqlite3"
+_LOCKED = 60.0
+"""Seconds that another process may hold the file."""
+_SELECTED = 500
+_REFUSALS = (400, 413, 422)
+"""Statuses that speak of one request and not of all: a prompt beyond what the model can read."""
+_LONGEST = 2**26
+"""Bytes of a value that is read back."""
+LARGEST = 1e9
+"""What is further from 0 is no reward."""
+
+
+class EndpointError(RewardError):
+    """Servers that do not answer, or not as they should: no code of the user's own is at fault."""
+
+    of_own_code = False
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How an endpoint is asked.
+
+    Args:
+        path: Behind each URL.
+        size: Questions of one request.
+        body: The request of so many questions.
+        read: The answers in a reply, one of JSON for each of so many questions; raises `UnavailableError`.
+            Of a reply `None` the request was refused, and so is an answer `None`, which is not kept.
+        most: Bytes of a reply to one question.
+        kind: Type of an answer.
+        lenient: Whether one request may be refused.
+    """
+
+    path: str
+    size: int
+    body: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    read: Callable[[Any, int], list[Any]]
+    most: int
+    kind: type
+    lenient: bool = False
+
+
+def filled(template: str, answer: Answered) -> str:
+    """`template` with what its places stand for; what is put in is not looked through for places."""
+    label = answer.label if isinstance(answer.label, str) else json.dumps(answer.label, ensure_ascii=False)
+    values = {"prompt": answer.prompt, "context": answer.context, "answer": answer.text, "label": label}
+    return re.sub(rf"\{{({'|'.join(PLACES)})\}}", lambda place: values[place[1]], template)
+
+
+def label_fault(settings: JudgeReward | ScorerReward, label: Any) -> str | None:
+    """A label that the template names and a row does not have."""
+    named = "{label}" in settings.template or getattr(settings, "api", None) == "openrlhf"
+    return "is missing; give what the template's {label} stands for" if named and label is None else None
+
+
+def require(settings: ServedReward) -> None:
+    """Raise `MissingExtraError`, or `ConfigError` where the key is not set."""
+    HTTPClient(_owner(settings), _options(settings))
+
+
+def seconds(settings: ServedReward) -> float:
+    """The longest that one answer may take."""
+    return settings.patience + settings.timeout * (settings.attempts + 1)
+
+
+def reach(settings: ServedReward) -> None:
+    """Raise `EndpointError` for the first server at whose address nobody listens."""
+    for url in settings.urls:
+        place = urlsplit(url)
+        port = place.port or (443 if place.scheme == "https" else 80)
+        try:
+            socket.create_connection((place.hostname or "", port), timeout=5.0).close()
+        except OSError as error:
+            raise EndpointError(
+                f"{_owner(settings)}: nobody answers at {redact(url)} ({error}); start the server, or correct"
+                " its URL."
+            ) from None
+
+
+def ask(settings: ServedReward, form: Form, questions: Sequence[dict[str, Any]]) -> list[Any]:
+    """What the endpoint answers to each of `questions`, in order; to the same one the same.
+
+    Raises `RewardError` once patience or attempts are over. What was answered until then is kept.
+    """
+    return asyncio.run(_ask(settings, form, questions))
+
+
+async def _ask(settings: ServedReward, form: Form, questions: Sequence[dict[str, Any]]) -> list[Any]:
+    said = (settings.type, [redact(url) for url in settings.urls], form.path)
+    keys = [_digest([*said, question]) for question in questions]
+    different = dict(zip(keys, questions, strict=True))
+    with closing(Replies(settings.cache, form.kind)) as replies:
+        known = replies.find(different)
+        rest = [key for key in different if key not in known]
+        parts = iter([rest[start : start + form.size] for start in range(0, len(rest), form.size)])
+        pool = _Pool(_owner(settings), _options(settings), form.lenient) if rest else None
+
+        async def work() -> None:
+            assert pool is not None
+            for part in parts:
+                told = await _told(pool, form, [different[key] for key in part])
+                found = dict(zip(part, told, strict=True))
+                known.update(found)
+                known.update(replies.keep({key: value for key, value in found.items() if value is not None}))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(len(rest), settings.concurrency * len(settings.urls))):
+                    tasks.create_task(work())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            if pool is not None:
+                await pool.close()
+    return [known[key] for key in keys]
+
+
+async def _told(pool: _Pool, form: Form, questions: list[dict[str, Any]]) -> list[Any]:
+    """What one request brings."""
+    count = len(questions)
+    most = CONTROL + form.most * count
+    return await pool.post(form.path, form.body(questions), 1, lambda reply: form.read(reply, count), most)
+
+
+CONTROL = 2**20
+"""Bytes of a reply beside what it answers."""
+
+
+class _Pool(HTTPPool):
+    """Any JSON is an answer."""
+
+    def __init__(self, owner: str, options: PoolOptions, lenient: bool) -> None:
+        super().__init__(owner, options, EndpointError)
+        self._lenient = lenient
+
+    async def ask(
+        self, server: Server, method: str, path: str, body: dict[str, Any] | None = None, most: int = CONTROL
+    ) -> Any:
+        """One attempt at one server; `None` where it refuses the request and may."""
+        try:
+            where, content = await self.fetch(server, method, path, body, most)
+        except RefusedError as refusal:
+            if self._lenient and refusal.status in _REFUSALS:
+                return None
+            raise
+        try:
+            return parsed(content)
+        except ValueError:
+            raise UnavailableError(f"{where} with something that is not JSON", answered=True) from None
+
+
+def _owner(settings: ServedReward) -> str:
+    return f"reward {settings.type}"
+
+
+def _options(settings: ServedReward) -> PoolOptions:
+    patience = Patience(
+        timeout=settings.timeout,
+        unreachable=settings.patience,
+        retry=replace(SERVERS, attempts=settings.attempts),
+    )
+    return PoolOptions(settings.urls, settings.api_key_env, settings.concurrency, patience)
+
+
+def finite(value: Any) -> float:
+    """`value`, if it is a number that can be a reward; `UnavailableError` otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UnavailableError(f"a {type(value).__name__} came where a number is due", answered=True)
+    if not math.isfinite(value) or abs(value) > LARGEST:
+        raise UnavailableError("a number is not finite or beyond 1e9", answered=True)
+    return float(value)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+class Replies:
+    """What endpoints have answered: values of JSON by the digest of the question, in `folder`, or in memory
+    without one. A row that is not what was written, or holds no `kind`, is as if it were not there; a file
+    that cannot be read is kept as `replies.sqlite3.damaged`, and begun anew. Raises `RewardError` for what
+    the machine refuses.
+    """
+
+    def __init__(self, folder: str | None, kind: type) -> None:
+        self._path = None if folder is None else Path(folder).expanduser() / _FILE
+        self._kind = kind
+        self._file: sqlite3.Connection | None = None
+        self._guarded(self._open)
+
+    def find(self, keys: Iterable[str]) -> dict[str, Any]:
+        """The values of those that are there."""
+        return self._guarded(lambda: self._find(list(keys)))
+
+    def keep(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep values whose keys are not there yet, durably; returns what is there of these keys now."""
+        return self._guarded(lambda: self._keep(found))
+
+    def close(self) -> None:
+        """Let others move the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> sqlite3.Connection:
+        if self._file is not None:
+            return self._file
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = sqlite3.connect(self._path or ":memory:", timeout=_LOCKED, isolation_level=None)
+        self._file.execute("PRAGMA trusted_schema = OFF")
+        self._file.execute(
+            "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, value TEXT, seal TEXT) WITHOUT ROWID"
+        )
+        return self._file
+
+    def _find(self, keys: list[str]) -> dict[str, Any]:
+        file, found = self._open(), {}
+        for start in range(0, len(keys), _SELECTED):
+            some = keys[start : start + _SELECTED]
+            marks = ",".join("?" * len(some))
+            for key, text, seal in file.execute(
+                f"SELECT key, value, seal FROM replies WHERE key IN ({marks})", some
+            ):
+                with suppress(ValueError, TypeError):
+                    value = read_document(text, _LONGEST)
+                    if type(value) is self._kind and seal == _digest([key, text]):
+                        found[key] = value
+        return found
+
+    def _keep(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        rows = [(key, json.dumps(value)) for key, value in found.items()]
+        file = self._open()
+        with file:
+            file.execute("BEGIN IMMEDIATE")
+            there = self._find(list(found))
+            new = [(key, text, _digest([key, text])) for key, text in rows if key not in there]
+            file.executemany("INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", new)
+        return dict(found) | there
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except (sqlite3.Error, OSError) as error:
+            # Locked, full, read-only, a folder in its place: nothing is wrong with what is in it.
+            other_form = "no such column" in str(error) or "columns but" in str(error)
+            if isinstance(error, sqlite3.OperationalError | OSError) and not other_form:
+                self.close()
+                raise self._refused(error) from error
+        self.close()
+        self._put_aside()
+        return work()
+
+    def _put_aside(self) -> None:
+        assert self._path is not None
+        _log.warning("%s cannot be read: it is kept as %s.damaged, and begun anew", self._path, _FILE)
+        try:
+            self._path.replace(self._path.with_name(f"{_FILE}.damaged"))
+            self._path.with_name(f"{_FILE}-journal").unlink(missing_ok=True)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> EndpointError:
+        return EndpointError(
+            f"{self._path}: what rewards have answered cannot be kept there ({error}); free the disk or the"
+            " file, or give the reward another `cache`."
+        )
