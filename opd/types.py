@@ -122,6 +122,10 @@ class TokenTerms:
     importance: Float32 | None = None
     """What a sampled token counts with in an expectation over the student's own, if others drew it: the
     correction of the distillation stream's losses on sampled tokens."""
+    values: Float32 | None = None
+    """For a critic: its value of the state that each token was drawn in, at the start of the step."""
+    returns: Float32 | None = None
+    """What it is to learn in their place."""
 
     @classmethod
     def zeros(cls, length: int) -> TokenTerms:
@@ -185,6 +189,10 @@ class MicroBatch:
     samples: list[Sample]
     """The `B` samples, in packing order."""
     importance: Tensor | None = None
+    """[N] float32 or None."""
+    values: Tensor | None = None
+    """[N] float32 or None."""
+    returns: Tensor | None = None
     """[N] float32 or None."""
     kept: Tensor | None = None
     """[N] int64: which of the samples' response tokens these are, where ranks share sequences; `None` is all

@@ -159,6 +159,10 @@ class DistillConfig(Config):
                 f"{what} is an expectation over tokens that the student draws, and with prefixes teacher it"
                 " draws none; take a loss of type full, or prefixes student"
             )
+        if self.advantage.type == "gae":
+            raise ValueError(
+                "advantage gae needs a critic, which only specialists train; take another for the merge"
+            )
         if self.rl_coef > 0 and self.samples_per_prompt < 2 and self.advantage.compares:
             raise ValueError(
                 "rl_coef has no effect with one sample per prompt, whose advantage in its group is 0;"

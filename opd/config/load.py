@@ -71,6 +71,7 @@ def _resolve(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
     if len(found) > 1:  # a domain's own settings are asked for by its name
         found = [path for path in found if path[0] != "domains" or path[1] in given] or found
         found = [path for path in found if path[:2] != ("evaluation", "sets") or path[2] in given] or found
+        found = [path for path in found if "critic" not in path or "critic" in given] or found
     if len(found) == 1:
         return found[0]
     if found:

@@ -73,8 +73,8 @@ ROWS = (
     ),
     Row(
         (f"{_GRPO}.advantage", "distill.advantage"),
-        "`{type: grpo}`, `dr_grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, or"
-        " `{type: custom, path}`",
+        "`{type: grpo}`, `dr_grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gae`"
+        " (specialists alone), or `{type: custom, path}`",
         ("advantage-estimator",),
         (),
         ("algorithm.adv_estimator",),
@@ -90,6 +90,41 @@ ROWS = (
         (f"{_GRPO}.advantage.whiten",),
         "over all tokens of the step",
         ("normalize-advantages",),
+    ),
+    Row(
+        (f"{_GRPO}.advantage.gamma", f"{_GRPO}.advantage.lam"),
+        "with `advantage: {type: gae}`",
+        ("gamma", "lambd"),
+        ("lam",),
+        ("algorithm.gamma", "algorithm.lam"),
+    ),
+    Row(
+        (f"{_GRPO}.critic.optim.lr",),
+        "the critic is the stage's own start with a value head",
+        ("critic-lr",),
+        (),
+        ("critic.optim.lr",),
+    ),
+    Row(
+        (f"{_GRPO}.critic.clip",),
+        "`null`, the default, is no bound",
+        ("value-clip",),
+        ("cliprange_value",),
+        ("critic.cliprange_value",),
+    ),
+    Row(
+        (f"{_GRPO}.critic.warmup_steps",),
+        "",
+        ("num-critic-only-steps",),
+        (),
+        ("trainer.critic_warmup",),
+    ),
+    Row(
+        (f"{_GRPO}.reference_kl.placement",),
+        "`reward`, with `advantage: {type: gae}`",
+        (),
+        (),
+        ("algorithm.use_kl_in_reward",),
     ),
     Row(
         (f"{_GRPO}.group_size", "distill.samples_per_prompt"),

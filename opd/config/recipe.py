@@ -671,6 +671,25 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _what_a_critic_needs(self) -> Recipe:
+        specialists = [self.specialist, *(self.for_domain(name).specialist for name in self.domains)]
+        if not any(specialist.advantage.type == "gae" for specialist in specialists):
+            return self
+        needed = {
+            "rollout.engine": (self.rollout.engine.type, "torch"),
+            "train.backend": (self.train.backend, "torch"),
+            "train.context_parallel": (self.train.context_parallel, 1),
+            "launch": (self.launch.type, "local"),
+        }
+        for key, (given, wanted) in needed.items():
+            if given != wanted:
+                raise ValueError(
+                    f"the critic of advantage gae needs {key} {wanted}, not {given}; change it, or take"
+                    " another advantage"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _teachers_exist(self) -> Recipe:
         for name, entry in self.teachers.items():
             if entry.path is None and name not in self.domains:

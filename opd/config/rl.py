@@ -118,6 +118,22 @@ class ReinforcePlusPlusBaselineAdvantage(_Advantage):
     """Take the mean over the step's tokens off the advantages and divide by their standard deviation."""
 
 
+class GAEAdvantage(_Advantage):
+    """Generalised advantage estimation (Schulman et al. 2016, 1506.02438) with the values of a critic, which
+    is trained beside the policy (PPO): see `specialist.critic`."""
+
+    type: Literal["gae"] = "gae"
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """What a reward one token later is worth now."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """1: what came after a token, less its value; 0: the next token's value in the place of what came, with
+    less noise and the critic's bias."""
+    whiten: bool = True
+    """Take the mean over the step's tokens off the advantages and divide by their standard deviation."""
+
+    compares: ClassVar[bool] = False
+
+
 class CustomAdvantage(_Advantage):
     """An estimator of your own, by dotted path."""
 
@@ -132,6 +148,7 @@ AdvantageConfig = Annotated[
     | RLOOAdvantage
     | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage
+    | GAEAdvantage
     | CustomAdvantage,
     Field(discriminator="type"),
 ]
@@ -207,10 +224,12 @@ class ReferenceKLConfig(Config):
     coef: float = Field(default=0.0, ge=0)
     """Weight of the penalty."""
     estimator: Literal["k1", "k2", "k3"] = "k2"
-    """k1 and placement `advantage`, or k2 and placement `loss`: the reverse KL's gradient. k3 and placement
-    `loss`: the forward KL's gradient. Every other pair has a wrong or zero gradient and is refused."""
-    placement: Literal["advantage", "loss"] = "loss"
-    """Where it is added: to the advantages, or to the loss as a term of its own."""
+    """k1 and placement `advantage` or `reward`, or k2 and placement `loss`: the reverse KL's gradient. k3 and
+    placement `loss`: the forward KL's gradient. Every other pair has a wrong or zero gradient and is
+    refused."""
+    placement: Literal["advantage", "loss", "reward"] = "loss"
+    """Where it is added: to the advantages, to the loss as a term of its own, or, with `advantage: {type:
+    gae}` alone, to each token's reward, where the critic learns to expect it (PPO)."""
     discount: float = Field(default=0.0, ge=0, le=1)
     """With placement `advantage`: 0 charges a token its own log-ratio; above 0 the discounted sum of those
     that follow, too (1: the gradient of the KL between whole responses)."""
@@ -222,8 +241,11 @@ class ReferenceKLConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> ReferenceKLConfig:
-        if self.discount and self.placement == "loss":
-            raise ValueError("discount has no effect with placement loss; set placement to advantage")
+        if self.discount and self.placement != "advantage":
+            other = " (there the advantage's gamma is the discount)" if self.placement == "reward" else ""
+            raise ValueError(
+                f"discount has no effect with placement {self.placement}{other}; set placement to advantage"
+            )
         if self.target is not None and not self.coef:
             raise ValueError("target has no effect with coef 0, which nothing makes larger; set coef above 0")
         if self.target is None and self.gain != ReferenceKLConfig.model_fields["gain"].default:
@@ -232,7 +254,7 @@ class ReferenceKLConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_wrong_gradients(self) -> ReferenceKLConfig:
-        if (self.estimator == "k1") != (self.placement == "advantage"):
+        if (self.estimator == "k1") == (self.placement == "loss"):
             raise ValueError(
                 f"estimator {self.estimator} with placement {self.placement} has a zero or wrong gradient; "
                 "use k1 with placement advantage, or k2 or k3 with placement loss"
@@ -285,6 +307,19 @@ class RefillConfig(Config):
     learned from, however little it is."""
 
 
+class CriticConfig(Config):
+    """The model whose values `advantage: {type: gae}` takes: the one that the stage starts from, with a value
+    head in place of its own, all of whose weights are trained (also beside `model.lora`)."""
+
+    optim: OptimConfig = OptimConfig(schedule="linear", final_lr_fraction=0.1)
+    """Its own AdamW. Batching, mini-batches and epochs are the specialist's."""
+    clip: float | None = Field(default=None, gt=0)
+    """How far a value may move from the one at the start of the step before its loss has no gradient, in
+    units of the reward (PPO's value clipping); `null` is no bound."""
+    warmup_steps: int = Field(default=0, ge=0, le=10_000_000)
+    """First rollout steps in which the critic alone learns and the policy stays as it is."""
+
+
 class SpecialistConfig(Config):
     """One GRPO run; the same settings serve every domain and the mixed-domain baseline."""
 
@@ -293,7 +328,7 @@ class SpecialistConfig(Config):
     prompts_per_step: int = Field(default=64, gt=0, le=1_000_000)
     """Prompts of a rollout step; each is answered `group_size` times."""
     group_size: int = Field(default=8, gt=0, le=10_000)
-    """Responses per prompt (G); 1 with `advantage: {type: reinforce_plus_plus}` alone."""
+    """Responses per prompt (G); 1 with `advantage: {type: reinforce_plus_plus}` or `gae` alone."""
     minibatches: int = Field(default=4, gt=0, le=1_000_000)
     """Mini-batches per rollout step, each an optimiser step; with 1, and one epoch, the ratio is always 1 and
     the clip never acts."""
@@ -302,6 +337,9 @@ class SpecialistConfig(Config):
     taken to, are those of its start."""
     shaping: ShapingConfig = ShapingConfig()
     advantage: AdvantageConfig = GRPOAdvantage()
+    critic: CriticConfig | None = None
+    """How the critic of `advantage: {type: gae}` is trained; `null` is the default one there, and none with
+    any other advantage."""
     policy_loss: PolicyLoss = PolicyLossConfig()
     reference_kl: ReferenceKLConfig = ReferenceKLConfig()
     entropy_coef: float = 0.0
@@ -349,4 +387,34 @@ class SpecialistConfig(Config):
                 "refill replaces groups that a filter drops, and there is none; set filter_zero_variance to"
                 " true, give a group_filter, or leave refill out"
             )
+        return self
+
+    @property
+    def critic_warmup(self) -> int:
+        """Steps in which a critic alone learns."""
+        return 0 if self.critic is None else self.critic.warmup_steps
+
+    @model_validator(mode="after")
+    def _refuse_a_critic_without_use(self) -> SpecialistConfig:
+        if isinstance(self.advantage, GAEAdvantage):
+            if self.to_batch is not None:
+                raise ValueError(
+                    "to_batch cannot say what the critic of advantage gae learns from; leave one of the two"
+                    " out"
+                )
+            if self.steps and self.critic_warmup >= self.steps:
+                raise ValueError(
+                    f"critic.warmup_steps {self.critic_warmup} leaves none of the {self.steps} steps"
+                    " to the policy; give less"
+                )
+            return self
+        for name, given in (
+            ("critic", self.critic is not None),
+            ("reference_kl.placement reward", self.reference_kl.placement == "reward"),
+        ):
+            if given:
+                raise ValueError(
+                    f"{name} has no effect with advantage {self.advantage.type}; leave it out, or set"
+                    " advantage to {type: gae}"
+                )
         return self

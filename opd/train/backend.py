@@ -236,16 +236,24 @@ class Backend(ABC):
         """`[R]` float32 log-probability of each response under the weights as they are now."""
         return self.each(samples, self.own_logprobs, "the recomputed log-probabilities")
 
-    @torch.no_grad()
     def own_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """`logprobs` of samples that are this rank's; all ranks call it together, each with its own."""
-        with self.data.collective("the recomputed log-probabilities"):
+        return self.own_numbers(samples, self._packed_logprobs, "the recomputed log-probabilities")
+
+    @torch.no_grad()
+    def own_numbers(
+        self, samples: Sequence[Sample], compute: Callable[..., Tensor], what: str
+    ) -> list[np.ndarray]:
+        """`[R]` float32 of samples that are this rank's: what `compute`, which uses `hidden` and `head`,
+        makes of packs of them (see `of_packed`); `what` names it. All ranks call it together.
+        """
+        with self.data.collective(what):
             missing = self._missing_passes(samples)
             results = of_packed(
                 samples,
                 self.max_tokens,
                 self.device,
-                lambda *packed: self.run(lambda: self._packed_logprobs(*packed)),
+                lambda *packed: self.run(lambda: compute(*packed)),
             )
             for _ in range(missing):
                 self.run(self._nothing)

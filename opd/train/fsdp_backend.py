@@ -213,7 +213,7 @@ def own_rows(micro: MicroBatch, own: TokenShare) -> MicroBatch:
     local, kept = own_places(micro.rows, own)
     names = ("targets", "advantages", "old_logprobs", "policy_weight", "kl_weight", "ce_weight")
     streams = {name: getattr(micro, name)[kept] for name in names}
-    for name in ("ref_logprobs", "importance"):
+    for name in ("ref_logprobs", "importance", "values", "returns"):
         if (given := getattr(micro, name)) is not None:
             streams[name] = given[kept]
     return replace(micro, rows=local, kept=kept, **streams)

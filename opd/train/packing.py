@@ -92,6 +92,8 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
         ce_weight=stream("ce_weight"),
         ref_logprobs=if_all("ref_logprobs"),
         importance=if_all("importance"),
+        values=if_all("values"),
+        returns=if_all("returns"),
         samples=samples,
     )
 

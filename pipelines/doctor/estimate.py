@@ -55,7 +55,10 @@ def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) 
     if specialists := len(recipe.specialist_domains()):
         beside = min(recipe.runtime.workers, specialists)
         one = _training(recipe, student, recipe.specialist.batch, lora)
-        stages.append({name: beside * size for name, size in one.items()})
+        found = {name: beside * size for name, size in one.items()}
+        if critics := min(beside, len(_with_critic(recipe))):
+            found["critics"] = critics * _critic(recipe, student)
+        stages.append(found)
     return max(stages, key=lambda parts: sum(parts.values()))
 
 
@@ -75,6 +78,18 @@ def _training(recipe: Recipe, student: Shape, batch: BatchConfig, lora: bool) ->
         "KV cache": rollout.max_running * length * student.layers * student.kv_width * 2 * width,
         "activations": batch.max_tokens * student.layers * student.hidden_size * _ACTIVATIONS * width,
     }
+
+
+def _with_critic(recipe: Recipe) -> list[str]:
+    """The domains whose specialist has a critic."""
+    names = recipe.grpo_domains()
+    return [name for name in names if recipe.for_domain(name).specialist.advantage.type == "gae"]
+
+
+def _critic(recipe: Recipe, student: Shape) -> int:
+    """Weights, gradients and moments of a critic, all of which is trained, whatever the student trains."""
+    learns = student.parameters
+    return 4 * learns * learning_width(recipe) + _copies(recipe, student, learns, WIDTH[model_dtype(recipe)])
 
 
 def _copies(recipe: Recipe, student: Shape, learns: int, width: int) -> int:
@@ -111,6 +126,9 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
     folders = specialists + started + 2 + len(methods) + recipe.baselines.mixed_grpo_all_tokens
     # Weights as they are learnt, and two moments of each.
     checkpoints = 3 * own * (trained * learns + recipe.trains_base * student.parameters)
+    mixed = ("mixed_grpo" in methods) + recipe.baselines.mixed_grpo_all_tokens
+    critics = len(_with_critic(recipe)) + mixed * (recipe.specialist.advantage.type == "gae")
+    checkpoints += 3 * own * critics * student.parameters
     parts = {
         "model folders": folders * weights + (folders - 2 - len(methods)) * lora * learns * own,
         "checkpoints": recipe.runtime.keep_checkpoints * checkpoints,

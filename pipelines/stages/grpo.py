@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opd.config.rl import GAEAdvantage
 from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.stages.context import StageContext
@@ -19,7 +20,7 @@ from opd.pipelines.stages.source import Asked, open_source
 from opd.pipelines.stages.student import Student, load_model
 from opd.rollout.collect import EncodedPrompt
 from opd.train.advantages import build_advantage, keep_groups
-from opd.train.backend import response_logprobs
+from opd.train.backend import Backend, response_logprobs
 from opd.train.loss_weights import policy_scales, weigh
 from opd.train.packing import convert_batch
 from opd.train.shaping import changes_rewards, shape
@@ -27,6 +28,7 @@ from opd.train.terms import LossTerm, PolicyTerm, ReferenceTerm, next_coefficien
 from opd.types import RolloutBatch, Sample, SampleGroup, Status, TokenTerms
 
 if TYPE_CHECKING:
+    from opd.pipelines.stages.critic import Critic
     from opd.pipelines.stages.prompt_choice import PromptChoice
 
 _COEF = "reference_kl/coef"
@@ -72,6 +74,7 @@ class GRPO(Algorithm):
             if config.reference_kl.placement == "loss":
                 terms.append(self._penalty)
         self.student = Student.open(context, start, config.optim, config.batch, terms)
+        self._critic = self._open_critic(context, start)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
         self._shapes, self._cut = changes_rewards(config.shaping), False
         self._domains, self._recipe, self._rollout = list(domains), recipe, recipe.rollout
@@ -89,6 +92,16 @@ class GRPO(Algorithm):
     def begin(self, step: Step) -> None:
         if self._choice is not None:
             self._choice.begin(step.counters)
+
+    def _open_critic(self, context: StageContext, start: Path) -> Critic | None:
+        if not isinstance(self.config.advantage, GAEAdvantage):
+            return None
+        from opd.pipelines.stages.critic import Critic
+
+        return Critic.open(context, start, self.student)
+
+    def learners(self) -> dict[str, Backend]:
+        return {} if self._critic is None else {"critic": self._critic.backend}
 
     def prompts(self, index: int) -> list[EncodedPrompt]:
         """Those of batch number `index`."""
@@ -147,9 +160,14 @@ class GRPO(Algorithm):
             return Plan([], chosen)
         samples.deal()
         stream, metrics = self._stream(samples, learned, step)
+        metrics = chosen | metrics
         parts = _split(learned, config.minibatches)
+        if self._critic is not None:
+            metrics |= self._critic.learn(samples, parts * config.epochs, stream, step)
+            if step.index < config.critic_warmup:
+                return Plan([], metrics)
         updates = [self._update(samples, part, stream) for part in parts]
-        return Plan(updates * config.epochs, chosen | metrics)
+        return Plan(updates * config.epochs, metrics)
 
     def _stream(
         self, samples: StepSamples, learned: Sequence[Sample], step: Step
@@ -162,7 +180,11 @@ class GRPO(Algorithm):
         if self.reference is not None:
             stream.add_others(samples.samples, self._reference_logprobs, "the reference's log-probabilities")
         own = self.config.advantage
-        stream.estimate(build_advantage(own), whiten=learned if own.whiten else None)
+        if self._critic is None:
+            stream.estimate(build_advantage(own), whiten=learned if own.whiten else None)
+        else:
+            in_reward = self.reference is not None and reference.placement == "reward"
+            self._critic.estimate(stream, learned, coef if in_reward else 0.0)
         metrics = stream.measure()
         metrics.pop("log_ratio", None)
         if reference.target is not None:

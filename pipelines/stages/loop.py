@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -161,6 +161,10 @@ class Algorithm(ABC):
     def plan(self, samples: StepSamples, step: Step) -> Plan:
         """The step's updates: advantages, and what each token weighs in each stream of the loss."""
 
+    def learners(self) -> dict[str, Backend]:
+        """What learns beside the student and is kept with it, by the name that its files begin with."""
+        return {}
+
     def tokens(self, samples: StepSamples) -> int:
         """How many the student wrote, or was trained on in their place."""
         return samples.tokens
@@ -192,7 +196,8 @@ def train(
     random draw is a function of (seed, uid, position) they repeat bit for bit. A stage that is asked to stop
     writes one and raises `PreemptedError`.
     """
-    state = _restore(context, backend)
+    more = algorithm.learners()
+    state = _restore(context, backend, more)
     source.start(state.step)
     begin = time.perf_counter() - state.seconds
     while extent.progress(state) < 1.0:
@@ -210,7 +215,7 @@ def train(
         context.progress(state.step, extent.total(state), algorithm.headline(metrics))
         stopping = context.ranks.any(context.preemption.stopping, "the end of a step")
         if stopping or state.step % checkpoint_every == 0:
-            _save(context, backend, state)
+            _save(context, backend, more, state)
             source.consumed()
         if stopping:
             context.preemption.stop()  # where only another rank was asked
@@ -252,9 +257,11 @@ def _one_step(
     return metrics | algorithm.ended(step, metrics), tokens
 
 
-def _save(context: StageContext, backend: Backend, state: LoopState) -> None:
+def _save(context: StageContext, backend: Backend, more: Mapping[str, Backend], state: LoopState) -> None:
     """Every rank gathers, the first one writes, and none goes on before the checkpoint is durable."""
     tensors = backend.state()
+    for name, other in more.items():
+        tensors |= {f"{name}_{file}": found for file, found in other.state().items()}
     if context.ranks.main:
         context.metrics.sync()
         state.metrics = context.metrics.tail
@@ -262,12 +269,13 @@ def _save(context: StageContext, backend: Backend, state: LoopState) -> None:
     context.ranks.barrier("a checkpoint")
 
 
-def _restore(context: StageContext, backend: Backend) -> LoopState:
+def _restore(context: StageContext, backend: Backend, more: Mapping[str, Backend]) -> LoopState:
     checkpoint = context.checkpoints.latest()
     if checkpoint is None:
         context.metrics.truncate(0)
         return LoopState()
-    backend.load_state({name: checkpoint.load(name) for name in ("model", "optimizer")})
+    for begin, other in (("", backend), *((f"{name}_", other) for name, other in more.items())):
+        other.load_state({file: checkpoint.load(begin + file) for file in ("model", "optimizer")})
     state = LoopState(**checkpoint.state)
     context.metrics.truncate(state.step, state.metrics)
     _log.info("resumed from step %d", state.step)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -22,7 +22,10 @@ from opd.train.loss_weights import CorrectionSums, MismatchSums, corrected
 from opd.train.packing import PerSample
 from opd.types import Sample
 
-_OLD, _OTHER, _ADVANTAGES = "old_logprobs", "other_logprobs", "advantages"
+if TYPE_CHECKING:
+    from opd.train.critic import GAE
+
+_OLD, _OTHER, _ADVANTAGES, _VALUES = "old_logprobs", "other_logprobs", "advantages", "values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class _Numbers:
     """The reward's, where they are whitened."""
     apart: float = 0.0
     """Sum of the log-ratio to somebody else over the tokens that the loss mask counts."""
+    judged: dict[str, Any] = field(default_factory=dict)
+    """With a critic, how good its values are: the fields of `Judged`."""
 
 
 class PolicyStream:
@@ -81,6 +86,7 @@ class PolicyStream:
         self._whitened: Sequence[Sample] | None = None
         self._moments = Moments()
         self._coefs: Mapping[str, float] | None = None
+        self._valued: Sequence[Sample] | None = None
         step.fill(_OLD, step.samples, step.backend.own_logprobs, "the recomputed log-probabilities")
 
     def add_others(self, samples: Sequence[Sample], compute: PerSample, what: str, **lots: Any) -> None:
@@ -114,6 +120,31 @@ class PolicyStream:
                 if sample.uid in held:
                     self._step.keep(_ADVANTAGES, sample, values)
         self._estimated = True
+
+    def criticise(
+        self, gae: GAE, compute: PerSample, learned: Sequence[Sample], *, coef: float, whiten: bool
+    ) -> None:
+        """Keep a critic's values of every sample, by `compute`, and what `gae` makes of them as advantages,
+        over the tokens of the samples `learned` whitened if so asked. `coef` times the log-ratio to somebody
+        else is taken off each token's reward.
+        """
+        from opd.train.critic import token_rewards
+
+        self._step.fill(_VALUES, self._step.samples, compute, "the critic's values")
+        for lot in self._step.held():
+            for sample in lot:
+                penalty = coef * self._log_ratio(sample) if coef else None
+                values = self._step.signal(_VALUES, sample)
+                found = gae(token_rewards(sample, penalty), values, sample.loss_mask)
+                self._step.keep(_ADVANTAGES, sample, found)
+        self._estimated, self._valued, self._whitened = True, learned, learned if whiten else None
+
+    def valued(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        """`[R]` float32 each, of a sample whose tokens are in memory: the critic's values, and the returns:
+        what was earned, as far as the advantages look, and the value of what came then.
+        """
+        values = self._step.signal(_VALUES, sample)
+        return values, self._step.signal(_ADVANTAGES, sample) + values
 
     def measure(self) -> dict[str, float]:
         """Take what needs the whole step; returns the metrics of correction and mismatch, and with a term
@@ -157,6 +188,10 @@ class PolicyStream:
             metrics |= sums.metrics()
         for sample in self._whitened or ():
             self._moments.include(self._numbers_at(sample).advantages)
+        if self._valued is not None:
+            from opd.train.critic import Judged
+
+            metrics |= Judged.metrics(self._numbers_at(sample).judged for sample in self._valued)
         if self._against is not None and self._against.baseline == "batch_mean":
             own = [(sample.teacher, self._numbers_at(sample)) for sample in self._step.samples]
             self._means = teacher_means((teacher, found.returns, found.tokens) for teacher, found in own)
@@ -203,12 +238,18 @@ class PolicyStream:
         if self._whitened is not None:
             found.advantages = Moments.of(self._step.signal(_ADVANTAGES, sample), mask)
         if self._others:
-            ratio = old.astype(np.float64) - self._step.signal(_OTHER, sample)
-            found.apart = float(ratio[mask].sum())
+            found.apart = float(self._log_ratio(sample)[mask].sum())
+        if self._valued is not None:
+            from opd.train.critic import Judged
+
+            found.judged = asdict(Judged.of(*self.valued(sample), mask))
         if self._against is not None:
             returns = self._returns(sample)
             found.returns, found.tokens = float(returns.sum()), len(returns)
         return found
+
+    def _log_ratio(self, sample: Sample) -> np.ndarray:
+        return self._step.signal(_OLD, sample).astype(np.float64) - self._step.signal(_OTHER, sample)
 
     def _returns(self, sample: Sample) -> np.ndarray:
         assert self._against is not None

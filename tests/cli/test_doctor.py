@@ -363,6 +363,21 @@ def test_the_estimate_counts_adapters_and_given_teachers():
     assert disk["checkpoints"] == 3 * 2 * 3 * 50 * 4
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_the_estimate_counts_critics(lora):
+    """One of two specialists has one, all of whose weights are trained, whatever the student trains."""
+    domains = {name: {"source": f"procedural:{name}"} for name in ("sort", "add3")}
+    model, run = {"config": LLAMA, "lora": lora}, {"workers": 2}
+    plain = make_recipe(Path("unused"), model=model, domains=domains, runtime=run)
+    domains["sort"]["specialist"] = {"advantage": {"type": "gae"}, "filter_zero_variance": False}
+    recipe = make_recipe(Path("unused"), model=model, domains=domains, runtime=run)
+    large = replace(SHAPE, parameters=10**9)  # so that specialists take more than the merge
+    assert memory_parts(recipe, large, {})["critics"] == 4 * 4 * 10**9
+    apart = disk_parts(recipe, SHAPE, {})["checkpoints"] - disk_parts(plain, SHAPE, {})["checkpoints"]
+    assert apart == 2 * 3 * 4000
+    assert "critics" not in memory_parts(plain, large, {})
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_parts_are_those_of_the_stage_that_needs_the_most(workers):
     domains = {name: {"source": f"procedural:{name}"} for name in ("sort", "add3")}

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from recipes import shaped_specialist, write_recipe
+from recipes import shaped_specialist, tiny_recipe, write_recipe
 
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.launch.ray.cluster import _alive, descendants
@@ -65,13 +65,24 @@ def assert_all_end(family: dict[int, int]) -> None:
 @pytest.mark.slow
 def test_killed_in_every_stage(tmp_path):
     """With stages side by side, whose processes end with the run, responses on disk, rewards whose scale is
-    that of all steps, a coefficient that follows what was measured, and batches that are refilled.
+    that of all steps, a coefficient that follows what was measured, batches that are refilled, and in one
+    domain a critic.
     """
     storage = {"trajectories": "disk"}
     held = {"epochs": 2, "reference_kl": {"coef": 0.1, "target": 0.02}}
     specialist = shaped_specialist() | held | {"refill": {"limit": 3}}
+    domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+    domains["sort"]["specialist"] = {
+        "advantage": {"type": "gae"},
+        "filter_zero_variance": False,
+        "group_filter": "opd.train.advantages:has_signal",
+    }
     recipe = write_recipe(
-        tmp_path / "recipe.yaml", runtime={"workers": 2}, storage=storage, specialist=specialist
+        tmp_path / "recipe.yaml",
+        runtime={"workers": 2},
+        storage=storage,
+        specialist=specialist,
+        domains=domains,
     )
     finish(recipe, tmp_path / "undisturbed")
     disturbed = tmp_path / "disturbed"

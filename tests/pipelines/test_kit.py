@@ -64,7 +64,7 @@ def outcome(base: Path, path: Path, changes: dict, stop_after: int | None = None
         done = folder.stage_done(STAGE)
     assert done is not None
     rows = read_metrics(path / "stages" / STAGE / "metrics.jsonl")
-    kept = ("reward/", "policy/", "reference_kl", "entropy", "grad_norm")
+    kept = ("reward/", "policy/", "reference_kl", "entropy", "grad_norm", "critic/")
     return done["digest"], [{k: v for k, v in row.items() if k.startswith(kept)} for row in rows]
 
 
@@ -76,6 +76,83 @@ def whole(base, tmp_path_factory):
 def test_a_stopped_attempt_goes_on_bit_for_bit(base, whole, tmp_path):
     """It is stopped in a step after the checkpoint, whose coefficient the counters hold."""
     assert outcome(base, tmp_path / "run", {}, stop_after=3) == whole
+
+
+PPO = {
+    "advantage": {"type": "gae", "lam": 0.9},
+    "critic": {"clip": 0.3, "warmup_steps": 1, "optim": {"lr": 3e-3}},
+    "policy_loss": {"type": "clip"},
+    "reference_kl": {"coef": 0.1, "target": 0.02, "estimator": "k1", "placement": "reward"},
+    "filter_zero_variance": False,
+    "group_size": 2,
+    "steps": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def ppo(base, tmp_path_factory):
+    return outcome(base, tmp_path_factory.mktemp("ppo") / "run", PPO)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_critic_goes_on_bit_for_bit_too(base, ppo, tmp_path, after):
+    """Stopped in a step of its warm-up, before a checkpoint; and after one, with its moments."""
+    assert outcome(base, tmp_path / "run", PPO, stop_after=after) == ppo
+
+
+def test_a_critic_learns_alone_first_and_then_beside_the_policy(ppo):
+    _, rows = ppo
+    assert "policy/kl_old" not in rows[0]
+    assert all(row["policy/kl_old"] >= 0 for row in rows[1:])
+    assert rows[1]["reference_kl/measured"] == pytest.approx(0.0, abs=1e-6)  # nothing has moved yet
+    assert rows[2]["reference_kl/measured"] != 0.0
+    assert rows[0]["critic/value_mean"] == 0.0
+    for row in rows:
+        assert {"critic/loss", "critic/return_mean", "critic/explained_variance"} <= row.keys()
+        assert {"critic/clip_ratio", "critic/lr", "critic/grad_norm"} <= row.keys()
+    assert rows[2]["critic/value_mean"] != rows[1]["critic/value_mean"] != 0.0
+
+
+def test_a_critic_is_kept_with_the_stage_and_a_damaged_one_is_not_used(base, ppo, tmp_path):
+    """The checkpoint whose critic is damaged counts as none: the stage begins again, to the same weights."""
+    recipe = tiny_recipe(base=None, model={"path": str(base)}, specialist=KIT | PPO)
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        stop(recipe, folder, 2)
+        (kept,) = folder.checkpoints(STAGE).glob("*/critic_model.safetensors")
+        assert kept.with_name("critic_optimizer.safetensors").stat().st_size > 1.9 * kept.stat().st_size
+        data = bytearray(kept.read_bytes())
+        data[-1] ^= 1
+        kept.write_bytes(data)
+        run_stage(recipe, folder, STAGE)
+        assert (folder.stage_done(STAGE) or {})["digest"] == ppo[0]
+
+
+def ones(sample) -> float:
+    """A reward that every token has its share in."""
+    return sample.text.count("1") / 5
+
+
+def test_a_policy_learns_from_a_critics_advantages(base, tmp_path):
+    domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+    domains["add3"]["reward"] = f"{__name__}:ones"
+    own = {
+        "steps": 15,
+        "prompts_per_step": 16,
+        "group_size": 1,
+        "filter_zero_variance": False,
+        "advantage": {"type": "gae", "gamma": 0.99, "lam": 0.95},
+        "critic": {"optim": {"lr": 3e-3}},
+        "optim": {"lr": 3e-3},
+        "checkpoint_every": 20,
+    }
+    recipe = tiny_recipe(base=None, model={"path": str(base)}, domains=domains, specialist=own)
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_stage(recipe, folder, STAGE)
+    rows = read_metrics(tmp_path / "run" / "stages" / STAGE / "metrics.jsonl")
+    rewards, losses = ([row[name] for row in rows] for name in ("reward/mean", "critic/loss"))
+    assert sum(rewards[-3:]) > 2 * sum(rewards[:3]) > 0
+    assert losses[0] > 0
+    assert "frac_reward_zero_std" not in rows[0]
 
 
 def test_the_coefficient_follows_what_was_measured(whole):

@@ -30,11 +30,18 @@ KIT = {
     "policy_loss": {"type": "gspo", "clip_low": 0.2, "clip_high": 0.3},
     "reference_kl": {"coef": 0.1, "target": 0.02, "placement": "advantage", "estimator": "k1"},
 }
+PPO = {
+    "advantage": {"type": "gae", "lam": 0.9},
+    "critic": {"warmup_steps": 1},
+    "filter_zero_variance": False,
+    "reference_kl": {"coef": 0.1, "placement": "reward", "estimator": "k1"},
+}
 MERGE = {"steps": 3, "prompts_per_domain": 4, "checkpoint_every": 2}
 MIXED = {"dtype": "bfloat16"}
 TASKS = {
     "specialist": ("specialist-add3", {"specialist": SPECIALIST}),
     "kit": ("specialist-add3", {"specialist": SPECIALIST | KIT, "storage": {"trajectories": "disk"}}),
+    "critic": ("specialist-add3", {"specialist": SPECIALIST | PPO}),
     "ahead": (
         "specialist-add3",
         {"specialist": SPECIALIST | TIS, "rollout": {"schedule": "ahead"}},
@@ -46,7 +53,7 @@ TASKS = {
     "adapters": ("merge", {"distill": MERGE | {"optim": {"lr": 0.01}}, "lora": {"rank": 4, "alpha": 8}}),
     "mixed": ("merge", {"distill": MERGE | {"steps": 2}, "lora": {"rank": 4, "alpha": 8}} | MIXED),
 }
-STEPS = {"specialist": 3, "kit": 3, "ahead": 3, "async": 4, "adapters": 3, "mixed": 2}
+STEPS = {"specialist": 3, "kit": 3, "critic": 3, "ahead": 3, "async": 4, "adapters": 3, "mixed": 2}
 MODELS = {"specialist-add3": "specialists/add3", "merge": "merged"}
 BOUND = {"ahead": 1.0, "async": 2.0}
 
@@ -122,7 +129,7 @@ def weights(run: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(run / MODELS[TASKS[name][0]] / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["specialist", "kit", "ahead", "adapters"])
+@pytest.mark.parametrize("name", ["specialist", "kit", "critic", "ahead", "adapters"])
 def test_a_stage_of_two_ranks_ends_with_the_weights_of_one(base, ranks, alone, name):
     ours, expected = weights(ranks / name, name), weights(alone(name), name)
     start = load_file(base / "model.safetensors")

@@ -1,0 +1,176 @@
+"""PPO's critic: a second model says what reward is still to come, and advantages are made of that.
+
+The value of a token is that of the state it was drawn in: it is read at the row that predicts the token, as
+its log-probability is. A response earns its reward with its last token and nothing after it, also where
+`max_new_tokens` cut it. Tokens that the loss does not count are no steps of the policy: after a token comes
+the state of the next one that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from opd.errors import ModelError, RewardError, TrainingError
+from opd.kernels.head import Head, statistics_dtype
+from opd.kernels.vocab_parallel import HeadShard
+from opd.models.causal_lm import CausalLM
+from opd.train.advantages import Moments, discounted_returns
+from opd.train.backend import Backend
+from opd.train.losses import check_same_shape
+from opd.train.terms import MetricSums, StudentRows, masked_mean
+from opd.types import MicroBatch, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class GAE:
+    """Generalised advantage estimation (Schulman et al. 2016, 1506.02438, equation 16):
+    `A_t = sum_k (gamma lam)^k d_{t+k}` with `d_t = r_t + gamma V_{t+1} - V_t`, and `V = 0` after the end.
+
+    `lam` 1 is the discounted return less the value, `lam` 0 the error of one step.
+    """
+
+    gamma: float = 1.0
+    lam: float = 1.0
+
+    def __call__(self, rewards: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """`[R]` float32 from the rewards and values `[R]` of the tokens that `mask` `[R]` counts; else 0."""
+        found = np.zeros(len(mask), np.float32)
+        own = values[mask].astype(np.float64)
+        after = np.append(own[1:], 0.0)[: len(own)]
+        errors = rewards[mask] + self.gamma * after - own
+        found[mask] = discounted_returns(errors, self.gamma * self.lam)
+        return found
+
+
+def token_rewards(sample: Sample, penalty: np.ndarray | None = None) -> np.ndarray:
+    """`[R]` float64: what each token of `sample` earns. Its reward comes with the last token that counts, and
+    `penalty` `[R]` is taken off every one. Raises `RewardError` without a finite reward.
+    """
+    if sample.reward is None or not np.isfinite(sample.reward):
+        raise RewardError(
+            f"sample {sample.uid} (domain {sample.domain}) has the reward {sample.reward}; score every sample"
+            " with a finite number before estimating advantages"
+        )
+    found = np.zeros(len(sample.loss_mask), np.float64)
+    found[np.flatnonzero(sample.loss_mask)[-1:]] = sample.reward
+    return found if penalty is None else found - np.where(sample.loss_mask, penalty, 0.0)
+
+
+@dataclass(slots=True)
+class Judged:
+    """How good the values of some tokens were, before anything was learnt from them."""
+
+    values: Moments
+    returns: Moments
+    errors: Moments
+    """Of the returns less the values."""
+
+    @classmethod
+    def of(cls, values: np.ndarray, returns: np.ndarray, mask: np.ndarray) -> Judged:
+        """Those of one sample, `[R]` each."""
+        given = (values, returns, returns.astype(np.float64) - values)
+        return cls(*(Moments.of(numbers, mask) for numbers in given))
+
+    @staticmethod
+    def metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+        """Of all `parts`, each the fields of one (or nothing), added in their order: mean value and return,
+        and the share of the returns' variance that the values explain, unless returns are all equal. Empty
+        without tokens.
+        """
+        whole = Judged(Moments(), Moments(), Moments())
+        for part in parts:
+            for name, moments in part.items():
+                getattr(whole, name).include(Moments(**moments))
+        values, returns = whole.values, whole.returns
+        if not returns.count:
+            return {}
+        found = {"critic/value_mean": values.mean, "critic/return_mean": returns.mean}
+        if returns.deviation > 1e-6 * (1.0 + abs(returns.mean)):
+            found["critic/explained_variance"] = 1.0 - whole.errors.squares / returns.squares
+        return found
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Per-token loss [N] `(V - R)^2 / 2`, and which tokens [N] bool have no gradient.
+
+    With `clip` it is the larger one of that and the same at `V` held within `clip` of `old_values` [N], the
+    value at the start of the step (PPO's implementation, Schulman et al. 2017): where that is the larger one
+    and the bound holds, there is no gradient. `values` [N] carries it. Raises `ValueError` for different
+    shapes.
+    """
+    check_same_shape(values=values, old_values=old_values, returns=returns)
+    loss = (values - returns).square()
+    if clip is None:
+        return 0.5 * loss, torch.zeros_like(loss, dtype=torch.bool)
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    bounded = (held - returns).square()
+    return 0.5 * torch.maximum(loss, bounded), bounded > loss
+
+
+def predicted(hidden: Tensor, head: Head | HeadShard) -> Tensor:
+    """[N] values, at least float32, of hidden states [N, D] by the value head."""
+    assert isinstance(head, Head)
+    assert head.bias is not None
+    dtype = statistics_dtype(hidden, head.weight)
+    return hidden.to(dtype) @ head.weight[0].to(dtype) + head.bias[0].to(dtype)
+
+
+class ValueTerm:
+    """The critic's loss on `policy_weight`."""
+
+    def __init__(self, clip: float | None = None) -> None:
+        self.clip = clip
+
+    def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
+        if micro.values is None or micro.returns is None:
+            raise ValueError("the value loss needs values and returns in every sample's terms")
+        found = predicted(student.hidden, student.head)
+        per_token, clipped = value_loss(found, micro.values, micro.returns, self.clip)
+        masked_mean(per_token, micro.policy_weight, sums, "critic/loss")
+        if self.clip is not None:
+            masked_mean(clipped.float(), micro.policy_weight, sums, "critic/clip_ratio")
+        return (micro.policy_weight * per_token).sum()
+
+
+def with_value_head(model: CausalLM) -> CausalLM:
+    """`model` with a head of one row, and a bias, in the place of its own. Both are 0: so is every value
+    before the first step. Raises `ModelError` if its head cannot be changed.
+    """
+    size, dtype = model.config.hidden_size, model.dtype
+    head = nn.utils.skip_init(nn.Linear, size, 1, device=model.device, dtype=dtype)  # draws nothing
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    model.module.set_output_embeddings(head)
+    if model.module.get_output_embeddings() is not head:
+        raise ModelError(
+            f"the head of {type(model.module).__name__} cannot be replaced by one for values; take another"
+            " advantage than gae."
+        )
+    model.vocabulary = None
+    return model
+
+
+def own_values(backend: Backend, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """`[R]` float32 values of the responses of samples that are this rank's; all ranks call it together, each
+    with its own. Raises `TrainingError` if a value is not finite.
+    """
+
+    def packed(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
+        return predicted(backend.hidden(input_ids, position_ids, cu_seqlens)[rows], backend.head())
+
+    found = backend.own_numbers(samples, packed, "the critic's values")
+    for sample, values in zip(samples, found, strict=True):
+        if not np.isfinite(values).all():
+            raise TrainingError(
+                f"the critic's values of sample {sample.uid} are not finite; lower specialist.critic.optim.lr"
+                " or resume from an earlier checkpoint."
+            )
+    return found

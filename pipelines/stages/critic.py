@@ -1,0 +1,89 @@
+"""The critic of a GRPO stage whose advantage is `gae`: its model and optimiser beside the student's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from opd.config.rl import CriticConfig, GAEAdvantage
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.loop import Step
+from opd.pipelines.stages.policy_stream import PolicyStream
+from opd.pipelines.stages.precision import model_dtype
+from opd.pipelines.stages.samples import StepSamples
+from opd.pipelines.stages.student import Student, load_model
+from opd.train.backend import Backend, Training, learning_rate
+from opd.train.backends import open_backend
+from opd.train.critic import GAE, ValueTerm, own_values, with_value_head
+from opd.train.loss_weights import policy_scales, weigh
+from opd.types import Sample, TokenTerms
+
+
+class Critic:
+    """A model of values that learns beside a student, on the same ranks and the same samples.
+
+    Args:
+        config: How it learns.
+        advantage: What is made of its values.
+        backend: Its weights and optimiser.
+        student: Whose samples they are.
+    """
+
+    def __init__(
+        self, config: CriticConfig, advantage: GAEAdvantage, backend: Backend, student: Student
+    ) -> None:
+        self.config, self.advantage, self.backend, self._student = config, advantage, backend, student
+        backend.shares = student.backend.shares  # a sample's rank is the same for both
+
+    @classmethod
+    def open(cls, context: StageContext, start: Path, student: Student) -> Critic:
+        """With the trunk of the model in `start`; `ModelError` if its head cannot be changed."""
+        recipe, specialist = context.recipe, context.recipe.specialist
+        config, advantage = specialist.critic or CriticConfig(), specialist.advantage
+        assert isinstance(advantage, GAEAdvantage)
+        training = Training(config.optim, specialist.batch, 1.0, [ValueTerm(config.clip)])
+        opened = open_backend(
+            lambda dtype: with_value_head(load_model(recipe, start, dtype)),
+            recipe.train,
+            training,
+            context.ranks,
+            dtype=model_dtype(recipe),
+        )
+        return cls(config, advantage, context.closing.enter_context(opened), student)
+
+    def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """See `own_values`."""
+        self.backend.max_tokens = self._student.backend.max_tokens  # which samples on disk make smaller
+        return own_values(self.backend, samples)
+
+    def estimate(self, stream: PolicyStream, learned: Sequence[Sample], coef: float) -> None:
+        """Make the advantages of a step; see `PolicyStream.criticise`."""
+        gae = GAE(self.advantage.gamma, self.advantage.lam)
+        stream.criticise(gae, self.values, learned, coef=coef, whiten=self.advantage.whiten)
+
+    def learn(
+        self, samples: StepSamples, parts: Sequence[Sequence[Sample]], stream: PolicyStream, step: Step
+    ) -> dict[str, float]:
+        """An optimiser step for each of `parts`; returns metrics. Raises `TrainingError` if the loss or the
+        gradient is not finite.
+        """
+        rate = learning_rate(self.config.optim, step.index, step.progress)
+        means: dict[str, float] = {}
+        for part in parts:
+            scales = policy_scales([sample.trainable_tokens for sample in part], "token")
+            scale = {sample.uid: value for sample, value in zip(part, scales, strict=True)}
+
+            def terms(sample: Sample, scale: dict[str, float] = scale) -> TokenTerms:
+                found = TokenTerms.zeros(len(sample.response_ids))
+                found.values, found.returns = stream.valued(sample)
+                found.policy_weight = weigh(sample.loss_mask, scale[sample.uid])
+                return found
+
+            found = self.backend.accumulate(part, samples.batches(part, terms))
+            taken = self.backend.step(rate)
+            found |= {"critic/lr": taken["lr"], "critic/grad_norm": taken["grad_norm"]}
+            for name, value in found.items():
+                means[name] = means.get(name, 0.0) + value / len(parts)
+        return means
