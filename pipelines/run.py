@@ -12,7 +12,7 @@ from opd.config import Recipe
 from opd.errors import OpdError
 from opd.models.hf_folder import CHECKSUMS
 from opd.pipelines.evaluation.evaluate import measured, measured_sets, measurements
-from opd.pipelines.launch.machine import settle
+from opd.pipelines.launch.machine import kernels, settle
 from opd.pipelines.launch.workers import run_side_by_side
 from opd.pipelines.records.cards import write_cards
 from opd.pipelines.records.results import write_results
@@ -108,6 +108,7 @@ def execute(
         finally:
             context.metrics.close()
     result.setdefault("seconds", time.perf_counter() - started)
+    result["kernels"] = kernels()
     # Linux reports ru_maxrss in KiB.
     result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     context.ranks.barrier("the end of a stage")

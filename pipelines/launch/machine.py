@@ -6,11 +6,15 @@ import contextlib
 import ctypes
 import math
 import os
+import platform
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from opd.config import Recipe
 from opd.errors import OpdError, from_system, reason_of
+from opd.foreign import machine_memory
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of mallopt(3)
 
@@ -61,6 +65,69 @@ def cores() -> int:
         return max(1, min(found, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # no such group, or "max": no limit
         return found
+
+
+def hardware() -> dict[str, Any]:
+    """What this process computes on: processor, cores, memory and system; with a GPU also which, and CUDA."""
+    import torch
+
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+    found: dict[str, Any] = {
+        "cpu": cpu,
+        "cores": os.cpu_count() or 1,
+        "memory_mb": machine_memory() >> 20,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if torch.cuda.is_available():
+        every = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        found["gpus"] = [{"name": one.name, "memory_mb": one.total_memory >> 20} for one in every]
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def kernels() -> str:
+    """The implementation of the kernels that this process chooses (`OPD_KERNELS`), or what it was told to and
+    cannot.
+    """
+    from opd.kernels.ops import implementation
+
+    try:
+        chosen = implementation()
+    except ValueError:
+        return os.environ["OPD_KERNELS"]
+    return str(getattr(chosen, "name", None) or chosen.__name__.rpartition(".")[2])
+
+
+_GIT_SECONDS = 20.0
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """`commit` of the checkout whose top is `folder`, and whether files that git has are `dirty`: changed
+    since. Empty where there is no checkout, or no git.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+
+    def git(*words: str) -> str:
+        command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
+        said = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS, env=environment
+        )
+        return said.stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != folder.resolve():
+            return {}
+        commit = git("rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
 
 
 def settle(threads: int, tf32: bool) -> None:

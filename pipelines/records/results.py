@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import platform
+import re
+from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import opd
 from opd import installed_version
 from opd.config import Recipe
 from opd.config.hub_names import told
+from opd.config.rewards import ServedReward
 from opd.pipelines.evaluation.answers import side_by_side
 from opd.pipelines.evaluation.evaluate import (
     best_teachers,
@@ -23,6 +27,7 @@ from opd.pipelines.evaluation.evaluate import (
     written_by,
 )
 from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
+from opd.pipelines.launch.machine import git_state, hardware, kernels
 from opd.pipelines.records.cards import Cards, made_here
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.order import plan, specialist_stage
@@ -39,7 +44,12 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "seed": recipe.seed,
         "version": installed_version(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": _machine(),
+        "machine": hardware(),
+        "versions": _versions(recipe),
+        "extras": used_extras(recipe),
+        "engine": recipe.rollout.engine.type,
+        "kernels": kernels(),
+        "git": git_state(Path(opd.__file__).parents[1]),
         "domains": list(recipe.domains),
         "models": [
             _model(name, rows, finished)
@@ -67,19 +77,50 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     return folder.results
 
 
-def _machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text().splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        cpu = names[0] if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count() or 1,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+def _versions(recipe: Recipe) -> dict[str, str]:
+    """Of `opd`, of what it always needs, and of the packages of each extra that the recipe takes."""
+    packages = {"opd": "", "torch": "", "transformers": "", "tokenizers": "", "safetensors": "", "numpy": ""}
+    used = used_extras(recipe)
+    try:
+        needed = metadata.requires("opd") or []
+    except metadata.PackageNotFoundError:
+        needed = []
+    for line in needed:
+        name, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)['\"]", line)
+        if name is not None and extra is not None and extra[1] in used:
+            packages[name[0]] = extra[1]
+    found = {"python": platform.python_version()}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found | {"opd": installed_version(), "torch": torch.__version__}
+
+
+def used_extras(recipe: Recipe) -> list[str]:
+    """The extras of this package without which a run of `recipe` cannot go."""
+    scored = [*recipe.domains.values(), *recipe.of_sets().domains.values()]
+    rewards = [config.reward for config in scored]
+    sources = [config.source for config in scored]
+    teachers = {recipe.teacher(name).type for name in recipe.taught()}
+    places = [recipe.storage.published or "", *recipe.given_teachers().values()]
+    asked = {
+        "s3": any(place.startswith("s3://") for place in places),
+        "parquet": any(source.endswith(".parquet") for source in sources),
+        "reasoning-gym": any(source.startswith("reasoning-gym:") for source in sources),
+        "verifiers": any(
+            getattr(reward, "type", "") in ("math", "json_schema", "python") for reward in rewards
+        ),
+        "sglang": "sglang" in teachers
+        or recipe.rollout.engine.type == "sglang"
+        or any(isinstance(reward, ServedReward) for reward in rewards),
+        "megatron": "megatron" in (*teachers, recipe.train.backend),
+        "deepspeed": recipe.train.backend == "deepspeed",
+        "lora": recipe.model.lora is not None,
+        "ray": recipe.launch.type == "ray",
+        "tensorboard": recipe.runtime.tensorboard,
+        "tilelang": kernels() == "tilelang",
     }
+    return [extra for extra, is_used in asked.items() if is_used]
 
 
 def _model(name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +184,10 @@ def _count(row: dict[str, Any]) -> Count:
 
 def _stage(name: str, result: dict[str, Any]) -> dict[str, Any]:
     keys = ("seconds", "student_tokens", "steps", "peak_rss_mb", "phases")
-    return {"name": name} | {key: result[key] for key in keys}
+    kept = {key: result[key] for key in keys} | (
+        {"kernels": result["kernels"]} if "kernels" in result else {}
+    )
+    return {"name": name} | kept
 
 
 def _teachers(folder: RunFolder) -> dict[str, Any]:

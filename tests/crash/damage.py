@@ -161,7 +161,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
     results = folder / "results.json"
     if results.is_file():
         numbers = _timeless(json.loads(results.read_text()))
-        for key in ("created", "machine", "run", "made_from", "sha256", "counters"):
+        for key in ("created", "machine", "git", "run", "made_from", "sha256", "counters"):
             numbers.pop(key, None)
         found["results.json"] = json.dumps(numbers, sort_keys=True).replace(str(folder), "RUN")
     return found

@@ -3,14 +3,18 @@
 import html
 import json
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from recipes import tiny_recipe, write_recipe
 
+import opd
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.cli import main
+from opd.pipelines.launch.machine import git_state
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.stages.order import plan, with_needs
@@ -58,6 +62,19 @@ def test_results_hold_every_model_and_stage(finished):
     assert results["counters"]["head_loads"] == 8 * 2
     assert results["counters"]["resident_heads_peak"] == 1
     assert (finished / "report.html").stat().st_size > 10_000
+
+
+def test_results_say_what_the_run_was_made_with(finished):
+    results = json.loads((finished / "results.json").read_text())
+    assert results["engine"] == "torch"
+    assert results["kernels"] in ("chunked", "triton")
+    assert {stage["kernels"] for stage in results["stages"]} == {results["kernels"]}
+    assert results["extras"] == []
+    versions = {name: metadata.version(name) for name in ("transformers", "numpy", "safetensors")}
+    assert results["versions"].items() >= (versions | {"opd": results["version"]}).items()
+    assert results["machine"]["torch"] == results["versions"]["torch"] == torch.__version__
+    assert results["machine"]["memory_mb"] > 100
+    assert results["git"].get("commit") == git_state(Path(opd.__file__).parents[1]).get("commit")
 
 
 def test_metrics_have_one_line_per_step(finished):

@@ -1,0 +1,72 @@
+"""What results.json says of the checkout and of the extras that a recipe takes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from recipes import tiny_recipe
+
+from opd.pipelines.launch.machine import git_state, kernels
+from opd.pipelines.records.results import used_extras
+
+
+def git(folder: Path, *words: str) -> str:
+    own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(folder), *own, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path, monkeypatch):
+    assert git_state(tmp_path) == {}
+    git(tmp_path, "init", "-q")
+    assert git_state(tmp_path) == {}  # without a commit
+    (tmp_path / "file").write_text("1")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    clean = {"commit": git(tmp_path, "rev-parse", "HEAD"), "dirty": False}
+    assert git_state(tmp_path) == clean
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "results").write_text("what a run leaves is no change")
+    assert git_state(tmp_path) == clean
+    assert git_state(tmp_path / "runs") == {}  # a package installed below somebody's checkout is not its
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as in a hook
+    assert git_state(tmp_path) == clean
+    (tmp_path / "file").write_text("2")
+    assert git_state(tmp_path) == clean | {"dirty": True}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(tmp_path) == {}  # without git
+
+
+def test_the_extras_that_a_recipe_takes(monkeypatch):
+    sort = {"source": "procedural:sort", "params": {"digits": 3}}
+    assert used_extras(tiny_recipe()) == []
+    domains = {
+        "a": sort | {"reward": "math"},
+        "b": sort | {"reward": {"type": "judge", "urls": ["http://h"]}},
+    }
+    recipe = tiny_recipe(
+        domains=domains,
+        storage={"published": "s3://bucket/x"},
+        model=tiny_recipe().model.model_dump() | {"lora": {}},
+        runtime={"tensorboard": True},
+    )
+    assert used_extras(recipe) == ["s3", "verifiers", "sglang", "lora", "tensorboard"]
+    monkeypatch.setenv("OPD_KERNELS", "reference")
+    assert kernels() == "reference"
+    monkeypatch.setenv("OPD_KERNELS", "no such")
+    assert kernels() == "no such"
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra"),
+    [
+        ({"launch": "ray"}, "ray"),
+        ({"train": {"backend": "megatron"}}, "megatron"),
+        ({"rollout": {"engine": {"type": "sglang", "urls": ["http://h"]}}}, "sglang"),
+        ({"distill": {"teachers": "megatron"}}, "megatron"),
+    ],
+)
+def test_what_a_field_takes(changes, extra):
+    assert used_extras(tiny_recipe(**changes)) == [extra]
