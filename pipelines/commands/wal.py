@@ -75,14 +75,15 @@ def verify(folder: Path) -> int:
 
 def export(folder: Path, out: Path | None) -> int:
     """Write the requests of the log in `folder` to `out`, which is there whole or not at all, or to standard
-    output, one line of JSON each.
+    output, one line of JSON each. Of a damaged one what comes before the damage, and the status is 2.
     """
     contents = read_log(folder)
+    status = 0 if contents.report.damage is None else 2
     if contents.report.damage is not None:
         print(f"opd: warning: {contents.report.damage}; what comes before is exported", file=sys.stderr)
     if out is None:
         sys.stdout.writelines(_lines(contents.requests()))
-        return 0
+        return status
     if os.path.lexists(out):
         raise StorageError(f"{out} exists already; remove it or choose another name")
     try:
@@ -90,7 +91,7 @@ def export(folder: Path, out: Path | None) -> int:
             file.writelines(line.encode() for line in _lines(contents.requests()))
     except OSError as error:
         raise StorageError(f"{out} cannot be written ({error.strerror}); choose another place") from error
-    return 0
+    return status
 
 
 def repair(folder: Path) -> int:

@@ -29,6 +29,7 @@ _PLACES = {
     "published teachers": "published",
     "fetched teachers": "downloaded",
     "hidden states": "stages/merge/cache",
+    "log of teachers' answers": "stages/merge/wal",
 }
 """Where parts of the disk that are written once lie in a run folder."""
 
@@ -48,6 +49,11 @@ def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) 
             "logits of a chunk": 3 * recipe.distill.batch.kl_chunk * student.vocabulary * 4,
         }
     ]
+    if recipe.distill.prefixes == "teacher":
+        # One writes at a time, beside the student; what was written stays to the end.
+        largest = max(teachers.get(name, student).parameters for name in used_teachers(recipe))
+        stages[0]["a teacher that writes"] = largest * width + stages[0]["KV cache"]
+        stages[0]["teachers' answers"] = answers_held(recipe)[1]
     if recipe.base is not None:
         stages.append(_training(recipe, student, recipe.base.batch, lora=False))
     for domain, sft in recipe.demonstrated().items():
@@ -60,6 +66,26 @@ def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) 
             found["critics"] = critics * _critic(recipe, student)
         stages.append(found)
     return max(stages, key=lambda parts: sum(parts.values()))
+
+
+_TOKEN, _SAMPLE = 13, 2000
+"""Bytes of a response's token in memory (id, log-probability, version, mask), and of a sample beside them."""
+
+
+def answers_held(recipe: Recipe) -> tuple[int, int]:
+    """How many answers of teachers a merge with `prefixes: teacher` holds from before its first step, and
+    their bytes, if all are as long as they may get.
+    """
+    config = recipe.distill
+    counts = {
+        name: recipe.for_domain(name).distill.prompts_per_domain * config.steps * config.samples_per_prompt
+        for name in recipe.domains
+    }
+    sizes = [
+        count * (_SAMPLE + _TOKEN * recipe.for_domain(name).rollout.max_new_tokens)
+        for name, count in counts.items()
+    ]
+    return sum(counts.values()), sum(sizes)
 
 
 def _training(recipe: Recipe, student: Shape, batch: BatchConfig, lora: bool) -> Parts:
@@ -149,6 +175,8 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
         )
     if streamed:
         parts["hidden states"] = recipe.storage.cache_mb * _MIB
+    if recipe.distill.prefixes == "teacher" and recipe.rollout.log is not None:
+        parts["log of teachers' answers"] = answers_held(recipe)[1]
     return parts
 
 
@@ -167,7 +195,7 @@ def disk_left(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], run
     # A new checkpoint is written before the oldest one goes.
     one_more = each // max(1, recipe.runtime.keep_checkpoints)
     parts["checkpoints"] = max(len(trained) * each - there, one_more) if trained else 0
-    needed_by = {"published teachers": ["merge"], "hidden states": ["merge"], "fetched teachers": [*stages]}
+    needed_by = {part: ["merge"] for part in _PLACES} | {"fetched teachers": [*stages]}
     for part, place in _PLACES.items():
         if part in parts:
             wanted = any(stage in undone for stage in needed_by[part])

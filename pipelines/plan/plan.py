@@ -12,7 +12,7 @@ import numpy as np
 from opd.config import Recipe
 from opd.errors import ConfigError, DataError
 from opd.pipelines.doctor.checks import number_of
-from opd.pipelines.doctor.estimate import readable
+from opd.pipelines.doctor.estimate import answers_held, readable
 from opd.pipelines.stages.precision import WIDTH, model_dtype
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryStore
 from opd.train.plan import CostModel, DeviceBudget, PlanSettings, TrainingPlan, Workload, make_plan
@@ -61,8 +61,8 @@ class _Task:
     work: Workload
     teachers: list[str]
     source: str
-    long: tuple[str, ...] = ()
-    """What is said of the prompts that leave no room for their responses."""
+    told: tuple[str, ...] = ()
+    """Lines about what is planned: prompts that leave no room for their responses, answers of teachers."""
 
 
 def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
@@ -89,8 +89,8 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     plan = make_plan(task.work, settings, cost, budget)
     steps, ranks = number_of(plan.mini_batches, "mini-batch"), number_of(plan.ranks, "rank")
     print(f"plan      {task.source}: {steps} of {count} on {ranks}")
-    for told in task.long:
-        print(f"prompts   {told}")
+    for told in task.told:
+        print(told)
     print("\n".join(describe(task.work, task.teachers, plan, cost, budget)))
     return 0
 
@@ -165,7 +165,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
     router, config = Router.from_recipe(recipe), recipe.distill
     lengths, teachers, sizes, names = [], [], [], router.teachers
     row_bytes = sum(field.row_bytes for field in SAMPLE_FIELDS) + shape.hidden_size * width
-    tokenizer, long = models.tokenizer, []
+    tokenizer, told = models.tokenizer, []
     assert tokenizer is not None
 
     def encode(prompt: Prompt) -> np.ndarray:
@@ -175,7 +175,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
         policy, room = recipe.domains[name].long_prompts, prompt_room(recipe, tokenizer, name)
         own = recipe.for_domain(name)
         fitted = fit(domain, room, policy, encode)  # as the run does
-        long += [f"{name}: {fitted.sentence(room, policy)}"] if fitted.long else []
+        told += [f"prompts   {name}: {fitted.sentence(room, policy)}"] if fitted.long else []
         cursor = PromptCursor(fitted.domain.train, recipe.seed, name)
         for number, prompt in enumerate(cursor.take(0, own.distill.prompts_per_domain)):
             ids = truncated(encode(prompt), room.tokens, None)
@@ -188,7 +188,13 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
                 sizes.append(lengths[-1] * row_bytes)
     columns = [np.array(column, np.int64) for column in (lengths, teachers, sizes)]
     source = f"one step of {recipe.name}, responses of {recipe.longest_response()} tokens"
-    return model, _Task(Workload(*columns), names, source, tuple(long))
+    if config.prefixes == "teacher":
+        answers, size = answers_held(recipe)
+        told.append(
+            f"answers   all {answers:,} of the {config.steps} steps are written by the teachers before the"
+            f" first, and held in memory: at most {readable(size)}"
+        )
+    return model, _Task(Workload(*columns), names, source, tuple(told))
 
 
 def describe(

@@ -92,9 +92,16 @@ def refuse_existing(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is no folder; give another one with --out")
     if path.exists() and any(not _is_trace(entry.name) for entry in path.iterdir()):
+        _refuse_model(path)
         raise RunFolderError(
             f"{path} exists already; add --resume to continue that run, or give another folder with --out"
         )
+
+
+def _refuse_model(path: Path) -> None:
+    """Raise `RunFolderError` for a model's folder, which has a `config.json` of its own."""
+    if not (path / _INPUTS).exists() and any(path.glob("*.safetensors")):
+        raise RunFolderError(f"{path} is a model's folder and no run's; give another one with --out")
 
 
 def _has_begun(path: Path) -> bool:
@@ -104,6 +111,7 @@ def _has_begun(path: Path) -> bool:
     """
     if not path.is_dir():
         raise RunFolderError(f"there is no run in {path} to resume; start it without --resume")
+    _refuse_model(path)
     if (path / _CONFIG).exists():
         return True
     if any(not _is_trace(entry.name) for entry in path.iterdir()):

@@ -228,9 +228,9 @@ def _cost_points(run: Run) -> list[tuple[str, str]]:
     merge = run.stage("merge")
     parts = []
     if merge and merge.steps:
-        parts.append(
-            f"the merge sampled {amount(merge.student_tokens)} student tokens in {duration(merge.seconds)}"
-        )
+        whose = "followed its teachers over" if _follows(run) else "sampled"
+        kind = "of their tokens" if _follows(run) else "student tokens"
+        parts.append(f"the merge {whose} {amount(merge.student_tokens)} {kind} in {duration(merge.seconds)}")
     if specialists:
         tokens, seconds = (sum(getattr(s, key) for s in specialists) for key in ("student_tokens", "seconds"))
         count = f"{len(specialists)} specialists" if len(specialists) > 1 else "the specialist"
@@ -239,6 +239,11 @@ def _cost_points(run: Run) -> list[tuple[str, str]]:
         return []
     sentence = "; ".join(parts)
     return [("Cost.", f"{sentence[0].upper()}{sentence[1:]}.")]
+
+
+def _follows(run: Run) -> bool:
+    """Whether the merge learnt from answers of its teachers."""
+    return run.config.get("distill", {}).get("prefixes") == "teacher"
 
 
 def _domains(count: int) -> str:
@@ -256,6 +261,12 @@ def caveats(run: Run) -> list[str]:
         "training is unstable, another seed moves a row by more. Compare several seeds before ranking "
         "methods that are close."
     ]
+    if merged and _follows(run):
+        sentences.append(
+            "The merge is off-policy (distill.prefixes: teacher): the answers that it learnt from were "
+            "written by the teachers of their domains, before the first step. It is what the merge on the "
+            "student\u2019s own answers is compared with, and says nothing of that one."
+        )
     if merged:
         sentences.append(_token_budget(run))
     if run.model("off_policy"):

@@ -20,6 +20,7 @@ from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, tra
 from opd.pipelines.stages.policy_stream import Against, PolicyStream, PolicyTokens
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
 from opd.pipelines.stages.source import Asked, Given, Rollouts, open_source
+from opd.pipelines.stages.stage_rollout import open_log
 from opd.pipelines.stages.student import Student, tokenizer_of
 from opd.pipelines.stages.supervised import teacher_samples
 from opd.pipelines.stages.teachers import open_schedule, scoring_ahead, wait_shares
@@ -140,6 +141,7 @@ class Distill(Algorithm):
         self.schedule = stack.enter_context(open_schedule(context, vocabulary))
         self._corrects = needs_correction(config)
         self._given = config.prefixes == "teacher"
+        self._answers: list[list[Sample]] = []
         self.probe = MismatchProbe(context.ranks, entropy=not needs_policy_stream(config))
         terms = [*loss_terms(config, self.schedule), self.probe]
         self.student = Student.open(context, start, config.optim, config.batch, terms)
@@ -151,8 +153,7 @@ class Distill(Algorithm):
     def open_source(self, stack: ExitStack) -> Rollouts | Given:
         """What the student writes, until `stack` is unwound; or what its teachers have written."""
         if self._given:
-            written = teacher_samples(self.context, self.data, self.student)
-            return Given(written.__getitem__, self.student.backend, self.student.ranks)
+            return Given(self._written, self.student.backend, self.student.ranks)
         router = Router.from_recipe(self.context.recipe)
         asked = Asked(
             self.prompts,
@@ -162,6 +163,15 @@ class Distill(Algorithm):
             together=self.config.to_batch is not None,
         )
         return open_source(self.context, self.student, asked, stack)
+
+    def _written(self, index: int) -> list[Sample]:
+        """What teachers wrote to the prompts of step `index`: all of it before the first step of an attempt,
+        which takes from the log what an earlier one wrote.
+        """
+        if not self._answers:
+            with open_log(self.context) as log:
+                self._answers = teacher_samples(self.context, self.data, self.student, log)
+        return self._answers[index]
 
     def _before(self, engine: Generates, prompts: Sequence[EncodedPrompt]) -> Generates:
         if self.context.ranks.alone and self.context.recipe.storage.trajectories == "memory":

@@ -134,14 +134,20 @@ class StageRollout:
 def open_rollout(
     context: StageContext, writers: EnginePool, stops: StopStrings | None
 ) -> Iterator[StageRollout]:
-    """`writers` behind the stage's log while the block runs; the log goes on where an earlier attempt ended.
+    """`writers` behind the stage's log while the block runs; `stops`: strings that end a response."""
+    with open_log(context) as log:
+        kept = KVFile(context.of_rank(context.folder.stage(context.stage) / "in_flight.safetensors"))
+        yield StageRollout(tolerant(context, writers, log, stops, kept if log is not None else None), log)
 
-    `stops`: strings that end a response. The log is made durable at the end whatever happens. Raises
-    `StorageError` if it cannot be used.
+
+@contextmanager
+def open_log(context: StageContext) -> Iterator[TimedLog | None]:
+    """The stage's token log while the block runs, where the recipe has one; it goes on where an earlier
+    attempt ended, and is made durable at the end whatever happens. Raises `StorageError` where it cannot be.
     """
     config = context.recipe.rollout.log
     if config is None:
-        yield StageRollout(_tolerant(context, writers, None, stops), None)
+        yield None
         return
     with TokenWAL(
         context.of_rank(context.folder.wal(context.stage)),
@@ -149,21 +155,24 @@ def open_rollout(
         interval_seconds=config.interval_seconds,
         segment_bytes=config.segment_mb * MIB,
     ) as log:
-        timed = TimedLog(log)
-        yield StageRollout(_tolerant(context, writers, timed, stops), timed)
+        yield TimedLog(log)
 
 
-def _tolerant(
-    context: StageContext, writers: EnginePool, log: TimedLog | None, stops: StopStrings | None
+def tolerant(
+    context: StageContext,
+    writers: EnginePool,
+    log: TimedLog | None,
+    stops: StopStrings | None,
+    kept: KVFile | None = None,
 ) -> FaultTolerantRollout:
-    kept = KVFile(context.of_rank(context.folder.stage(context.stage) / "in_flight.safetensors"))
+    """`writers` before `log`, which leave when the stage is asked to; `kept` holds keys and values then."""
     return FaultTolerantRollout(
         writers,
         log,
         stops=stops,
         preemption=context.preemption,
         recovery=Recovery(
-            kept if log is not None else None,
+            kept,
             context.folder.owner(context.stage),
             context.recipe.rollout.schedule == "async",
         ),

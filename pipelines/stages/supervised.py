@@ -7,7 +7,7 @@ then demonstrations of mixed quality.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,17 @@ from opd.pipelines.stages.loop import Algorithm, Extent, LoopState, Plan, Step, 
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.source import Given
-from opd.pipelines.stages.student import Student, load_model, make_writer, ways_of
+from opd.pipelines.stages.stage_rollout import TimedLog, tolerant
+from opd.pipelines.stages.student import Student, load_model, make_engine, make_writer, ways_of
 from opd.pipelines.stages.teachers import whole_teacher
-from opd.rollout.collect import write, write_shared
+from opd.progress import doing
+from opd.rollout.collect import Generates, write, write_shared
+from opd.rollout.engine_pool import EnginePool
 from opd.teachers.schedule import Route, Router
 from opd.train.backend import learning_rate
 from opd.train.loss_weights import per_teacher_scales, policy_scales, weigh
 from opd.train.terms import CrossEntropyTerm
-from opd.types import Sample, Status, TokenTerms
+from opd.types import Sample, SampleGroup, Status, TokenTerms
 
 _log = logging.getLogger(__name__)
 
@@ -99,39 +102,49 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     return result | {"digest": student.export(out, context.card(result))}
 
 
-def teacher_samples(context: StageContext, data: DomainSet, student: Student) -> list[list[Sample]]:
+def teacher_samples(
+    context: StageContext, data: DomainSet, student: Student, log: TimedLog | None = None
+) -> list[list[Sample]]:
     """The teachers' responses to the merge's prompts, those of each of its steps in their order, one teacher
-    at a time. Of a mixture only the teacher of the largest weight writes.
+    at a time; from `log` what it has of them. Of a mixture only the teacher of the largest weight writes.
     """
-    recipe = context.recipe
-    config = recipe.distill
-    steps = config.steps
-    router = Router.from_recipe(recipe)
-    by_step: list[list[Sample]] = [[] for _ in range(steps)]
+    router = Router.from_recipe(context.recipe)
+    by_step: list[list[Sample]] = [[] for _ in range(context.recipe.distill.steps)]
     context.ranks.main_first(lambda: [whole_teacher(context, teacher) for teacher in router.teachers])
     for teacher in router.teachers:
-        path = whole_teacher(context, teacher)
-        model = load_model(recipe, path, tokenizer=student.tokenizer)
-        engine = make_writer(recipe, model, student.tokenizer)
-        ways = ways_of(recipe, student.tokenizer, teacher=path)
-        for domain in recipe.domains:
-            count = recipe.for_domain(domain).distill.prompts_per_domain
-            prompts = [
-                prompt
-                for prompt in data.take(domain, 0, steps * count, MERGE)
-                if main_of(router.route(domain, prompt.uid)) == teacher
-            ]
+        for step, group in _written_by(teacher, context, data, student, log):
+            by_step[step].extend(group.samples)
+    return by_step
+
+
+def _written_by(
+    teacher: str, context: StageContext, data: DomainSet, student: Student, log: TimedLog | None
+) -> Iterator[tuple[int, SampleGroup]]:
+    """(step, responses to one of its prompts) of all prompts of the merge that are `teacher`'s."""
+    recipe = context.recipe
+    config, router = recipe.distill, Router.from_recipe(recipe)
+    path = whole_teacher(context, teacher)
+    model = load_model(recipe, path, tokenizer=student.tokenizer)
+    engine: Generates = make_writer(recipe, model, student.tokenizer)
+    if log is not None:
+        engine = tolerant(context, EnginePool([make_engine(recipe, model)]), log, student.stops)
+    ways = ways_of(recipe, student.tokenizer, teacher=path)
+    for domain in recipe.domains:
+        count = recipe.for_domain(domain).distill.prompts_per_domain
+        prompts = [
+            prompt
+            for prompt in data.take(domain, 0, config.steps * count, MERGE)
+            if main_of(router.route(domain, prompt.uid)) == teacher
+        ]
+        with doing(f"{teacher} answers {len(prompts)} prompts of {domain}"):
             groups = write_shared(
                 context.ranks,
                 prompts,
-                lambda mine, engine=engine, ways=ways: write(
-                    engine, mine, config.samples_per_prompt, ways, recipe.seed
-                ),
+                lambda mine: write(engine, mine, config.samples_per_prompt, ways, recipe.seed),
+                student.barrier,
             )
-            for group in groups:
-                number = int(group.uid.rsplit("/", 1)[1])
-                by_step[number // count].extend(group.samples)
-    return by_step
+        for group in groups:
+            yield int(group.uid.rsplit("/", 1)[1]) // count, group
 
 
 def main_of(route: Route) -> str:

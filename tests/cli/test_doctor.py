@@ -378,6 +378,31 @@ def test_the_estimate_counts_critics(lora):
     assert "critics" not in memory_parts(plain, large, {})
 
 
+def test_the_estimate_counts_what_teachers_write_before_the_first_step():
+    domains = {
+        "sort": {"source": "procedural:sort"},
+        "add3": {
+            "source": "procedural:add3",
+            "rollout": {"max_new_tokens": 40},
+            "distill": {"prompts_per_domain": 5},
+        },
+    }
+    distill = {"steps": 7, "prompts_per_domain": 3, "samples_per_prompt": 2, "prefixes": "teacher"}
+    settings = {"model": {"config": LLAMA}, "domains": domains, "rollout": {"max_new_tokens": 20}}
+    parts, disk = (
+        estimated(make_recipe(Path("unused"), distill=distill, **settings), SHAPE, {})
+        for estimated in (memory_parts, disk_parts)
+    )
+    answers = 7 * 2 * (3 * (2000 + 20 * 13) + 5 * (2000 + 40 * 13))
+    assert parts["teachers' answers"] == disk["log of teachers' answers"] == answers
+    assert parts["a teacher that writes"] == 4000 + parts["KV cache"]
+    own = make_recipe(Path("unused"), distill=distill | {"prefixes": "student"}, **settings)
+    assert memory_parts(own, SHAPE, {}).keys() == parts.keys() - {
+        "teachers' answers",
+        "a teacher that writes",
+    }
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_parts_are_those_of_the_stage_that_needs_the_most(workers):
     domains = {name: {"source": f"procedural:{name}"} for name in ("sort", "add3")}

@@ -82,6 +82,14 @@ def test_a_recipes_step_is_planned_teacher_by_teacher(recipe: str, capsys) -> No
     assert listed == [["0", "sort"], ["0", "reverse"], ["1", "sort"], ["1", "reverse"]]
 
 
+def test_answers_that_teachers_write_first_are_told(recipe: str, capsys) -> None:
+    assert main(["plan", recipe, "--distill.prefixes", "teacher", "--distill.steps", "10"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith(
+        "answers   all 240 of the 10 steps are written by the teachers before the first"
+    )
+
+
 def test_the_fixed_cost_of_a_micro_batch_is_told_and_can_be_set(store: str, capsys) -> None:
     seconds = []
     for words in ([], ["--overhead-ms", "2000"], ["--overhead-ms", "0"]):

@@ -333,6 +333,14 @@ def test_a_folder_of_something_else_is_never_taken(tmp_path: Path):
     assert not (tmp_path / "config.json").exists()
 
 
+def test_a_models_folder_is_not_taken_for_a_run_that_has_lost_a_file(tmp_path: Path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    for opening in (RunFolder.create, RunFolder.resume):
+        with pytest.raises(RunFolderError, match="is a model's folder and no run's; give another one"):
+            opening(tmp_path, make_recipe())
+
+
 def test_resume_names_the_first_key_that_differs(tmp_path: Path):
     path = tmp_path / "run"
     RunFolder.create(path, make_recipe()).close()

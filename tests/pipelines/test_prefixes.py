@@ -12,6 +12,9 @@ from opd.metrics import read_metrics
 from opd.pipelines.evaluation.evaluate import measured
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages import student as stages_student
+from opd.pipelines.stages.stage_rollout import TimedLog
+from opd.train.backend import TorchBackend
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,61 @@ def test_the_learning_curve_is_of_the_newest_weights(models, tmp_path):
     for domain in ("sort", "add3"):
         found = {name: models_measured[name][domain]["sampled"]["accuracy"] for name in ("base", "merged")}
         assert rows[-1][f"accuracy/{domain}"] == found["merged"] < found["base"]
+
+
+class Killed(BaseException):
+    """Stands for a kill."""
+
+
+class Dying:
+    """Counts what a method was given, and dies of what takes the count to `at`."""
+
+    def __init__(self, monkeypatch, owner: type, name: str, size=lambda given: 1) -> None:
+        self.count, self.at = 0, 10**9
+        real = getattr(owner, name)
+
+        def counted(this, given):
+            if self.count + size(given) >= self.at:
+                raise Killed
+            self.count += size(given)
+            return real(this, given)
+
+        monkeypatch.setattr(owner, name, counted)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_killed_while_teachers_write_or_while_it_learns_it_ends_alike(models, tmp_path, monkeypatch, lora):
+    """What a teacher has written is taken from the log: to the same bits, and nothing is written twice."""
+    warm, random = models
+    recipe = tiny_recipe(
+        base=None,
+        model={"path": str(random), "lora": lora},
+        teachers={"sort": {"path": str(warm)}, "add3": {"path": str(warm)}},
+        distill={"steps": 5, "prompts_per_domain": 3, "checkpoint_every": 2, "prefixes": "teacher"},
+        baselines={"methods": []},
+    )
+    monkeypatch.setattr(stages_student, "CHUNK_SECONDS", 0.0)  # a chunk each token, however fast it is here
+    wrote = Dying(monkeypatch, TimedLog, "append", lambda chunk: len(chunk.token_ids))
+    learnt = Dying(monkeypatch, TorchBackend, "step")
+
+    def run(name: str) -> tuple[list[list[float]], str]:
+        begin = RunFolder.resume if (tmp_path / name).exists() else RunFolder.create
+        with begin(tmp_path / name, recipe) as folder:
+            run_stage(recipe, folder, "merge")
+            rows = read_metrics(folder.metrics("merge"))
+            assert not folder.wal("merge").exists()
+            told = [[row[key] for key in (*WRITTEN, "kl/mean", "grad_norm")] for row in rows]
+            return told, (folder.stage_done("merge") or {})["digest"]
+
+    undisturbed, tokens = run("undisturbed"), wrote.count
+    wrote.count = learnt.count = 0
+    for who, place in ((wrote, tokens // 4), (wrote, 3 * tokens // 4), (learnt, 4)):
+        who.at = place
+        with pytest.raises(Killed):
+            run("disturbed")
+        who.at = 10**9
+    assert run("disturbed") == undisturbed
+    assert wrote.count == tokens
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,14 @@ def test_the_cost_sums_the_specialists(judge) -> None:
     )
 
 
+def test_a_merge_on_its_teachers_answers_is_not_told_as_one_on_its_own(judge) -> None:
+    run, _ = judge()
+    assert "off-policy (distill" not in " ".join(caveats(run))
+    run.config["distill"] = {"prefixes": "teacher"}
+    assert "The merge is off-policy (distill.prefixes: teacher)" in " ".join(caveats(run))
+    assert dict(write_verdict(run).points)["Cost."].startswith("The merge followed its teachers over 207")
+
+
 def test_caveats_name_the_fair_rival(judge) -> None:
     run, _ = judge()
     text = " ".join(caveats(run))

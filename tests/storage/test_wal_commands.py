@@ -109,6 +109,10 @@ def test_a_damaged_log_is_named_and_mended(log, capsys):
     file.write_bytes(data)
     assert main(["wal", "verify", str(log)]) == 2
     assert "DAMAGED" in capsys.readouterr().out
+    assert main(["wal", "export", str(log)]) == 2  # a part, and whoever asked for all is told
+    printed = capsys.readouterr()
+    assert "what comes before is exported" in printed.err
+    assert len(printed.out.splitlines()) == 2
     assert main(["wal", "repair", str(log)]) == 0
     assert "kept 2 requests" in capsys.readouterr().out
     assert main(["wal", "verify", str(log)]) == 0
