@@ -275,7 +275,7 @@ class ShapingConfig(Config):
     """Most that a response is rewarded with which `rollout.max_new_tokens` ended."""
     overlong_buffer: int = Field(default=0, ge=0)
     """Last tokens before `rollout.max_new_tokens` in which a response begins to be penalised, ever more to
-    the last (DAPO, 2503.14476, equation 13); 0 penalises none."""
+    the last (DAPO, 2503.14476, equation 13); 0 penalises none. Of all lengths what the model wrote counts."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     """What is taken from the reward of a response of `rollout.max_new_tokens`."""
     length_coef: float = Field(default=0.0, ge=0)

@@ -159,6 +159,11 @@ def weight_files(folder: Path) -> list[str]:
     for name in (SINGLE, INDEX):
         if os.path.lexists(folder / name):
             refuse_absent(folder / name)
+    if any(folder.glob("*.gguf")):
+        raise CheckpointError(
+            f"{folder} holds GGUF files, whose weights are quantised or laid out for another program, and not"
+            " safetensors; give the model that they were made from, or convert one: see docs/recipes/hub.md."
+        )
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(

@@ -54,7 +54,7 @@ def shape(
         _set(cut, [min(_reward(sample), config.truncated_reward) for sample in cut])
     if config.overlong_buffer:
         taken = [
-            overlong(len(s.response_ids), limit(s.domain), config.overlong_buffer) * config.overlong_penalty
+            overlong(s.trainable_tokens, limit(s.domain), config.overlong_buffer) * config.overlong_penalty
             for s in samples
         ]
         _set(samples, [_reward(sample) - penalty for sample, penalty in zip(samples, taken, strict=True)])
@@ -93,9 +93,10 @@ def overlong(length: int, limit: int, buffer: int) -> float:
 
 def shorter(group: SampleGroup, right: Mapping[str, bool]) -> list[float]:
     """For each of the group's samples `0.5 - (length - shortest) / (longest - shortest)`, at most 0 for one
-    that is not `right`; 0 where all are of one length (Kimi k1.5, section 2.3.3).
+    that is not `right`; 0 where all are of one length (Kimi k1.5, section 2.3.3). A length is what the model
+    wrote: what an agent's environment answered is not its doing.
     """
-    lengths = [len(sample.response_ids) for sample in group.samples]
+    lengths = [sample.trainable_tokens for sample in group.samples]
     low, high = min(lengths), max(lengths)
     if low == high:
         return [0.0] * len(lengths)

@@ -171,6 +171,10 @@ def test_pickles_are_never_read(folder: Path):
         path.unlink()
     with pytest.raises(CheckpointError, match="holds neither"):
         CausalLM.from_pretrained(folder)
+    (folder / "model.gguf").write_bytes(b"anything")
+    with pytest.raises(CheckpointError, match=r"holds GGUF files.*convert one: see docs/recipes/hub\.md"):
+        CausalLM.from_pretrained(folder)
+    (folder / "model.gguf").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"anything")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle, which is never read"):
         CausalLM.from_pretrained(folder)

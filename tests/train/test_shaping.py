@@ -81,6 +81,12 @@ def test_the_reward_for_being_shorter_is_kimis(written: list[tuple[int, bool]]) 
         assert value == pytest.approx(given_right if right else min(0.0, given_right))
 
 
+def test_what_an_environment_said_is_nobodys_length() -> None:
+    agent = sample("1", 1.0, 9)
+    agent.loss_mask[2:] = False
+    assert shaped(agent, sample("2", 1.0, 2), overlong_buffer=4, length_coef=1.0) == [1.0, 1.0]
+
+
 def test_everything_in_its_order() -> None:
     # Clip: 3 is 1. Truncated: 0.25. Overlong: -(10 - 6) / 4 * 0.5. Length: 0.5 or -0.5, twice.
     rewards = shaped(
