@@ -69,8 +69,7 @@ class Heartbeat:
         _open.remove(self)
         self._over.set()
         self._thread.join()
-        for other in _open:
-            other.beat()
+        spoken()
 
     def _watch(self) -> None:
         said = self._last
@@ -80,6 +79,12 @@ class Heartbeat:
                 if _open[-1:] == [self]:
                     self._say(time.monotonic() - self._last)
                 said = time.monotonic()
+
+
+def spoken() -> None:
+    """Something was said: nobody needs to say for a while that work goes on."""
+    for heartbeat in _open:
+        heartbeat.beat()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from opd.pipelines.doctor.models import template_findings
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.precision import checkpoint_dtype
 from opd.pipelines.stages.student import stop_strings, tokenizer_of, ways_of
-from opd.progress import Progress, doing
+from opd.progress import Progress, doing, spoken
 from opd.rollout.collect import EncodedPrompt, Generate, collect
 from opd.rollout.prompts import Prompt, encode_prompt
 from opd.rollout.rewards import RewardRunner
@@ -341,3 +341,5 @@ def _told(sample: Sample) -> str:
 def _say(text: str) -> None:
     sys.stdout.write(visible(text))
     sys.stdout.flush()
+    if text:
+        spoken()  # else a word of it would stand in the middle of an answer

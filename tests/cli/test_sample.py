@@ -15,7 +15,8 @@ from opd.config.load import load_recipe
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
-from opd.pipelines.commands.sample import Asked, Speaker, _Growing, run_compare
+from opd.pipelines.commands.sample import Asked, Speaker, _Growing, _say, run_compare
+from opd.progress import Heartbeat
 
 CHAT = (
     "{% for m in messages %}{{ '<a>' if m.role == 'user' else '<b>' }}{{ m.content }}"
@@ -70,6 +71,16 @@ def test_what_is_streamed_is_what_is_written(models):
         assert sample.response_ids.tolist() == whole.response_ids.tolist()
         assert "".join(parts) == speaker.text(whole)
         assert len(parts) > 1
+
+
+def test_text_that_comes_is_not_interrupted_by_a_word_on_what_takes_so_long(monkeypatch, capsys):
+    with Heartbeat(lambda seconds: None, after=3600) as heartbeat:
+        beats = []
+        monkeypatch.setattr(heartbeat, "beat", lambda: beats.append(1))
+        for text in ("an", "", " answer"):
+            _say(text)
+    assert capsys.readouterr().out == "an answer"
+    assert len(beats) == 2
 
 
 def test_prompts_of_a_model_with_a_chat_template_are_messages(models):
