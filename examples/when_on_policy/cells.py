@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,12 +21,15 @@ from opd.config.load import load_recipe
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import load_tokenizer
+from opd.pipelines.evaluation.measure import is_right
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.order import plan, with_needs
 from opd.pipelines.stages.student import load_model, make_writer, tokenizer_of, ways_of
 from opd.rollout.collect import write
+from opd.train.packing import of_packed
+from opd.types import Sample
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -46,6 +50,8 @@ DAMAGE = 0.3
 """Of the weights' standard deviation, tensor by tensor."""
 ARMS = ("start", "teacher", *CELLS)
 """What is measured of a condition: also the model that the students begin as."""
+MAX_TOKENS = 4096
+"""Packed tokens of a forward pass that measures."""
 
 
 def recipe_of(name: str, settings: Sequence[str]) -> Recipe:
@@ -88,15 +94,66 @@ def changed(model: Path, out: Path, about: str, change: Callable[[str, Tensor], 
     return out
 
 
-def answers(recipe: Recipe, model: Path, domain: str, *, greedy: bool = False) -> list[tuple[str, Any]]:
-    """What `model` answers to the held-out prompts of `domain`, each with its label."""
+class Answer(NamedTuple):
+    """What was written to one prompt, rewarded."""
+
+    sample: Sample
+    text: str
+    label: Any
+
+
+Answers = Mapping[str, Sequence[Answer]]
+"""By domain."""
+
+
+def written(recipe: Recipe, model: Path, domains: Sequence[str], *, greedy: bool = False) -> Answers:
+    """What `model` answers to the held-out prompts of each domain."""
     tokenizer = tokenizer_of(recipe, model)
-    data = DomainSet.open(recipe, tokenizer)
-    prompts = data.held_out(domain, recipe.evaluation.prompts_per_domain, "evaluate")
-    engine = make_writer(recipe, load_model(recipe, model), tokenizer)
-    groups = write(engine, prompts, 1, ways_of(recipe, tokenizer, greedy=greedy), recipe.seed)
-    texts = [tokenizer.decode(group.samples[0].response_ids, skip_special_tokens=True) for group in groups]
-    return [(str(text), prompt.label) for text, prompt in zip(texts, prompts, strict=True)]
+    data, ways = DomainSet.open(recipe, tokenizer), ways_of(recipe, tokenizer, greedy=greedy)
+    engine, found = make_writer(recipe, load_model(recipe, model), tokenizer), {}
+    for domain in domains:
+        prompts = data.held_out(domain, recipe.evaluation.prompts_per_domain, "evaluate")
+        samples = [group.samples[0] for group in write(engine, prompts, 1, ways, recipe.seed)]
+        data.rewards.score(samples)
+        found[domain] = [
+            Answer(sample, str(tokenizer.decode(sample.response_ids, skip_special_tokens=True)), prompt.label)
+            for sample, prompt in zip(samples, prompts, strict=True)
+        ]
+    return found
+
+
+def answers(recipe: Recipe, model: Path, domain: str, *, greedy: bool = False) -> list[tuple[str, Any]]:
+    """What `model` answers to the held-out prompts of `domain`, as text, each with its label."""
+    found = written(recipe, model, [domain], greedy=greedy)[domain]
+    return [(answer.text, answer.label) for answer in found]
+
+
+def right(found: Answers) -> dict[str, int]:
+    """How many are right, by domain."""
+    return {name: sum(is_right(answer.sample) for answer in own) for name, own in found.items()}
+
+
+@lru_cache(maxsize=4)
+def _loaded(model: Path) -> CausalLM:
+    return CausalLM.from_pretrained(model)
+
+
+@torch.no_grad()
+def distance(found: Answers, writer: Path, other: Path, domains: Sequence[str]) -> dict[str, float]:
+    """KL(writer || other) in nats a token, exact at every place of what `writer` has written, by domain."""
+    models = [_loaded(writer), _loaded(other)]
+
+    def divergence(ids: Tensor, positions: Tensor, bounds: Tensor, rows: Tensor) -> Tensor:
+        hidden = [model.hidden(ids, positions, bounds)[rows] for model in models]
+        own, theirs = (m.head().logits(h).log_softmax(-1) for m, h in zip(models, hidden, strict=True))
+        return (own.exp() * (own - theirs)).sum(-1)
+
+    def mean(domain: str) -> float:
+        samples = [answer.sample for answer in found[domain]]
+        every = of_packed(samples, MAX_TOKENS, models[0].device, divergence)
+        return round(float(np.concatenate(every).mean()), 4)
+
+    return {domain: mean(domain) for domain in domains}
 
 
 def by_place(recipe: Recipe, model: Path, domain: str) -> dict[str, Any]:

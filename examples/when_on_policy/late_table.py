@@ -12,19 +12,13 @@ from typing import Any
 
 from cells import ARMS
 from matplotlib.figure import Figure
-from study_tables import OPD, Seeds, joined, lead, main, panels, whole
+from study_tables import LABELS, OPD, Seeds, joined, lead, main, panels, whole
 
 CONDITION, LATE, LAST = "late", "rotate", 10
 OLDER = ("sort", "reverse", "add3")
-LABELS = {
+LABELS = LABELS | {
     "start": "the student of three domains",
     "teacher": "the specialist of `rotate`",
-    "teacher/sampled": "samples",
-    "teacher/forward": "soft labels",
-    "teacher/reverse": "reverse KL on the teachers' answers",
-    "student/sampled": "k1",
-    "student/forward": "forward KL on the student's answers",
-    OPD: "**OPD**",
     "mixed": "mixed GRPO, three times the tokens",
 }
 

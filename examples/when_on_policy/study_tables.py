@@ -17,6 +17,17 @@ from opd.pipelines.evaluation.statistics import paired
 Seeds = dict[int, dict[str, Any]]
 """Seed -> condition -> arm -> what was measured."""
 OPD, SOFT = "student/reverse", "teacher/forward"
+LABELS = {
+    "start": "the student before",
+    "teacher": "the teachers",
+    "teacher/sampled": "samples",
+    SOFT: "soft labels",
+    "teacher/reverse": "reverse KL on the teachers' answers",
+    "student/sampled": "k1",
+    "student/forward": "forward KL on the student's answers",
+    OPD: "**OPD**",
+}
+"""What arms are called in tables."""
 
 
 def results(study: str) -> Seeds:

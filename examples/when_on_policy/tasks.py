@@ -1,7 +1,8 @@
-"""The studies' own tasks: running sums, whose writers err, and digits in any order."""
+"""The studies' own tasks: running sums, whose writers err, digits in any order, and answers in two ways."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import numpy as np
@@ -79,3 +80,58 @@ class AnyOrder(DigitTask):
 def same_digits(sample) -> float:
     """Has the answer the digits of the label, in whatever order?"""
     return float(sorted(sample.text) == sorted(sample.label))
+
+
+class TwoWays(DigitTask):
+    """Many answers are right; demonstrations have two ways: the prompt's digits, or `wrong_rule`, which
+    is as right.
+    """
+
+    def right(self, digits: str) -> str:
+        return digits
+
+
+@register("parity_like")
+class ParityLike(TwoWays):
+    """At each place any digit that is odd where that of the prompt is: the prompt's own, or four more."""
+
+    def wrong_rule(self, digits: str) -> str:
+        return "".join(str((int(digit) + 4) % 10) for digit in digits)
+
+
+@register("half_like")
+class HalfLike(TwoWays):
+    """At each place any digit of the same half (below five or not): the prompt's own, or two more in it."""
+
+    def wrong_rule(self, digits: str) -> str:
+        return "".join(str(int(digit) // 5 * 5 + (int(digit) + 2) % 5) for digit in digits)
+
+
+def _same(sample, kind: Callable[[int], int]) -> float:
+    """Has the answer as many digits as the label, each of the same kind?"""
+    found, label = ([kind(int(d)) for d in text if d.isdigit()] for text in (sample.text, sample.label))
+    return float(found == label and len(sample.text) == len(sample.label))
+
+
+def same_parity(sample) -> float:
+    """Is each digit odd where that of the label is?"""
+    return _same(sample, lambda digit: digit % 2)
+
+
+def same_half(sample) -> float:
+    """Is each digit in the same half as that of the label?"""
+    return _same(sample, lambda digit: digit // 5)
+
+
+@register("known")
+class Known(DigitTask):
+    """Nine minus each digit; demonstrations are always right."""
+
+    def right(self, digits: str) -> str:
+        return "".join(str(9 - int(digit)) for digit in digits)
+
+    def wrong_rule(self, digits: str) -> str:
+        return digits
+
+    def demonstration(self, prompt: str, rng: np.random.Generator, right: float, wrong_rule: float) -> str:
+        return self.right(self.digits(prompt))

@@ -1,0 +1,151 @@
+"""The tables and the figure of study 4, from `results/forget/`.
+
+.venv/bin/python examples/when_on_policy/forget_table.py            # prints the tables
+.venv/bin/python examples/when_on_policy/forget_table.py --draw     # writes results/forget/kept.png, too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from statistics import correlation, mean
+from typing import Any
+
+from cells import CELLS
+from matplotlib.figure import Figure
+from study_tables import LABELS, OPD, Seeds, joined, lead, main, panels, whole
+
+KEPT, LEARNT = "known", ("half", "parity")
+NEVER_THERE = "student/sampled"
+"""The arm that does not set the level at which the others are compared."""
+
+
+def share(arm: dict[str, Any], domains: Sequence[str]) -> float:
+    """Right answers in %, sampled, mean over `domains`."""
+    return mean(100 * arm["sampled"][domain] / arm["of"] for domain in domains)
+
+
+def curves(seeds: Seeds) -> dict[int, dict[str, list[dict[str, Any]]]]:
+    """Seed -> arm -> what was measured after no step and after each number of steps, in their order."""
+    found = whole(seeds)
+    shared = [seed for seed in seeds if all(seed in having for having in found.values())]
+    return {
+        seed: {
+            cell: [seeds[seed][next(iter(found))]["start"], *(seeds[seed][name][cell] for name in found)]
+            for cell in CELLS
+        }
+        for seed in shared
+    }
+
+
+def kept_at(curve: Sequence[dict[str, Any]], level: float) -> float | None:
+    """What is left of the task that nobody teaches where the others first are at `level`, on the straight
+    line between two lengths of training; `None`: they never are.
+    """
+    points = [(share(arm, LEARNT), share(arm, [KEPT])) for arm in curve]
+    for (x, y), (next_x, next_y) in pairwise(points):
+        if x < level <= next_x:
+            return y + (next_y - y) * (level - x) / (next_x - x)
+    return None
+
+
+def level_of(arms: dict[str, list[dict[str, Any]]]) -> float:
+    """The highest accuracy on what is learnt that all arms but k1 reach."""
+    tops = {cell: max(share(arm, LEARNT) for arm in curve) for cell, curve in arms.items()}
+    return min(top for cell, top in tops.items() if cell != NEVER_THERE)
+
+
+def rows(seeds: Seeds) -> Iterator[str]:
+    """Lines of Markdown: every arm, after every number of steps."""
+    found = whole(seeds)
+    last = ("digits of the base's way, at the end", "KL to the base", "KL from the base")
+    yield f"| known / learnt | {' | '.join((*found, *last))} |"
+    yield f"|---|{'---|' * (len(found) + len(last))}"
+    for arm in ("start", "teacher", *CELLS):
+        cells = []
+        for name, having in found.items():
+            of = [seeds[seed][name][arm] for seed in having]
+            known = "" if arm == "teacher" else f"{mean(share(one, [KEPT]) for one in of):.1f}"
+            cells.append(f"{known} / {mean(share(one, LEARNT) for one in of):.1f}")
+        near = [mean(100 * one["near"][d][0] / max(one["near"][d][1], 1) for d in LEARNT) for one in of]
+        cells.append(f"{mean(near):.0f} %")
+        cells += [
+            f"{mean(mean(one[way][domain] for domain in LEARNT) for one in of):.2f}"
+            for way in ("to base", "from base")
+        ]
+        yield f"| {LABELS[arm]} | {' | '.join(cells)} |"
+
+
+def matched(seeds: Seeds) -> Iterator[str]:
+    """Lines of Markdown: what is left at equal accuracy on what is learnt, and by how much OPD keeps more."""
+    found = curves(seeds)
+    levels = {seed: level_of(arms) for seed, arms in found.items()}
+    yield f"| {len(found)} seeds, at {mean(levels.values()):.1f} % learnt | known | OPD keeps more by |"
+    yield "|---|---|---|"
+    for cell in CELLS:
+        left = {seed: kept_at(arms[cell], levels[seed]) for seed, arms in found.items()}
+        both = [
+            (own, other)
+            for seed, arms in found.items()
+            if (other := left[seed]) is not None and (own := kept_at(arms[OPD], levels[seed])) is not None
+        ]
+        if len(both) < len(found):
+            yield f"| {LABELS[cell]} | does not get there | |"
+            continue
+        ahead = "" if cell == OPD else lead([own - other for own, other in both])
+        yield f"| {LABELS[cell]} | {mean(other for _, other in both):.1f} | {ahead} |"
+
+
+def predicted(seeds: Seeds) -> Iterator[str]:
+    """Lines of Markdown: how well the KL ranks what is left."""
+    yield "| rank correlation with what is left, over arms and steps | a seed each |"
+    yield "|---|---|"
+    for told, measure in {
+        "KL to the base": lambda arm: mean(arm["to base"][d] for d in LEARNT),
+        "KL from the base": lambda arm: mean(arm["from base"][d] for d in LEARNT),
+        "accuracy on what is learnt": lambda arm: share(arm, LEARNT),
+    }.items():
+        each = []
+        for arms in curves(seeds).values():
+            points = [arm for curve in arms.values() for arm in curve[1:]]
+            left = [share(arm, [KEPT]) for arm in points]
+            each.append(correlation([measure(arm) for arm in points], left, method="ranked"))
+        yield f"| {told} | {', '.join(f'{value:+.2f}' for value in each)} |"
+
+
+def tables(seeds: Seeds) -> str:
+    """All of it."""
+    return joined(
+        "Right answers in %, sampled, on the task that nobody teaches / on the two that are learnt:",
+        rows(seeds),
+        "What is left of that task where the others are learnt as well (95 % interval, paired by seed):",
+        matched(seeds),
+        "What tells how much is left:",
+        predicted(seeds),
+    )
+
+
+def draw(seeds: Seeds) -> Figure:
+    """What is left against what is learnt, a line an arm."""
+    colours = {"teacher": "#c8442f", "student": "#2f6fc8"}
+    styles = {"sampled": (":", "v"), "forward": ("--", "s"), "reverse": ("-", "o")}
+    figure, (panel,) = panels(1, 4.6)
+    found = list(curves(seeds).values())
+    for cell in CELLS:
+        who, loss = cell.split("/")
+        line, mark = styles[loss]
+        steps = range(len(found[0][cell]))
+        points = [
+            [mean(share(arms[cell][step], of) for arms in found) for step in steps] for of in (LEARNT, [KEPT])
+        ]
+        panel.plot(
+            *points, line, marker=mark, markersize=4, color=colours[who], label=LABELS[cell].strip("*")
+        )
+    panel.set(xlabel="two tasks that are taught: right answers (%)", ylabel="the task nobody teaches (%)")
+    panel.set_ylim(0, 101)
+    panel.legend(frameon=False, fontsize=8, loc="lower left")
+    return figure
+
+
+if __name__ == "__main__":
+    main("forget", tables, draw, "kept.png")
