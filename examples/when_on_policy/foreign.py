@@ -23,7 +23,7 @@ CONDITIONS = {
     ),
 }
 """Folder of a lineage, and what is said of it."""
-STEPS = 64
+STEPS = 32
 FIRST, THEN = "teacher/forward", "student/reverse"
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+
+from opd.data import procedural
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "when_on_policy"
 
@@ -18,6 +20,7 @@ def module(monkeypatch):
     """Imports a module of the example by its name."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(procedural, "TASKS", dict(procedural.TASKS))
 
     def load(name: str) -> ModuleType:
         return importlib.import_module(name)
@@ -53,3 +56,26 @@ def test_a_running_sum_goes_on_from_what_was_written(module):
     written = task.demonstration(prompt, np.random.default_rng(0), 0.0, 0.0)
     before = [0, *map(int, written[:-1])]
     assert all((b + int(x)) % 5 != int(w) for b, x, w in zip(before, "37273", written, strict=True))
+
+
+@pytest.mark.parametrize(("name", "reward"), [("ParityLike", "same_parity"), ("HalfLike", "same_half")])
+def test_both_ways_of_a_task_are_right_and_differ_at_every_place(module, name, reward):
+    tasks = module("tasks")
+    task, judge, prompt = getattr(tasks, name)(), getattr(tasks, reward), "0123456789"
+    other = task.wrong_rule(prompt)
+    for text, worth in (
+        (prompt, 1.0),
+        (other, 1.0),
+        (prompt[::-1], 0.0),
+        (other[:-1], 0.0),
+        (other + "=", 0.0),
+    ):
+        assert judge(SimpleNamespace(text=text, label=task.right(prompt))) == worth
+    assert all(a != b for a, b in zip(prompt, other, strict=True))
+
+
+def test_what_is_left_is_read_where_a_level_is_first_reached(module):
+    table = module("forget_table")
+    pairs = [(20, 90), (10, 80), (30, 60), (50, 20)]
+    curve = [{"of": 100, "sampled": {"half": x, "parity": x, "known": y}} for x, y in pairs]
+    assert [table.kept_at(curve, level) for level in (15, 25, 40, 51)] == [75, 65, 40, None]
