@@ -16,9 +16,8 @@ from forget import BASE, LEARNT, MERGE, lineage, merge_of
 
 CONDITIONS = {
     "own": ("own", ()),
-    "another seed": ("seed", ("--seed", "100")),
-    "another width": (
-        "width",
+    "another": (
+        "another",
         ("--seed", "101", "--model.config.hidden_size", "96", "--model.config.intermediate_size", "288"),
     ),
 }
