@@ -22,7 +22,7 @@ CONDITIONS = {
     ),
 }
 """Folder of a lineage, and what is said of it."""
-STEPS = 32
+STEPS = 16
 FIRST, THEN = "teacher/forward", "student/reverse"
 
 

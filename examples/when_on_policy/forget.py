@@ -20,7 +20,7 @@ from opd.pipelines.evaluation.measure import is_right
 
 BASE, MERGE = "recipe-ways-base.yaml", "recipe-ways.yaml"
 KEPT, LEARNT = "known", ("half", "parity")
-CONDITIONS = {f"{steps} steps": steps for steps in (16, 32, 64)}
+CONDITIONS = {f"{steps} steps": steps for steps in (16, 64)}
 """How long the merge is: each its own, with its own schedule, so that an arm is a curve."""
 OTHER_WAY = (
     "--base.right",
