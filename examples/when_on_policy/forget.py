@@ -95,8 +95,10 @@ def measure(out: Path, seed: int, name: str, kept: Kept) -> None:
         known = {domain: each[domain]["sampled"][KEPT] for domain in LEARNT}
         return {"of": asked.evaluation.prompts_per_domain, KEPT: known, **own}
 
-    kept.add(name, "start", lambda: counted(asked, base, base))
-    kept.add(name, "teacher", of_teachers)
+    # Both are the same for every length.
+    for arm, found in {"start": lambda: counted(asked, base, base), "teacher": of_teachers}.items():
+        before = [of[arm] for of in kept.found.values() if arm in of]
+        kept.add(name, arm, lambda before=before, found=found: before[0] if before else found())
     words = merge_of(seed, base, teachers, CONDITIONS[name])
     at = root / f"seed-{seed}" / f"own-{CONDITIONS[name]}"
     kept.add_cells(name, at, MERGE, words, lambda model: counted(asked, base, model))

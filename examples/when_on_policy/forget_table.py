@@ -96,6 +96,12 @@ def matched(seeds: Seeds) -> Iterator[str]:
         yield f"| {LABELS[cell]} | {mean(other for _, other in both):.1f} | {ahead} |"
 
 
+def ranks(values: Sequence[float]) -> list[float]:
+    """The place of each among all, from 0; equal ones share the middle of theirs."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
 def predicted(seeds: Seeds) -> Iterator[str]:
     """Lines of Markdown: how well the KL ranks what is left."""
     yield "| rank correlation with what is left, over arms and steps | a seed each |"
@@ -109,7 +115,7 @@ def predicted(seeds: Seeds) -> Iterator[str]:
         for arms in curves(seeds).values():
             points = [arm for curve in arms.values() for arm in curve[1:]]
             left = [share(arm, [KEPT]) for arm in points]
-            each.append(correlation([measure(arm) for arm in points], left, method="ranked"))
+            each.append(correlation(ranks([measure(arm) for arm in points]), ranks(left)))
         yield f"| {told} | {', '.join(f'{value:+.2f}' for value in each)} |"
 
 

@@ -79,3 +79,4 @@ def test_what_is_left_is_read_where_a_level_is_first_reached(module):
     pairs = [(20, 90), (10, 80), (30, 60), (50, 20)]
     curve = [{"of": 100, "sampled": {"half": x, "parity": x, "known": y}} for x, y in pairs]
     assert [table.kept_at(curve, level) for level in (15, 25, 40, 51)] == [75, 65, 40, None]
+    assert table.ranks([3.0, 1.0, 3.0, 7.0]) == [1.5, 0, 1.5, 3]
