@@ -55,25 +55,51 @@ def level_of(arms: dict[str, list[dict[str, Any]]]) -> float:
     return min(top for cell, top in tops.items() if cell != NEVER_THERE)
 
 
+def own_way(arm: dict[str, Any]) -> float:
+    """Digits of right answers that are the prompt's, as the base writes them, in %."""
+    return mean(100 * arm["near"][domain][0] / max(arm["near"][domain][1], 1) for domain in LEARNT)
+
+
 def rows(seeds: Seeds) -> Iterator[str]:
     """Lines of Markdown: every arm, after every number of steps."""
     found = whole(seeds)
-    last = ("digits of the base's way, at the end", "KL to the base", "KL from the base")
-    yield f"| known / learnt | {' | '.join((*found, *last))} |"
-    yield f"|---|{'---|' * (len(found) + len(last))}"
+    head = [f"{what}, {name}" for what in ("known", "learnt") for name in found]
+    told = ("digits of the base's way", "KL to the base", "KL from the base")
+    count = ", ".join(str(len(having)) for having in found.values())
+    yield f"| seeds: {count} | {' | '.join((*head, *told))} |"
+    yield f"|---|{'---|' * (len(head) + len(told))}"
     for arm in ("start", "teacher", *CELLS):
-        cells = []
-        for name, having in found.items():
-            of = [seeds[seed][name][arm] for seed in having]
-            known = "" if arm == "teacher" else f"{mean(share(one, [KEPT]) for one in of):.1f}"
-            cells.append(f"{known} / {mean(share(one, LEARNT) for one in of):.1f}")
-        near = [mean(100 * one["near"][d][0] / max(one["near"][d][1], 1) for d in LEARNT) for one in of]
-        cells.append(f"{mean(near):.0f} %")
-        cells += [
-            f"{mean(mean(one[way][domain] for domain in LEARNT) for one in of):.2f}"
-            for way in ("to base", "from base")
-        ]
+        of = [[seeds[seed][name][arm] for seed in having] for name, having in found.items()]
+        if arm in ("start", "teacher"):  # the same for every length
+            of = of[:1]
+        known = (
+            [""] if arm == "teacher" else [f"{mean(share(one, [KEPT]) for one in each):.1f}" for each in of]
+        )
+        cells = [*known, *[""] * (len(found) - len(of))]
+        cells += [f"{mean(share(one, LEARNT) for one in each):.1f}" for each in of]
+        cells += [""] * (len(found) - len(of))
+        cells.append(", ".join(f"{mean(own_way(one) for one in each):.0f} %" for each in of))
+        for way in ("to base", "from base"):
+            far = [mean(mean(one[way][d] for d in LEARNT) for one in each) for each in of]
+            cells.append(", ".join(f"{value:.2f}" for value in far))
         yield f"| {LABELS[arm]} | {' | '.join(cells)} |"
+
+
+def leads(seeds: Seeds) -> Iterator[str]:
+    """Lines of Markdown: OPD against each other arm after as many steps."""
+    found = whole(seeds)
+    head = [f"{what}, {name}" for what in ("known", "learnt") for name in found]
+    yield f"| OPD is ahead of | {' | '.join(head)} |"
+    yield f"|---|{'---|' * len(head)}"
+    for cell in CELLS:
+        if cell == OPD:
+            continue
+        cells = [
+            lead([share(seeds[s][name][OPD], of) - share(seeds[s][name][cell], of) for s in having])
+            for of in ([KEPT], LEARNT)
+            for name, having in found.items()
+        ]
+        yield f"| {LABELS[cell]} | {' | '.join(cells)} |"
 
 
 def matched(seeds: Seeds) -> Iterator[str]:
@@ -122,9 +148,11 @@ def predicted(seeds: Seeds) -> Iterator[str]:
 def tables(seeds: Seeds) -> str:
     """All of it."""
     return joined(
-        "Right answers in %, sampled, on the task that nobody teaches / on the two that are learnt:",
+        "Right answers in %, sampled, on the task that nobody teaches and on the two that are learnt:",
         rows(seeds),
-        "What is left of that task where the others are learnt as well (95 % interval, paired by seed):",
+        "Points after equal steps (95 % interval, paired by seed):",
+        leads(seeds),
+        "What is left of that task where all have learnt as much of the others:",
         matched(seeds),
         "What tells how much is left:",
         predicted(seeds),
