@@ -1,12 +1,16 @@
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import yaml
 
 from opd.config import Recipe
 from opd.config.base import Config
 from opd.config.load import dump_recipe, load_recipe
 from opd.config.schema import below, described, key_paths, listing, models
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 
 
 def test_every_example_recipe_parses_and_survives_a_dump(tmp_path):
@@ -24,6 +28,21 @@ def test_every_variant_parses_on_top_of_its_recipe():
     for path in variants:
         base = path.parents[1] / "recipe.yaml"
         assert load_recipe([base, path]) != load_recipe([base]), path
+
+
+def test_every_piece_of_a_recipe_in_the_documentation_parses():
+    """On top of the least that a recipe is: what a page prints can be copied."""
+    least = {"name": "x", "model": {"path": "/m"}, "domains": {"sort": {"source": "procedural:sort"}}}
+    pieces = 0
+    for page in [
+        ROOT / "README.md",
+        *sorted(ROOT.glob("docs/**/*.md")),
+        *sorted(EXAMPLES.glob("*/README.md")),
+    ]:
+        for piece in re.findall(r"```yaml\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
+            Recipe.model_validate(least | yaml.safe_load(piece))
+            pieces += 1
+    assert pieces > 10
 
 
 def test_every_field_has_a_sentence_or_a_model_that_says_what_it_is():
