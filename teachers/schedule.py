@@ -34,10 +34,10 @@ from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogpr
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One teacher with weight 1, or several with weights that sum to 1."""
+    """One teacher with weight 1, several with weights that sum to 1, or none."""
 
     name: str
-    """What `Sample.teacher` holds: the teacher's name, or the names joined by `+`."""
+    """What `Sample.teacher` holds: the teacher's name, or the names joined by `+`; nothing without any."""
     teachers: tuple[str, ...]
     weights: tuple[float, ...]
 
@@ -61,6 +61,8 @@ class Router:
     def route(self, domain: str, group_uid: str) -> Route:
         """The route of one group."""
         weights = self._weights[domain]
+        if not weights:
+            return Route("", (), ())
         if self._one_hot or len(weights) == 1:
             name = _draw(weights, group_uid)
             return Route(name, (name,), (1.0,))
@@ -274,7 +276,7 @@ class TeacherSchedule:
         for sample in samples:
             route = self._router.route(sample.domain, sample.group_uid)
             self._routes[route.name] = route
-            sample.teacher = route.name
+            sample.teacher = route.name or None
 
     def begin(self, samples: Sequence[Sample]) -> None:
         """Begin to score those of `samples` whose teachers compute elsewhere; `score` waits for them."""

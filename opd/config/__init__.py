@@ -1,6 +1,6 @@
 """Recipes: YAML -> strict pydantic models. Importable without torch."""
 
-from opd.config.distill import DistillConfig, FullVocabularyKL, SampledTokenK1, SampledTokenK2, TopKKL
+from opd.config.distill import DistillConfig
 from opd.config.recipe import (
     ActorResources,
     BaselinesConfig,
@@ -15,7 +15,15 @@ from opd.config.recipe import (
     RuntimeConfig,
     WarmupConfig,
 )
-from opd.config.rl import PolicyLossConfig, ReferenceKLConfig, SpecialistConfig
+from opd.config.rl import (
+    FullVocabularyKL,
+    PolicyLossConfig,
+    ReferenceKLConfig,
+    SampledTokenK1,
+    SampledTokenK2,
+    SpecialistConfig,
+    TopKKL,
+)
 from opd.config.sft import SFTConfig
 from opd.config.teachers import TeacherConfig
 from opd.config.train import BatchConfig, OptimConfig, TrainConfig

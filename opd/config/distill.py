@@ -2,103 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from opd.config.base import Config
-from opd.config.rl import AdvantageConfig, GRPOAdvantage, PolicyLossConfig
+from opd.config.rl import (
+    AdvantageConfig,
+    DistillLossConfig,
+    FullVocabularyKL,
+    GRPOAdvantage,
+    Mixture,
+    PolicyLossConfig,
+    SampledTokenK1,
+    check_mixture,
+)
 from opd.config.teachers import StreamedTeacherConfig, TeachersConfig
 from opd.config.train import BatchConfig, OptimConfig
-
-
-class DistillLoss(Config):
-    """What every loss against a teacher says of itself."""
-
-    signal: ClassVar[Literal["hidden", "topk", "sampled"]] = "hidden"
-    """The least that servers of a teacher have to be asked for."""
-
-    @property
-    def weighs_samples(self) -> bool:
-        """Whether it is itself an expectation over the tokens that were sampled."""
-        return False
-
-
-class FullVocabularyKL(DistillLoss):
-    """The exact divergence over the whole vocabulary at every position: no action-sampling variance."""
-
-    type: Literal["full"] = "full"
-    kind: Literal["reverse", "forward", "jsd"] = "reverse"
-    """`reverse`: KL(student || teacher); `forward`: KL(teacher || student); `jsd`: generalised
-    Jensen-Shannon with `beta`."""
-    beta: float = Field(default=0.5, gt=0, lt=1)
-    """Weight of the teacher in the mixture `beta * t + (1 - beta) * p`; used by `jsd` only."""
-
-
-class SampledTokenK1(DistillLoss):
-    """`adv - lambda * (log p_student - log p_teacher)` on the sampled tokens: unbiased, noisy."""
-
-    type: Literal["k1"] = "k1"
-    coef: float = Field(default=1.0, gt=0)
-    """lambda."""
-    baseline: Literal["none", "batch_mean"] = "batch_mean"
-    """Subtract the teacher's mean log-ratio of the batch: same expectation (up to O(1/N)), less variance."""
-    discount: float = Field(default=0.0, ge=0, le=1)
-    """0 credits each token with its own log-ratio; above 0 with the discounted sum of those that follow."""
-    loss: PolicyLossConfig = PolicyLossConfig()
-
-    signal: ClassVar = "sampled"
-
-
-class SampledTokenK2(DistillLoss):
-    """`(log p_student - log p_teacher)^2 / 2` as a loss on the sampled tokens: the reverse KL's gradient."""
-
-    type: Literal["k2"] = "k2"
-
-    signal: ClassVar = "sampled"
-
-    @property
-    def weighs_samples(self) -> bool:
-        """All of it."""
-        return True
-
-
-class TopKKL(DistillLoss):
-    """Reverse KL on a top-k support of the teacher."""
-
-    type: Literal["topk"] = "topk"
-    k: int = Field(default=64, gt=0, le=100_000)
-    """Tokens of the teacher's support at every position."""
-    form: Literal["tail", "hybrid", "truncated"] = "tail"
-    """`tail`: everything outside the support is one bucket (a lower bound on the KL); `hybrid`: exact on the
-    support plus a score-function term for sampled tokens outside it (unbiased on-policy); `truncated`:
-    support only (biased: it leaks mass out of the support; for comparison)."""
-
-    signal: ClassVar = "topk"
-
-    @property
-    def weighs_samples(self) -> bool:
-        """The term of tokens outside the support."""
-        return self.form == "hybrid"
-
-
-class CustomDivergence(DistillLoss):
-    """A loss of your own against one teacher, by dotted path: `loss(micro, student, view) -> [N]`."""
-
-    type: Literal["custom"] = "custom"
-    path: str
-    """Dotted path of the function."""
-
-    @property
-    def weighs_samples(self) -> bool:
-        """It may be."""
-        return True
-
-
-DistillLossConfig = Annotated[
-    FullVocabularyKL | SampledTokenK1 | SampledTokenK2 | TopKKL | CustomDivergence,
-    Field(discriminator="type"),
-]
 
 
 class DistillConfig(Config):
@@ -116,7 +36,7 @@ class DistillConfig(Config):
     that is distillation from soft labels, the comparison that tells what writing its own answers does for the
     student."""
     loss: DistillLossConfig = FullVocabularyKL()
-    mixture: Literal["one_hot", "geometric", "arithmetic"] = "one_hot"
+    mixture: Mixture = "one_hot"
     """For domains with several teachers. `one_hot`: each prompt is routed to one teacher, drawn with the
     teachers' weights; `geometric`: `sum_i w_i KL(p || t_i)`, whose floor `-log Z` is logged; `arithmetic`:
     `KL(p || sum_i w_i t_i)`."""
@@ -129,6 +49,9 @@ class DistillConfig(Config):
     2}`)."""
     to_batch: str | None = None
     """Dotted path of `convert(batch) -> batch`, the last word on every batch before the trainer."""
+    kl_coef: float = Field(default=1.0, ge=0)
+    """Weight of the teachers' divergence. 0 is for domains alone, which then have no teacher and learn from
+    their reward (`rl_coef`)."""
     rl_coef: float = Field(default=0.0, ge=0)
     """Weight of the reward's policy gradient beside the distillation; 0 is pure distillation."""
     advantage: AdvantageConfig = GRPOAdvantage()
@@ -144,12 +67,7 @@ class DistillConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> DistillConfig:
-        reverse = isinstance(self.loss, FullVocabularyKL) and self.loss.kind == "reverse"
-        if self.mixture == "arithmetic" and not (reverse or isinstance(self.loss, SampledTokenK1)):
-            raise ValueError(
-                "mixture arithmetic is defined for the full-vocabulary reverse KL and for k1; choose one of"
-                " them as loss, or mixture one_hot or geometric"
-            )
+        check_mixture(self.loss, self.mixture)
         if self.policy_loss != PolicyLossConfig():
             self._check_policy_loss()
         sampled = self.loss.type == "k1" or (self.weighs_samples and self.loss.type != "custom")

@@ -33,14 +33,15 @@ _GRPO, _CLIP = "specialist", "specialist.policy_loss"
 
 ROWS = (
     Row(
-        ("teachers.NAME.path", "teachers.NAME.type"),
-        "in the job, or with `type: sglang` on servers; every `opd run` distills",
+        (f"{_GRPO}.opd.teacher", "teachers.NAME.path", "teachers.NAME.type"),
+        "within GRPO; in the job, or with `type: sglang` on servers; a merge distills anyhow",
         ("use-opd", "opd-type"),
     ),
     Row(("teachers.NAME.path",), "", ("opd-teacher-load",), ("teacher_model_name_or_path",)),
     Row(
-        ("distill.loss.coef", "distill.rl_coef"),
-        "`coef` with `distill.loss.type: k1`; the exact KL has weight 1 and `rl_coef` is the reward's",
+        (f"{_GRPO}.opd.coef", "distill.loss.coef", "distill.rl_coef"),
+        "within GRPO; in the merge `coef` with `distill.loss.type: k1`: the exact KL has weight 1 there and"
+        " `rl_coef` is the reward's",
         ("opd-kl-coef",),
     ),
     Row(

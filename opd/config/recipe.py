@@ -11,7 +11,7 @@ from opd.config.base import Config, Name
 from opd.config.distill import DistillConfig
 from opd.config.evaluation import EvaluationConfig
 from opd.config.rewards import RewardConfig
-from opd.config.rl import SpecialistConfig
+from opd.config.rl import SampledTokenK1, SpecialistConfig, shared_out
 from opd.config.sft import SFTConfig
 from opd.config.teachers import (
     KINDS_HERE,
@@ -67,6 +67,9 @@ class SharesConfig(Config):
 
     prompts_per_domain: int | None = Field(default=None, gt=0, le=1_000_000)
     """Its prompts in every step; `null` is `distill.prompts_per_domain`."""
+    kl_coef: float | None = Field(default=None, ge=0)
+    """Weight of its teachers' divergence; `null` is `distill.kl_coef`. 0: it has no teacher, no specialist is
+    trained for it, and it learns from its reward alone."""
     rl_coef: float | None = Field(default=None, ge=0)
     """Weight of its reward's policy gradient; `null` is `distill.rl_coef`."""
 
@@ -406,11 +409,10 @@ class Recipe(Config):
     """`local`, `ray`, or a mapping with that `type` and its settings."""
 
     def teacher_weights(self, domain: str) -> dict[str, float]:
-        """Teachers of `domain` and their weights, which sum to 1."""
-        teacher = self.domains[domain].teacher or domain
-        weights = {teacher: 1.0} if isinstance(teacher, str) else dict(teacher)
-        total = sum(weights.values())
-        return {name: weight / total for name, weight in weights.items()}
+        """Teachers of `domain` and their weights, which sum to 1; none where its reward alone counts."""
+        config = self.domains[domain]
+        own = None if config.distill is None else config.distill.kl_coef
+        return shared_out(config.teacher or domain) if own is None or own > 0 else {}
 
     def teacher(self, name: str) -> TeacherSettings:
         """Kind and settings of a teacher."""
@@ -427,6 +429,44 @@ class Recipe(Config):
             for name in self.teacher_weights(domain):
                 found.setdefault(name, []).append(domain)
         return found
+
+    def following_teachers(self) -> Recipe:
+        """The recipe as a GRPO stage has it whose `specialist.opd` names teachers: in it they are every
+        domain's, and `distill` says how they are followed, as it says of the merge's.
+        """
+        opd = self.specialist.opd
+        if opd is None:
+            return self
+        loss = opd.loss
+        if isinstance(loss, SampledTokenK1):
+            loss = loss.model_copy(update={"coef": opd.coef})
+        said = {"loss": loss, "mixture": opd.mixture, "kl_coef": 1.0, "batch": self.specialist.batch}
+        distill = self.distill.model_copy(update=said)
+        own = {"teacher": opd.teacher, "distill": None}
+        domains = {name: config.model_copy(update=own) for name, config in self.domains.items()}
+        return self.model_copy(update={"distill": distill, "domains": domains})
+
+    def following(self) -> dict[str, Recipe]:
+        """Domain -> the recipe as the GRPO stage of its specialist has it, where that follows teachers; under
+        `` that of the baseline of all domains, where it does.
+        """
+        recipes = {domain: self.for_domain(domain) for domain in self.grpo_domains()}
+        if "mixed_grpo" in self.baselines.methods or self.baselines.mixed_grpo_all_tokens:
+            recipes[""] = self
+        taught = {domain: own for domain, own in recipes.items() if own.specialist.opd is not None}
+        return {domain: own.following_teachers() for domain, own in taught.items()}
+
+    def followed(self) -> dict[str, list[str]]:
+        """Teacher -> the domains on which a GRPO stage follows it, in the order of the domains."""
+        found: dict[str, set[str]] = {}
+        for domain, own in self.following().items():
+            for name in own.taught():
+                found.setdefault(name, set()).update([domain] if domain else self.domains)
+        return {name: [domain for domain in self.domains if domain in own] for name, own in found.items()}
+
+    def used_teachers(self) -> list[str]:
+        """Every teacher of the merge, then those that a GRPO stage alone follows, in the recipe's order."""
+        return list(dict.fromkeys([*self.taught(), *self.followed()]))
 
     def specialist_domains(self) -> list[str]:
         """Domains whose specialist this run trains: those some domain names as teacher without a path."""
@@ -586,6 +626,36 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _each_domain_teaches_something(self) -> Recipe:
+        if not self.distill.kl_coef:
+            raise ValueError(
+                "distill.kl_coef is 0, so no domain has a teacher and there is nothing to merge; set it above"
+                " 0, and domains.NAME.distill.kl_coef to 0 where the reward alone counts"
+            )
+        alone = [name for name in self.domains if not self.teacher_weights(name)]
+        for name in alone:
+            where = f"domains.{name}"
+            if not self.for_domain(name).distill.rl_coef:
+                raise ValueError(
+                    f"{where}.distill.kl_coef 0 leaves {name} its reward alone, which has no weight; set"
+                    f" distill.rl_coef or {where}.distill.rl_coef above 0"
+                )
+            if self.domains[name].teacher is not None:
+                raise ValueError(
+                    f"{where}.teacher has no effect with {where}.distill.kl_coef 0; leave one of the two out"
+                )
+        if len(alone) == len(self.domains):
+            raise ValueError(
+                "distill.kl_coef is 0 in every domain, so there is nothing to merge; leave it out in one"
+            )
+        if alone and "off_policy" in self.baselines.methods:
+            raise ValueError(
+                f"the baseline off_policy learns from answers of teachers, and domain {alone[0]} has none;"
+                " leave it out of baselines.methods"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _nobody_waits_for_teachers(self) -> Recipe:
         if self.distill.prefixes == "student":
             return self
@@ -697,6 +767,16 @@ class Recipe(Config):
                     f"teachers.{name} has no path, and this recipe has no domain of that name to train it on;"
                     f" add teachers.{name}.path"
                 )
+        given = self.given_teachers()
+        own = {f"domains.{name}.": config.specialist for name, config in self.domains.items()}
+        for where, specialist in {"": self.specialist, **own}.items():
+            opd = specialist.opd if specialist is not None else None
+            for name in opd.weights if opd is not None else ():
+                if name not in given:
+                    raise ValueError(
+                        f"{where}specialist.opd.teacher names {name!r}, but a specialist follows teachers"
+                        f" that exist already; add teachers.{name}.path, or leave opd out"
+                    )
         for domain, config in self.domains.items():
             if isinstance(config.teacher, dict) and (not config.teacher or min(config.teacher.values()) <= 0):
                 raise ValueError(f"domains.{domain}.teacher: give teachers with positive weights")

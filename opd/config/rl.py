@@ -1,4 +1,5 @@
-"""Settings of reinforcement learning: advantages, policy loss, importance corrections, reference KL.
+"""Settings of reinforcement learning: advantages, policy loss, importance corrections, reference KL; and of
+the divergences from teachers, which the merge and a specialist may follow.
 
 A correction is about tokens that the trainer's policy would have drawn with another probability. The ratio is
 `pi_train / pi_rollout`: the trainer's log-probability at the start of the step against the one the engine
@@ -298,6 +299,154 @@ class ShapingConfig(Config):
         return self
 
 
+class DistillLoss(Config):
+    """What every loss against a teacher says of itself."""
+
+    signal: ClassVar[Literal["hidden", "topk", "sampled"]] = "hidden"
+    """The least that servers of a teacher have to be asked for."""
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether it is itself an expectation over the tokens that were sampled."""
+        return False
+
+
+class FullVocabularyKL(DistillLoss):
+    """The exact divergence over the whole vocabulary at every position: no action-sampling variance."""
+
+    type: Literal["full"] = "full"
+    kind: Literal["reverse", "forward", "jsd"] = "reverse"
+    """`reverse`: KL(student || teacher); `forward`: KL(teacher || student); `jsd`: generalised
+    Jensen-Shannon with `beta`."""
+    beta: float = Field(default=0.5, gt=0, lt=1)
+    """Weight of the teacher in the mixture `beta * t + (1 - beta) * p`; used by `jsd` only."""
+
+
+class SampledTokenK1(DistillLoss):
+    """`adv - lambda * (log p_student - log p_teacher)` on the sampled tokens: unbiased, noisy."""
+
+    type: Literal["k1"] = "k1"
+    coef: float = Field(default=1.0, gt=0)
+    """lambda."""
+    baseline: Literal["none", "batch_mean"] = "batch_mean"
+    """Subtract the teacher's mean log-ratio of the batch: same expectation (up to O(1/N)), less variance."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """0 credits each token with its own log-ratio; above 0 with the discounted sum of those that follow."""
+    loss: PolicyLossConfig = PolicyLossConfig()
+
+    signal: ClassVar = "sampled"
+
+
+class SampledTokenK2(DistillLoss):
+    """`(log p_student - log p_teacher)^2 / 2` as a loss on the sampled tokens: the reverse KL's gradient."""
+
+    type: Literal["k2"] = "k2"
+
+    signal: ClassVar = "sampled"
+
+    @property
+    def weighs_samples(self) -> bool:
+        """All of it."""
+        return True
+
+
+class TopKKL(DistillLoss):
+    """Reverse KL on a top-k support of the teacher."""
+
+    type: Literal["topk"] = "topk"
+    k: int = Field(default=64, gt=0, le=100_000)
+    """Tokens of the teacher's support at every position."""
+    form: Literal["tail", "hybrid", "truncated"] = "tail"
+    """`tail`: everything outside the support is one bucket (a lower bound on the KL); `hybrid`: exact on the
+    support plus a score-function term for sampled tokens outside it (unbiased on-policy); `truncated`:
+    support only (biased: it leaks mass out of the support; for comparison)."""
+
+    signal: ClassVar = "topk"
+
+    @property
+    def weighs_samples(self) -> bool:
+        """The term of tokens outside the support."""
+        return self.form == "hybrid"
+
+
+class CustomDivergence(DistillLoss):
+    """A loss of your own against one teacher, by dotted path: `loss(micro, student, view) -> [N]`."""
+
+    type: Literal["custom"] = "custom"
+    path: str
+    """Dotted path of the function."""
+
+    @property
+    def weighs_samples(self) -> bool:
+        """It may be."""
+        return True
+
+
+DistillLossConfig = Annotated[
+    FullVocabularyKL | SampledTokenK1 | SampledTokenK2 | TopKKL | CustomDivergence,
+    Field(discriminator="type"),
+]
+
+
+Mixture = Literal["one_hot", "geometric", "arithmetic"]
+
+
+def check_mixture(loss: DistillLoss, mixture: Mixture) -> None:
+    """`ValueError` for a mixture of teachers that `loss` is not defined for."""
+    reverse = isinstance(loss, FullVocabularyKL) and loss.kind == "reverse"
+    if mixture == "arithmetic" and not (reverse or isinstance(loss, SampledTokenK1)):
+        raise ValueError(
+            "mixture arithmetic is defined for the full-vocabulary reverse KL and for k1; choose one of"
+            " them as loss, or mixture one_hot or geometric"
+        )
+
+
+class OPDConfig(Config):
+    """Teachers that a specialist follows beside its rewards: on-policy distillation within GRPO. Filters of
+    groups and `shaping.mask_truncated` choose what the rewards teach; teachers teach on every response."""
+
+    teacher: str | dict[str, float]
+    """Name of a teacher under `teachers` that has a `path`, or weights over several, which are divided by
+    their sum."""
+    coef: float = Field(default=1.0, ge=0)
+    """Weight of the teachers' divergence (nats a token) beside the rewards' policy gradient, whose tokens are
+    weighed alike (`policy_loss.aggregation`)."""
+    loss: DistillLossConfig = SampledTokenK1()
+    """How it is learnt: `{type: k1}` takes `coef (log p_student - log p_teacher)` off the advantage of each
+    sampled token, after any whitening; `{type: full}` and the others of the merge are a stream of their own
+    in the loss."""
+    mixture: Mixture = "one_hot"
+    """With several teachers, as in the merge: `one_hot` sends each prompt to one of them, `geometric` and
+    `arithmetic` pool them."""
+
+    @model_validator(mode="after")
+    def _refuse_nonsense(self) -> OPDConfig:
+        if not self.coef:
+            raise ValueError("coef 0 would read teachers for nothing; give it a weight, or set opd to null")
+        given = self.teacher
+        if not given or (isinstance(given, dict) and min(given.values()) <= 0):
+            raise ValueError("teacher: give the name of a teacher, or several with positive weights")
+        if isinstance(self.loss, SampledTokenK1):
+            fields = SampledTokenK1.model_fields
+            for name, instead in (("coef", "opd.coef"), ("loss", "policy_loss of the specialist")):
+                if getattr(self.loss, name) != fields[name].default:
+                    raise ValueError(f"loss.{name} has no effect within a specialist; set {instead}")
+        check_mixture(self.loss, self.mixture)
+        return self
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Teachers and their weights, which sum to 1."""
+        return shared_out(self.teacher)
+
+
+def shared_out(teacher: str | Mapping[str, float]) -> dict[str, float]:
+    """A teacher, or weights over several, as weights that sum to 1."""
+    weights = {teacher: 1.0} if isinstance(teacher, str) else dict(teacher)
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
 class RefillConfig(Config):
     """Take more prompts until `prompts_per_step` groups carry signal (DAPO's dynamic sampling, 2503.14476,
     section 3.2). What was written beyond that is not learned from."""
@@ -341,6 +490,8 @@ class SpecialistConfig(Config):
     """How the critic of `advantage: {type: gae}` is trained; `null` is the default one there, and none with
     any other advantage."""
     policy_loss: PolicyLoss = PolicyLossConfig()
+    opd: OPDConfig | None = None
+    """Teachers to follow beside the rewards: `{teacher: NAME, coef: 1.0}`; `null` follows none."""
     reference_kl: ReferenceKLConfig = ReferenceKLConfig()
     entropy_coef: float = 0.0
     """Weight of a bonus for the policy's entropy; 0 adds none."""
@@ -397,6 +548,11 @@ class SpecialistConfig(Config):
     @model_validator(mode="after")
     def _refuse_a_critic_without_use(self) -> SpecialistConfig:
         if isinstance(self.advantage, GAEAdvantage):
+            if self.opd is not None:
+                raise ValueError(
+                    "opd cannot stand beside advantage gae, whose critic learns from rewards alone; choose"
+                    " another advantage, or leave opd out"
+                )
             if self.to_batch is not None:
                 raise ValueError(
                     "to_batch cannot say what the critic of advantage gae learns from; leave one of the two"

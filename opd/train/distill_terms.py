@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.config.distill import CustomDivergence, DistillConfig, FullVocabularyKL, TopKKL
+from opd.config.distill import DistillConfig
+from opd.config.rl import CustomDivergence, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
 from opd.imports import DIVERGENCE, import_function
 from opd.kernels.head import Head
@@ -84,6 +85,8 @@ class DistillTerm(ABC):
         self.mixture = mixture
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
+        if micro.samples[0].teacher is None:  # whose reward alone counts
+            return student.hidden.new_zeros(())
         views = self.teachers(micro)
         if micro.kept is not None:
             views = [view.take(micro.kept) for view in views]
@@ -222,14 +225,14 @@ def _whole(view: View) -> TeacherView:
 class CustomTerm(DistillTerm):
     """The user's own divergence from a teacher, by dotted path; from a `ScoredView` too."""
 
-    def __init__(self, teachers: TeacherViews, mixture: str, config: CustomDivergence) -> None:
+    def __init__(self, teachers: TeacherViews, mixture: str, config: CustomDivergence, where: str) -> None:
         """Raises `ConfigError` if the function cannot be loaded."""
         super().__init__(teachers, mixture)
-        self.path = config.path
-        self._loss: Any = import_function(config.path, "distill.loss.path", ConfigError, DIVERGENCE)
+        self.path, self._where = config.path, f"{where}.path"
+        self._loss: Any = import_function(config.path, self._where, ConfigError, DIVERGENCE)
 
     def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
-        with calling(f"distill.loss.path {self.path}", TrainingError):
+        with calling(f"{self._where} {self.path}", TrainingError):
             return per_token_loss(self._loss(micro, student, view), student.logprobs, self.path)
 
 
@@ -256,14 +259,18 @@ def pooled_floor(views: list[TeacherView], student: StudentRows) -> Tensor:
     )
 
 
-def build_distill_term(config: DistillConfig, teachers: TeacherViews) -> DistillTerm | None:
-    """The loss stream `config` asks for; None for k1, which lives in the advantages."""
+def build_distill_term(
+    config: DistillConfig, teachers: TeacherViews, where: str = "distill.loss"
+) -> DistillTerm | None:
+    """The loss stream `config` asks for; None for k1, which lives in the advantages. `where`: the recipe's
+    key of the loss.
+    """
     if isinstance(config.loss, FullVocabularyKL):
         return FullVocabularyTerm(teachers, config.mixture, config.loss)
     if isinstance(config.loss, TopKKL):
         return TopKTerm(teachers, config.mixture, config.loss)
     if isinstance(config.loss, CustomDivergence):
-        return CustomTerm(teachers, config.mixture, config.loss)
+        return CustomTerm(teachers, config.mixture, config.loss, where)
     if config.loss.type == "k2":
         return K2Term(teachers, config.mixture)
     return None

@@ -248,15 +248,10 @@ def check_held_out(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Findin
     return [Finding("warning", "held-out prompts", detail, {"points": half})]
 
 
-def used_teachers(recipe: Recipe) -> list[str]:
-    """The teachers that some domain uses, in the recipe's order."""
-    return list(dict.fromkeys(name for domain in recipe.domains for name in recipe.teacher_weights(domain)))
-
-
 def given_teachers(recipe: Recipe) -> Mapping[str, str]:
-    """Folders or URLs of the teachers that some domain uses and this run does not train."""
+    """Folders or URLs of the teachers that the merge or a specialist uses and this run does not train."""
     given = recipe.given_teachers()
-    return {name: given[name] for name in used_teachers(recipe) if name in given}
+    return {name: given[name] for name in recipe.used_teachers() if name in given}
 
 
 _DRAWS = 50_000_000
@@ -374,7 +369,7 @@ def check_publishing(recipe: Recipe) -> list[Finding]:
 
 def _check_publishing(recipe: Recipe) -> list[Finding]:
     title, url = "storage.published", recipe.storage.published
-    if url is None or not any(recipe.teacher(name).streams for name in used_teachers(recipe)):
+    if url is None or not any(recipe.teacher(name).streams for name in recipe.used_teachers()):
         return []
     own = [path for path in (recipe.model.path, *given_teachers(recipe).values()) if path is not None]
     refuse_place(url, own)
@@ -501,10 +496,13 @@ WORKERS = "rollout workers"
 
 
 def check_kinds(recipe: Recipe) -> list[Finding]:
-    """What the kind of each teacher that some domain uses has to say of it."""
+    """What the kind of each teacher has to say of it, as the merge follows it and as specialists do."""
     findings: list[Finding] = []
-    for name in used_teachers(recipe):
-        findings += attempt(f"{recipe.teacher(name).type} teacher {name}", partial(_check_kind, recipe, name))
+    for own in (recipe, *recipe.following().values()):
+        for name in own.taught():
+            title = f"{recipe.teacher(name).type} teacher {name}"
+            found = attempt(title, partial(_check_kind, own, name))
+            findings += [finding for finding in found if finding not in findings]
     return findings
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from opd.config import BatchConfig, Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.foreign import machine_memory
-from opd.pipelines.doctor.checks import Finding, existing_parent, used_teachers
+from opd.pipelines.doctor.checks import Finding, existing_parent
 from opd.pipelines.doctor.models import Models, Shape
 from opd.pipelines.stages.precision import (
     WIDTH,
@@ -42,16 +42,10 @@ def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) 
     base, or the specialists that train side by side.
     """
     width, lora = WIDTH[model_dtype(recipe)], recipe.model.lora is not None
-    stages = [
-        _training(recipe, student, recipe.distill.batch, lora)
-        | {
-            "teachers": _teachers(recipe, student, teachers, width),
-            "logits of a chunk": 3 * recipe.distill.batch.kl_chunk * student.vocabulary * 4,
-        }
-    ]
+    stages = [_training(recipe, student, recipe.distill.batch, lora) | _led(recipe, student, teachers)]
     if recipe.distill.prefixes == "teacher":
         # One writes at a time, beside the student; what was written stays to the end.
-        largest = max(teachers.get(name, student).parameters for name in used_teachers(recipe))
+        largest = max(teachers.get(name, student).parameters for name in recipe.taught())
         stages[0]["a teacher that writes"] = largest * width + stages[0]["KV cache"]
         stages[0]["teachers' answers"] = answers_held(recipe)[1]
     if recipe.base is not None:
@@ -61,6 +55,8 @@ def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) 
     if specialists := len(recipe.specialist_domains()):
         beside = min(recipe.runtime.workers, specialists)
         one = _training(recipe, student, recipe.specialist.batch, lora)
+        led = [_led(own, student, teachers) for own in recipe.following().values()]
+        one |= max(led, key=lambda parts: sum(parts.values()), default={})
         found = {name: beside * size for name, size in one.items()}
         if critics := min(beside, len(_with_critic(recipe))):
             found["critics"] = critics * _critic(recipe, student)
@@ -130,8 +126,16 @@ def _copies(recipe: Recipe, student: Shape, learns: int, width: int) -> int:
     return (outside + 2 * (student.parameters - outside) // max(student.layers, 1)) * width
 
 
+def _led(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts:
+    """What following its teachers takes beside training, in a stage with this recipe."""
+    return {
+        "teachers": _teachers(recipe, student, teachers, WIDTH[model_dtype(recipe)]),
+        "logits of a chunk": 3 * recipe.distill.batch.kl_chunk * student.vocabulary * 4,
+    }
+
+
 def _teachers(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], width: int) -> int:
-    shapes = {name: teachers.get(name, student) for name in used_teachers(recipe)}
+    shapes = {name: teachers.get(name, student) for name in recipe.taught()}
     sizes = {name: shape.parameters * width for name, shape in shapes.items()}
     streamed = [name for name in sizes if recipe.teacher(name).streams]
     # What is read ahead, and two heads, the one in use and the next.
@@ -159,7 +163,7 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
         "model folders": folders * weights + (folders - 2 - len(methods)) * lora * learns * own,
         "checkpoints": recipe.runtime.keep_checkpoints * checkpoints,
     }
-    used = {*used_teachers(recipe), *teachers}
+    used = {*recipe.used_teachers(), *teachers}
     streamed = {name for name in used if recipe.teacher(name).streams}
     if streamed and recipe.storage.published is None:
         ours = len(streamed - set(teachers))
@@ -174,10 +178,16 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
             shape.stored for name, shape in teachers.items() if name in fetched and shape.published
         )
     if streamed:
-        parts["hidden states"] = recipe.storage.cache_mb * _MIB
+        parts["hidden states"] = _caches(recipe) * recipe.storage.cache_mb * _MIB
     if recipe.distill.prefixes == "teacher" and recipe.rollout.log is not None:
         parts["log of teachers' answers"] = answers_held(recipe)[1]
     return parts
+
+
+def _caches(recipe: Recipe) -> int:
+    """How many caches of hidden states there are at once: each stage's goes when it is done."""
+    beside = min(recipe.runtime.workers, sum(map(bool, recipe.following())))
+    return max(beside, 1)
 
 
 def disk_left(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], run_dir: Path) -> Parts:
@@ -195,7 +205,10 @@ def disk_left(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], run
     # A new checkpoint is written before the oldest one goes.
     one_more = each // max(1, recipe.runtime.keep_checkpoints)
     parts["checkpoints"] = max(len(trained) * each - there, one_more) if trained else 0
+    followers = (f"specialist-{domain}" if domain else "baseline-mixed_grpo" for domain in recipe.following())
+    led = ["merge", *followers]
     needed_by = {part: ["merge"] for part in _PLACES} | {"fetched teachers": [*stages]}
+    needed_by |= {"published teachers": led, "hidden states": led}
     for part, place in _PLACES.items():
         if part in parts:
             wanted = any(stage in undone for stage in needed_by[part])

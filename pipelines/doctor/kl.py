@@ -31,11 +31,12 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
     from opd.pipelines.stages.student import load_model
 
     student = load_model(recipe, Path(recipe.model.path))
+    taught, followed = recipe.taught(), recipe.followed()
     findings: list[Finding] = []
     for name, source in teachers.items():
         teacher = _open(recipe, name, source, len(tokenizer))
         for domain in domains.values():
-            if name in recipe.teacher_weights(domain.name):
+            if domain.name in (*taught.get(name, ()), *followed.get(name, ())):
                 title = f"KL to {name} on {domain.name}"
                 findings += attempt(
                     title, lambda t=teacher, d=domain, s=title: _check(recipe, d, student, t, tokenizer, s)

@@ -180,7 +180,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
         for number, prompt in enumerate(cursor.take(0, own.distill.prompts_per_domain)):
             ids = truncated(encode(prompt), room.tokens, None)
             length = len(ids) + own.rollout.max_new_tokens
-            route = router.route(name, f"{name}/{number}").name
+            route = router.route(name, f"{name}/{number}").name or f"no teacher of {name}"
             names = names if route in names else [*names, route]
             for _ in range(config.samples_per_prompt):
                 lengths.append(min(length, recipe.rollout.max_sequence))

@@ -166,7 +166,9 @@ def _about(recipe: Recipe, name: str) -> str:
         taught = "" if sft is None else f"fine-tuned on the demonstrations of {told(sft.source)}"
         if kind == "sft":
             return f"What the specialist for the domain {domain} begins as: the base, {taught}."
-        rewarded = "trained with GRPO on its rewards alone" if domain in recipe.grpo_domains() else ""
+        led = [name for name, own in recipe.followed().items() if domain in own]
+        beside = f", following {', '.join(led)} on the answers it wrote (OPD)" if led else " alone"
+        rewarded = f"trained with GRPO on its rewards{beside}" if domain in recipe.grpo_domains() else ""
         learnt = ", then ".join(part for part in (taught, rewarded) if part)
         return f"A specialist for the domain {domain}: the base, {learnt}."
     if kind == "merged":

@@ -62,7 +62,7 @@ def hub_names(recipe: Recipe) -> dict[KeyPath, tuple[str, HubName]]:
 
     Raises `ConfigError` for a `hf://` that names nothing of its kind.
     """
-    used = {name for domain in recipe.domains for name in recipe.teacher_weights(domain)}
+    used = recipe.used_teachers()
     keys = [key for key in model_keys(recipe) if key[0] != "teachers" or key[1] in used]
     keys += [("domains", name, "source") for name in recipe.domains]
     keys += [("evaluation", "sets", name, "source") for name in recipe.evaluation.sets]

@@ -65,6 +65,7 @@ def _of_specialist(where: str, config: SpecialistConfig) -> dict[str, tuple[str 
     return {
         f"{where}.advantage.path": (getattr(config.advantage, "path", None), GROUP),
         f"{where}.policy_loss.path": (getattr(config.policy_loss, "path", None), POLICY_LOSS),
+        f"{where}.opd.loss.path": (getattr(config.opd and config.opd.loss, "path", None), DIVERGENCE),
         f"{where}.group_filter": (config.group_filter, GROUP),
         f"{where}.to_batch": (config.to_batch, BATCH),
     }
@@ -123,9 +124,8 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
         source = getattr(recipe.model, where)
         if source is not None:
             yield f"model.{where}", source
-    used = dict.fromkeys(name for domain in recipe.domains for name in recipe.teacher_weights(domain))
     given = recipe.given_teachers()
-    for name in used:
+    for name in recipe.used_teachers():
         if name in given:
             yield f"teachers.{name}.path", given[name]
     files = {f"domains.{name}.source": domain.source for name, domain in recipe.domains.items()}

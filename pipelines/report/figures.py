@@ -120,6 +120,9 @@ def learning(run: Run, cues: Cues) -> list[Panel]:
         Axis(),
         "Each line should rise and flatten; a specialist that stays low gives the merge a weak teacher.",
     )
+    lines = [_line(s, "kl/mean", cues.of(_short(s.name))) for s in run.stages if _is_specialist(s)]
+    led = "Should fall beside a growing reward. One that grows: the rewards lead away from the teacher."
+    _add(panels, "Specialists: KL to their teachers", "nats per token", lines, Axis(), led)
     merge = run.stage("merge")
     if merge:
         kinds = [name for name in merge.names("kl/") if name not in ("mean", "floor")]

@@ -132,7 +132,10 @@ class Run:
 
     def teachers_of(self, domain: str) -> list[ModelResult]:
         """The evaluated teachers of `domain`."""
-        named = self.config.get("domains", {}).get(domain, {}).get("teacher") or domain
+        config = self.config.get("domains", {}).get(domain, {})
+        if (config.get("distill") or {}).get("kl_coef") == 0:
+            return []  # its reward alone counts
+        named = config.get("teacher") or domain
         names = [named] if isinstance(named, str) else list(named)
         found = [self.model(f"specialist:{name}") or self.model(f"teacher:{name}") for name in names]
         return [model for model in found if model is not None and domain in model.sampled]

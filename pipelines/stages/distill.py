@@ -5,33 +5,32 @@ The recipe says which streams the loss has; here is what each token weighs in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from opd.config import DistillConfig, PolicyLossConfig, Recipe, SampledTokenK1, SampledTokenK2
+from opd.config import DistillConfig, PolicyLossConfig, Recipe, SampledTokenK1
 from opd.pipelines.evaluation.measure import prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, train
-from opd.pipelines.stages.policy_stream import Against, PolicyStream, PolicyTokens
+from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, train
+from opd.pipelines.stages.policy_stream import PolicyStream, PolicyTokens
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
 from opd.pipelines.stages.source import Asked, Given, Rollouts, open_source
 from opd.pipelines.stages.stage_rollout import open_log
 from opd.pipelines.stages.student import Student, tokenizer_of
 from opd.pipelines.stages.supervised import teacher_samples
-from opd.pipelines.stages.teachers import open_schedule, scoring_ahead, wait_shares
-from opd.rollout.collect import EncodedPrompt, Generates
-from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
+from opd.pipelines.stages.teachers import Teachers, open_schedule, weigh_divergence
+from opd.rollout.collect import EncodedPrompt
+from opd.teachers.schedule import TeacherSchedule
 from opd.train.advantages import build_advantage
 from opd.train.distill_terms import build_distill_term
 from opd.train.loss_weights import per_teacher_scales, policy_scales, weigh
-from opd.train.packing import convert_batch
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm
-from opd.types import RolloutBatch, Sample, TokenTerms
+from opd.types import Sample, TokenTerms
 
 
 def needs_policy_stream(config: DistillConfig) -> bool:
@@ -63,11 +62,13 @@ def route_scales(recipe: Recipe, samples: Sequence[Sample], counts: Sequence[int
         sent: dict[str, int] = {}
         for sample in samples:
             sent[sample.domain] = sent.get(sample.domain, 0) + 1
+        # A domain without a teacher is a route of its own.
+        routes = [sample.teacher or f"rewards of {sample.domain}" for sample in samples]
         shares: dict[str, float] = {}
-        for sample in samples:
+        for route, sample in zip(routes, samples, strict=True):
             share = recipe.domains[sample.domain].weight / sent[sample.domain]
-            shares[sample.teacher or ""] = shares.get(sample.teacher or "", 0.0) + share
-        scales = per_teacher_scales(counts, [sample.teacher for sample in samples], shares)
+            shares[route] = shares.get(route, 0.0) + share
+        scales = per_teacher_scales(counts, routes, shares)
     return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
 
 
@@ -81,8 +82,8 @@ def token_terms(
     """The terms of a sample: `weights` `[R]` of the tokens that its mask counts, `kept_weights` of those that
     the correction of `policy` has left.
 
-    What a correction rejects leaves the policy stream and its normaliser, and so it does k2, all of whose
-    gradient is sampled; the other losses keep at every token what does not depend on who drew it.
+    What a correction rejects leaves the policy stream and its normaliser; of the divergence's see
+    `weigh_divergence`.
     """
     term = TokenTerms.zeros(len(sample.response_ids))
     term.kl_weight = term.policy_weight = weights
@@ -90,10 +91,7 @@ def token_terms(
         return term
     term.old_logprobs, term.advantages = policy.old_logprobs, policy.advantages
     term.policy_weight = kept_weights * policy.weight
-    if config.weighs_samples and policy_loss(config).correction is not None:
-        term.importance = policy.weight
-        if isinstance(config.loss, SampledTokenK2):
-            term.kl_weight = kept_weights
+    weigh_divergence(term, config.loss, policy_loss(config).correction, policy, weights, kept_weights)
     return term
 
 
@@ -104,10 +102,6 @@ def loss_terms(config: DistillConfig, schedule: TeacherSchedule) -> list[LossTer
         terms.append(PolicyTerm(policy_loss(config)))
     stream = build_distill_term(config, schedule)
     return [*terms, stream] if stream else terms
-
-
-_SCORED_TOKENS = 1 << 20
-"""Tokens of samples on disk that teachers are given at a time, about."""
 
 
 def distill(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
@@ -139,6 +133,7 @@ class Distill(Algorithm):
         self.context, self.config, self.optim = context, config, config.optim
         vocabulary = len(tokenizer_of(recipe, start))
         self.schedule = stack.enter_context(open_schedule(context, vocabulary))
+        self.teachers = Teachers(context, self.schedule)
         self._corrects = needs_correction(config)
         self._given = config.prefixes == "teacher"
         self._answers: list[list[Sample]] = []
@@ -154,15 +149,9 @@ class Distill(Algorithm):
         """What the student writes, until `stack` is unwound; or what its teachers have written."""
         if self._given:
             return Given(self._written, self.student.backend, self.student.ranks)
-        router = Router.from_recipe(self.context.recipe)
-        asked = Asked(
-            self.prompts,
-            self.config.samples_per_prompt,
-            self._before,
-            lambda sample: router.route(sample.domain, sample.group_uid).name,
-            together=self.config.to_batch is not None,
-        )
-        return open_source(self.context, self.student, asked, stack)
+        together = self.config.to_batch is not None
+        asked = Asked(self.prompts, self.config.samples_per_prompt, together=together)
+        return open_source(self.context, self.student, self.teachers.listening(asked), stack)
 
     def _written(self, index: int) -> list[Sample]:
         """What teachers wrote to the prompts of step `index`: all of it before the first step of an attempt,
@@ -172,11 +161,6 @@ class Distill(Algorithm):
             with open_log(self.context) as log:
                 self._answers = teacher_samples(self.context, self.data, self.student, log)
         return self._answers[index]
-
-    def _before(self, engine: Generates, prompts: Sequence[EncodedPrompt]) -> Generates:
-        if self.context.ranks.alone and self.context.recipe.storage.trajectories == "memory":
-            return scoring_ahead(self.context.recipe, engine, self.schedule, prompts)
-        return engine  # another rank may train what this one writes
 
     def prompts(self, index: int) -> list[EncodedPrompt]:
         """Those of batch number `index`, domain by domain."""
@@ -192,21 +176,8 @@ class Distill(Algorithm):
         metrics = rollout_metrics(samples.groups)
         if not self._given:  # a teacher's answers have no age
             metrics |= samples.drop_stale(step.index, self.context.recipe.rollout.max_staleness)
-        self.let_teachers_read(samples)
+        self.teachers.read(samples)
         return metrics
-
-    def let_teachers_read(self, samples: StepSamples) -> None:
-        """Send each sample to its teacher. From disk they go in lots, and what a cache keeps is let go."""
-        own = samples.samples
-        self.schedule.assign(own)
-        samples.deal()
-        # So many that they go in several lots: each teacher's then go together.
-        many = sum(len(s.prompt_ids) + len(s.response_ids) for s in own) > _SCORED_TOKENS
-        chosen = self._ordered(own) if samples.on_disk and many else own
-        for lot in samples.lots(chosen, _SCORED_TOKENS, by_teacher=many):
-            self.schedule.score(lot)
-            if samples.on_disk and self.schedule.caches:
-                self.schedule.forget(lot)
 
     def plan(self, samples: StepSamples, step: Step) -> Plan:
         """One update: the teachers' divergence, and the policy stream where there is one."""
@@ -218,87 +189,41 @@ class Distill(Algorithm):
 
         def terms(sample: Sample) -> TokenTerms:
             weights = weigh(sample.loss_mask, scale[sample.uid])
-            if stream is None:
-                return token_terms(config, sample, None, weights, weights)
-            policy = stream.of(sample)
-            return token_terms(config, sample, policy, weights, weigh(policy.mask, kept[sample.uid]))
+            policy = None if stream is None else stream.of(sample)
+            left = weights if policy is None else weigh(policy.mask, kept[sample.uid])
+            found = token_terms(config, sample, policy, weights, left)
+            found.kl_weight = self.teachers.coefs[sample.domain] * found.kl_weight
+            return found
 
-        if config.to_batch is None:
-            ordered = self._ordered(own)
-            update = Update(ordered, self._read(samples, ordered, terms), self.schedule.release)
-        else:
-            whole = RolloutBatch(own, [terms(sample) for sample in own])
-            whole = self.schedule.sort(convert_batch(whole, config.to_batch, "distill.to_batch"))
-            update = Update.of(whole, self.schedule.release)
+        update = self.teachers.update(samples, own, terms, config.to_batch, "distill.to_batch")
+        update.done = self.schedule.release
         return Plan([update], metrics)
 
     def _stream(self, samples: StepSamples) -> tuple[PolicyStream | None, dict[str, float]]:
         """The policy stream with its metrics. A full vocabulary's divergence alone needs none: its gradient
         is exact at every state, whatever policy led there.
         """
-        config, loss = self.config, self.config.loss
+        config = self.config
         if not self._corrects:
             return None, {}
-        k1 = loss if isinstance(loss, SampledTokenK1) else None
-        against = None if k1 is None else Against(k1.coef, k1.baseline, k1.discount)
-        stream = PolicyStream(samples, policy_loss(config).correction, against)
+        stream = PolicyStream(samples, policy_loss(config).correction)
         if needs_policy_stream(config):
             own = config.advantage
             learned = [sample for sample in samples.samples if self._rl_coefs[sample.domain]]
             stream.estimate(build_advantage(own), self._rl_coefs, whiten=learned if own.whiten else None)
-        if k1 is not None:
-            what = "the teachers' log-probabilities"
-            ordered = self._ordered(samples.samples)
-            stream.add_others(ordered, self._teacher_logprobs(samples), what, by_teacher=True)
+        self.teachers.enter(stream, samples)
         found = stream.measure()
         metrics = {name: value for name, value in found.items() if name.startswith("correction/")}
         if "log_ratio" in found:
             metrics["kl/mean"] = found["log_ratio"]
         return stream, metrics
 
-    def _teacher_logprobs(self, samples: StepSamples) -> Callable[[Sequence[Sample]], list[Any]]:
-        mixture, temperature = self.config.mixture, self.student.backend.temperature
-
-        def compute(own: Sequence[Sample]) -> list[Any]:
-            if samples.on_disk:
-                self.schedule.score(own)
-            found = sampled_logprobs(self.schedule, own, mixture, temperature)
-            if samples.on_disk:
-                self.schedule.forget(own)
-            return found
-
-        return compute
-
-    def _read(
-        self, samples: StepSamples, ordered: Sequence[Sample], terms: Callable[[Sample], TokenTerms]
-    ) -> Callable[[Sequence[Sequence[int]]], Iterator[RolloutBatch]]:
-        """Micro-batches; what teachers said of those on disk comes and goes with them."""
-        taught = not isinstance(self.config.loss, SampledTokenK1)
-
-        def read(parts: Sequence[Sequence[int]]) -> Iterator[RolloutBatch]:
-            for batch in samples.batches(ordered, terms)(parts):
-                if samples.on_disk and taught:
-                    self.schedule.score(batch.samples)
-                yield batch
-                if samples.on_disk:
-                    self.schedule.forget(batch.samples)
-
-        return read
-
-    def _ordered(self, samples: Sequence[Sample]) -> list[Sample]:
-        return [samples[place] for place in self.schedule.order(samples)]
-
     def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
         """Mismatch, the schedule's counters, whose totals survive a resume, and the learning curve."""
-        counters = self.schedule.take_counters()
-        totals = step.counters
-        for name, value in counters.items():
-            before = totals.get(name, 0.0)
-            totals[name] = max(before, value) if name.endswith("_peak") else before + value
-        waits = wait_shares(metrics | counters, sum(step.timer.seconds.values()))
+        counters = self.teachers.take_counters(step, metrics)
         # Who has written with other weights, and was meant to, says nothing of the engine.
         mismatch = {} if self._given else self.probe.take()
-        return mismatch | counters | waits | self._curve(step)
+        return mismatch | counters | self._curve(step)
 
     def _curve(self, step: Step) -> dict[str, float]:
         evaluation = self.context.recipe.evaluation

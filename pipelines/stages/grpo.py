@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.config.rl import GAEAdvantage
+from opd.config.rl import GAEAdvantage, SampledTokenK1
 from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.stages.context import StageContext
@@ -17,10 +18,12 @@ from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, tra
 from opd.pipelines.stages.policy_stream import Against, PolicyStream
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
 from opd.pipelines.stages.source import Asked, open_source
-from opd.pipelines.stages.student import Student, load_model
+from opd.pipelines.stages.student import Student, load_model, tokenizer_of
+from opd.pipelines.stages.teachers import Teachers, open_schedule, weigh_divergence
 from opd.rollout.collect import EncodedPrompt
 from opd.train.advantages import build_advantage, keep_groups
 from opd.train.backend import Backend, response_logprobs
+from opd.train.distill_terms import build_distill_term
 from opd.train.loss_weights import policy_scales, weigh
 from opd.train.packing import convert_batch
 from opd.train.shaping import changes_rewards, shape
@@ -42,11 +45,9 @@ def train_grpo(
     Raises `TrainingError` if no step has signal for `max_steps_without_signal` steps in a row.
     """
     with ExitStack() as stack:
-        grpo = GRPO(context, start, domains)
+        grpo = GRPO(context, start, domains, stack)
         student, config = grpo.student, grpo.config
-        together = config.to_batch is not None
-        asked = Asked(grpo.prompts, config.group_size, together=together, more=grpo.more)
-        source = open_source(context, student, asked, stack)
+        source = open_source(context, student, grpo.asked(), stack)
         result = train(context, grpo, source, student.backend, extent, config.checkpoint_every)
     if result["counters"].get("steps_without_signal", 0) >= result["steps"]:
         raise grpo.no_signal(result["steps"])
@@ -55,24 +56,35 @@ def train_grpo(
 
 
 class GRPO(Algorithm):
-    """Group-relative advantages, with a reference KL if the recipe asks for one.
+    """Group-relative advantages, with a reference KL and teachers if the recipe asks for them.
+
+    What the rewards teach on is chosen by filters and masks; the teachers teach on every response.
 
     Args:
         context: The stage.
         start: The model to train; the frozen reference, too.
         domains: What it is trained on.
+        stack: What closes the teachers.
     """
 
-    def __init__(self, context: StageContext, start: Path, domains: Sequence[str]) -> None:
+    def __init__(self, context: StageContext, start: Path, domains: Sequence[str], stack: ExitStack) -> None:
         recipe, config = context.recipe, context.recipe.specialist
         self.config, self.optim, self.stage = config, config.optim, context.stage
         self.reference: CausalLM | None = None
-        self._penalty = ReferenceTerm(config.reference_kl)
+        self._penalty: ReferenceTerm | None = None
         terms: list[LossTerm] = [PolicyTerm(config.policy_loss, config.entropy_coef)]
         if config.reference_kl.coef:
             self.reference = load_model(recipe, start)
             if config.reference_kl.placement == "loss":
+                self._penalty = ReferenceTerm(config.reference_kl)
                 terms.append(self._penalty)
+        self.teachers: Teachers | None = None
+        if config.opd is not None:
+            taught = replace(context, recipe=recipe.following_teachers())
+            schedule = stack.enter_context(open_schedule(taught, len(tokenizer_of(recipe, start))))
+            self.teachers = Teachers(taught, schedule)
+            stream = build_distill_term(taught.recipe.distill, schedule, "specialist.opd.loss")
+            terms += [stream] if stream else []
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self._critic = self._open_critic(context, start)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
@@ -114,11 +126,20 @@ class GRPO(Algorithm):
         """Prompts that are asked beside those of `samples`, for the same batch."""
         return [] if self._choice is None else self._choice.more(samples)
 
+    def asked(self) -> Asked:
+        """What the student is asked."""
+        together = self.config.to_batch is not None
+        asked = Asked(self.prompts, self.config.group_size, together=together, more=self.more)
+        return asked if self.teachers is None else self.teachers.listening(asked)
+
     def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
         if self._choice is None or not self._choice.refills:
             self._reward(samples)
         metrics = rollout_metrics(samples.groups) | self._shape(samples, step.counters)
-        return metrics | samples.drop_stale(step.index, self._rollout.max_staleness)
+        metrics |= samples.drop_stale(step.index, self._rollout.max_staleness)
+        if self.teachers is not None:
+            self.teachers.read(samples)
+        return metrics
 
     def _reward(self, samples: StepSamples) -> None:
         samples.reward(self.data.rewards)
@@ -150,46 +171,69 @@ class GRPO(Algorithm):
     def plan(self, samples: StepSamples, step: Step) -> Plan:
         config = self.config
         chosen: dict[str, float] = {}
+        every = samples.groups
         if self._choice is None:
             samples.groups = self._keep(samples)
         else:
             chosen = self._choice.settle(samples, step.counters)
-        learned = [sample for sample in samples.samples if not self._masks(sample)]
-        self._watch_signal(step, bool(learned), cut=bool(samples.groups))
-        if not learned:
-            return Plan([], chosen)
-        samples.deal()
-        stream, metrics = self._stream(samples, learned, step)
+        rewarded = learned = [sample for sample in samples.samples if not self._masks(sample)]
+        if self.teachers is None:
+            self._watch_signal(step, bool(learned), cut=bool(samples.groups))
+            if not learned:
+                return Plan([], chosen)
+            samples.deal()
+        else:  # they have read all, as it was dealt then
+            samples.groups = every
+            learned = samples.samples
+        stream, metrics = self._stream(samples, rewarded, step)
         metrics = chosen | metrics
         parts = _split(learned, config.minibatches)
         if self._critic is not None:
             metrics |= self._critic.learn(samples, parts * config.epochs, stream, step)
             if step.index < config.critic_warmup:
                 return Plan([], metrics)
-        updates = [self._update(samples, part, stream) for part in parts]
-        return Plan(updates * config.epochs, metrics)
+        of_rewards = {sample.uid for sample in rewarded}
+        updates = [self._update(samples, part, stream, of_rewards) for part in parts] * config.epochs
+        if self.teachers is not None:
+            updates[-1] = replace(updates[-1], done=self.teachers.schedule.release)
+        return Plan(updates, metrics)
 
     def _stream(
-        self, samples: StepSamples, learned: Sequence[Sample], step: Step
+        self, samples: StepSamples, rewarded: Sequence[Sample], step: Step
     ) -> tuple[PolicyStream, dict[str, float]]:
         reference = self.config.reference_kl
-        penalised = self.reference is not None and reference.placement == "advantage"
-        coef = self._penalty.coef = step.counters.get(_COEF, reference.coef)
-        against = Against(coef, discount=reference.discount) if penalised else None
-        stream = PolicyStream(samples, self.config.policy_loss.correction, against)
+        coef = step.counters.get(_COEF, reference.coef)
+        if self._penalty is not None:
+            self._penalty.coef = coef
+        stream = PolicyStream(samples, self.config.policy_loss.correction)
+        if self.teachers is not None:
+            self.teachers.enter(stream, samples)
         if self.reference is not None:
-            stream.add_others(samples.samples, self._reference_logprobs, "the reference's log-probabilities")
+            penalised = reference.placement == "advantage"
+            against = Against(coef, discount=reference.discount) if penalised else None
+            stream.add("reference", samples.samples, self._reference_logprobs, against)
         own = self.config.advantage
         if self._critic is None:
-            stream.estimate(build_advantage(own), whiten=learned if own.whiten else None)
+            whiten = rewarded if own.whiten else None
+            stream.estimate(build_advantage(own), whiten=whiten, rewarded=rewarded)
         else:
             in_reward = self.reference is not None and reference.placement == "reward"
-            self._critic.estimate(stream, learned, coef if in_reward else 0.0)
+            self._critic.estimate(stream, rewarded, coef if in_reward else 0.0)
         metrics = stream.measure()
-        metrics.pop("log_ratio", None)
+        if "log_ratio" in metrics:
+            metrics |= {"kl/mean": metrics.pop("log_ratio")} | self._by_teacher(stream, samples)
         if reference.target is not None:
-            metrics |= self._hold(stream.mean_log_ratio(), coef, step)
+            measured = stream.mean_log_ratio("reference", samples.samples)
+            metrics |= self._hold(measured, coef, step)
         return stream, metrics
+
+    def _by_teacher(self, stream: PolicyStream, samples: StepSamples) -> dict[str, float]:
+        """`kl/TEACHER`, with k1."""
+        lots: dict[str | None, list[Sample]] = {}
+        for sample in samples.samples:
+            lots.setdefault(sample.teacher, []).append(sample)
+        found = {f"kl/{name}": stream.mean_log_ratio("teacher", lot) for name, lot in lots.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
     def _hold(self, measured: float | None, coef: float, step: Step) -> dict[str, float]:
         """Note the coefficient of the next step, where a checkpoint keeps it; metrics of this one."""
@@ -204,25 +248,49 @@ class GRPO(Algorithm):
         assert self.reference is not None
         return response_logprobs(self.reference, samples, self.student.backend.temperature, self.config.batch)
 
-    def _update(self, samples: StepSamples, part: list[Sample], stream: PolicyStream) -> Update:
-        aggregation, limit = self.config.policy_loss.aggregation, self._rollout.max_new_tokens
-        scales = policy_scales([stream.kept(sample) for sample in part], aggregation, limit)
-        scale = {sample.uid: value for sample, value in zip(part, scales, strict=True)}
+    def _update(
+        self, samples: StepSamples, part: list[Sample], stream: PolicyStream, rewarded: set[str]
+    ) -> Update:
+        config = self.config
+        opd, correction = config.opd, config.policy_loss.correction
+        # k1 is in the advantages of all samples; any other divergence is a stream of its own.
+        apart = opd is not None and not isinstance(opd.loss, SampledTokenK1)
+        among = [sample for sample in part if sample.uid in rewarded] if apart else part
+        scale = self._scales(among, stream.kept)
+        taught = self._scales(part, lambda sample: sample.trainable_tokens) if apart else {}
+        kept = self._scales(part, stream.kept) if apart else {}
 
         def terms(sample: Sample) -> TokenTerms:
             own, found = stream.of(sample), TokenTerms.zeros(len(sample.response_ids))
             found.old_logprobs, found.advantages = own.old_logprobs, own.advantages
-            found.policy_weight = weigh(own.mask, scale[sample.uid]) * own.weight
-            found.ref_logprobs = own.other_logprobs
+            found.policy_weight = weigh(own.mask, scale.get(sample.uid, 0.0)) * own.weight
+            found.ref_logprobs = own.ref_logprobs
+            if opd is not None and apart:
+                every = weigh(sample.loss_mask, opd.coef * taught[sample.uid])
+                left = weigh(own.mask, opd.coef * kept[sample.uid])
+                weigh_divergence(found, opd.loss, correction, own, every, left)
             return found
 
-        if self.config.to_batch is None:
+        if self.teachers is not None:
+            return self.teachers.update(samples, part, terms, config.to_batch, "specialist.to_batch")
+        if config.to_batch is None:
             return Update(part, samples.batches(part, terms))
         whole = RolloutBatch(part, [terms(sample) for sample in part])
-        return Update.of(convert_batch(whole, self.config.to_batch, "specialist.to_batch"))
+        return Update.of(convert_batch(whole, config.to_batch, "specialist.to_batch"))
+
+    def _scales(self, samples: Sequence[Sample], count: Callable[[Sample], int]) -> dict[str, float]:
+        """What a token of each sample weighs, by uid, where `count` says how many of each count."""
+        aggregation, limit = self.config.policy_loss.aggregation, self._rollout.max_new_tokens
+        scales = policy_scales([count(sample) for sample in samples], aggregation, limit)
+        return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
+
+    def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
+        """The counters of the teachers, if there are any."""
+        return {} if self.teachers is None else self.teachers.take_counters(step, metrics)
 
     def headline(self, metrics: dict[str, float]) -> str:
-        return f"reward {metrics['reward/mean']:.3f}"
+        led = f"  KL {metrics['kl/mean']:.4f}" if "kl/mean" in metrics else ""
+        return f"reward {metrics['reward/mean']:.3f}{led}"
 
     def _watch_signal(self, step: Step, signal: bool, *, cut: bool) -> None:
         """`cut`: where there is no signal, groups had some, but all of their responses are masked."""

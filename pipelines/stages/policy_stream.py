@@ -25,14 +25,17 @@ from opd.types import Sample
 if TYPE_CHECKING:
     from opd.train.critic import GAE
 
-_OLD, _OTHER, _ADVANTAGES, _VALUES = "old_logprobs", "other_logprobs", "advantages", "values"
+_OLD, _ADVANTAGES, _VALUES = "old_logprobs", "advantages", "values"
+Who = Literal["teacher", "reference"]
+"""Who else has log-probabilities of sampled tokens: a sample's teacher, or the frozen reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """Whose log-probabilities the advantages follow: the teacher's (k1), or the reference's."""
+    """How advantages follow the teacher (k1), or the reference."""
 
-    coef: float
+    coef: Mapping[str, float] | float
+    """Its weight, or that of each domain."""
     baseline: Literal["none", "batch_mean"] = "none"
     discount: float = 0.0
 
@@ -47,7 +50,7 @@ class PolicyTokens:
     """The loss mask without rejected tokens."""
     weight: np.ndarray
     """The importance correction of each token, 0 where `mask` is False."""
-    other_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -55,14 +58,12 @@ class _Numbers:
     """What the whole step needs of one sample."""
 
     correction: CorrectionSums
-    returns: float = 0.0
-    """Sum of the term against somebody over the tokens that count."""
-    tokens: int = 0
-    """How many these are."""
     advantages: Moments = field(default_factory=Moments)
     """The reward's, where they are whitened."""
-    apart: float = 0.0
-    """Sum of the log-ratio to somebody else over the tokens that the loss mask counts."""
+    returns: dict[str, float] = field(default_factory=dict)
+    """Sum of the term against each who enters the advantages, over the tokens that the loss mask counts."""
+    apart: dict[str, float] = field(default_factory=dict)
+    """Sum of the log-ratio to each who has log-probabilities, over the same tokens."""
     judged: dict[str, Any] = field(default_factory=dict)
     """With a critic, how good its values are: the fields of `Judged`."""
 
@@ -73,28 +74,35 @@ class PolicyStream:
     Args:
         step: Its samples, dealt out.
         correction: How tokens that others drew are weighed.
-        against: Whose log-probabilities enter the advantages, if anybody's.
     """
 
-    def __init__(
-        self, step: StepSamples, correction: CorrectionConfig | None, against: Against | None = None
-    ) -> None:
-        self._step, self._correction, self._against = step, correction, against
-        self._estimated = self._others = False
+    def __init__(self, step: StepSamples, correction: CorrectionConfig | None) -> None:
+        self._step, self._correction = step, correction
+        self._estimated = False
+        self._rewarded: set[str] | None = None
+        self._others: dict[Who, Against | None] = {}
         self._numbers: dict[str, _Numbers] = {}
-        self._means: dict[str | None, float] = {}
+        self._means: dict[Who, dict[str | None, float]] = {}
         self._whitened: Sequence[Sample] | None = None
         self._moments = Moments()
         self._coefs: Mapping[str, float] | None = None
         self._valued: Sequence[Sample] | None = None
         step.fill(_OLD, step.samples, step.backend.own_logprobs, "the recomputed log-probabilities")
 
-    def add_others(self, samples: Sequence[Sample], compute: PerSample, what: str, **lots: Any) -> None:
-        """Keep what `compute` says of `samples`, those of the step in some order: somebody else's
-        log-probabilities. See `StepSamples.fill`.
+    def add(
+        self,
+        who: Who,
+        samples: Sequence[Sample],
+        compute: PerSample,
+        against: Against | None = None,
+        **lots: Any,
+    ) -> None:
+        """Keep what `compute` says of `samples`: somebody else's log-probabilities, whom the advantages
+        follow as `against` says, if at all. The reference's are of all samples of the step, in some order, a
+        teacher's of those that have one. See `StepSamples.fill`.
         """
-        self._step.fill(_OTHER, samples, compute, what, **lots)
-        self._others = True
+        self._step.fill(who, samples, compute, f"the {who}'s log-probabilities", **lots)
+        self._others[who] = against
 
     def estimate(
         self,
@@ -102,13 +110,16 @@ class PolicyStream:
         coefs: Mapping[str, float] | None = None,
         *,
         whiten: Sequence[Sample] | None = None,
+        rewarded: Sequence[Sample] | None = None,
     ) -> None:
         """Keep the reward's advantages of every sample, times the one of `coefs` for its domain; before that
-        they are whitened over the tokens of the samples `whiten`, those that are learnt from.
+        they are whitened over the tokens of the samples `whiten`, those that are learnt from. Samples that
+        are not among `rewarded` get 0: theirs count for nothing.
         """
         self._coefs, self._whitened = coefs, whiten
+        self._rewarded = None if rewarded is None else {sample.uid for sample in rewarded}
         for group in self._step.groups:
-            held = {sample.uid for sample in self._step.holds(group)}
+            held = {sample.uid for sample in self._step.holds(group) if self._is_rewarded(sample)}
             if not held:
                 continue
             if isinstance(estimator, OwnAdvantage):  # it may look at tokens
@@ -147,8 +158,8 @@ class PolicyStream:
         return values, self._step.signal(_ADVANTAGES, sample) + values
 
     def measure(self) -> dict[str, float]:
-        """Take what needs the whole step; returns the metrics of correction and mismatch, and with a term
-        against somebody `log_ratio`, the mean one to them. All ranks call this together.
+        """Take what needs the whole step; returns the metrics of correction and mismatch, and of samples with
+        teachers `log_ratio`, the mean one to them. All ranks call this together.
         """
         seen, ratio, tokens = MismatchSums(), 0.0, 0
         for lot in self._step.held():
@@ -160,13 +171,21 @@ class PolicyStream:
             masks = [sample.loss_mask for sample in lot]
             drawn = [sample.rollout_logprobs for sample in lot]
             seen.add(*map(np.concatenate, (drawn, old, masks)))
-            if self._against is not None:
-                others = [self._step.signal(_OTHER, sample) for sample in lot]
-                ratios = np.concatenate([(p - o)[m] for p, o, m in zip(old, others, masks, strict=True)])
-                if len(ratios):
-                    ratio += float(ratios.mean()) * len(ratios)  # exact: a float32 times a count in float64
-                    tokens += len(ratios)
+            ratios = self._ratios(lot)
+            if len(ratios):
+                ratio += float(ratios.mean()) * len(ratios)  # exact: a float32 times a count in float64
+                tokens += len(ratios)
         return self._of_all(seen, ratio, tokens)
+
+    def _ratios(self, lot: Sequence[Sample]) -> np.ndarray:
+        """[M] float32: the log-ratios of `lot` to its teachers at the tokens that count, noted by sample."""
+        found = [np.zeros(0, np.float32)]
+        for sample in lot if "teacher" in self._others else ():
+            if _has("teacher", sample):
+                old, other = self._step.signal(_OLD, sample), self._step.signal("teacher", sample)
+                found.append((old - other)[sample.loss_mask])
+                self._numbers[sample.uid].apart["teacher"] = float(found[-1].sum(dtype=np.float64))
+        return np.concatenate(found)
 
     def _of_all(self, seen: MismatchSums, ratio: float, tokens: int) -> dict[str, float]:
         numbers = {uid: asdict(own) for uid, own in self._numbers.items()}
@@ -192,18 +211,22 @@ class PolicyStream:
             from opd.train.critic import Judged
 
             metrics |= Judged.metrics(self._numbers_at(sample).judged for sample in self._valued)
-        if self._against is not None and self._against.baseline == "batch_mean":
-            own = [(sample.teacher, self._numbers_at(sample)) for sample in self._step.samples]
-            self._means = teacher_means((teacher, found.returns, found.tokens) for teacher, found in own)
+        for who, against in self._others.items():
+            if against is not None and against.baseline == "batch_mean":
+                samples = [sample for sample in self._step.samples if _has(who, sample)]
+                numbers = [self._numbers_at(sample) for sample in samples]
+                parts = [(own.returns.get(who, 0.0), int(own.correction.tokens)) for own in numbers]
+                names = [sample.teacher for sample in samples]
+                self._means[who] = teacher_means((n, *p) for n, p in zip(names, parts, strict=True))
         return metrics
 
-    def mean_log_ratio(self) -> float | None:
-        """Of the tokens that count the mean log-ratio to somebody else, once it is measured; `None` without a
-        token. On-policy an estimate of the KL to them, nats a token (k1).
+    def mean_log_ratio(self, who: Who, samples: Sequence[Sample]) -> float | None:
+        """Of the tokens of `samples` that count the mean log-ratio to somebody else, once it is measured;
+        `None` without a token. On-policy an estimate of the KL to them, nats a token (k1).
         """
-        numbers = [self._numbers_at(sample) for sample in self._step.samples]
+        numbers = [self._numbers_at(sample) for sample in samples]
         tokens = sum(int(own.correction.tokens) for own in numbers)
-        return sum(own.apart for own in numbers) / tokens if tokens else None
+        return sum(own.apart.get(who, 0.0) for own in numbers) / tokens if tokens else None
 
     def kept(self, sample: Sample) -> int:
         """How many tokens of `sample` the correction has left in the loss."""
@@ -213,8 +236,8 @@ class PolicyStream:
         """What there is of `sample`, whose tokens are in memory."""
         old = self._step.signal(_OLD, sample)
         mask, weight, _ = corrected(self._correction, sample.rollout_logprobs, old, sample.loss_mask)
-        other = self._step.signal(_OTHER, sample) if self._others else None
-        if self._estimated:
+        reference = self._step.signal("reference", sample) if "reference" in self._others else None
+        if self._estimated and self._is_rewarded(sample):
             advantages = self._step.signal(_ADVANTAGES, sample)
             if self._whitened is not None:
                 advantages = self._moments.whitened(advantages, sample.loss_mask)
@@ -222,10 +245,12 @@ class PolicyStream:
                 advantages = self._coefs[sample.domain] * advantages
         else:
             advantages = np.zeros(len(old), np.float32)
-        if self._against is not None:
-            returns, mean = self._returns(sample), self._means.get(sample.teacher, 0.0)
-            advantages = with_opd_term(advantages, returns, sample.loss_mask, self._against.coef, mean)
-        return PolicyTokens(old, advantages, mask, weight, other)
+        for who, against in self._followed(sample):
+            returns = self._returns(who, against, sample)
+            mean = self._means.get(who, {}).get(sample.teacher, 0.0)
+            coef = against.coef if isinstance(against.coef, float | int) else against.coef[sample.domain]
+            advantages = with_opd_term(advantages, returns, sample.loss_mask, coef, mean)
+        return PolicyTokens(old, advantages, mask, weight, reference)
 
     def _numbers_at(self, sample: Sample) -> _Numbers:
         return self._numbers.get(sample.uid, _Numbers(CorrectionSums()))  # without a response nothing is said
@@ -235,24 +260,39 @@ class PolicyStream:
         old = self._step.signal(_OLD, sample)
         sums.add(mask, *corrected(self._correction, sample.rollout_logprobs, old, mask))
         found = _Numbers(sums)
-        if self._whitened is not None:
+        if self._whitened is not None and self._is_rewarded(sample):
             found.advantages = Moments.of(self._step.signal(_ADVANTAGES, sample), mask)
-        if self._others:
-            found.apart = float(self._log_ratio(sample)[mask].sum())
+        if "reference" in self._others:
+            found.apart["reference"] = float(self._log_ratio(sample)[mask].sum())
         if self._valued is not None:
             from opd.train.critic import Judged
 
             found.judged = asdict(Judged.of(*self.valued(sample), mask))
-        if self._against is not None:
-            returns = self._returns(sample)
-            found.returns, found.tokens = float(returns.sum()), len(returns)
+        for who, against in self._followed(sample):
+            found.returns[who] = float(self._returns(who, against, sample).sum())
         return found
 
     def _log_ratio(self, sample: Sample) -> np.ndarray:
-        return self._step.signal(_OLD, sample).astype(np.float64) - self._step.signal(_OTHER, sample)
+        """[R] float64: to the reference."""
+        return self._step.signal(_OLD, sample).astype(np.float64) - self._step.signal("reference", sample)
 
-    def _returns(self, sample: Sample) -> np.ndarray:
-        assert self._against is not None
-        old, other = self._step.signal(_OLD, sample), self._step.signal(_OTHER, sample)
-        where = f"sample {sample.uid}, teacher {sample.teacher or 'reference'!r}"
-        return opd_returns(old, other, sample.loss_mask, self._against.discount, where)
+    def _is_rewarded(self, sample: Sample) -> bool:
+        return self._rewarded is None or sample.uid in self._rewarded
+
+    def _followed(self, sample: Sample) -> list[tuple[Who, Against]]:
+        """Whom the advantages of `sample` follow, and how."""
+        return [
+            (who, against)
+            for who, against in self._others.items()
+            if against is not None and _has(who, sample)
+        ]
+
+    def _returns(self, who: Who, against: Against, sample: Sample) -> np.ndarray:
+        old, other = self._step.signal(_OLD, sample), self._step.signal(who, sample)
+        where = f"sample {sample.uid}, {who} {sample.teacher if who == 'teacher' else 'policy'!r}"
+        return opd_returns(old, other, sample.loss_mask, against.discount, where)
+
+
+def _has(who: Who, sample: Sample) -> bool:
+    """Whether somebody has log-probabilities of `sample`."""
+    return who == "reference" or sample.teacher is not None

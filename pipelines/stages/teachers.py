@@ -1,19 +1,24 @@
-"""The teachers of a merge: what they are read from, and their hidden states kept within a quota.
+"""The teachers that a stage follows, the merge or a specialist: what they are read from, their hidden states
+kept within a quota, and the passes over a step's samples in which they are asked.
 
 Responses go to their teachers when they end, while others are still being written.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from opd.config import Recipe
+from opd.config import Recipe, SampledTokenK1, SampledTokenK2
+from opd.config.rl import CorrectionConfig, DistillLoss
 from opd.config.teachers import Reads
 from opd.models.adapters import has_adapter, read_adapter
 from opd.models.causal_lm import CausalLM
@@ -23,24 +28,163 @@ from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.records.inputs import model_digests
 from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.loop import Step, Update
+from opd.pipelines.stages.policy_stream import Against, PolicyStream, PolicyTokens
 from opd.pipelines.stages.precision import checkpoint_dtype, model_dtype
+from opd.pipelines.stages.samples import StepSamples, Terms
+from opd.pipelines.stages.source import Asked
 from opd.progress import doing
 from opd.protocols import Teacher
 from opd.rollout.ledger import Tokens, Transcript
 from opd.rollout.streams import several
-from opd.storage.files import digest_of
+from opd.storage.files import digest_of, open_plain
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.teachers.kinds import Opening, Placement, open_kinds
 from opd.teachers.published_adapter import publish_adapter
-from opd.teachers.schedule import Router, TeacherSchedule
+from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
 from opd.teachers.score_cache import CachedScores
 from opd.teachers.skeleton import download, is_published
-from opd.types import Chunk, RolloutRequest, Sample
+from opd.train.packing import convert_batch
+from opd.types import Chunk, RolloutBatch, RolloutRequest, Sample, TokenTerms
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from opd.rollout.collect import EncodedPrompt, Generates
 
 MIB = 1 << 20
+_SCORED_TOKENS = 1 << 20
+"""Tokens of samples on disk that teachers are given at a time, about."""
+
+
+class Teachers:
+    """The teachers of a stage while it runs, and its samples' way through them.
+
+    Args:
+        context: The stage. Its recipe's domains say who teaches what, its `distill` by which loss and
+            mixture they are followed.
+        schedule: The teachers.
+    """
+
+    def __init__(self, context: StageContext, schedule: TeacherSchedule) -> None:
+        self._context, self.schedule = context, schedule
+        recipe = context.recipe
+        self._config = recipe.distill
+        self.coefs = {name: recipe.for_domain(name).distill.kl_coef for name in recipe.domains}
+        """Weight of the divergence in each domain."""
+
+    def listening(self, asked: Asked) -> Asked:
+        """`asked`, and each response is told to its teacher."""
+        router = Router.from_recipe(self._context.recipe)
+
+        def route(sample: Sample) -> str | None:
+            return router.route(sample.domain, sample.group_uid).name or None
+
+        return replace(asked, before=self._before, route=route)
+
+    def _before(self, engine: Generates, prompts: Sequence[EncodedPrompt]) -> Generates:
+        if self._context.ranks.alone and self._context.recipe.storage.trajectories == "memory":
+            return scoring_ahead(self._context.recipe, engine, self.schedule, prompts)
+        return engine  # another rank may train what this one writes
+
+    def read(self, samples: StepSamples) -> None:
+        """Send each sample to its teacher. From disk they go in lots, and what a cache keeps is let go."""
+        own = samples.samples
+        self.schedule.assign(own)
+        samples.deal()
+        # So many that they go in several lots: each teacher's then go together.
+        many = sum(len(s.prompt_ids) + len(s.response_ids) for s in own) > _SCORED_TOKENS
+        chosen = self.ordered(own) if samples.on_disk and many else own
+        for lot in samples.lots(chosen, _SCORED_TOKENS, by_teacher=many):
+            self.schedule.score(lot)
+            if samples.on_disk and self.schedule.caches:
+                self.schedule.forget(lot)
+
+    def ordered(self, samples: Sequence[Sample]) -> list[Sample]:
+        """`samples` in the order of their teachers."""
+        return [samples[place] for place in self.schedule.order(samples)]
+
+    def enter(self, stream: PolicyStream, samples: StepSamples) -> None:
+        """Let the advantages of `stream` follow the teachers, if the loss is k1."""
+        k1 = self._config.loss
+        if isinstance(k1, SampledTokenK1):
+            coefs = {name: k1.coef * own for name, own in self.coefs.items()}
+            against = Against(coefs, k1.baseline, k1.discount)
+            taught = [sample for sample in self.ordered(samples.samples) if sample.teacher is not None]
+            stream.add("teacher", taught, self._logprobs(samples), against, by_teacher=True)
+
+    def _logprobs(self, samples: StepSamples) -> Callable[[Sequence[Sample]], list[np.ndarray]]:
+        mixture, temperature = self._config.mixture, samples.backend.temperature
+
+        def compute(own: Sequence[Sample]) -> list[np.ndarray]:
+            if samples.on_disk:
+                self.schedule.score(own)
+            found = sampled_logprobs(self.schedule, own, mixture, temperature)
+            if samples.on_disk:
+                self.schedule.forget(own)
+            return found
+
+        return compute
+
+    def update(
+        self, samples: StepSamples, own: Sequence[Sample], terms: Terms, to_batch: str | None, where: str
+    ) -> Update:
+        """One on `own`, some of the step's `samples`, teacher by teacher; `to_batch` is what the recipe says
+        under the key `where`. `release` comes once no more of the step's follow.
+        """
+        if to_batch is None:
+            ordered = self.ordered(own)
+            return Update(ordered, self._read(samples, ordered, terms))
+        whole = RolloutBatch(list(own), [terms(sample) for sample in own])
+        return Update.of(self.schedule.sort(convert_batch(whole, to_batch, where)))
+
+    def _read(
+        self, samples: StepSamples, ordered: Sequence[Sample], terms: Terms
+    ) -> Callable[[Sequence[Sequence[int]]], Iterator[RolloutBatch]]:
+        """Micro-batches; what teachers said of those on disk comes and goes with them."""
+        taught = not isinstance(self._config.loss, SampledTokenK1)
+
+        def read(parts: Sequence[Sequence[int]]) -> Iterator[RolloutBatch]:
+            for batch in samples.batches(ordered, terms)(parts):
+                if samples.on_disk and taught:
+                    self.schedule.score(batch.samples)
+                yield batch
+                if samples.on_disk:
+                    self.schedule.forget(batch.samples)
+
+        return read
+
+    def take_counters(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
+        """The schedule's counters, whose totals survive a resume, and who was waited for; `metrics` are the
+        step's.
+        """
+        counters = self.schedule.take_counters()
+        totals = step.counters
+        for name, value in counters.items():
+            before = totals.get(name, 0.0)
+            totals[name] = max(before, value) if name.endswith("_peak") else before + value
+        return counters | wait_shares(metrics | counters, sum(step.timer.seconds.values()))
+
+
+def weigh_divergence(
+    term: TokenTerms,
+    loss: DistillLoss,
+    correction: CorrectionConfig | None,
+    policy: PolicyTokens,
+    weights: np.ndarray,
+    kept_weights: np.ndarray,
+) -> None:
+    """Give `term` the divergence's `weights` `[R]` of the tokens that the mask counts; `kept_weights` `[R]`
+    are those of the tokens that the `correction` of `policy` has left.
+
+    A loss on sampled tokens is corrected. Of k2 all of the gradient is sampled, so what is rejected leaves
+    it; the others keep at every token what does not depend on who drew it.
+    """
+    term.kl_weight = weights
+    if loss.weighs_samples and correction is not None:
+        term.importance = policy.weight
+        if isinstance(loss, SampledTokenK2):
+            term.kl_weight = kept_weights
 
 
 @contextmanager
@@ -116,7 +260,19 @@ def _sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:
         "published": published_teacher,
         "adapted": streamed_source,
     }
-    return {name: str(ways[context.recipe.teacher(name).reads](context, name)) for name in names}
+    with _nobody_beside(context):
+        return {name: str(ways[context.recipe.teacher(name).reads](context, name)) for name in names}
+
+
+@contextmanager
+def _nobody_beside(context: StageContext) -> Iterator[None]:
+    """Specialists that follow one teacher side by side publish and fetch it one after the other."""
+    if context.recipe.specialist.opd is None or context.recipe.runtime.workers == 1:
+        yield
+        return
+    with os.fdopen(open_plain(context.folder.path / "teachers.lock", os.O_RDWR | os.O_CREAT)) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def wait_shares(metrics: Mapping[str, float], seconds: float) -> dict[str, float]:

@@ -412,6 +412,27 @@ def test_the_parts_are_those_of_the_stage_that_needs_the_most(workers):
     assert ("teachers" in parts) == (workers == 1)
 
 
+def test_the_estimate_counts_the_teachers_of_specialists():
+    domains = {name: {"source": f"procedural:{name}"} for name in ("sort", "add3")}
+    opd = {"teacher": {"big": 1.0, "old": 1.0}}
+    settings = {
+        "model": {"config": LLAMA},
+        "domains": domains,
+        "teachers": {"big": {"path": "/models/big", "type": "local"}, "old": {"path": "/models/old"}},
+        "runtime": {"workers": 2},
+        "storage": {"cache_mb": 3},
+    }
+    shapes = {"big": replace(SHAPE, parameters=7000), "old": SHAPE}
+    alone, recipe = (make_recipe(Path("unused"), **settings, specialist={"opd": own}) for own in (None, opd))
+    assert [*alone.followed()] == []
+    assert recipe.followed() == {key: ["sort", "add3"] for key in ("big", "old")}
+    parts, disk = memory_parts(recipe, SHAPE, shapes), disk_parts(recipe, SHAPE, shapes)
+    assert parts["teachers"] == 2 * (7000 + 1000) * 4  # of two specialists side by side
+    assert disk["hidden states"] == 2 * 3 * 2**20
+    before = disk_parts(alone, SHAPE, {})
+    assert disk["published teachers"] == before["published teachers"] + 2000  # `old`; `big` is read whole
+
+
 def test_mean_kl_is_the_divergence_of_the_models_own_logits(student, tmp_path):
     other = save_model(tmp_path / "other", seed=7)
     models = [CausalLM.from_pretrained(student), CausalLM.from_pretrained(other)]

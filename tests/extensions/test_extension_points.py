@@ -10,7 +10,7 @@ import torch
 from recipes import tiny_recipe
 
 from opd.config import DistillConfig, PolicyLossConfig
-from opd.config.distill import CustomDivergence
+from opd.config.rl import CustomDivergence
 from opd.errors import ConfigError, RolloutError, TrainingError
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.records.run_folder import RunFolder

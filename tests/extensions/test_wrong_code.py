@@ -9,8 +9,7 @@ import torch
 import wrong_code  # noqa: F401 - named by paths
 
 from opd.config import DistillConfig, PolicyLossConfig
-from opd.config.distill import CustomDivergence
-from opd.config.rl import CustomAdvantage
+from opd.config.rl import CustomAdvantage, CustomDivergence
 from opd.errors import ConfigError, OpdError, RewardError, RolloutError, TrainingError
 from opd.own_code import calling
 from opd.rollout.collect import EncodedPrompt, load_generate

@@ -77,15 +77,18 @@ def test_missing_teacher_for_a_domain(tmp_path, capsys):
     one_sentence(capsys.readouterr().err, "domains.sort.teacher", "nobody", "teachers.nobody.path")
 
 
-def test_teacher_with_another_tokenizer(tmp_path, run):
+@pytest.mark.parametrize("of", ["merge", "specialist"])
+def test_teacher_with_another_tokenizer(tmp_path, run, of):
     other = character_tokenizer("9876543210=", ["<sort>", "<add3>"])
     from opd.models.causal_lm import CausalLM
 
     model = CausalLM.from_config(tiny.LLAMA, tokenizer=other, seed=0)
     save_checkpoint(model, other, tmp_path / "other", {})
-    status, error = run(teachers={"sort": {"path": str(tmp_path / "other")}})
+    name = {"merge": "sort", "specialist": "big"}[of]
+    own = {"specialist": {"opd": {"teacher": "big"}}} if of == "specialist" else {}
+    status, error = run(teachers={name: {"path": str(tmp_path / "other")}}, **own)
     assert status == 2
-    one_sentence(error, "sort", "token")
+    one_sentence(error, name, "token")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])

@@ -11,6 +11,7 @@ from recipes import shaped_specialist, tiny_recipe, write_recipe
 
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.launch.ray.cluster import _alive, descendants
+from opd.pipelines.stages.supervised import new_base
 
 STAGES = [
     "base",
@@ -65,23 +66,26 @@ def assert_all_end(family: dict[int, int]) -> None:
 @pytest.mark.slow
 def test_killed_in_every_stage(tmp_path):
     """With stages side by side, whose processes end with the run, responses on disk, rewards whose scale is
-    that of all steps, a coefficient that follows what was measured, batches that are refilled, and in one
-    domain a critic.
+    that of all steps, a coefficient that follows what was measured, batches that are refilled, a teacher that
+    specialists follow, and in one domain a critic in its place.
     """
     storage = {"trajectories": "disk"}
-    held = {"epochs": 2, "reference_kl": {"coef": 0.1, "target": 0.02}}
-    specialist = shaped_specialist() | held | {"refill": {"limit": 3}}
+    new_base(tiny_recipe(base=None, seed=1), tmp_path / "old")
+    held = {"epochs": 2, "reference_kl": {"coef": 0.1, "target": 0.02}, "refill": {"limit": 3}}
+    followed = {"opd": {"teacher": "old", "coef": 0.02, "loss": {"type": "full"}}}
     domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
     domains["sort"]["specialist"] = {
         "advantage": {"type": "gae"},
         "filter_zero_variance": False,
         "group_filter": "opd.train.advantages:has_signal",
+        "opd": None,
     }
     recipe = write_recipe(
         tmp_path / "recipe.yaml",
         runtime={"workers": 2},
         storage=storage,
-        specialist=specialist,
+        specialist=shaped_specialist() | held | followed,
+        teachers={"old": {"path": str(tmp_path / "old")}},
         domains=domains,
     )
     finish(recipe, tmp_path / "undisturbed")

@@ -42,6 +42,10 @@ TASKS = {
     "specialist": ("specialist-add3", {"specialist": SPECIALIST}),
     "kit": ("specialist-add3", {"specialist": SPECIALIST | KIT, "storage": {"trajectories": "disk"}}),
     "critic": ("specialist-add3", {"specialist": SPECIALIST | PPO}),
+    "taught": (
+        "specialist-add3",
+        {"specialist": SPECIALIST | {"opd": {"teacher": "old", "loss": {"type": "full"}}}},
+    ),
     "ahead": (
         "specialist-add3",
         {"specialist": SPECIALIST | TIS, "rollout": {"schedule": "ahead"}},
@@ -53,7 +57,16 @@ TASKS = {
     "adapters": ("merge", {"distill": MERGE | {"optim": {"lr": 0.01}}, "lora": {"rank": 4, "alpha": 8}}),
     "mixed": ("merge", {"distill": MERGE | {"steps": 2}, "lora": {"rank": 4, "alpha": 8}} | MIXED),
 }
-STEPS = {"specialist": 3, "kit": 3, "critic": 3, "ahead": 3, "async": 4, "adapters": 3, "mixed": 2}
+STEPS = {
+    "specialist": 3,
+    "kit": 3,
+    "critic": 3,
+    "taught": 3,
+    "ahead": 3,
+    "async": 4,
+    "adapters": 3,
+    "mixed": 2,
+}
 MODELS = {"specialist-add3": "specialists/add3", "merge": "merged"}
 BOUND = {"ahead": 1.0, "async": 2.0}
 
@@ -65,7 +78,8 @@ def settings(base: Path, changes: dict) -> dict:
     model = {"path": str(base)} | {key: changes[key] for key in ("lora", "dtype") if key in changes}
     own = {key: value for key, value in changes.items() if key not in ("rollout", "lora", "dtype")}
     teachers = {name: {"path": str(base.parent / "specialists" / name)} for name in ("sort", "add3")}
-    given = {} if "specialist" in changes else {"teachers": teachers}
+    # Of an own specialist there is a teacher of another domain to follow.
+    given = {"teachers": {"old": teachers["sort"]} if "specialist" in changes else teachers}
     return (
         {
             "base": None,
@@ -129,7 +143,7 @@ def weights(run: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(run / MODELS[TASKS[name][0]] / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["specialist", "kit", "critic", "ahead", "adapters"])
+@pytest.mark.parametrize("name", ["specialist", "kit", "critic", "taught", "ahead", "adapters"])
 def test_a_stage_of_two_ranks_ends_with_the_weights_of_one(base, ranks, alone, name):
     ours, expected = weights(ranks / name, name), weights(alone(name), name)
     start = load_file(base / "model.safetensors")

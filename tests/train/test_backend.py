@@ -4,7 +4,7 @@ import tiny
 import torch
 
 from opd.config import DistillConfig, PolicyLossConfig
-from opd.config.distill import FullVocabularyKL, SampledTokenK2, TopKKL
+from opd.config.rl import FullVocabularyKL, SampledTokenK2, TopKKL
 from opd.errors import CheckpointError, TrainingError
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule

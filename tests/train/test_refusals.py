@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from opd.config.distill import DistillLossConfig
-from opd.config.rl import ReferenceKLConfig
+from opd.config.rl import DistillLossConfig, ReferenceKLConfig
 from opd.errors import ConfigError
 from opd.train.losses import k1, reference_penalty
 

@@ -1,0 +1,340 @@
+"""A specialist that follows teachers beside its rewards: its gradient, what it shares with the merge."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recipes import tiny_recipe
+from transformers import AutoModelForCausalLM
+
+from opd.metrics import read_metrics
+from opd.models.causal_lm import CausalLM
+from opd.pipelines.records.results import write_results
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.report.load import load_run
+from opd.pipelines.report.page import render
+from opd.pipelines.run import run_stage
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.distill import Distill
+from opd.pipelines.stages.grpo import GRPO
+from opd.pipelines.stages.loop import PhaseTimer, Plan, Step
+from opd.pipelines.stages.samples import StepSamples
+from opd.pipelines.stages.supervised import new_base
+from opd.types import Sample, SampleGroup, Status
+
+TEMPERATURE, COEF = 0.7, 0.5
+LOSSES = {"k1": {"type": "k1"}, "full": {"type": "full"}}
+ROLLOUT = {"max_new_tokens": 5, "max_sequence": 16, "temperature": TEMPERATURE}
+
+
+def odd(sample: Any) -> float:
+    """A reward that some groups of an untrained model's answers differ in."""
+    return float(sum(map(ord, sample.text)) % 2)
+
+
+def alike(sample: Any) -> float:
+    """One that says nothing."""
+    return 1.0
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Three models of noise: `base`, `t` and `u`."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("base", "t", "u")):
+        new_base(tiny_recipe(base=None, seed=seed), folder / name)
+        model = CausalLM.from_pretrained(folder / name)
+        with torch.no_grad():  # far enough from uniform that it matters who teaches
+            for parameter in model.module.parameters():
+                parameter.mul_(3.0)
+        model.module.save_pretrained(folder / name)
+        (folder / name / "checksums.json").unlink(missing_ok=True)
+    return folder
+
+
+def recipe_of(models: Path, reward: str = "odd", *, teacher: Any = "t", **changes):
+    domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+    for domain in domains.values():
+        domain |= {"reward": f"{__name__}:{reward}"} | ({"teacher": teacher} if teacher else {})
+    settings: dict[str, Any] = {
+        "base": None,
+        "model": {"path": str(models / "base")},
+        "teachers": {name: {"path": str(models / name)} for name in ("t", "u")},
+        "domains": domains,
+        "rollout": ROLLOUT,
+        "baselines": {"methods": []},
+    }
+    return tiny_recipe(**settings | changes)
+
+
+def taught(loss: dict, **more) -> dict:
+    own = {"prompts_per_step": 12, "group_size": 3, "minibatches": 1, "steps": 2}
+    return own | {"opd": {"teacher": "t", "coef": COEF, "loss": loss} | more}
+
+
+def flat(module) -> torch.Tensor:
+    return torch.cat([p.grad.double().reshape(-1) for p in module.parameters()])
+
+
+def gradient(algorithm: GRPO | Distill, groups: Sequence[SampleGroup]) -> tuple[torch.Tensor, Plan]:
+    """Of the first update on `groups`, whose samples are scored here."""
+    backend, step = algorithm.student.backend, Step(0, 0.0, PhaseTimer(), {})
+    samples = StepSamples(groups, backend)
+    algorithm.score(samples, step)
+    plan = algorithm.plan(samples, step)
+    [update] = plan.updates
+    backend.accumulate(update.samples, update.read)
+    update.done()
+    return flat(backend.model.module), plan  # type: ignore[attr-defined]
+
+
+def opened(kind, recipe, start: Path, stage: str, folder: Path, stack: ExitStack):
+    run = stack.enter_context(RunFolder.create(folder, recipe))
+    own = recipe.for_domain("sort") if kind is GRPO else recipe
+    context = StageContext.open(own, run, stage, lambda *_: None)
+    stack.callback(context.metrics.close)
+    return GRPO(context, start, ["sort"], stack) if kind is GRPO else Distill(context, start, stack)
+
+
+def logprobs(model: Any, sample: Sample) -> torch.Tensor:
+    """[R, V] float64 of a response, at the sampling temperature, by transformers alone."""
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+    logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1]
+    return (logits / TEMPERATURE).log_softmax(-1)
+
+
+def in_float64(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+
+
+def expected(models: Path, groups: Sequence[SampleGroup], loss: str) -> torch.Tensor:
+    """`COEF KL(student || teacher)` a token of all samples, beside the mean of `-A log p` over the tokens of
+    the answers that the rewards teach on: of k1 there is one mean, over the tokens of all.
+    """
+    student, teacher = in_float64(models / "base"), in_float64(models / "t")
+    policy, divergence, ratios = [], [], []
+    for group in groups:
+        rewards = np.array([s.reward for s in group.samples])
+        for sample, reward in zip(group.samples, rewards, strict=True):
+            if not len(sample.response_ids):
+                continue
+            own = logprobs(student, sample)
+            with torch.no_grad():
+                other = logprobs(teacher, sample)
+            ids = torch.from_numpy(sample.response_ids.astype(np.int64))[:, None]
+            drawn = own.gather(1, ids)[:, 0]
+            ratios.append((drawn, (own - other).gather(1, ids)[:, 0].detach()))
+            divergence.append((own.exp() * (own - other)).sum(-1))
+            if rewards.std() > 0 and sample.status is not Status.TRUNCATED:
+                policy.append(-(reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-4) * drawn)
+    learnt, every = torch.cat(policy), torch.cat(divergence)
+    assert 0 < len(learnt) < len(every)
+    if loss == "full":
+        total = learnt.mean() + COEF * every.mean()
+    else:
+        mean = torch.cat([ratio for _, ratio in ratios]).mean()
+        follow = sum((COEF * (ratio - mean) * drawn).sum() for drawn, ratio in ratios)
+        total = (learnt.sum() + follow) / len(every)
+    total.backward()
+    return flat(student)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradient_is_the_rewards_and_the_teachers(models, tmp_path, loss):
+    """Against float64 and transformers. What the filter drops and the mask hides teachers teach on."""
+    own = taught(LOSSES[loss]) | {"shaping": {"mask_truncated": True}}
+    recipe = recipe_of(models, specialist=own, teacher=None)
+    with ExitStack() as stack:
+        grpo = opened(GRPO, recipe, models / "base", "specialist-sort", tmp_path / "run", stack)
+        groups = grpo.student.rollout(grpo.prompts(0), 3, grpo.student.writer)
+        found, plan = gradient(grpo, groups)
+    truth = expected(models, groups, loss)
+    assert float((found - truth).abs().max()) < 1e-4 * float(truth.abs().max())
+    if loss == "k1":
+        assert plan.metrics["kl/t"] == pytest.approx(plan.metrics["kl/mean"], rel=1e-5)
+    dropped = [g for g in groups if len({s.reward for s in g.samples}) == 1]
+    assert dropped
+    assert any(s.status is Status.TRUNCATED for g in groups for s in g.samples)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("mixture", ["one_hot", "geometric"])
+def test_without_a_reward_it_is_the_merge(models, tmp_path, loss, mixture):
+    """Bit for bit, on the same answers: one code makes both."""
+    teacher = {"t": 0.5, "u": 0.5}
+    distill = {"loss": LOSSES[loss] | ({"coef": COEF} if loss == "k1" else {}), "mixture": mixture}
+    distill |= {"normalise": "token", "prompts_per_domain": 12}
+    specialist = taught(LOSSES[loss], teacher=teacher, mixture=mixture)
+    own = recipe_of(models, "alike", specialist=specialist, teacher=None)
+    merge = recipe_of(models, "alike", distill=distill, teacher=teacher)
+    with ExitStack() as stack:
+        grpo = opened(GRPO, own, models / "base", "specialist-sort", tmp_path / "grpo", stack)
+        merging = opened(Distill, merge, models / "base", "merge", tmp_path / "merge", stack)
+        groups = grpo.student.rollout(grpo.prompts(0), 3, grpo.student.writer)
+        found, _ = gradient(grpo, copy.deepcopy(groups))
+        truth, _ = gradient(merging, groups)
+    assert torch.equal(found, truth if loss == "k1" else COEF * truth)
+    assert float(truth.abs().max()) > 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_merge_of_a_taught_domain_and_a_rewarded_one(models, tmp_path, loss):
+    """`sort` follows its teacher alone, `add3` its reward alone; each has its share of the loss."""
+    reward = {"rl_coef": 2.0, "samples_per_prompt": 3, "advantage": {"type": "dr_grpo"}}
+    distill = reward | {"loss": LOSSES[loss], "prompts_per_domain": 8}
+    domains = recipe_of(models, teacher=None).model_dump(mode="json", exclude_none=True)["domains"]
+    domains["sort"] |= {"teacher": "t", "weight": 3.0, "distill": {"rl_coef": 0.0, "kl_coef": COEF}}
+    domains["add3"] |= {"distill": {"kl_coef": 0.0}}
+    recipe = recipe_of(models, distill=distill, domains=domains)
+    assert recipe.specialist_domains() == []
+    with ExitStack() as stack:
+        merge = opened(Distill, recipe, models / "base", "merge", tmp_path / "run", stack)
+        groups = merge.student.rollout(merge.prompts(0), 3, merge.student.writer)
+        found, _ = gradient(merge, groups)
+    student, teacher = in_float64(models / "base"), in_float64(models / "t")
+    taught, rewarded = [], []
+    for group in groups:
+        centred = group.rewards - group.rewards.mean()
+        for sample, gain in zip(group.samples, centred, strict=True):
+            if not len(sample.response_ids):
+                continue
+            own = logprobs(student, sample)
+            with torch.no_grad():
+                other = logprobs(teacher, sample)
+            drawn = torch.from_numpy(sample.response_ids.astype(np.int64))[:, None]
+            if sample.domain == "add3":
+                rewarded.append(-2.0 * float(gain) * own.gather(1, drawn)[:, 0])
+            elif loss == "full":
+                taught.append((own.exp() * (own - other)).sum(-1))
+            else:
+                taught.append(
+                    torch.stack([(own - other).detach().gather(1, drawn)[:, 0], own.gather(1, drawn)[:, 0]])
+                )
+    if loss == "k1":
+        ratio, own = torch.cat(taught, 1)
+        taught = [(ratio - ratio.mean()).detach() * own]
+    (0.75 * COEF * torch.cat(taught).mean() + 0.25 * torch.cat(rewarded).mean()).backward()
+    truth = flat(student)
+    assert float((found - truth).abs().max()) < 1e-4 * float(truth.abs().max())
+
+
+@pytest.mark.parametrize("kept", ["memory", "disk"])
+def test_a_run_of_both_kinds_of_domains(models, tmp_path, kept):
+    domains = recipe_of(models, teacher=None).model_dump(mode="json", exclude_none=True)["domains"]
+    domains["add3"] |= {"teacher": "t"}
+    domains["sort"] |= {"distill": {"kl_coef": 0}}
+    own = {
+        "steps": 2,
+        "prompts_per_domain": 4,
+        "samples_per_prompt": 2,
+        "rl_coef": 1.0,
+        "loss": {"type": "k1"},
+    }
+    recipe = recipe_of(models, domains=domains, distill=own, storage={"trajectories": kept})
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_stage(recipe, folder, "merge")
+        run_stage(recipe, folder, "evaluate")
+        write_results(recipe, folder)
+    rows = read_metrics(tmp_path / "run/stages/merge/metrics.jsonl")
+    assert [row["token_share/t"] for row in rows] == [1.0, 1.0]
+    assert all("reward/sort" in row and row["head_loads"] == 1 for row in rows)
+    found = load_run(tmp_path / "run")
+    assert found.teacher("sort") is None
+    assert found.teacher("add3") is not None
+    assert "sort" in render(found)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_run_in_memory_and_on_disk(models, tmp_path, loss):
+    """The same weights; a reward that says nothing ends no run that has a teacher, and metrics name it."""
+    ends = []
+    held: dict[str, Any] = {"epochs": 2, "minibatches": 2, "max_steps_without_signal": 1}
+    held["reference_kl"] = {"coef": 0.1, "target": 0.02, "estimator": "k1", "placement": "advantage"}
+    for kept in ("memory", "disk"):
+        own = taught(LOSSES[loss]) | held
+        recipe = recipe_of(models, "alike", teacher=None, specialist=own, storage={"trajectories": kept})
+        with RunFolder.create(tmp_path / kept, recipe) as folder:
+            run_stage(recipe, folder, "specialist-sort")
+            done = folder.stage_done("specialist-sort") or {}
+        ends.append(done["digest"])
+        rows = read_metrics(tmp_path / kept / "stages/specialist-sort/metrics.jsonl")
+        assert done["counters"]["head_loads"] > 0
+    assert ends[0] == ends[1]
+    assert "Specialists: KL to their teachers" in render(load_run(tmp_path / "disk"))
+    keys = {"kl/mean", "kl/t", "token_share/t", "grad_share/t", "teacher_tokens", "head_loads"}
+    for row in rows:
+        assert keys <= set(row)
+        assert row["token_share/t"] == pytest.approx(1)
+        assert row["resident_heads_peak"] == 1
+        assert row["reference_kl/measured"] == pytest.approx(0.0, abs=1e-5) or row["step"] > 1
+
+
+@pytest.mark.parametrize(
+    ("opd", "sentence"),
+    [
+        ({"teacher": "x"}, "specialist.opd.teacher names 'x', but a specialist follows teachers that exist"),
+        ({"teacher": "sort"}, "add teachers.sort.path"),
+        ({"teacher": {}}, "give the name of a teacher, or several with positive weights"),
+        ({"teacher": {"t": -1.0}}, "several with positive weights"),
+        ({"teacher": "t", "coef": 0}, "coef 0 would read teachers for nothing"),
+        ({"teacher": "t", "loss": {"type": "k1", "coef": 2}}, "set opd.coef"),
+        ({"teacher": "t", "loss": {"type": "k1", "loss": {"clip_high": 0.5}}}, "set policy_loss"),
+        ({"teacher": "t", "loss": {"type": "k2"}, "mixture": "arithmetic"}, "mixture arithmetic"),
+        ({"teacher": "t", "beside": "gae"}, "opd cannot stand beside advantage gae"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_followed_is_refused(opd, sentence):
+    teachers = {"t": {"path": "/some/folder"}}
+    own = {"opd": {key: value for key, value in opd.items() if key != "beside"}}
+    if "beside" in opd:
+        own |= {"advantage": {"type": opd["beside"]}, "filter_zero_variance": False}
+    with pytest.raises(ValueError, match=sentence):
+        tiny_recipe(teachers=teachers, specialist=own)
+    domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+    domains["sort"]["specialist"] = own
+    with pytest.raises(ValueError, match=sentence):
+        tiny_recipe(teachers=teachers, domains=domains)
+
+
+ALONE: dict[str, Any] = {"distill": {"kl_coef": 0.0}}
+
+
+@pytest.mark.parametrize(
+    ("distill", "sort", "sentence"),
+    [
+        ({"kl_coef": 0.0}, {}, "distill.kl_coef is 0, so no domain has a teacher"),
+        ({"rl_coef": 1.0, "samples_per_prompt": 2}, ALONE | {"also": "add3"}, "kl_coef is 0 in every domain"),
+        ({}, ALONE, "leaves sort its reward alone, which has no weight"),
+        (
+            {"rl_coef": 1.0, "samples_per_prompt": 2},
+            {"distill": {"kl_coef": 0.0, "rl_coef": 0.0}},
+            "leaves sort its reward alone, which has no weight",
+        ),
+        (
+            {"rl_coef": 1.0, "samples_per_prompt": 2},
+            ALONE | {"teacher": "add3"},
+            "domains.sort.teacher has no effect",
+        ),
+        (
+            {"rl_coef": 1.0, "samples_per_prompt": 2},
+            ALONE,
+            "domain sort has none; leave it out of baselines.methods",
+        ),
+    ],
+    ids=str,
+)
+def test_domains_that_would_learn_nothing_are_refused(distill, sort, sentence):
+    domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+    domains["sort"] |= {key: value for key, value in sort.items() if key != "also"}
+    if "also" in sort:
+        domains[sort["also"]] |= ALONE
+    with pytest.raises(ValueError, match=sentence):
+        tiny_recipe(domains=domains, distill=distill)
