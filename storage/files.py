@@ -34,17 +34,18 @@ from opd.errors import OpdError, RunFolderError, StorageError, way_out, writing
 from opd.foreign import object_path, read_document
 
 
-def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
+def write_atomic(path: str | os.PathLike[str], data: bytes, *, durable: bool = True) -> None:
     """Replace the file at `path` by `data`, durably: afterwards `path` holds all of `data`, before it the old
     content. Missing parent folders are made. Raises `OSError` (disk full, no permission); `path` is then
-    unchanged.
+    unchanged. What is not `durable` is whole for every reader too, and waits for no disk: a power cut may
+    take it, or leave half of it.
     """
-    with atomic_file(path) as file:
+    with atomic_file(path, durable=durable) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def atomic_file(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a temporary file that becomes `path`, durably, when the block ends without an error; for content
     that is written piece by piece. Promises and errors are those of `write_atomic`.
     """
@@ -57,14 +58,16 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with writing(target), os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
             # Still open, so still locked: a sweeping writer cannot take the file away before it has its name.
             os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    fsync_folder(target.parent)
+    if durable:
+        fsync_folder(target.parent)
 
 
 @contextlib.contextmanager

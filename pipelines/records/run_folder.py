@@ -4,8 +4,9 @@ inputs.json                      digests of what the run began with: recipe, mod
                                  elsewhere, and of code that changed since; the commits of what is from the
                                  Hub; the CPU threads settled then
 config.json                      the resolved recipe; a run that has it has begun
-stages/STAGE/                    metrics.jsonl  checkpoints/  done.json (written last), and log.txt of
-                                 a stage that ran in a process of its own
+stages/STAGE/                    metrics.jsonl  checkpoints/  last_samples.json (of the last step, for whoever
+                                 watches)  done.json (written last), and log.txt of a stage that ran in a
+                                 process of its own
                                  wal/ (the log of its rollouts) and cache/ (teachers' hidden states) are
                                  there while the stage runs
 base/  sft/DOMAIN/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
@@ -58,7 +59,7 @@ from opd.storage.files import (
     write_sealed,
 )
 
-DONE = "done.json"
+DONE, LAST_SAMPLES = "done.json", "last_samples.json"
 _LOCK, _CONFIG, _INPUTS = ".lock", "config.json", "inputs.json"
 _ANEW = "restore it, or start a new run with --out"
 ACCEPT_CODE = "--resume --accept-changed-code"
@@ -330,6 +331,9 @@ class RunFolder:
 
     def metrics(self, stage: str) -> Path:
         return self.stage(stage) / "metrics.jsonl"
+
+    def last_samples(self, stage: str) -> Path:
+        return self.stage(stage) / LAST_SAMPLES
 
     def checkpoints(self, stage: str) -> Path:
         return self.stage(stage) / "checkpoints"

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from opd.config import OptimConfig
 from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.last_samples import LastSamples
 from opd.pipelines.stages.samples import StepSamples
 from opd.train.backend import Backend, Read, learning_rate
 from opd.types import RolloutBatch, Sample
@@ -198,11 +199,12 @@ def train(
     """
     more = algorithm.learners()
     state = _restore(context, backend, more)
+    last = LastSamples.of(context, algorithm, state.step)
     source.start(state.step)
     begin = time.perf_counter() - state.seconds
     while extent.progress(state) < 1.0:
         step = Step(state.step, extent.progress(state), PhaseTimer(), state.counters, extent.left(state))
-        metrics, tokens = _one_step(algorithm, source, backend, step)
+        metrics, tokens = _one_step(algorithm, source, backend, step, last)
         state.step += 1
         state.student_tokens += tokens
         state.seconds = time.perf_counter() - begin
@@ -230,7 +232,7 @@ def train(
 
 
 def _one_step(
-    algorithm: Algorithm, source: Source, backend: Backend, step: Step
+    algorithm: Algorithm, source: Source, backend: Backend, step: Step, last: LastSamples
 ) -> tuple[dict[str, float], int]:
     """Samples, scores, updates, new weights for the engine; returns metrics, and the tokens learnt from."""
     with ExitStack() as stack:
@@ -241,6 +243,7 @@ def _one_step(
         tokens = algorithm.tokens(samples)
         with step.timer("score"):
             metrics = algorithm.score(samples, step)
+            last.write(step.index + 1, samples)
         with step.timer("train"):
             plan = algorithm.plan(samples, step)
             means: dict[str, float] = {}

@@ -41,6 +41,10 @@ def digests(out: Path) -> dict[str, str]:
     return {str(folder.relative_to(out)): CausalLM.from_pretrained(folder).digest() for folder in models}
 
 
+def last_samples(out: Path) -> dict[str, bytes]:
+    return {path.parent.name: path.read_bytes() for path in out.glob("stages/*/last_samples.json")}
+
+
 def middle_of(out: Path, stage: str) -> bool:
     """Whether `stage` has begun: steps written, or files made by stages without steps."""
     folder = out / "stages" / stage
@@ -109,3 +113,5 @@ def test_killed_in_every_stage(tmp_path):
     finish(recipe, disturbed, "--resume")
     assert digests(disturbed) == digests(tmp_path / "undisturbed")
     assert len(digests(disturbed)) == 10
+    assert last_samples(disturbed) == last_samples(tmp_path / "undisturbed")
+    assert len(last_samples(disturbed)) == 4

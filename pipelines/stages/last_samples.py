@@ -1,0 +1,146 @@
+"""A few samples of a stage's last step, which are kept for whoever watches the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from opd.foreign import read_document
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.domains import DomainSet
+from opd.pipelines.stages.samples import StepSamples
+from opd.redact import redact
+from opd.storage.files import json_bytes, read_plain, write_atomic
+from opd.types import Sample, SampleGroup, Status
+
+_log = logging.getLogger(__name__)
+KEPT_PROMPTS, KEPT_RESPONSES = 6, 4
+"""Of the last step: so many of its prompts, and so many responses to each, at most."""
+_CHARACTERS, _TOKENS = 3000, 2048
+"""Of a text that is kept: its beginning and its end, and what is decoded of it."""
+_MOST_BYTES = 1 << 20
+Text = Callable[[Sample], str]
+"""A response as its reward sees it."""
+
+
+class LastSamples:
+    """A few samples of a stage's last step with their rewards, for whoever watches the run: a small file that
+    each step writes anew. Nothing else reads it, and a step does not fail for want of it.
+
+    Args:
+        path: The file.
+        text: A response as its reward sees it; `None`: nothing is kept.
+    """
+
+    def __init__(self, path: Path, text: Text | None) -> None:
+        self._path, self._text, self._failed = path, text, False
+
+    @classmethod
+    def of(cls, context: StageContext, algorithm: object, step: int) -> LastSamples:
+        """Of a stage that goes on after step number `step`. The first rank writes, where `algorithm` rewards
+        responses: it has `data` then, which say how they are read.
+        """
+        path = context.folder.last_samples(context.stage)
+        data = getattr(algorithm, "data", None)
+        if not context.ranks.main or not isinstance(data, DomainSet):
+            return cls(path, None)
+        last = cls(path, data.rewards.text)
+        last.rewind(step)
+        return last
+
+    def write(self, step: int, samples: StepSamples) -> None:
+        """Keep some of the samples of step number `step`, the first being 1, once they are rewarded."""
+        if self._text is None:
+            return
+        prompts = []
+        for group in _of_each_domain(samples.groups):
+            best = sorted(
+                group.samples, key=lambda s: -math.inf if s.reward is None else s.reward, reverse=True
+            )
+            half = KEPT_RESPONSES // 2
+            chosen = [*best[:half], *best[-half:]] if len(best) > KEPT_RESPONSES else best
+            with samples.whole(replace(group, samples=chosen)) as found:
+                prompts.append(_told(found, len(best), self._text))
+        try:
+            document = {"step": step, "prompts": prompts}
+            write_atomic(self._path, json_bytes(document), durable=False)
+        except OSError as error:
+            if not self._failed:
+                _log.warning("samples of the last step are not kept: %s", error)
+            self._failed = True
+
+    def rewind(self, step: int) -> None:
+        """Forget what an attempt that was killed has written after step number `step`."""
+        known = None
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            known = read_document(read_plain(self._path), _MOST_BYTES)["step"]
+        if type(known) is not int or known > step:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+
+def _told(group: SampleGroup, size: int, text: Text) -> dict[str, Any]:
+    first = group.samples[0]
+    label = first.label if isinstance(first.label, str) else json.dumps(first.label, default=str)
+    return {
+        "domain": group.domain,
+        "prompt": _short(_asked(first)),
+        "label": _short(label),
+        "responses": size,
+        "shown": [
+            {
+                "text": _written(sample, text),
+                "reward": sample.reward,
+                "parts": dict(islice(sample.reward_parts.items(), 16)),
+                "tokens": len(sample.response_ids),
+                "cut": sample.status is Status.TRUNCATED,
+                "teacher": sample.teacher,
+            }
+            for sample in group.samples
+        ],
+    }
+
+
+def _written(sample: Sample, text: Text) -> str:
+    if len(sample.response_ids) <= _TOKENS:
+        return _short(text(sample))
+    half = slice(_TOKENS // 2), slice(-(_TOKENS // 2), None)
+    ends = [
+        replace(sample, response_ids=sample.response_ids[part], loss_mask=sample.loss_mask[part])
+        for part in half
+    ]
+    ends[0].status = Status.TRUNCATED
+    return _short(" [...] ".join(map(text, ends)))
+
+
+def _of_each_domain(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+    """At most `KEPT_PROMPTS` groups: the first of each domain, then the second ones."""
+    turns: dict[str, int] = {}
+    ranked = []
+    for place, group in enumerate(groups):
+        if group.samples:
+            turns[group.domain] = turn = turns.get(group.domain, 0) + 1
+            ranked.append((turn, place, group))
+    return [group for _, _, group in sorted(ranked, key=lambda entry: entry[:2])[:KEPT_PROMPTS]]
+
+
+def _asked(sample: Sample) -> str:
+    messages = sample.metadata.get("messages")
+    if isinstance(messages, list):
+        return "\n".join(
+            f"{one.get('role')}: {one.get('content')}" for one in messages if isinstance(one, dict)
+        )
+    return str(sample.metadata.get("prompt", ""))
+
+
+def _short(text: str) -> str:
+    """The beginning and the end of a text. A secret in it is hidden before the cut leaves half of it."""
+    text, half = redact(text), _CHARACTERS // 2
+    return text if len(text) <= _CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
