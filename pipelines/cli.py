@@ -64,7 +64,7 @@ _ASKED = {
     "seed": (int, "other answers (default: 0)"),
 }
 """Options of `opd sample`, and of `opd compare` for models: type and help."""
-_OF_THEIR_OWN = ("sample", "compare", "push")
+_OF_THEIR_OWN = ("sample", "compare", "push", "watch")
 """Commands that take no field of a recipe, whatever their options are called."""
 _PLAN_NUMBERS = {
     "ranks": (_count, "how many share the work (default: 1)"),
@@ -98,6 +98,7 @@ _OTHERS = {
     "doctor": "check a recipe, its models, data and machine before a run",
     "publish": "write a model into an object store, so that ranks can stream it",
     "report": "write report.html of a run",
+    "watch": "runs while they train: curves, red flags, samples; a page on this machine, or --terminal",
     "compare": "several runs in a table and a page; or two models' answers, side by side",
     "sample": "print what a model answers, as it writes",
     "push": "upload a model's folder, with its card, to the Hub",
@@ -191,6 +192,18 @@ def build_parser() -> argparse.ArgumentParser:
     publish.add_argument("--shards", type=_count, default=1, metavar="N", help="ranks that will read it")
     report = commands.add_parser("report", help=_OTHERS["report"], allow_abbrev=False)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    watch = commands.add_parser(
+        "watch",
+        help=_OTHERS["watch"],
+        description="Prints the address of a page that follows the runs until Ctrl-C; only this machine can"
+        " open it. From elsewhere: ssh -L 8000:127.0.0.1:PORT HOST, then http://127.0.0.1:8000/.",
+        allow_abbrev=False,
+    )
+    told = "run folders; one that is not there yet is waited for"
+    watch.add_argument("runs", nargs="+", type=_place, metavar="RUN", help=told)
+    port = "of the page (default: one that the system chooses)"
+    watch.add_argument("--port", action=_Once, type=_count, metavar="N", help=port)
+    watch.add_argument("--terminal", action="store_true", help="show them here instead of in a page")
     _models_parsers(commands)
     _wal_parser(commands)
     _plan_parser(commands)
@@ -308,6 +321,7 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     without_recipe = {
         "report": _report,
+        "watch": _watch,
         "compare": _compare,
         "wal": _wal,
         "publish": _publish,
@@ -420,6 +434,12 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     print(write_report(options.run_dir))
     return 0
+
+
+def _watch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from opd.pipelines.commands.watch import watch
+
+    return watch(options.runs, options.port, terminal=options.terminal)
 
 
 def _compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:

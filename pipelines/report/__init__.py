@@ -2,7 +2,8 @@
 
 `load` reads the run folder, `verdict` puts numbers into sentences, `tables` (answers side by side too) and
 `figures` choose what is shown, `charts` draws, `page` puts it together. `verdict` also has what a command
-says at its end, `comparison` sets several runs beside each other. To add a chart, add a `Panel` to a function
+says at its end, `comparison` sets several runs beside each other. `live` reads a run that is being written,
+`live_page` shows it with the same charts. To add a chart, add a `Panel` to a function
 of `figures`.
 """
 

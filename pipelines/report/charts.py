@@ -315,7 +315,7 @@ def _decades(lines: Sequence[Series]) -> float:
 def _svg(figure: Figure, name: str, told: str) -> str:
     """Serialise for inlining: no prologue, size or style sheet, ids of its own, colours as variables."""
     buffer = io.StringIO()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}), warnings.catch_warnings():
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": visible(name)}), warnings.catch_warnings():
         # Names of any script: the font that draws the page's text is the reader's.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)

@@ -192,24 +192,11 @@ def _page(runs: Runs) -> str:
 
 
 def _curves(runs: Runs) -> str:
-    from opd.pipelines.report.charts import MARKERS, Axis, Series, line_chart, series_role
+    from opd.pipelines.report.figures import overlaid, run_cues
+    from opd.pipelines.report.page import grid
 
-    lines = []
-    for index, (name, run) in enumerate(zip(runs.names, runs.runs, strict=True)):
-        merge = run.stage("merge")
-        _, tokens, values = merge.column("reward/mean") if merge else ([], [], [])
-        if len(values) > 1:
-            role, marker = series_role(index), MARKERS[index % len(MARKERS)]
-            lines.append(Series(name, tokens, values, role, marker))
-    if not lines:
-        return ""
-    told = "; ".join(f"{line.label} {line.end[0]:.3g}" for line in lines)
-    key = "".join(
-        f'<li><i class="dot" style="background:var(--{x.role})"></i>{escape(x.label)}</li>' for x in lines
-    )
-    svg = line_chart("Merge: mean reward", lines, Axis(), "student tokens", told)
-    figure = f'<figure><ul class="legend">{key}</ul>{svg}<figcaption>{escape(told)}</figcaption></figure>'
-    return _section("The merges", figure)
+    panels = overlaid(list(zip(runs.names, runs.runs, strict=True)), ("reward/mean",), "merge")
+    return _section("The merges", grid(panels, run_cues(runs.names))) if panels else ""
 
 
 def _section(title: str, body: str, note: str = "") -> str:

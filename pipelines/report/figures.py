@@ -17,7 +17,7 @@ from opd.pipelines.report.charts import (
     line_chart,
     series_role,
 )
-from opd.pipelines.report.load import ModelResult, Run, StageResult
+from opd.pipelines.report.load import ModelResult, Run, StageResult, stage_order
 from opd.pipelines.report.verdict import compare
 from opd.pipelines.report.words import (
     duration,
@@ -67,6 +67,16 @@ HEALTH = (
     ),
 )
 """(key, title, unit, axis, what one should see)."""
+
+
+OVERLAID = (
+    ("reward/mean", "reward", "mean reward of the step\u2019s samples", Axis()),
+    ("kl/mean", "KL to the teachers", "nats per token, log scale", Axis(log=True)),
+    ("loss/ce", "loss", "cross-entropy, nats per token", Axis()),
+    ("length/mean", "response length", "tokens, mean", Axis(low=0)),
+    ("entropy", "entropy", "nats per token", Axis(low=0)),
+)
+"""(key, what it is, unit, axis) of what several runs are compared by while they train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +330,32 @@ def gaps(run: Run, models: Sequence[ModelResult], cues: Cues) -> Panel | None:
         f"{percent(run.confidence, 0)} interval. Small marks: single domains."
     )
     return Panel(title, "mean over domains, points", svg, caption)
+
+
+def overlaid(runs: Sequence[tuple[str, Run]], keys: Sequence[str] = (), stages: str = "") -> list[Panel]:
+    """Several runs in one chart for each stage and each of `OVERLAID`, or for those of `keys` and of the
+    `stages` that begin so.
+    """
+    panels: list[Panel] = []
+    names = dict.fromkeys(stage.name for _, run in runs for stage in run.stages)
+    for name in sorted((name for name in names if name.startswith(stages)), key=stage_order):
+        for key, what, unit, axis in OVERLAID:
+            if keys and key not in keys:
+                continue
+            against = "step" if key == "loss/ce" else "tokens"
+            lines = [
+                _line(stage, key, cue, against)
+                for cue, (_, run) in zip(run_cues([label for label, _ in runs]), runs, strict=True)
+                if (stage := run.stage(name)) is not None
+            ]
+            note = "student tokens" if against == "tokens" else "step"
+            _add(panels, f"{stage_label(name)}: {what}", unit, lines, axis, "A line a run.", note)
+    return panels
+
+
+def run_cues(labels: Sequence[str]) -> list[Cue]:
+    """How runs look beside each other."""
+    return [Cue(label, series_role(i), MARKERS[i % len(MARKERS)]) for i, label in enumerate(labels)]
 
 
 def own_domain(run: Run) -> list:

@@ -181,7 +181,7 @@ def load_run(folder: Path) -> Run:
 def _assemble(results: dict, config: dict, metrics: dict[str, list[dict]], fallback: str) -> Run:
     models = [_model(entry) for entry in results.get("models", [])]
     known = {entry["name"]: entry for entry in results.get("stages", [])}
-    order = [*known, *sorted((name for name in metrics if name not in known), key=_stage_order)]
+    order = [*known, *sorted((name for name in metrics if name not in known), key=stage_order)]
     return Run(
         name=str(results.get("name") or config.get("name") or fallback),
         facts={key: results[key] for key in ("seed", "version", "created", "machine") if key in results},
@@ -257,8 +257,11 @@ def _stage(name: str, entry: dict, metrics: list[dict]) -> StageResult:
     )
 
 
-def _stage_order(name: str) -> tuple[int, str]:
-    ranks = ("base", "sft-", "specialist-", "merge", "baseline-", "evaluate")
+def stage_order(name: str) -> tuple[int, str]:
+    """Sorts stages as they run."""
+    if name == "base":
+        return -1, name
+    ranks = ("sft-", "specialist-", "merge", "baseline-", "evaluate")
     return next((rank for rank, start in enumerate(ranks) if name.startswith(start)), len(ranks)), name
 
 

@@ -48,8 +48,10 @@ def render(run: Run) -> str:
     return document(run.name, f"{_header(run, cues)}\n{''.join(sections)}")
 
 
-def document(title: str, body: str) -> str:
-    """A page of its own around `body`, in the report's style."""
+def document(title: str, body: str, policy: str = POLICY, after: str = "") -> str:
+    """A page of its own around `body`, in the report's style; `policy`: what a browser lets it do. `after`
+    follows the body.
+    """
     style = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
     theme = (
         f":root{{{variables('light')}}}@media (prefers-color-scheme:dark){{:root{{{variables('dark')}}}}}"
@@ -59,9 +61,9 @@ def document(title: str, body: str) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"<title>{escape(title)} \u2013 opd report</title>\n<style>\n{theme}\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}</main>\n</body>\n</html>\n"
+        f"<body>\n<main>\n{body}</main>\n{after}</body>\n</html>\n"
     )
 
 
@@ -76,10 +78,10 @@ def _header(run: Run, cues: Cues) -> str:
     kicker = " \u00b7 ".join([run.name, *facts])
     points = f'<ul class="verdict">{items}</ul>' if items else ""
     panel = figures.gaps(run, tables.ordered(run), cues)
-    beside = f"<div>{_figure(panel, _legend(cues.all()))}</div>" if panel else ""
+    chart = f"<div>{figure(panel, legend(cues.all()))}</div>" if panel else ""
     return (
         f'<header>\n<div><p class="kicker">{escape(kicker)}</p>\n'
-        f"<h1>{escape(verdict.headline)}</h1>\n{points}</div>\n{beside}</header>"
+        f"<h1>{escape(verdict.headline)}</h1>\n{points}</div>\n{chart}</header>"
     )
 
 
@@ -94,7 +96,7 @@ def _accuracy(run: Run, cues: Cues) -> str:
     other = [f"{model_label(model.name)}: {model.elsewhere}" for model in run.models if model.elsewhere]
     if other:
         note += f" Answered by an engine in the evaluation\u2019s own process: {'; '.join(other)}."
-    parts = [_captioned(tables.accuracy_table(run, cues), note)]
+    parts = [captioned(tables.accuracy_table(run, cues), note)]
     table = tables.alternatives_table(run)
     if run.model("merged"):
         note = (
@@ -102,7 +104,7 @@ def _accuracy(run: Run, cues: Cues) -> str:
             "the merged student is behind. Tokens: what the model\u2019s own training sampled; merges of "
             "weights sample none."
         )
-        parts.append(_captioned(table, note))
+        parts.append(captioned(table, note))
     recovery = tables.recovery_table(run, cues)
     if recovery:
         note = (
@@ -110,9 +112,9 @@ def _accuracy(run: Run, cues: Cues) -> str:
             "the domain\u2019s teacher. A dash: the teacher is not clearly above the base, so there is "
             "nothing to recover."
         )
-        parts.append(f"<h3>Recovery</h3>{_captioned(recovery, note)}")
+        parts.append(f"<h3>Recovery</h3>{captioned(recovery, note)}")
     parts += _evaluated_beside(run, level)
-    return _section("Accuracy", "".join(parts))
+    return section("Accuracy", "".join(parts))
 
 
 def _evaluated_beside(run: Run, level: str) -> list[str]:
@@ -121,7 +123,7 @@ def _evaluated_beside(run: Run, level: str) -> list[str]:
     sets = evaluated.sets_table(run)
     if sets:
         note = f"Sampled, % right, on sets of prompts with sources of their own; {level} intervals."
-        parts.append(f"<h3>Evaluation sets</h3>{_captioned(sets, note)}")
+        parts.append(f"<h3>Evaluation sets</h3>{captioned(sets, note)}")
     several = evaluated.several_tables(run)
     if several:
         note = (
@@ -129,7 +131,7 @@ def _evaluated_beside(run: Run, level: str) -> list[str]:
             "all of them; maj@k: how often the commonest of k is right. In %, with "
             f"{level} intervals over prompts."
         )
-        parts.append(f"<h3>Several answers to each prompt</h3>{_captioned(several, note)}")
+        parts.append(f"<h3>Several answers to each prompt</h3>{captioned(several, note)}")
     shared = evaluated.contamination_table(run)
     if shared:
         size, texts = run.contamination["ngram"], run.contamination["texts"]
@@ -138,7 +140,7 @@ def _evaluated_beside(run: Run, level: str) -> list[str]:
             "training prompts and demonstrations of this run. What more than ten different ones have does "
             "not count. Nothing is said of what given models were trained on."
         )
-        parts.append(f"<h3>Evaluation prompts in training</h3>{_captioned(shared, note)}")
+        parts.append(f"<h3>Evaluation prompts in training</h3>{captioned(shared, note)}")
     return parts
 
 
@@ -148,7 +150,7 @@ def _answers(run: Run) -> str:
         "Up to three answers of each kind, as the evaluation sampled them; long ones are cut. Read some "
         "before believing a number."
     )
-    return _section("Answers side by side", f'<p class="note">{note}</p>{body}') if body else ""
+    return section("Answers side by side", f'<p class="note">{note}</p>{body}') if body else ""
 
 
 def _curves(run: Run, cues: Cues) -> str:
@@ -159,7 +161,7 @@ def _curves(run: Run, cues: Cues) -> str:
         "Thin lines are single steps, thick ones a moving mean over nine points. The mark at the right is "
         "the mean of the last steps, the number below a chart."
     )
-    return _section("Learning curves", _grid(panels, [*cues.all(), *extra], intro)) if panels else ""
+    return section("Learning curves", grid(panels, [*cues.all(), *extra], intro)) if panels else ""
 
 
 def _teachers(run: Run, cues: Cues) -> str:
@@ -170,16 +172,16 @@ def _teachers(run: Run, cues: Cues) -> str:
     steps = {int(values["kl_steps"]) for values in run.teachers.values() if "kl_steps" in values}
     last = f"the mean of the last {max(steps)} steps" if steps and max(steps) > 1 else "that of the last step"
     note = f"KL: {last}; shares are means over the merge."
-    return _section(
+    return section(
         "Teachers",
-        (_captioned(table, note) if table else "") + (_grid(panels, cues.all()) if panels else ""),
+        (captioned(table, note) if table else "") + (grid(panels, cues.all()) if panels else ""),
     )
 
 
 def _health(run: Run, cues: Cues) -> str:
     panels = figures.health(run, cues)
-    legend = [*cues.all(), *([Cue("merge", "ink", "o")] if run.stage("merge") else [])]
-    return _section("Lengths and training health", _grid(panels, legend)) if panels else ""
+    known = [*cues.all(), *([Cue("merge", "ink", "o")] if run.stage("merge") else [])]
+    return section("Lengths and training health", grid(panels, known)) if panels else ""
 
 
 def _models(run: Run) -> str:
@@ -190,13 +192,13 @@ def _models(run: Run) -> str:
         "Hugging Face folders; each has a card with its accuracy, prompt format and loading lines. Digest: "
         "the beginning of the sha256 of the weights."
     )
-    body = _captioned(table, note)
+    body = captioned(table, note)
     used = run.folders.get("merged", {})
     for key, title in (("prompt_format", "How it is prompted"), ("loading", "How it is loaded")):
         if key in used:
             text = used[key].removeprefix("```python\n").removesuffix("```")
             body += f"<h3>The merged student: {title.lower()}</h3><pre>{escape(text)}</pre>\n"
-    return _section("Models", body)
+    return section("Models", body)
 
 
 def _time(run: Run) -> str:
@@ -207,8 +209,8 @@ def _time(run: Run) -> str:
     words += [f"{machine['cores']} cores"] if "cores" in machine else []
     words += [f"{label} {machine[key]}" for key, label in LIBRARIES if key in machine]
     note = f"Machine: {', '.join(words)}." if words else "Per stage, as measured by the run."
-    body = _beside(
-        figures.time_per_phase(run), _captioned(tables.stages_table(run), note), figures.phase_cues(run)
+    body = beside(
+        figures.time_per_phase(run), captioned(tables.stages_table(run), note), figures.phase_cues(run)
     )
     counters = tables.counters_table(run)
     if counters:
@@ -216,15 +218,15 @@ def _time(run: Run) -> str:
             "Of the merge. A head is loaded once per teacher of a mini-batch and one is in memory at a time;"
             " every token is in the log before anyone else sees it."
         )
-        body += f"<h3>Counters</h3>{_captioned(counters, note)}"
-    return _section("Time and memory", body)
+        body += f"<h3>Counters</h3>{captioned(counters, note)}"
+    return section("Time and memory", body)
 
 
 def _caveats(run: Run) -> str:
     if not run.models:
         return ""
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in caveats(run))
-    return _section("What these numbers do not show", f'<ul class="prose">{items}</ul>')
+    return section("What these numbers do not show", f'<ul class="prose">{items}</ul>')
 
 
 def _recipe(run: Run) -> str:
@@ -241,23 +243,27 @@ def _evaluated(run: Run) -> str:
     return f", {totals[0]} per domain" if len(totals) == 1 else f", {totals[0]} to {totals[-1]} per domain"
 
 
-def _section(title: str, body: str) -> str:
+def section(title: str, body: str) -> str:
+    """A part of a page under its heading."""
     return f"<section>\n<h2>{escape(title)}</h2>\n{body}</section>\n"
 
 
-def _captioned(table: str, note: str) -> str:
+def captioned(table: str, note: str) -> str:
+    """A table with what is to be known of it below."""
     return f'<div class="block">{table}<p class="note">{escape(note)}</p></div>\n'
 
 
-def _beside(panel: Panel | None, block: str, legend: Sequence[Cue]) -> str:
+def beside(panel: Panel | None, block: str, cues: Sequence[Cue]) -> str:
+    """A chart with its legend, and what stands at its right."""
     if panel is None:
         return block
-    return f'<div class="beside"><div>{_figure(panel, _legend(legend))}</div>{block}</div>\n'
+    return f'<div class="beside"><div>{figure(panel, legend(cues))}</div>{block}</div>\n'
 
 
-def _grid(panels: Sequence[Panel], legend: Sequence[Cue], intro: str = "") -> str:
+def grid(panels: Sequence[Panel], cues: Sequence[Cue], intro: str = "") -> str:
+    """Charts beside each other under one legend; those with nothing to draw in a list below."""
     text = f'<p class="note">{escape(intro)}</p>' if intro else ""
-    charts = "".join(_figure(panel) for panel in panels if panel.svg)
+    charts = "".join(figure(panel) for panel in panels if panel.svg)
     still = "".join(
         f"<li>{escape(panel.title)} ({escape(panel.unit)}): {escape(panel.caption)}</li>"
         for panel in panels
@@ -268,17 +274,19 @@ def _grid(panels: Sequence[Panel], legend: Sequence[Cue], intro: str = "") -> st
         if still
         else ""
     )
-    return f'{text}{_legend(legend)}<div class="grid">{charts}</div>\n{constant}\n'
+    return f'{text}{legend(cues)}<div class="grid">{charts}</div>\n{constant}\n'
 
 
-def _figure(panel: Panel, legend: str = "") -> str:
+def figure(panel: Panel, above: str = "") -> str:
+    """A chart with heading and caption."""
     return (
-        f"<figure><h3>{escape(panel.title)}</h3><p class=unit>{escape(panel.unit)}</p>{legend}{panel.svg}"
+        f"<figure><h3>{escape(panel.title)}</h3><p class=unit>{escape(panel.unit)}</p>{above}{panel.svg}"
         f"<figcaption>{escape(panel.caption)}</figcaption></figure>\n"
     )
 
 
-def _legend(cues: Sequence[Cue]) -> str:
+def legend(cues: Sequence[Cue]) -> str:
+    """What each line is."""
     items = "".join(f"<li>{_key(cue)}{escape(cue.label)}</li>" for cue in cues)
     return f'<ul class="legend">{items}</ul>'
 

@@ -357,7 +357,7 @@ def _domain_answers(name: str, found: dict[str, Any], teacher: str) -> str:
 
 
 def _example(row: dict[str, Any], sides: dict[str, str]) -> str:
-    cells = [_cell("Prompt", row["prompt"]), _cell("Label", row["label"])]
+    cells = [cell("Prompt", row["prompt"]), cell("Label", row["label"])]
     cells += [_answer(label, row[side]) for side, label in sides.items() if row.get(side)]
     return f'<dl class="answer">{"".join(cells)}</dl>\n'
 
@@ -366,9 +366,10 @@ def _answer(label: str, told: dict[str, Any]) -> str:
     sign, word = ("\u2713", "right") if told["right"] else ("\u2717", "wrong")
     ended = ", cut at the length limit" if told["cut"] else ""
     mark = f' <span class="{word}">{sign} {word}{ended}</span>'
-    return _cell(label, told["text"], mark)
+    return cell(label, told["text"], mark)
 
 
-def _cell(label: str, text: str, mark: str = "") -> str:
+def cell(label: str, text: str, mark: str = "") -> str:
+    """A text under its name, beside others; `mark` is HTML."""
     shown = escape(str(text)) or '<i class="none">(empty)</i>'
     return f"<div><dt>{escape(label)}{mark}</dt><dd>{shown}</dd></div>"

@@ -1,0 +1,299 @@
+"""`opd watch`: runs while they train, as a page on this machine's loopback or as a view in the terminal.
+
+The server gives away its pages and nothing else. A path names a page by its number and never a file, nothing
+is taken from a request's body, and a request whose `Host` is not this machine is refused: a page from
+elsewhere, whose name was made to lead here, reads nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opd.errors import ConfigError, RunFolderError
+from opd.foreign import shown, visible
+from opd.progress import hushed
+from opd.redact import redact
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+
+    from opd.pipelines.report.live import LiveRun
+    from opd.pipelines.report.live_page import Board
+
+LOOPBACK = "127.0.0.1"
+MOST_RUNS = 16
+_MOST_REQUESTS = 16
+"""At a time; who comes beyond them is sent away."""
+_PATIENCE = 10.0
+"""Seconds for a request to be sent and for its answer to be taken."""
+_PATH = re.compile(r"/([0-9]{1,3})?(\?part)?")
+_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
+"""Of this machine by any port: a tunnel to it has another one."""
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_SAMPLES, _FLAGS = 3, 5
+"""In the terminal."""
+
+
+def watch(paths: Sequence[Path], port: int | None = None, *, terminal: bool = False) -> int:
+    """Show the runs in the folders `paths` until Ctrl-C; returns the exit status.
+
+    Raises `ConfigError` for what does not go together and for a port that is taken, `RunFolderError` for what
+    is no folder. One that is not there yet is waited for.
+    """
+    _check(paths, port, terminal)
+    with hushed(), contextlib.suppress(KeyboardInterrupt):
+        from opd.pipelines.report.live_page import opened
+
+        runs = opened(paths)
+        for run in runs:
+            if not run.path.exists():
+                print(f"opd: there is no run in {shown(run.path)} yet; waiting for it", file=sys.stderr)
+        if terminal:
+            _show(runs)
+        else:
+            _serve(runs, port or 0)
+    return 0
+
+
+def _check(paths: Sequence[Path], port: int | None, terminal: bool) -> None:
+    if terminal and port is not None:
+        raise ConfigError("--port is of the page and --terminal is without one; keep one of the two")
+    if port is not None and port > 65535:
+        raise ConfigError(f"--port {port} is no port; give one from 1 to 65535, or leave it out")
+    if len({path.resolve() for path in paths}) < len(paths) or len(paths) > MOST_RUNS:
+        raise ConfigError(f"opd watch takes at most {MOST_RUNS} run folders, each of them once")
+    for path in paths:
+        if path.exists() and not path.is_dir():
+            raise RunFolderError(f"{path} is no folder; give the folder of a run")
+
+
+def _serve(runs: Sequence[LiveRun], port: int) -> None:
+    from opd.pipelines.report.live_page import Board
+
+    with Server(Board(runs), port) as server:
+        print(f"http://{LOOPBACK}:{server.server_port}/", flush=True)
+        server.serve_forever()
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with the pages of `board`, on loopback alone.
+
+    Raises `ConfigError` for a `port` that cannot be had; 0: one that the system chooses.
+    """
+
+    daemon_threads = True
+    block_on_close = False  # a request that is late holds nobody up
+
+    def __init__(self, board: Board, port: int = 0) -> None:
+        self.board = board
+        self.lock = threading.Lock()
+        """One page is drawn at a time."""
+        self._free = threading.BoundedSemaphore(_MOST_REQUESTS)
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} of this machine cannot be had ({error.strerror}); give another --port, or none"
+            ) from None
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own, if there are not too many."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever went away says nothing; what is at fault here is one line."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            print(
+                f"opd: watch: a request was not answered: {shown(repr(error))}", file=sys.stderr, flush=True
+            )
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    timeout = _PATIENCE
+    server_version, sys_version = "opd", ""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hosts = self.headers.get_all("Host") or []
+        if len(hosts) != 1 or not _HOST.fullmatch(hosts[0].strip()):
+            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "Ask for 127.0.0.1 or localhost.")
+            return
+        found = _PATH.fullmatch(self.path)
+        runs = self.server.board.runs
+        number = None if found is None or found[1] is None else int(found[1])
+        if found is None or (number is not None and number >= len(runs)):
+            self._refuse(HTTPStatus.NOT_FOUND, "There is no such page.")
+            return
+        if number is None and len(runs) == 1:
+            number = 0
+        part = found[2] is not None
+        with self.server.lock:
+            board = self.server.board
+            text = board.part(number) if part else board.page(number)
+        data = text.encode("utf-8", "backslashreplace")
+        tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+        if part and self.headers.get("If-None-Match") == tag:
+            self._send(HTTPStatus.NOT_MODIFIED, b"", tag)
+        else:
+            self._send(HTTPStatus.OK, data, tag)
+
+    def _refuse(self, status: HTTPStatus, sentence: str) -> None:
+        self._send(status, f"{sentence}\n".encode(), "", "text/plain")
+
+    def _send(self, status: HTTPStatus, data: bytes, tag: str, kind: str = "text/html") -> None:
+        from opd.pipelines.report.live_page import POLICY
+
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Security-Policy", f"{POLICY}; frame-ancestors 'none'")
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        if tag:
+            self.send_header("ETag", tag)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the library refuses by itself: nothing of the request comes back."""
+        del message, explain
+        self.close_connection = True
+        self._refuse(HTTPStatus(code), HTTPStatus(code).phrase)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: who looks at a page is nobody's business."""
+        del format, args
+
+
+def _show(runs: Sequence[LiveRun]) -> None:
+    """Draw anew in the terminal as long as somebody looks; elsewhere once."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from opd.pipelines.report.live_page import SECONDS
+
+    console = Console(highlight=False)
+    _read(runs)
+    if not sys.stdout.isatty():
+        console.print(view(runs, console))
+        return
+    with Live(view(runs, console), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(SECONDS)
+            _read(runs)
+            live.update(view(runs, console), refresh=True)
+
+
+def _read(runs: Sequence[LiveRun]) -> None:
+    for run in runs:
+        run.look()
+        while run.unread > 1 << 22:
+            run.look()
+
+
+def view(runs: Sequence[LiveRun], console: Console) -> Group:
+    """What the terminal shows: each run's stages, red flags, and samples of the last step."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from opd.pipelines.report.live_page import flags_of, headline
+
+    parts: list[Any] = []
+    for run in runs:
+        parts += [Text(_plain(headline(run)), style="bold"), *_stages(run), Text("")]
+    found = flags_of(runs)
+    for where, flag in found[:_FLAGS]:
+        told = f"! {where}, step {flag.step}: {flag.rule} ({flag.action}): {flag.sentence}"
+        parts.append(Text(_plain(told), style="red"))
+    if len(found) > _FLAGS:
+        parts.append(Text(f"! and {len(found) - _FLAGS} more", style="red"))
+    parts += [] if found else [Text("No red flags.")]
+    for run in runs:
+        parts += list(_samples(run, max(20, console.width - 4)))
+    return Group(*parts)
+
+
+def _stages(run: LiveRun) -> Iterator[Any]:
+    from rich.text import Text
+
+    from opd.pipelines.report.live_page import numbers
+    from opd.pipelines.report.words import amount, duration, stage_label
+
+    for stage in run.ordered:
+        if not stage.steps:
+            continue
+        state = "done" if stage.done else f"step {stage.step}"
+        told = [f"{what.lower()} {number}" for what, number in numbers(stage)]
+        line = [f"{stage_label(stage.name):<24} {state:<10}", duration(stage.seconds)]
+        line += [f"{amount(stage.tokens)} tokens"] if stage.tokens else []
+        yield Text(_plain("  ".join([*line, *told])), no_wrap=True, overflow="ellipsis")
+        for key in ("reward/mean", "kl/mean", "loss/ce"):
+            if not stage.done and key in stage.curves:
+                yield Text(_plain(f"  {key:<12} {sparks(stage.curves[key].column()[2])}"), no_wrap=True)
+
+
+def _samples(run: LiveRun, width: int) -> Iterator[Any]:
+    from rich.text import Text
+
+    from opd.pipelines.report.live_page import told_reward
+
+    stage = run.current
+    for asked in [] if stage is None else stage.samples[:_SAMPLES]:
+        yield Text("")
+        yield Text(_plain(f"> {asked.domain}: {asked.prompt}")[:width], style="bold")
+        for one in asked.shown[:2]:
+            yield Text(_plain(f"  [{told_reward(one)}] {one.text}")[:width])
+
+
+def sparks(values: Sequence[float], width: int = 48) -> str:
+    """A curve of a line's height: means of `width` stretches, from its lowest to its highest."""
+    signs = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+    count = min(width, len(values))
+    bounds = [len(values) * place // max(1, count) for place in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
+    if not means:
+        return ""
+    low, high = min(means), max(means)
+    steps = [0 if high == low else round((len(signs) - 1) * (mean - low) / (high - low)) for mean in means]
+    return f"{''.join(signs[step] for step in steps)} {low:.3g} to {high:.3g}"
+
+
+def _plain(text: str) -> str:
+    """On one line, with what would act on a terminal escaped."""
+    return visible(redact(text.replace("\n", " ").replace("\t", " ")), "")
