@@ -14,14 +14,11 @@ from typing import Any
 from cells import Kept, distance, main, recipe_of, right, run_cell, written
 from forget import BASE, LEARNT, MERGE, lineage, merge_of
 
-CONDITIONS = {
-    "own": ("own", ()),
-    "another": (
-        "another",
-        ("--seed", "101", "--model.config.hidden_size", "96", "--model.config.intermediate_size", "288"),
-    ),
+CONDITIONS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "own": (0, ()),
+    "another": (101, ("--model.config.hidden_size", "96", "--model.config.intermediate_size", "288")),
 }
-"""Folder of a lineage, and what is said of it."""
+"""Seed of a lineage, and what is said of its base."""
 STEPS = 16
 FIRST, THEN = "teacher/forward", "student/reverse"
 
@@ -31,9 +28,8 @@ def measure(out: Path, seed: int, name: str, kept: Kept) -> None:
     the steps.
     """
     root = out.parent / "ways"
-    folder, words = CONDITIONS[name]
     base, _ = lineage(root / "own")
-    _, teachers = lineage(root / folder, words)
+    _, teachers = lineage(root / name, *CONDITIONS[name])
     asked = recipe_of(BASE, ("--seed", str(seed)))
 
     def counted(model: Path) -> dict[str, Any]:
@@ -51,15 +47,15 @@ def measure(out: Path, seed: int, name: str, kept: Kept) -> None:
 
     def warmed() -> dict[str, Any]:
         at, half = root / f"seed-{seed}", STEPS // 2
-        first, spent = run_cell(at / f"{folder}-{half}", MERGE, FIRST, merge_of(seed, base, teachers, half))
+        first, spent = run_cell(at / f"{name}-{half}", MERGE, FIRST, merge_of(seed, base, teachers, half))
         model, done = run_cell(
-            at / f"{folder}-warmed", MERGE, THEN, merge_of(seed + 1000, first, teachers, half)
+            at / f"{name}-warmed", MERGE, THEN, merge_of(seed + 1000, first, teachers, half)
         )
         return counted(model) | {"tokens": spent["student_tokens"] + done["student_tokens"]}
 
     kept.add(name, "start", before)
     kept.add(name, "teacher", of_teachers)
-    at = root / f"seed-{seed}" / f"{folder}-{STEPS}"
+    at = root / f"seed-{seed}" / f"{name}-{STEPS}"
     kept.add_cells(name, at, MERGE, merge_of(seed, base, teachers, STEPS), counted)
     kept.add(name, "warmed", warmed)
 

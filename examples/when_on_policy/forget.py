@@ -35,9 +35,10 @@ OTHER_WAY = (
 """What teachers learn: right answers, seven of ten in the way that the base does not have."""
 
 
-def lineage(root: Path, words: tuple[str, ...] = ()) -> tuple[Path, dict[str, Path]]:
-    """A base, and the teachers that were trained from it, one a domain. `words`: what is said of all."""
-    run(root / "base", recipe_of(BASE, words), "base")
+def lineage(root: Path, seed: int = 0, shape: tuple[str, ...] = ()) -> tuple[Path, dict[str, Path]]:
+    """A base, and the teachers that were trained from it, one a domain. `shape`: settings of the base."""
+    words = ("--seed", str(seed))
+    run(root / "base", recipe_of(BASE, (*words, *shape)), "base")
     base, teachers = root / "base" / "base", {}
     for domain in LEARNT:
         recipe = recipe_of(BASE, (*words, "--model.config", "null", "--model.path", str(base), *OTHER_WAY))

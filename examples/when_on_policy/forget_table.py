@@ -163,7 +163,7 @@ def draw(seeds: Seeds) -> Figure:
     """What is left against what is learnt, a line an arm."""
     colours = {"teacher": "#c8442f", "student": "#2f6fc8"}
     styles = {"sampled": (":", "v"), "forward": ("--", "s"), "reverse": ("-", "o")}
-    figure, (panel,) = panels(1, 4.6)
+    figure, (panel,) = panels(1, 6.6)
     found = list(curves(seeds).values())
     for cell in CELLS:
         who, loss = cell.split("/")
@@ -177,7 +177,11 @@ def draw(seeds: Seeds) -> Figure:
         )
     panel.set(xlabel="two tasks that are taught: right answers (%)", ylabel="the task nobody teaches (%)")
     panel.set_ylim(0, 101)
-    panel.legend(frameon=False, fontsize=8, loc="lower left")
+    told = ["before", *whole(seeds)]
+    for step, name in enumerate(told):
+        at = [mean(share(arms[OPD][step], of) for arms in found) for of in (LEARNT, [KEPT])]
+        panel.annotate(name, at, xytext=(6, 4), textcoords="offset points", fontsize=8)
+    panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     return figure
 
 
