@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from opd.config import Recipe
 from opd.config.rewards import PythonReward, ServedReward
 from opd.config.teachers import SGLangEngineConfig
-from opd.errors import ConfigError, DataError, OpdError, RolloutError, StorageError, from_system
+from opd.errors import ConfigError, DataError, OpdError, RewardError, RolloutError, StorageError, from_system
 from opd.foreign import machine_memory, shown
 from opd.imports import import_function, offered
 from opd.pipelines.records.inputs import user_functions
@@ -416,9 +416,14 @@ def _check_reward(recipe: Recipe, domain: Domain, title: str, written: Sequence[
     if not answers:
         return []
     _reach(recipe.domains[domain.name].reward)
-    scores = _scores(recipe, domain, answers.values())
+    scored = _scores(recipe, domain, answers.values())
+    _check_weights(recipe, domain.name, {part for _, parts in scored for part in parts})
+    scores = [score for score, _ in scored]
     said = ", ".join(f"{score:g} for {name}" for name, score in zip(answers, scores, strict=True))
-    if written is None or len({*scores, *_scores(recipe, domain, simple.values())}) > 1:
+    if (
+        written is None
+        or len({*scores, *(score for score, _ in _scores(recipe, domain, simple.values()))}) > 1
+    ):
         return [Finding("ok", title, said)]
     detail = (
         f"{said}, and the same for {', '.join(simple)}: where every answer is worth the same, GRPO has no"
@@ -435,7 +440,28 @@ def _reach(reward: object) -> None:
         reach(reward)
 
 
-def _scores(recipe: Recipe, domain: Domain, answers: Iterable[str]) -> list[float]:
+def _check_weights(recipe: Recipe, name: str, parts: set[str]) -> None:
+    """Raise `RewardError` for a weight of a part that no answer's reward had, `parts` being all they had."""
+    own = recipe.domains[name].specialist is not None
+    met = {f"domains.{name}.specialist" if own else "specialist": recipe.for_domain(name).specialist}
+    met = met if name in recipe.grpo_domains() else {}
+    way = "return a dict with it, or leave the weight out"
+    if "mixed_grpo" in recipe.baselines.methods or recipe.baselines.mixed_grpo_all_tokens:
+        met["specialist"] = recipe.specialist
+        way += "; the baseline mixed_grpo weighs the rewards of all domains alike, and can be left out, too"
+    for where, config in met.items():
+        for part in config.shaping.weights:
+            if part not in parts:
+                raise RewardError(
+                    f"{where}.shaping.weights names the part {part!r}, which the reward of domain {name}"
+                    f" lacks (its parts: {', '.join(sorted(parts)) or 'none'}); {way}."
+                )
+
+
+def _scores(
+    recipe: Recipe, domain: Domain, answers: Iterable[str]
+) -> list[tuple[float, Mapping[str, float]]]:
+    """The reward of each of `answers`, and its parts."""
     from opd.rewards.kinds import reward_of
     from opd.rollout.rewards import Job
 
@@ -444,7 +470,7 @@ def _scores(recipe: Recipe, domain: Domain, answers: Iterable[str]) -> list[floa
     samples = [answer_to(repr(text[:20]), prompt, text) for text in answers]
     job = Job(function, samples, recipe.rollout.reward_timeout, "answer")
     job.start()
-    return [score for score, _ in job.result()]
+    return list(job.result())
 
 
 def answer_to(uid: str, prompt: Prompt, text: str, context: str | None = None) -> Any:

@@ -20,6 +20,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
 from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.doctor.checks import check_domains, check_rewards
 from opd.pipelines.doctor.estimate import check_resources, disk_left, disk_parts, memory_parts, readable
 from opd.pipelines.doctor.examine import Finding, diagnose, examine
 from opd.pipelines.doctor.kl import mean_kl
@@ -410,6 +411,41 @@ def test_the_parts_are_those_of_the_stage_that_needs_the_most(workers):
     parts = memory_parts(make_recipe(Path("unused"), **settings), SHAPE, {})
     assert parts["weights"] == workers * 4000  # two specialists side by side, or the merge
     assert ("teachers" in parts) == (workers == 1)
+
+
+def parted(sample):
+    """A reward in parts."""
+    return {"right": 1.0, "short": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("general", "methods", "own", "where"),
+    [
+        ({"right": 1.0, "kind": 0.5}, ["mixed_grpo"], {"teacher": "expert"}, "specialist"),
+        ({"right": 1.0, "kind": 0.5}, [], {"teacher": "expert"}, None),
+        ({}, [], {"specialist": {"shaping": {"weights": {"kind": 1.0}}}}, "domains.sort.specialist"),
+        ({}, ["mixed_grpo"], {"specialist": {"shaping": {"weights": {"right": 1.0}}}}, None),
+    ],
+    ids=["of the baseline", "of nobody", "its own", "right"],
+)
+def test_weights_of_parts_that_a_reward_lacks_are_found_before_a_run(student, general, methods, own, where):
+    """Those of the recipe are the baseline's, too, which comes after all else is trained."""
+    config = {"source": "procedural:sort", "prompts": 50, "reward": f"{__name__}:parted"} | own
+    settings = {
+        "domains": {"sort": config},
+        "teachers": {"expert": {"path": str(student)}},
+        "baselines": {"methods": methods},
+        "specialist": {"shaping": {"weights": general}},
+    }
+    recipe = make_recipe(student, **settings)
+    loaded: dict = {}
+    assert not find(check_domains(recipe, loaded), "error")
+    errors = find(check_rewards(recipe, loaded), "error")
+    if where is None:
+        assert errors == {}
+        return
+    assert f"{where}.shaping.weights names the part 'kind'" in errors["reward sort"]
+    assert "which the reward of domain sort lacks (its parts: right, short)" in errors["reward sort"]
 
 
 def test_the_estimate_counts_the_teachers_of_specialists():
