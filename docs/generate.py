@@ -1,12 +1,10 @@
 """What the site takes from the code when it is built, in place of `<!-- generated: NAME -->` on a page.
 
-One source of each: the fields are those of the configuration models, with their own sentences; the quick
-start's table is that of its results.
+The fields are those of the configuration models, with their own sentences.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,15 +61,4 @@ def _table(rows: list[Described]) -> Iterator[str]:
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
-def quickstart() -> str:
-    """The quick start over the seeds whose results are kept."""
-    place = ROOT / "examples" / "table.py"
-    spec = importlib.util.spec_from_file_location("examples_table", place)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return "\n".join(module.table(module.load("quickstart")))
-
-
-PARTS = {"fields": fields, "quickstart": quickstart}
+PARTS = {"fields": fields}

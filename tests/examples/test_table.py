@@ -9,7 +9,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("example", "page"), [("quickstart", "README.md"), ("real_model", "examples/real_model/README.md")]
+    ("example", "page"),
+    [
+        ("quickstart", "docs/benchmarks.md"),
+        ("real_model", "README.md"),
+        ("real_model", "examples/real_model/README.md"),
+    ],
 )
 def test_the_page_has_the_table_of_the_results(example: str, page: str) -> None:
     spec = importlib.util.spec_from_file_location("examples_table", ROOT / "examples" / "table.py")
