@@ -1,4 +1,4 @@
-"""Metrics of a stage: one JSON object a step in `metrics.jsonl`, and TensorBoard event files by choice.
+"""Metrics of a stage: one JSON object a step in `metrics.jsonl`, and trackers by choice (`opd/sinks.py`).
 
 The file only grows, and each line ends with `chain`, a digest of itself and of all lines before it: one that
 was changed, lost or added in the middle is found, and the last `chain` stands for the whole file.
@@ -10,13 +10,13 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from opd.errors import DataError, MissingExtraError, TrainingError, writing
+from opd.errors import DataError, TrainingError, writing
 from opd.foreign import read_document
 from opd.storage.files import read_plain, write_atomic
 
@@ -32,12 +32,17 @@ class MetricsWriter:
     loses power; a line that a killed writer left unfinished is removed when the file is opened again.
     """
 
-    def __init__(self, folder: str | Path, tensorboard: bool = False) -> None:
-        """Raises `MissingExtraError` if TensorBoard is asked for and not installed."""
+    def __init__(
+        self, folder: str | Path, tensorboard: bool = False, sinks: Sequence[str] = (), run: str = ""
+    ) -> None:
+        """`sinks`: names of trackers that are given every row as well, of the run called `run`. Raises
+        `MissingExtraError` if one is asked for and not installed.
+        """
         self.path = Path(folder) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._board_type = _summary_writer() if tensorboard else None
-        self._board: Any = None
+        first = ["tensorboard"] if tensorboard and "tensorboard" not in sinks else []
+        names = [*first, *dict.fromkeys(sinks)]
+        self._sinks = _opened(names, self.path.parent, run) if names else None
         self._tail: str | None = None
         if self.path.exists():
             data = read_plain(self.path, follow=True)
@@ -58,8 +63,8 @@ class MetricsWriter:
         with writing(self.path), self.path.open("ab") as file:
             file.write(line)
         self._tail = tail
-        if self._board_type is not None:
-            self._write_board(step, row)
+        if self._sinks is not None:
+            self._sinks.write(step, {key: value for key, value in row.items() if key != "step"})
 
     @property
     def tail(self) -> str:
@@ -95,10 +100,9 @@ class MetricsWriter:
                 os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Flush the TensorBoard events; `metrics.jsonl` needs no closing."""
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        """Close the sinks; `metrics.jsonl` needs no closing."""
+        if self._sinks is not None:
+            self._sinks.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -107,16 +111,6 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _write_board(self, step: int, row: Mapping[str, float]) -> None:
-        if self._board is None:
-            assert self._board_type is not None
-            # Opened at the first step after a resume: events of that step and later ones are hidden.
-            self._board = self._board_type(self.path.parent / "tensorboard", purge_step=step)
-        for key, value in row.items():
-            if key != "step":
-                self._board.add_scalar(key, value, step)
-        self._board.flush()
 
     def _replace(self, data: bytes) -> None:
         write_atomic(self.path, data)
@@ -127,7 +121,7 @@ class NoMetrics(MetricsWriter):
     """Writes nothing: for the ranks of a stage whose metrics another one writes."""
 
     def __init__(self) -> None:
-        self._board = None
+        self._sinks = None
 
     @property
     def tail(self) -> str:
@@ -219,9 +213,7 @@ def _finite(key: str, value: Any, step: int) -> int | float:
     return int(plain) if isinstance(plain, int) else float(plain)
 
 
-def _summary_writer() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtraError("TensorBoard logging", "tensorboard") from error
-    return SummaryWriter
+def _opened(names: Sequence[str], folder: Path, run: str) -> Any:
+    from opd.sinks import Sinks
+
+    return Sinks(names, folder, run)

@@ -67,6 +67,13 @@ ROWS = (
         ("rm-url",),
     ),
     Row(
+        ("runtime.sinks",),
+        "of `tensorboard`, `wandb`, `mlflow`, `trackio`; `metrics.jsonl` is always there",
+        ("use-wandb", "use-tensorboard"),
+        ("report_to",),
+        ("trainer.logger",),
+    ),
+    Row(
         ("rollout.generate",),
         "`(engine, prompts, group_size, sampling, seed) -> groups`",
         ("rollout-function-path", "custom-generate-function-path"),

@@ -320,7 +320,11 @@ class RuntimeConfig(Config):
     workers: int = Field(default=1, gt=0, le=4096)
     """Stages that may run side by side."""
     tensorboard: bool = False
-    """Write TensorBoard event files beside the JSON lines."""
+    """Write TensorBoard event files beside the JSON lines: short for `tensorboard` among `sinks`."""
+    sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    """Trackers that are given the metrics too, each with the extra of its name (`trackio`: `pip install
+    trackio`); on this machine alone, unless its own environment variables say otherwise. One that fails is a
+    warning."""
     keep_checkpoints: int = Field(default=2, gt=0)
     """Newest checkpoints that a running stage keeps; the older ones are deleted."""
     grace_seconds: float = Field(default=30.0, gt=0)

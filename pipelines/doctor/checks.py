@@ -133,6 +133,20 @@ def _check_path(path: str, where: str, takes: Sequence[str], shared: bool) -> li
     return [Finding("ok", where, path)]
 
 
+def check_sinks(recipe: Recipe) -> list[Finding]:
+    """What the trackers that are given the metrics need: an error for each that is not installed."""
+
+    def required(name: str) -> list[Finding]:
+        from opd.sinks import require
+
+        require(name)
+        return []
+
+    return [
+        found for name in recipe.runtime.sinks for found in attempt(f"sink {name}", partial(required, name))
+    ]
+
+
 def check_run_dir(path: Path, recipe: Recipe, resume: bool, accept_code: bool) -> list[Finding]:
     """Whether the run folder can be made or, with `resume`, gone on in."""
     RunFolder.check(path, recipe, resume=resume, accept_code=accept_code)

@@ -25,6 +25,7 @@ from opd.pipelines.doctor.checks import (
     check_sampling,
     check_sandbox,
     check_schedule,
+    check_sinks,
     check_sizes,
     check_workers,
     number_of,
@@ -66,7 +67,7 @@ def examine(
 
 def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     """All checks but that of the run folder."""
-    findings = check_sampling(recipe) + check_paths(recipe)
+    findings = check_sampling(recipe) + check_paths(recipe) + check_sinks(recipe)
     sizes = check_sizes(recipe)
     findings += sizes
     domains: dict[str, Domain] = {}

@@ -117,7 +117,8 @@ def used_extras(recipe: Recipe) -> list[str]:
         "deepspeed": recipe.train.backend == "deepspeed",
         "lora": recipe.model.lora is not None,
         "ray": recipe.launch.type == "ray",
-        "tensorboard": recipe.runtime.tensorboard,
+        "tensorboard": recipe.runtime.tensorboard or "tensorboard" in recipe.runtime.sinks,
+        **{name: name in recipe.runtime.sinks for name in ("wandb", "mlflow")},
         "tilelang": kernels() == "tilelang",
     }
     return [extra for extra, is_used in asked.items() if is_used]

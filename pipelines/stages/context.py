@@ -75,7 +75,9 @@ class StageContext:
             recipe,
             folder,
             stage,
-            MetricsWriter(place, tensorboard=recipe.runtime.tensorboard) if ranks.main else NoMetrics(),
+            MetricsWriter(place, recipe.runtime.tensorboard, recipe.runtime.sinks, recipe.name)
+            if ranks.main
+            else NoMetrics(),
             CheckpointStore(folder.checkpoints(stage), recipe.runtime.keep_checkpoints, folder.owner(stage)),
             progress,
             preemption or Preemption(recipe.runtime.grace_seconds),

@@ -1,0 +1,293 @@
+"""Trackers that are given a stage's metrics, beside `metrics.jsonl`: TensorBoard, W&B, MLflow and Trackio.
+
+A `Sink` takes rows of numbers. None reaches a network unless its own environment variables say so, none stops
+a run: what one raises is a warning, and it is given no more. Which steps each was given is in `sinks.json` of
+the stage, so that a resumed stage gives it no step twice; TensorBoard's files say themselves from where they
+are written again. What they write lies in `sinks/` of the run folder, TensorBoard's in the stage's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from opd.errors import ConfigError, MissingExtraError
+from opd.foreign import read_document, shown
+from opd.redact import redact
+from opd.storage.files import read_plain, write_atomic
+
+_log = logging.getLogger(__name__)
+
+_STATE = "sinks.json"
+_PROJECT = "opd"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Whose metrics they are, and where they go."""
+
+    stage: Path
+    """Folder of the stage."""
+    run: Path
+    """Folder of the run."""
+    name: str
+    """Of the run."""
+    id: str
+    """Of the stage's attempts together: random, and the same after a resume."""
+
+    @property
+    def title(self) -> str:
+        """Of the stage, in a tracker."""
+        return f"{self.name}/{self.stage.name}"
+
+    def data(self, sink: str) -> Path:
+        """Folder of a sink, made if it is not there."""
+        folder = self.run / "sinks" / sink
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+class Sink(Protocol):
+    """A tracker that is open for one stage. Its factory is given a `Place` and the first step it will see."""
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """One step's numbers by name; steps rise."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes from this process."""
+        ...
+
+
+class TensorBoard:
+    """Event files in `tensorboard/` of the stage."""
+
+    def __init__(self, place: Place, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Events of the first step after a resume, and later ones, are hidden.
+        self._writer: Any = SummaryWriter(str(place.stage / "tensorboard"), purge_step=step)
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        for name, value in row.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run of W&B, offline unless `WANDB_MODE` says otherwise: `wandb sync` sends it later. All attempts
+    have one id, and so become one run.
+    """
+
+    def __init__(self, place: Place, step: int) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        wandb: Any = import_module("wandb")
+        mode = os.environ.get("WANDB_MODE", "offline")
+        settings = wandb.Settings(
+            silent=True, console="off", x_disable_stats=True, disable_git=True, save_code=False
+        )
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            group=place.name,
+            name=place.title,
+            id=place.id,
+            resume=None if mode == "offline" else "allow",
+            mode=mode,
+            dir=str(place.data("wandb")),
+            settings=settings,
+        )
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow in a file store, or where `MLFLOW_TRACKING_URI` says. Names have `.` for `/`: a name
+    that begins another one would be a file where a folder is needed.
+    """
+
+    def __init__(self, place: Place, step: int) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._mlflow: Any = import_module("mlflow")
+        where = os.environ.get("MLFLOW_TRACKING_URI") or place.data("mlflow").absolute().as_uri()
+        self._client = self._mlflow.MlflowClient(tracking_uri=where)
+        tags = {"mlflow.runName": place.title, "opd.id": place.id}
+        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
+        there = self._client.search_runs([experiment], filter_string=f"tags.`opd.id` = '{place.id}'")
+        self._run = there[0] if there else self._client.create_run(experiment, tags=tags)
+
+    def _experiment(self, name: str) -> str:
+        for _ in range(2):
+            found = self._client.get_experiment_by_name(name)
+            if found is not None:
+                return found.experiment_id
+            with contextlib.suppress(self._mlflow.exceptions.MlflowException):  # another stage was first
+                return self._client.create_experiment(name)
+        raise LookupError(f"there is no experiment {name}, and none can be made")
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        now = int(row.get("time", 0.0) * 1000)
+        named = {re.sub(r"[^\w.\- ]", ".", name): float(value) for name, value in row.items()}
+        metric = self._mlflow.entities.Metric
+        self._client.log_batch(
+            self._run.info.run_id, [metric(name, value, now, step) for name, value in named.items()]
+        )
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run.info.run_id)
+
+
+class Trackio:
+    """A run of Trackio in a local database, or where `TRACKIO_DIR`, `TRACKIO_SPACE_ID` or
+    `TRACKIO_SERVER_URL` say.
+    """
+
+    def __init__(self, place: Place, step: int) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(place.data("trackio").absolute()))
+        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+        os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+        with contextlib.redirect_stdout(io.StringIO()):  # it says much, to where results are printed
+            self._trackio: Any = import_module("trackio")
+            self._run = self._trackio.init(
+                project=_PROJECT,
+                group=place.name,
+                name=f"{place.title} {place.id}",
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._trackio.finish()  # the run's own would be asked again when the process ends
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of sink.
+
+    Args:
+        open: Makes one.
+        module: That has to be installed; an extra is called as the kind.
+        extra: Whether there is one. Trackio asks for older packages than others of ours do, so it is
+            installed by itself.
+        forgets: Whether it hides by itself what a resumed stage writes again.
+    """
+
+    open: Callable[[Place, int], Sink]
+    module: str
+    extra: bool = True
+    forgets: bool = False
+
+
+KINDS = {
+    "tensorboard": Kind(TensorBoard, "torch.utils.tensorboard", forgets=True),
+    "wandb": Kind(WandB, "wandb"),
+    "mlflow": Kind(MLflow, "mlflow"),
+    "trackio": Kind(Trackio, "trackio", extra=False),
+}
+
+
+def require(name: str) -> None:
+    """Raise `MissingExtraError`, or where there is no extra `ConfigError`, if what the sink needs is not
+    installed.
+    """
+    module = KINDS[name].module
+    try:
+        if name == "tensorboard":  # torch has the module without what it needs
+            import_module(module)
+        elif find_spec(module) is None:
+            raise ImportError(module)
+    except (ImportError, ValueError) as error:
+        if KINDS[name].extra:
+            raise MissingExtraError(f"the sink {name}", name) from error
+        raise ConfigError(
+            f"the sink {name} needs the package {module}: `pip install {module}`, or leave it out of"
+            " runtime.sinks."
+        ) from error
+
+
+class Sinks:
+    """The sinks of a stage, each opened with the first step it is given. Nothing here raises but the
+    constructor, what `require` raises.
+    """
+
+    def __init__(self, names: Sequence[str], stage: Path, run_name: str = "") -> None:
+        for name in names:
+            require(name)
+        self._open: dict[str, Sink | None] = dict.fromkeys(names)
+        """Those that still work; `None` before the first step."""
+        self._stage, self._run_name = stage, run_name
+        self._state: dict[str, Any] | None = None
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Give a step's numbers to every sink that does not have them."""
+        for name in list(self._open):
+            with self._forgiven(name, "was not given"):
+                self._give(name, step, row)
+
+    def close(self) -> None:
+        """Close them."""
+        for name, sink in list(self._open.items()):
+            with self._forgiven(name, "was not closed"):
+                if sink is not None:
+                    sink.close()
+        self._open = dict.fromkeys(self._open)
+
+    def _give(self, name: str, step: int, row: Mapping[str, float]) -> None:
+        kind = KINDS[name]
+        state = self._known()
+        if not kind.forgets:
+            if step <= state["steps"].get(name, 0):
+                return
+            # Noted first: a kill in between costs a sink one step, and never gives it one twice.
+            state["steps"][name] = step
+            write_atomic(self._stage / _STATE, json.dumps(state).encode())
+        sink = self._open[name]
+        if sink is None:
+            run = self._stage.parent.parent
+            place = Place(self._stage, run, self._run_name or run.name, state["id"])
+            sink = self._open[name] = kind.open(place, step)
+        sink.write(step, row)
+
+    def _known(self) -> dict[str, Any]:
+        """`id`, and `steps`: sink -> the last one it was given."""
+        if self._state is None:
+            self._state = {"id": secrets.token_hex(6), "steps": {}}
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+                found = read_document(read_plain(self._stage / _STATE), 1 << 16)
+                steps = {str(name): int(step) for name, step in found["steps"].items()}
+                if re.fullmatch("[0-9a-f]{12}", found["id"]):
+                    self._state = {"id": found["id"], "steps": steps}
+        return self._state
+
+    @contextlib.contextmanager
+    def _forgiven(self, name: str, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a library of others raises
+            self._open.pop(name, None)
+            said = shown(redact(str(error) or type(error).__name__), 300)
+            _log.warning("the sink %s %s these metrics, and gets no more: %s", name, what, said)
