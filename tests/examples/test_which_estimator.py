@@ -1,0 +1,73 @@
+"""The comparison of estimators: its table is of its results, and its arms are what their names say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from opd.config.rl import DrGRPOAdvantage, GAEAdvantage, GRPOAdvantage
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "which_estimator"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"which_estimator_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_the_readme_has_the_table_of_the_results():
+    table = load("table")
+    written = "\n".join(table.table(table.results()))
+    assert written in (FOLDER / "README.md").read_text("utf-8"), "run table.py, and put it into the README"
+
+
+def test_an_arm_is_compared_with_the_default_of_its_own_seeds(tmp_path, monkeypatch):
+    table = load("table")
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    for seed, (first, second) in enumerate([(0.5, 0.7), (0.6, 0.7), (0.1, None)]):
+        found = {"grpo": first} if second is None else {"grpo": first, "other": second}
+        both = {
+            arm: {task: {"reward": value, "right": value} for task in ("sort", "unique")}
+            for arm, value in found.items()
+        }
+        (tmp_path / f"seed-{seed}.json").write_text(json.dumps(both))
+    value, low, high = table.ahead(table.results(), "other", "sort")
+    assert value == pytest.approx(15.0)
+    assert low < 10.0 < 20.0 < high
+    assert list(table.table(table.results()))[-1].startswith("| `other` | 2 | 70.0 | +15.0 (")
+
+
+def test_all_arms_have_the_same_samples():
+    study = load("study")
+    recipes = {arm: study.recipe_of(arm).specialist for arm in study.ARMS}
+    sizes = {(own.steps, own.prompts_per_step, own.group_size, own.minibatches) for own in recipes.values()}
+    assert len(sizes) == 1
+    assert recipes["grpo"].advantage == GRPOAdvantage()
+    assert recipes["dr_grpo"].advantage == DrGRPOAdvantage()
+    assert recipes["dr_grpo"].policy_loss.aggregation == "constant"
+    assert recipes["ppo_gae"].advantage == GAEAdvantage()
+    assert [recipes[name].policy_loss.type for name in ("gspo", "cispo")] == ["gspo", "cispo"]
+    assert {name for name, own in recipes.items() if own.filter_zero_variance} == {"grpo, filtered"}
+    assert recipes["grpo, equal bounds"].policy_loss.clip_high == recipes["grpo"].policy_loss.clip_low
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "share"),
+    [
+        ("1234", "1234", 1.0),
+        ("1299", "1234", 0.5),
+        ("12", "1234", 0.5),
+        ("12345678", "1234", 0.5),
+        ("", "1", 0),
+    ],
+)
+def test_an_answer_is_worth_what_it_begins_with(text, label, share):
+    assert load("study").begun_right(text, label) == share
