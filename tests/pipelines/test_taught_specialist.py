@@ -276,6 +276,34 @@ def test_a_run_in_memory_and_on_disk(models, tmp_path, loss):
         assert row["reference_kl/measured"] == pytest.approx(0.0, abs=1e-5) or row["step"] > 1
 
 
+@pytest.mark.slow
+def test_a_specialist_with_a_teacher_learns_faster(tmp_path):
+    """At equal steps, prompts and answers, of a rate at which rewards alone teach it nothing."""
+    plain = tiny_recipe().base
+    assert plain is not None
+    expert = plain.model_dump() | {"steps": 160, "right": 1.0, "wrong_rule": 0.0}
+    for name, base in {"base": plain.model_dump(), "expert": expert}.items():
+        with RunFolder.create(tmp_path / name, recipe := tiny_recipe(base=base)) as folder:
+            run_stage(recipe, folder, "base")
+    rewards, own = {}, {"steps": 20, "prompts_per_step": 12, "group_size": 4, "optim": {"lr": 5e-3}}
+    for name, opd in {
+        "alone": None,
+        "taught": {"teacher": "t", "coef": 4.0, "loss": {"type": "full"}},
+    }.items():
+        recipe = tiny_recipe(
+            base=None,
+            model={"path": str(tmp_path / "base/base")},
+            teachers={"t": {"path": str(tmp_path / "expert/base")}},
+            specialist=own | {"minibatches": 2, "opd": opd},
+        )
+        with RunFolder.create(tmp_path / name, recipe) as folder:
+            run_stage(recipe, folder, "specialist-sort")
+        rows = read_metrics(tmp_path / name / "stages/specialist-sort/metrics.jsonl")
+        rewards[name] = float(np.mean([row["reward/mean"] for row in rows[-5:]]))
+        assert any(key.startswith(("kl/", "head_", "teacher")) for row in rows for key in row) == bool(opd)
+    assert rewards["taught"] > rewards["alone"] + 0.2, rewards
+
+
 @pytest.mark.parametrize(
     ("opd", "sentence"),
     [
