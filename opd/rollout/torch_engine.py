@@ -30,7 +30,7 @@ class TorchEngine(Streaming):
 
     A request's tokens depend on the weights, its prompt, its sampling settings, and (seed, uid, position)
     alone: not on its batch mates, the number of slots, or on being interrupted and resumed through
-    `prefix_ids`. (The log-probabilities of another batch differ by floating-point rounding, about 1e-6.)
+    `prefix_ids`. (Another batch rounds otherwise: by 1e-6, in bfloat16 by 4e-3, where a token may differ.)
 
     `model` is used in place, and its weights change only through `update_weights`.
     """
