@@ -26,7 +26,7 @@ def share(arm: dict[str, Any]) -> float:
 def done(seeds: Seeds) -> dict[str, list[int]]:
     """Condition -> the seeds of which every arm is there, the one with the warm-up, too."""
     every = {name: [s for s in having if WARMED in seeds[s][name]] for name, having in whole(seeds).items()}
-    return {name: having for name, having in every.items() if having}
+    return {name: every[name] for name in sorted(every, key=lambda name: name != OWN) if every[name]}
 
 
 def rows(seeds: Seeds) -> Iterator[str]:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cells import Answer, Kept, distance, main, recipe_of, right, run, written
+from cells import Answer, Answers, Kept, distance, main, recipe_of, right, run, written
 
 from opd.config import Recipe
 from opd.pipelines.evaluation.measure import is_right
@@ -56,7 +56,7 @@ def merge_of(seed: int, start: Path, teachers: dict[str, Path], steps: int) -> t
 
 
 @cache
-def of_base(seed: int, base: Path) -> dict[str, Any]:
+def of_base(seed: int, base: Path) -> Answers:
     """What the base answers."""
     return written(recipe_of(BASE, ("--seed", str(seed))), base, (KEPT, *LEARNT))
 

@@ -179,8 +179,8 @@ def draw(seeds: Seeds) -> Figure:
     panel.set_ylim(0, 101)
     told = ["before", *whole(seeds)]
     for step, name in enumerate(told):
-        at = [mean(share(arms[OPD][step], of) for arms in found) for of in (LEARNT, [KEPT])]
-        panel.annotate(name, at, xytext=(6, 4), textcoords="offset points", fontsize=8)
+        x, y = (mean(share(arms[OPD][step], of) for arms in found) for of in (LEARNT, [KEPT]))
+        panel.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
     panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     return figure
 
