@@ -110,8 +110,6 @@ ROWS = (
         (f"{_GRPO}.critic.optim.lr",),
         "the critic is the stage's own start with a value head",
         ("critic-lr",),
-        (),
-        ("critic.optim.lr",),
     ),
     Row(
         (f"{_GRPO}.critic.clip",),
