@@ -1,6 +1,7 @@
 """What the site takes from the code when it is built, in place of `<!-- generated: NAME -->` on a page.
 
-The fields are those of the configuration models, with their own sentences.
+The fields are those of the configuration models, with their own sentences; the rules those of the default
+set.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from opd.config import Recipe
 from opd.config.schema import Described, described
+from opd.config.watch import DEFAULT_RULES, Condition
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"<!-- generated: (\w+) -->")
@@ -61,4 +63,22 @@ def _table(rows: list[Described]) -> Iterator[str]:
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
-PARTS = {"fields": fields}
+def rules() -> str:
+    """The rules that are on by default."""
+    lines = ["| rule | fires when | in a row | stages | what to do |", "|---|---|---|---|---|"]
+    for name, rule in DEFAULT_RULES.items():
+        when = _told(rule) + (f", while {_told(rule.also)}" if rule.also else "")
+        stages = {"*": "all", "*-*": "specialists, baselines"}[rule.stages]
+        lines.append(f"| `{name}` | {when} | {rule.steps} | {stages} | {rule.lever} |")
+    return "\n".join(lines)
+
+
+def _told(condition: Condition) -> str:
+    """`entropy` below 0.1 of the mean of its first 5."""
+    high, first = condition.above is not None, f"the mean of its first {condition.first}"
+    bound = f"{condition.above if high else condition.below:g}"
+    words = {"value": bound, "ratio": f"{bound} times {first}", "change": f"{first} and {bound}"}
+    return f"`{condition.metric}` is {'above' if high else 'below'} {words[condition.form]}"
+
+
+PARTS = {"fields": fields, "rules": rules}

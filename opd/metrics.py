@@ -1,6 +1,7 @@
-"""Metrics of a stage: one JSON object a step in `metrics.jsonl`, and trackers by choice (`opd/sinks.py`).
+"""Metrics of a stage: one JSON object a step in `metrics.jsonl`, and trackers by choice (`opd/sinks.py`); and
+in `flags.jsonl` one for every rule that fired over them.
 
-The file only grows, and each line ends with `chain`, a digest of itself and of all lines before it: one that
+The files only grow, and each line ends with `chain`, a digest of itself and of all lines before it: one that
 was changed, lost or added in the middle is found, and the last `chain` stands for the whole file.
 """
 
@@ -10,7 +11,9 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -21,28 +24,53 @@ from opd.foreign import read_document
 from opd.storage.files import read_plain, write_atomic
 
 FILE_NAME = "metrics.jsonl"
+FLAGS = "flags.jsonl"
 _LONGEST_ROW = 1 << 24
 """Bytes; a row of a stage has some thousands."""
 CHAIN = "chain"
 _MARK = f', "{CHAIN}": "'.encode()
 
 
-class MetricsWriter:
-    """Appends to `folder/metrics.jsonl`. A line is there for good once `write` returns, unless the machine
-    loses power; a line that a killed writer left unfinished is removed when the file is opened again.
+class PhaseTimer:
+    """Attributes a step's wall time to its phases."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def add_to(self, phases: dict[str, float]) -> dict[str, float]:
+        """Add the seconds to those of all steps; returns them as metrics."""
+        for phase, seconds in self.seconds.items():
+            phases[phase] = phases.get(phase, 0.0) + seconds
+        return {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+
+
+def row_of(step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> dict[str, int | float]:
+    """What a line says: `step`, `time` (if `seconds` since the stage began are given), then the metrics in
+    alphabetical order. Raises `TrainingError` naming the key of a number that is not finite, or of a value
+    that is no number.
+    """
+    row: dict[str, int | float] = {"step": int(step)}
+    if seconds is not None:
+        row["time"] = _finite("time", seconds, step)
+    return row | {key: _finite(key, metrics[key], step) for key in sorted(metrics)}
+
+
+class Lines:
+    """Appends to a file of JSON lines. A line is there for good once it is appended, unless the machine loses
+    power; one that a killed writer left unfinished is removed when the file is opened again.
     """
 
-    def __init__(
-        self, folder: str | Path, tensorboard: bool = False, sinks: Sequence[str] = (), run: str = ""
-    ) -> None:
-        """`sinks`: names of trackers that are given every row as well, of the run called `run`. Raises
-        `MissingExtraError` if one is asked for and not installed.
-        """
-        self.path = Path(folder) / FILE_NAME
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        first = ["tensorboard"] if tensorboard and "tensorboard" not in sinks else []
-        names = [*first, *dict.fromkeys(sinks)]
-        self._sinks = _opened(names, self.path.parent, run) if names else None
         self._tail: str | None = None
         if self.path.exists():
             data = read_plain(self.path, follow=True)
@@ -50,21 +78,12 @@ class MetricsWriter:
             if len(whole) < len(data):
                 self._replace(whole)
 
-    def write(self, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
-        """Append one line: `step`, `time` (if `seconds` since the stage began are given), then the metrics in
-        alphabetical order. Raises `TrainingError` naming the key of a number that is not finite, or of a
-        value that is no number; nothing is written then.
-        """
-        row: dict[str, int | float] = {"step": int(step)}
-        if seconds is not None:
-            row["time"] = _finite("time", seconds, step)
-        row |= {key: _finite(key, metrics[key], step) for key in sorted(metrics)}
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append `row`, which has a `step`."""
         line, tail = _linked(row, self.tail)
         with writing(self.path), self.path.open("ab") as file:
             file.write(line)
         self._tail = tail
-        if self._sinks is not None:
-            self._sinks.write(step, {key: value for key, value in row.items() if key != "step"})
 
     @property
     def tail(self) -> str:
@@ -99,6 +118,50 @@ class MetricsWriter:
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
 
+    def _replace(self, data: bytes) -> None:
+        write_atomic(self.path, data)
+        self._tail = None
+
+
+class FlagsWriter(Lines):
+    """Appends to `folder/flags.jsonl`, which is there once a rule has fired."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(Path(folder) / FLAGS)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """As `Lines.append`, and durable: it is seldom."""
+        super().append(row)
+        self.sync()
+
+    def truncate(self, after_step: int, tail: str | None = None) -> None:
+        """As `Lines.truncate`; with an empty `tail` no rule had fired."""
+        super().truncate(0 if tail == "" else after_step, tail)
+
+
+class MetricsWriter(Lines):
+    """Appends to `folder/metrics.jsonl`."""
+
+    def __init__(
+        self, folder: str | Path, tensorboard: bool = False, sinks: Sequence[str] = (), run: str = ""
+    ) -> None:
+        """`sinks`: names of trackers that are given every row as well, of the run called `run`. Raises
+        `MissingExtraError` if one is asked for and not installed.
+        """
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        first = ["tensorboard"] if tensorboard and "tensorboard" not in sinks else []
+        names = [*first, *dict.fromkeys(sinks)]
+        self._sinks = _opened(names, place, run) if names else None
+        super().__init__(place / FILE_NAME)
+
+    def write(self, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
+        """Append `row_of` its arguments, and raise what that raises; nothing is written then."""
+        row = row_of(step, metrics, seconds)
+        self.append(row)
+        if self._sinks is not None:
+            self._sinks.write(step, {key: value for key, value in row.items() if key != "step"})
+
     def close(self) -> None:
         """Close the sinks; `metrics.jsonl` needs no closing."""
         if self._sinks is not None:
@@ -111,10 +174,6 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _replace(self, data: bytes) -> None:
-        write_atomic(self.path, data)
-        self._tail = None
 
 
 class NoMetrics(MetricsWriter):
@@ -138,7 +197,7 @@ class NoMetrics(MetricsWriter):
 
 
 def read_metrics(path: str | Path, *, chained: bool = False) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, in order; none if the file does not exist.
+    """The rows of a `metrics.jsonl` or `flags.jsonl`, in order; none if the file does not exist.
 
     A last line that a killed writer left unfinished is ignored. Raises `DataError` naming file and line for
     any other line that is not a JSON object with a `step`, or is not what was written there. Files of older

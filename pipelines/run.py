@@ -117,7 +117,8 @@ def execute(
         if stage.name == "evaluate":
             made.append(measurements(folder))
         context.metrics.sync()
-        folder.mark_done(stage.name, result, [*made, folder.metrics(stage.name)], stage.needs)
+        logs = [folder.metrics(stage.name), folder.flags(stage.name)]
+        folder.mark_done(stage.name, result, [*made, *logs], stage.needs)
         folder.remove_working_files(stage.name)
     context.ranks.barrier("the record of a stage")
     return result

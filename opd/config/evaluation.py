@@ -83,4 +83,9 @@ class EvaluationConfig(SamplesConfig):
     every: int = Field(default=0, ge=0)
     """Steps between evaluations inside the merge (0: only at the end), on `curve_prompts` prompts."""
     curve_prompts: int = Field(default=100, gt=0, le=1_000_000)
-    """Held-out prompts a domain for the learning curve, where `every` is above 0."""
+    """Held-out prompts a domain for the learning curve, where `every` or `specialist.evaluate_every` is above
+    0."""
+    base_kl_every: int = Field(default=0, ge=0)
+    """Steps between measurements of the KL to the model that a specialist, the merge or mixed GRPO began as,
+    nats a token of what the student wrote. Each is a pass of the step's samples through a copy of that model,
+    which stays in memory; 0 takes none."""

@@ -18,7 +18,7 @@ from opd.config.hub_names import hub_name
 from opd.config.other_names import former
 from opd.config.recipe import DomainConfig, Recipe, inherited
 from opd.config.rewards import ServedReward
-from opd.config.schema import arms, below, dotted, explain, follow, key_paths, models, tag
+from opd.config.schema import arms, below, dotted, explain, follow, key_paths, models, nearest, tag
 from opd.config.yaml_reader import MAX_DEPTH, KeyPath, complaint, parse_value, read_yaml, write_yaml
 from opd.errors import ConfigError
 from opd.redact import learn
@@ -80,7 +80,7 @@ def _resolve(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
     now = former(given)
     if now is not None:
         raise ConfigError(f"{option} is no setting; {now}")
-    raise ConfigError(f"{option}: a recipe has no such setting; {_suggestion(given, paths)}")
+    raise ConfigError(f"{option}: a recipe has no such setting; {_suggestion(given, paths, schema)}")
 
 
 def _in_order(parts: KeyPath, path: KeyPath) -> bool:
@@ -88,8 +88,15 @@ def _in_order(parts: KeyPath, path: KeyPath) -> bool:
     return all(part in rest for part in parts)
 
 
-def _suggestion(given: KeyPath, paths: Sequence[KeyPath]) -> str:
-    """The nearest setting: by its full name, or by its first and last parts, as in `distill.lr`."""
+def _suggestion(given: KeyPath, paths: Sequence[KeyPath], schema: Any) -> str:
+    """The nearest setting: by its full name, or by its first and last parts, as in `distill.lr`; beside what
+    `paths` has, those of a name of the user's own.
+    """
+    *parents, last = given
+    beside = {name for model in models(follow(schema, parents)) for name in model.model_fields}
+    close = None if any(path[:-1] == tuple(parents) for path in paths) else nearest(last, beside)
+    if close is not None:
+        return f"did you mean --{dotted((*parents, close))}?"
 
     def likeness(path: KeyPath) -> float:
         word = dotted(given)

@@ -22,6 +22,7 @@ from opd.config.teachers import (
     TorchEngineConfig,
 )
 from opd.config.train import BatchConfig, LoRAConfig, OptimConfig, TrainConfig
+from opd.config.watch import DEFAULT_RULES, Rules, check_metrics
 from opd.config.writing import WritingConfig
 from opd.redact import learn
 
@@ -406,6 +407,10 @@ class Recipe(Config):
     distill: DistillConfig = DistillConfig()
     baselines: BaselinesConfig = BaselinesConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    watch: Rules = DEFAULT_RULES
+    """Rules over the metrics of every trained stage, by name: those of the default set, of which an entry
+    changes what it says and `null` switches one off, and your own. `null` in place of all watches nothing.
+    They may change between attempts."""
     storage: StorageConfig = StorageConfig()
     train: TrainConfig = TrainConfig()
     runtime: RuntimeConfig = RuntimeConfig()
@@ -657,6 +662,13 @@ class Recipe(Config):
                 f"the baseline off_policy learns from answers of teachers, and domain {alone[0]} has none;"
                 " leave it out of baselines.methods"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _rules_have_metrics(self) -> Recipe:
+        routes = [self.teacher_weights(name) for name in self.domains]
+        teachers = dict.fromkeys([*("+".join(route) for route in routes), *(t for r in routes for t in r)])
+        check_metrics(self.watch, list(self.domains), list(teachers))
         return self
 
     @model_validator(mode="after")

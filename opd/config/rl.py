@@ -508,6 +508,9 @@ class SpecialistConfig(Config):
     batch: BatchConfig = BatchConfig()
     checkpoint_every: int = Field(default=20, gt=0)
     """Steps between checkpoints; a killed run repeats at most this many."""
+    evaluate_every: int = Field(default=0, ge=0)
+    """Steps between measurements of held-out accuracy while it trains, on `evaluation.curve_prompts` prompts
+    a domain, scored by the domain's reward; 0 takes none."""
     max_steps_without_signal: int = Field(default=10, gt=0)
     """Stop with an error after this many steps in a row in which every group was filtered."""
 

@@ -15,7 +15,7 @@ from opd.pipelines.evaluation.answers import keep
 from opd.pipelines.evaluation.several import maj_at, pass_at
 from opd.pipelines.evaluation.statistics import Count, over_prompts, wilson, worth
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.student import ways_of
+from opd.pipelines.stages.student import Student, ways_of
 from opd.rollout.collect import EncodedPrompt, Generates, Way
 from opd.types import Sample, SampleGroup, Status
 
@@ -64,6 +64,22 @@ def prompt_accuracy(
     The noise depends on (seed, prompt, sample) alone, so that two models meet the same draws.
     """
     return accuracy_of(answered(engine, data, prompts, way, seed))
+
+
+def held_out_accuracy(
+    student: Student, data: DomainSet, domains: Sequence[str], count: int
+) -> dict[str, float]:
+    """`accuracy/DOMAIN` of the first `count` held-out prompts of each of `domains`, for a learning curve."""
+    return {
+        f"accuracy/{domain}": prompt_accuracy(
+            student.evaluator,
+            data,
+            data.held_out(domain, count, "evaluate"),
+            student.ways[domain],
+            seed=student.seed,
+        ).accuracy
+        for domain in domains
+    }
 
 
 def answered(

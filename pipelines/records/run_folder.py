@@ -5,8 +5,8 @@ inputs.json                      digests of what the run began with: recipe, mod
                                  Hub; the CPU threads settled then
 config.json                      the resolved recipe; a run that has it has begun
 stages/STAGE/                    metrics.jsonl  checkpoints/  last_samples.json (of the last step, for whoever
-                                 watches)  done.json (written last), and log.txt of a stage that ran in a
-                                 process of its own
+                                 watches)  flags.jsonl (where a rule of `watch` fired)  done.json (written
+                                 last), and log.txt of a stage that ran in a process of its own
                                  wal/ (the log of its rollouts) and cache/ (teachers' hidden states) are
                                  there while the stage runs
 base/  sft/DOMAIN/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
@@ -40,7 +40,7 @@ from opd.config import Recipe
 from opd.config.hub_names import told
 from opd.config.load import located, path_keys
 from opd.errors import DataError, RunFolderError
-from opd.metrics import read_metrics
+from opd.metrics import FILE_NAME, FLAGS, read_metrics
 from opd.models.hf_folder import CHECKSUMS, adapter_base, check_folder, check_small_files
 from opd.pipelines.launch.machine import threads_here
 from opd.pipelines.records.inputs import changed_files, given_inputs, user_code, with_changes
@@ -64,8 +64,8 @@ _LOCK, _CONFIG, _INPUTS = ".lock", "config.json", "inputs.json"
 _ANEW = "restore it, or start a new run with --out"
 ACCEPT_CODE = "--resume --accept-changed-code"
 """How a command is told to go on with code of the user's own that is no longer what it was."""
-_FREE = ("runtime", "run_dir", "launch", "train")
-"""Top-level keys that may change between attempts: they say how and where, not what."""
+_FREE = ("runtime", "run_dir", "launch", "train", "watch")
+"""Top-level keys that may change between attempts: they say how and where, not what; or when to stop."""
 _RECORDED = ("stage", "run", "files", "from")
 """What `mark_done` adds to a stage's result."""
 _Changed = dict[str, dict[str, dict[str, str | None]]]
@@ -162,9 +162,9 @@ class RunFolder:
         accept_code: Callable[[str], None] | None = None,
         hub: HubRecord | None = None,
     ) -> RunFolder:
-        """Continue the run in `path`; only `runtime`, `launch`, `train` and `run_dir` may differ, and, where
-        there is an `accept_code`, code of the user's own: that is recorded, and it is told the files in a
-        line. What a stage that was killed as it ended has left is removed.
+        """Continue the run in `path`; only `runtime`, `launch`, `train`, `watch` and `run_dir` may differ,
+        and, where there is an `accept_code`, code of the user's own: that is recorded, and it is told the
+        files in a line. What a stage that was killed as it ended has left is removed.
 
         Raises `RunFolderError` if there is no run, another process holds it, a setting differs (named), or
         something else that the run was given is no longer what it was.
@@ -330,7 +330,10 @@ class RunFolder:
         return self.stage(stage) / "trajectories"
 
     def metrics(self, stage: str) -> Path:
-        return self.stage(stage) / "metrics.jsonl"
+        return self.stage(stage) / FILE_NAME
+
+    def flags(self, stage: str) -> Path:
+        return self.stage(stage) / FLAGS
 
     def last_samples(self, stage: str) -> Path:
         return self.stage(stage) / LAST_SAMPLES
@@ -384,7 +387,14 @@ class RunFolder:
 
     def read_metrics(self, stage: str) -> list[dict[str, Any]]:
         """The metrics of a stage, done or not; none if it has written none. Raises `RunFolderError`."""
-        path = self.path / "stages" / safe_name(stage) / "metrics.jsonl"
+        return self._read_lines(stage, FILE_NAME)
+
+    def read_flags(self, stage: str) -> list[dict[str, Any]]:
+        """The rules that fired in a stage, done or not, in order. Raises `RunFolderError`."""
+        return self._read_lines(stage, FLAGS)
+
+    def _read_lines(self, stage: str, file: str) -> list[dict[str, Any]]:
+        path = self.path / "stages" / safe_name(stage) / file
         record = self._record(stage)
         known = {} if record is None else record["files"]
         name = path.relative_to(self.path).as_posix()

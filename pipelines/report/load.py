@@ -82,6 +82,16 @@ class StageResult:
 
 
 @dataclass(frozen=True, slots=True)
+class RedFlag:
+    """A rule of `watch` that fired."""
+
+    stage: str
+    step: int
+    rule: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """Everything the report shows."""
 
@@ -103,6 +113,8 @@ class Run:
     """Of evaluation prompts in what was trained on, as `pipelines/evaluation/contamination.py` gives it."""
     code_changes: list[dict[str, Any]] = field(default_factory=list)
     """What changed in the user's own code during the run, as `RunFolder.code_changes` says it."""
+    flags: list[RedFlag] = field(default_factory=list)
+    """Stage by stage, in the order in which they fired."""
 
     @property
     def confidence(self) -> float:
@@ -170,12 +182,22 @@ def load_run(folder: Path) -> Run:
         )
     try:
         found = _assemble(results, run.read_config(), metrics, fallback=folder.name)
-        return replace(found, code_changes=run.code_changes)
+        told = [stage.name for stage in found.stages if stage.name in metrics]
+        flags = [flag for stage in told for flag in _red_flags(run, stage)]
+        return replace(found, code_changes=run.code_changes, flags=flags)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunFolderError(
             f"{folder / 'results.json'} is malformed ({reason_of(error)}): write it again with"
             " `opd evaluate RECIPE --resume`"
         ) from error
+
+
+def _red_flags(run: RunFolder, stage: str) -> list[RedFlag]:
+    rows = run.read_flags(stage)
+    try:
+        return [RedFlag(stage, int(row["step"]), str(row["rule"]), str(row["sentence"])) for row in rows]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunFolderError(f"{run.flags(stage)} holds no flags ({reason_of(error)}): restore it") from error
 
 
 def _assemble(results: dict, config: dict, metrics: dict[str, list[dict]], fallback: str) -> Run:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import yaml
 
+from opd.foreign import visible
 from opd.pipelines.report import evaluated, figures, tables
 from opd.pipelines.report.charts import MARKERS, variables
 from opd.pipelines.report.figures import Cue, Cues, Panel
 from opd.pipelines.report.load import Run
 from opd.pipelines.report.verdict import caveats, write_verdict
-from opd.pipelines.report.words import model_label, percent
+from opd.pipelines.report.words import model_label, percent, stage_label
 
 SHAPES = {
     "o": '<circle cx="17" cy="5" r="3.2"/>',
@@ -28,6 +29,8 @@ SHAPES = {
 """A legend's drawing of each of `theme.MARKERS`, at the end of its line."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """What a browser lets the page do: be drawn."""
+_FLAGS = 50
+"""Red flags that the page shows."""
 LIBRARIES = (("python", "Python"), ("torch", "PyTorch"))
 
 
@@ -35,6 +38,7 @@ def render(run: Run) -> str:
     """The whole page."""
     cues = Cues(run)
     sections = [
+        _flags(run),
         _accuracy(run, cues),
         _answers(run),
         _curves(run, cues),
@@ -83,6 +87,21 @@ def _header(run: Run, cues: Cues) -> str:
         f'<header>\n<div><p class="kicker">{escape(kicker)}</p>\n'
         f"<h1>{escape(verdict.headline)}</h1>\n{points}</div>\n{chart}</header>"
     )
+
+
+def _flags(run: Run) -> str:
+    if not run.flags:
+        return ""
+    rows = [
+        f'<tr><th>{escape(stage_label(flag.stage))}</th><td>{flag.step}</td><td class="text">'
+        f'{escape(visible(flag.rule))}</td><td class="text flag">{escape(visible(flag.sentence))}</td></tr>'
+        for flag in run.flags[:_FLAGS]
+    ]
+    head = "<tr><th>Stage</th><th>Step</th><th>Rule</th><th>What happened, and the lever</th></tr>"
+    note = "Rules of the recipe\u2019s watch that fired, in the order of the stages."
+    if len(run.flags) > _FLAGS:
+        note += f" {len(run.flags) - _FLAGS} more are in the stages\u2019 flags.jsonl."
+    return section("Red flags", captioned(tables.table(head, rows, "flags"), note))
 
 
 def _accuracy(run: Run, cues: Cues) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from opd.config import DistillConfig, PolicyLossConfig, Recipe, SampledTokenK1
-from opd.pipelines.evaluation.measure import prompt_accuracy
+from opd.pipelines.evaluation.measure import held_out_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, train
@@ -24,6 +24,7 @@ from opd.pipelines.stages.stage_rollout import open_log
 from opd.pipelines.stages.student import Student, tokenizer_of
 from opd.pipelines.stages.supervised import teacher_samples
 from opd.pipelines.stages.teachers import Teachers, open_schedule, weigh_divergence
+from opd.pipelines.stages.watch import Beginning
 from opd.rollout.collect import EncodedPrompt
 from opd.teachers.schedule import TeacherSchedule
 from opd.train.advantages import build_advantage
@@ -141,6 +142,7 @@ class Distill(Algorithm):
         terms = [*loss_terms(config, self.schedule), self.probe]
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
+        self._began = Beginning(recipe, start, config.batch)
         shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
         self._prompts = {name: own.prompts_per_domain for name, own in shares.items()}
         self._rl_coefs = {name: own.rl_coef for name, own in shares.items()}
@@ -182,6 +184,7 @@ class Distill(Algorithm):
     def plan(self, samples: StepSamples, step: Step) -> Plan:
         """One update: the teachers' divergence, and the policy stream where there is one."""
         stream, metrics = self._stream(samples)
+        metrics |= {} if self._given else self._began.measure(samples, step.index)
         own = samples.samples
         recipe, config = self.context.recipe, self.config
         scale = route_scales(recipe, own, [sample.trainable_tokens for sample in own])
@@ -229,20 +232,11 @@ class Distill(Algorithm):
         evaluation = self.context.recipe.evaluation
         if not evaluation.every or (step.index + 1) % evaluation.every:
             return {}
-        student = self.student
         with step.timer("evaluate"), self.source.idle():
             if self._given:  # nobody else has given the engine the new weights
-                student.sync(step.index + 1)
-            return {
-                f"accuracy/{domain}": prompt_accuracy(
-                    student.evaluator,
-                    self.data,
-                    self.data.held_out(domain, evaluation.curve_prompts, "evaluate"),
-                    student.ways[domain],
-                    seed=student.seed,
-                ).accuracy
-                for domain in self.context.recipe.domains
-            }
+                self.student.sync(step.index + 1)
+            domains = list(self.context.recipe.domains)
+            return held_out_accuracy(self.student, self.data, domains, evaluation.curve_prompts)
 
     def headline(self, metrics: dict[str, float]) -> str:
         return f"KL {metrics.get('kl/mean', 0.0):.4f}  reward {metrics['reward/mean']:.3f}"

@@ -17,9 +17,10 @@ from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, train
 from opd.pipelines.stages.policy_stream import Against, PolicyStream
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
-from opd.pipelines.stages.source import Asked, open_source
+from opd.pipelines.stages.source import Asked, Rollouts, open_source
 from opd.pipelines.stages.student import Student, load_model, tokenizer_of
 from opd.pipelines.stages.teachers import Teachers, open_schedule, weigh_divergence
+from opd.pipelines.stages.watch import Beginning
 from opd.rollout.collect import EncodedPrompt
 from opd.train.advantages import build_advantage, keep_groups
 from opd.train.backend import Backend, response_logprobs
@@ -47,7 +48,7 @@ def train_grpo(
     with ExitStack() as stack:
         grpo = GRPO(context, start, domains, stack)
         student, config = grpo.student, grpo.config
-        source = open_source(context, student, grpo.asked(), stack)
+        grpo.source = source = open_source(context, student, grpo.asked(), stack)
         result = train(context, grpo, source, student.backend, extent, config.checkpoint_every)
     if result["counters"].get("steps_without_signal", 0) >= result["steps"]:
         raise grpo.no_signal(result["steps"])
@@ -66,6 +67,8 @@ class GRPO(Algorithm):
         domains: What it is trained on.
         stack: What closes the teachers.
     """
+
+    source: Rollouts  # set once the engine is open
 
     def __init__(self, context: StageContext, start: Path, domains: Sequence[str], stack: ExitStack) -> None:
         recipe, config = context.recipe, context.recipe.specialist
@@ -88,6 +91,7 @@ class GRPO(Algorithm):
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self._critic = self._open_critic(context, start)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
+        self._began = Beginning(recipe, start, config.batch, self.reference)
         self._shapes, self._cut = changes_rewards(config.shaping), False
         self._domains, self._recipe, self._rollout = list(domains), recipe, recipe.rollout
         self._choice = self._choose()
@@ -192,6 +196,7 @@ class GRPO(Algorithm):
             metrics |= self._critic.learn(samples, parts * config.epochs, stream, step)
             if step.index < config.critic_warmup:
                 return Plan([], metrics)
+        metrics |= self._began.measure(samples, step.index)
         of_rewards = {sample.uid for sample in rewarded}
         updates = [self._update(samples, part, stream, of_rewards) for part in parts] * config.epochs
         if self.teachers is not None:
@@ -285,8 +290,15 @@ class GRPO(Algorithm):
         return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
 
     def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
-        """The counters of the teachers, if there are any."""
-        return {} if self.teachers is None else self.teachers.take_counters(step, metrics)
+        """The counters of the teachers, if there are any, and the learning curve, where it is asked for."""
+        counters = {} if self.teachers is None else self.teachers.take_counters(step, metrics)
+        every, prompts = self.config.evaluate_every, self._recipe.evaluation.curve_prompts
+        if not every or (step.index + 1) % every:
+            return counters
+        from opd.pipelines.evaluation.measure import held_out_accuracy
+
+        with step.timer("evaluate"), self.source.idle():
+            return counters | held_out_accuracy(self.student, self.data, self._domains, prompts)
 
     def headline(self, metrics: dict[str, float]) -> str:
         led = f"  KL {metrics['kl/mean']:.4f}" if "kl/mean" in metrics else ""

@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from opd.config import OptimConfig
+from opd.metrics import PhaseTimer
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.last_samples import LastSamples
 from opd.pipelines.stages.samples import StepSamples
+from opd.pipelines.stages.watch import Watch
 from opd.train.backend import Backend, Read, learning_rate
 from opd.types import RolloutBatch, Sample
 
@@ -39,22 +41,9 @@ class LoopState:
     counters: dict[str, float] = field(default_factory=dict)
     """Counts the stage keeps, such as steps without signal."""
     metrics: str = ""
-    """What stands for all metrics up to this step; see `MetricsWriter.tail`."""
-
-
-class PhaseTimer:
-    """Attributes a step's wall time to its phases."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+    flags: str = ""
+    """What stands for all metrics, and all flags, up to this step; see `Lines.tail`."""
+    rate: float = 1.0  # what rules that fired have left of the learning rate
 
 
 @dataclass(slots=True)
@@ -69,6 +58,7 @@ class Step:
     """Survive a resume; the step may change them."""
     tokens_left: int | None = None
     """How many more the student may write, where the stage has a budget of tokens: see `within`."""
+    rate: float = 1.0  # what the algorithm's learning rate is multiplied with
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,30 +185,32 @@ def train(
 
     A killed stage goes on from its newest valid checkpoint: steps after it are repeated, and since every
     random draw is a function of (seed, uid, position) they repeat bit for bit. A stage that is asked to stop
-    writes one and raises `PreemptedError`.
+    writes one and raises `PreemptedError`; one that a rule stops writes one and raises `TrainingError`.
     """
     more = algorithm.learners()
     state = _restore(context, backend, more)
     last = LastSamples.of(context, algorithm, state.step)
+    watch = Watch.resumed(context, state.step, state.flags)
     source.start(state.step)
     begin = time.perf_counter() - state.seconds
     while extent.progress(state) < 1.0:
-        step = Step(state.step, extent.progress(state), PhaseTimer(), state.counters, extent.left(state))
+        left = extent.left(state)
+        step = Step(state.step, extent.progress(state), PhaseTimer(), state.counters, left, state.rate)
         metrics, tokens = _one_step(algorithm, source, backend, step, last)
         state.step += 1
         state.student_tokens += tokens
         state.seconds = time.perf_counter() - begin
-        for phase, seconds in step.timer.seconds.items():
-            state.phases[phase] = state.phases.get(phase, 0.0) + seconds
-        times = {f"time/{phase}": seconds for phase, seconds in step.timer.seconds.items()}
-        context.metrics.write(
-            state.step, {"tokens/student": state.student_tokens, **metrics, **times}, state.seconds
-        )
+        logged = {"tokens/student": state.student_tokens, **metrics, **step.timer.add_to(state.phases)}
+        context.metrics.write(state.step, logged, state.seconds)
+        ruling = watch.look(state.step, logged, state.seconds)
+        state.rate *= ruling.factor
         context.progress(state.step, extent.total(state), algorithm.headline(metrics))
         stopping = context.ranks.any(context.preemption.stopping, "the end of a step")
-        if stopping or state.step % checkpoint_every == 0:
+        if stopping or ruling.stop or state.step % checkpoint_every == 0:
+            state.flags = watch.tail
             _save(context, backend, more, state)
             source.consumed()
+        ruling.check()
         if stopping:
             context.preemption.stop()  # where only another rank was asked
             context.preemption.check()
@@ -250,7 +242,7 @@ def _one_step(
             for update in plan.updates:
                 found = backend.accumulate(update.samples, update.read)
                 update.done()
-                found |= backend.step(algorithm.rate(step))
+                found |= backend.step(algorithm.rate(step) * step.rate)
                 for name, value in found.items():
                     means[name] = means.get(name, 0.0) + value / len(plan.updates)
             metrics |= plan.metrics | means

@@ -34,11 +34,14 @@ class StopsInTheMiddle(Preemption):
 
 
 def settings(seed: int, **changes) -> dict:
-    """All kinds of stages, each as short as can be; every group of a specialist has signal."""
+    """All kinds of stages, each as short as can be; every group of a specialist has signal. Rules that could
+    fire on so few steps would leave a file in some scenes and not in others.
+    """
     domain = {"params": {"digits": 3}, "prompts": 200, "reward": "damage_rewards:even"}
     short = {"steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every": 2}
     return {
         "seed": seed,
+        "watch": {name: {"stages": "none"} for name in ("flat_reward", "truncation")},
         "domains": {name: {**domain, "source": f"procedural:{name}"} for name in ("sort", "add3")},
         "base": {"steps": 4, "batch_size": 8, "min_accuracy": 0.0, "checkpoint_every": 2},
         "specialist": short,

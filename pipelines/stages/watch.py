@@ -1,0 +1,283 @@
+"""The run watches itself: the recipe's rules over the metrics of each step, and what they ask for.
+
+What a rule knows is a function of the lines of `metrics.jsonl` alone: a resumed stage reads those up to its
+checkpoint again, also with other rules than before. One number is measured for them alone, where the recipe
+asks for it: how far the student has come from its beginning.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opd.config import BatchConfig, Recipe
+from opd.config.watch import Condition, RuleConfig, covers
+from opd.errors import TrainingError
+from opd.metrics import FlagsWriter, read_metrics, row_of
+from opd.models.causal_lm import CausalLM
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.samples import StepSamples
+from opd.pipelines.stages.student import load_model
+from opd.redact import redact
+from opd.train.backend import response_logprobs
+from opd.types import Sample
+
+_log = logging.getLogger(__name__)
+
+Row = Mapping[str, int | float]
+_BASE = "base_logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A rule that has fired: a line of `flags.jsonl`."""
+
+    step: int
+    rule: str
+    metric: str
+    value: float
+    """Of the metric, in the last of the steps in a row."""
+    bound: float
+    """That it is beyond, as a value of the metric."""
+    action: str
+    sentence: str
+    """What has happened, and the lever to pull."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What the rules ask for after a step."""
+
+    factor: float = 1.0
+    """What the learning rate is multiplied with from now on."""
+    stop: str = ""
+    """Why the stage is to stop, and how it goes on; empty if it is not."""
+
+    def check(self) -> None:
+        """Raise `TrainingError` if the stage is to stop."""
+        if self.stop:
+            raise TrainingError(self.stop)
+
+
+class Watched:
+    """The metrics of one condition, step after step."""
+
+    def __init__(self, condition: Condition) -> None:
+        self.condition = condition
+        self._first: dict[str, list[float]] = {}
+        self._latest: dict[str, float] = {}
+        self._meant: dict[str, bool] = {}
+
+    def read(self, row: Row) -> list[str]:
+        """Take the values of a step; returns which of its metrics are meant."""
+        found = []
+        for name, value in row.items():
+            if name not in self._meant:
+                self._meant[name] = covers(self.condition.metric, name)
+            if self._meant[name]:
+                found.append(name)
+                self._take(name, float(value))
+        return found
+
+    def _take(self, name: str, value: float) -> None:
+        first = self._first.setdefault(name, [])
+        if self.condition.form != "value" and len(first) < self.condition.first:
+            first.append(value)
+        else:
+            self._latest[name] = value
+
+    def beyond(self, name: str) -> tuple[float, float] | None:
+        """The latest value of a metric and the bound that it is beyond; `None` within them."""
+        if name not in self._latest:
+            return None
+        value, condition = self._latest[name], self.condition
+        if condition.above is not None:
+            bound = self._bound(name, condition.above)
+            if bound is not None and value > bound:
+                return value, bound
+        if condition.below is not None:
+            bound = self._bound(name, condition.below)
+            if bound is not None and value < bound:
+                return value, bound
+        return None
+
+    def _bound(self, name: str, bound: float) -> float | None:
+        if self.condition.form == "value":
+            return bound
+        mean = math.fsum(self._first[name]) / len(self._first[name])
+        if self.condition.form == "change":
+            return mean + bound
+        return mean * bound if mean > 0 else None
+
+    def any_beyond(self) -> str | None:
+        """The first of its metrics that is beyond its bounds."""
+        return next((name for name in self._latest if self.beyond(name) is not None), None)
+
+    def told(self, name: str) -> str:
+        """How a metric that is beyond its bounds stands to them."""
+        found, condition = self.beyond(name), self.condition
+        assert found is not None
+        value, bound = found
+        high = value > bound
+        words = f"{name} is {value:.4g}, {'above' if high else 'below'} {bound:.4g}"
+        limit, first = (
+            condition.above if high else condition.below,
+            f"the mean of its first {condition.first}",
+        )
+        if condition.form == "ratio":
+            words += f" ({limit:g} times {first})"
+        if condition.form == "change":
+            words += f" ({first} and {limit:g})"
+        return words
+
+
+class Rule:
+    """One rule, and for how many steps each of its metrics has been beyond its bounds."""
+
+    def __init__(self, name: str, config: RuleConfig) -> None:
+        self.name, self.config = name, config
+        self._main = Watched(config)
+        self._also = None if config.also is None else Watched(config.also)
+        self._row: dict[str, int] = {}
+        self._told: set[str] = set()
+
+    def look(self, row: Row) -> Iterator[Flag]:
+        """Take the values of a step; what has fired. A warning is not said again while it goes on."""
+        if self._also is not None:
+            self._also.read(row)
+        for metric in self._main.read(row):
+            other = self._other(metric)
+            if self._main.beyond(metric) is None or other is None:
+                self._row[metric] = 0
+                self._told.discard(metric)
+                continue
+            self._row[metric] = self._row.get(metric, 0) + 1
+            if self._row[metric] < self.config.steps:
+                continue
+            self._row[metric] = 0
+            if self.config.action != "warn" or metric not in self._told:
+                self._told.add(metric)
+                yield self._flag(int(row["step"]), metric, other)
+
+    def _other(self, metric: str) -> str | None:
+        """The metric that the other condition holds for, empty without one; `None` if it does not hold."""
+        if self._also is None:
+            return ""
+        if self._also.condition.metric == self.config.metric:
+            return metric if self._also.beyond(metric) is not None else None
+        return self._also.any_beyond()
+
+    def _flag(self, step: int, metric: str, other: str) -> Flag:
+        found, config = self._main.beyond(metric), self.config
+        assert found is not None
+        words = self._main.told(metric)
+        if config.steps > 1:
+            words += f", for {config.steps} in a row"
+        if self._also is not None and other != metric:
+            words += f", while {self._also.told(other)}"
+        if config.action == "lower_rate":
+            words += f"; the learning rate is multiplied by {config.factor:g} from here on"
+        sentence = redact(f"{words}; {config.lever.rstrip('.')}.")
+        return Flag(step, self.name, metric, *found, config.action, sentence)
+
+
+class Watch:
+    """The rules of one stage.
+
+    Args:
+        context: The stage; of several ranks the first one watches, and tells the others what to do.
+    """
+
+    def __init__(self, context: StageContext) -> None:
+        self._ranks, self._stage = context.ranks, context.stage
+        rules = {name: rule for name, rule in (context.recipe.watch or {}).items() if rule is not None}
+        mine = {name: rule for name, rule in rules.items() if fnmatchcase(context.stage, rule.stages)}
+        self._acts = any(rule.action != "warn" for rule in mine.values())
+        self._rules: list[Rule] = []
+        self._flags: FlagsWriter | None = None
+        if context.ranks.main:
+            self._rules = [Rule(name, rule) for name, rule in mine.items()]
+            self._flags = FlagsWriter(context.folder.stage(context.stage))
+
+    @property
+    def tail(self) -> str:
+        """What stands for all flags so far; see `Lines.tail`."""
+        return "" if self._flags is None else self._flags.tail
+
+    @classmethod
+    def resumed(cls, context: StageContext, step: int, tail: str) -> Watch:
+        """Drop the flags after `step`, and see again what was logged up to it."""
+        watch = cls(context)
+        if watch._flags is not None:
+            watch._flags.truncate(step, tail)
+        for row in read_metrics(context.metrics.path) if step and watch._rules else ():
+            for rule in watch._rules:
+                for _ in rule.look(row):
+                    pass
+        return watch
+
+    def look(self, step: int, metrics: Mapping[str, Any], seconds: float) -> Ruling:
+        """Hold the metrics of a step against the rules; the same answer on every rank."""
+        factor, stop = 1.0, ""
+        row = row_of(step, metrics, seconds) if self._rules else {}
+        for rule in self._rules:
+            for flag in rule.look(row):
+                self._write(flag)
+                if flag.action == "lower_rate":
+                    factor *= rule.config.factor
+                if flag.action == "stop" and not stop:
+                    stop = f"{self._stage}: the rule {flag.rule} of `watch` has stopped it at step {step}:"
+                    stop += f" {flag.sentence} Then go on with --resume."
+        if self._acts and not self._ranks.alone:
+            factor, stop = self._ranks.gather_json([factor, stop], "what the rules ask for")[0]
+        return Ruling(factor, stop)
+
+    def _write(self, flag: Flag) -> None:
+        assert self._flags is not None
+        self._flags.append(asdict(flag))
+        _log.warning("step %d, %s: %s", flag.step, flag.rule, flag.sentence, extra={"stage": self._stage})
+
+
+class Beginning:
+    """The model that a stage began as, for how far the student has come from it.
+
+    Args:
+        recipe: Says how often that is measured, if at all.
+        start: Where it lies; it is loaded if it is asked for and not `loaded`.
+        batch: How samples are packed.
+    """
+
+    def __init__(
+        self, recipe: Recipe, start: Path, batch: BatchConfig, loaded: CausalLM | None = None
+    ) -> None:
+        self._every, self._batch = recipe.evaluation.base_kl_every, batch
+        self._temperature = recipe.rollout.temperature
+        self._model = load_model(recipe, start) if self._every and loaded is None else loaded
+
+    def measure(self, step: StepSamples, index: int) -> dict[str, float]:
+        """`base_kl` of every so many steps: over the tokens of `step`, which are dealt out, the mean of how
+        much likelier the engine found them than that model does (k1, nats a token).
+        """
+        if not self._every or (index + 1) % self._every:
+            return {}
+        step.fill(_BASE, step.samples, self._logprobs, "the base's log-probabilities")
+        total, count = 0.0, 0
+        for lot in step.held():
+            for sample in lot:
+                apart = sample.rollout_logprobs.astype(np.float64) - step.signal(_BASE, sample)
+                total += float(apart[sample.loss_mask].sum())
+                count += int(np.count_nonzero(sample.loss_mask))
+        said = step.told([total, count], "the KL to the base")
+        total, count = (sum(own[place] for own in said) for place in (0, 1))
+        return {"base_kl": total / count} if count else {}
+
+    def _logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        assert self._model is not None  # else nothing is measured
+        return response_logprobs(self._model, samples, self._temperature, self._batch)
