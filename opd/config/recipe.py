@@ -696,11 +696,12 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _prompts_are_chosen_in_turn(self) -> Recipe:
         for name, specialist in self._trained_with():
-            if specialist.refill is not None and self.rollout.schedule != "in_turn":
-                raise ValueError(
-                    f"specialist.refill (of domain {name}) needs rollout.schedule in_turn: which prompts come"
-                    " next depends on the rewards of those before; leave one of the two out"
-                )
+            for key in ("refill", "replay"):
+                if getattr(specialist, key) is not None and self.rollout.schedule != "in_turn":
+                    raise ValueError(
+                        f"specialist.{key} (of domain {name}) needs rollout.schedule in_turn: which prompts"
+                        " come next depends on the rewards of those before; leave one of the two out"
+                    )
         return self
 
     @model_validator(mode="after")

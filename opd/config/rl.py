@@ -469,6 +469,54 @@ class CriticConfig(Config):
     """First rollout steps in which the critic alone learns and the policy stays as it is."""
 
 
+class DifficultyConfig(Config):
+    """Measure training prompts before the first step, with the model it starts from, and leave out those it
+    (nearly) always answers right, or never. An answer is right where its reward is above 0.5."""
+
+    samples: int = Field(default=8, ge=2, le=10_000)
+    """Answers to each prompt, of which the share that is right is its rate."""
+    prompts: int = Field(default=2048, gt=0, le=100_000)
+    """Most training prompts of a domain that are measured. Where it has more, so many are drawn, and the
+    others are not trained on."""
+    min_rate: float = Field(default=0.05, ge=0, le=1)
+    """A prompt with a smaller rate is left out."""
+    max_rate: float = Field(default=0.9, ge=0, le=1)
+    """A prompt with a larger rate is left out."""
+
+    @model_validator(mode="after")
+    def _refuse_empty(self) -> DifficultyConfig:
+        if self.min_rate > self.max_rate:
+            raise ValueError(
+                f"no rate is between min_rate {self.min_rate:g} and max_rate {self.max_rate:g}; give the"
+                " smaller one first"
+            )
+        return self
+
+
+class CurriculumConfig(Config):
+    """Easy prompts first, by the rates of `difficulty`: a step asks the easiest of them, of which there are
+    evenly more from step to step (linear competence, Platanios et al. 2019, 1903.09848)."""
+
+    start: float = Field(default=0.25, gt=0, lt=1)
+    """Share of the prompts, the easiest, that the first step asks from."""
+    until: float = Field(default=0.5, gt=0, le=1)
+    """Share of the steps after which all prompts are asked."""
+
+
+class ReplayConfig(Config):
+    """Ask prompts again whose groups carried signal, the oldest first. A prompt whose group has none any more
+    is solved, or was luck: it comes again when the sequence of all prompts reaches it."""
+
+    share: float = Field(default=0.25, gt=0, lt=1)
+    """Most of `prompts_per_step` that come again."""
+    most: int = Field(default=1024, gt=0, le=100_000)
+    """Prompts that wait at once; the oldest are forgotten beyond that."""
+
+    def prompts(self, per_step: int) -> int:
+        """How many of a step's prompts come again, where as many wait."""
+        return int(self.share * per_step)
+
+
 class SpecialistConfig(Config):
     """One GRPO run; the same settings serve every domain and the mixed-domain baseline."""
 
@@ -504,6 +552,13 @@ class SpecialistConfig(Config):
     refill: RefillConfig | None = None
     """`{limit: 3}`: prompts are taken until `prompts_per_step` of their groups are left after the two filters
     above, at most three times as many. `null` learns from what is left of `prompts_per_step`."""
+    difficulty: DifficultyConfig | None = None
+    """`{samples: 8}`: train on prompts of middling difficulty, measured before the first step. The
+    mixed-domain baseline takes what the specialists have measured."""
+    curriculum: CurriculumConfig | None = None
+    """`{start: 0.25, until: 0.5}`: easy prompts first, by `difficulty`."""
+    replay: ReplayConfig | None = None
+    """`{share: 0.25}`: that share of a step's prompts are ones whose groups carried signal before."""
     optim: OptimConfig = OptimConfig(lr=3e-4, schedule="linear", final_lr_fraction=0.1)
     batch: BatchConfig = BatchConfig()
     checkpoint_every: int = Field(default=20, gt=0)
@@ -536,10 +591,22 @@ class SpecialistConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_a_choice_without_signal(self) -> SpecialistConfig:
-        if self.refill is not None and not self.filter_zero_variance and self.group_filter is None:
+        if not self.filter_zero_variance and self.group_filter is None:
+            for name in ("refill", "replay"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} chooses prompts by what a filter drops, and there is none; set"
+                        f" filter_zero_variance to true, give a group_filter, or leave {name} out"
+                    )
+        if self.replay is not None and not self.replay.prompts(self.prompts_per_step):
             raise ValueError(
-                "refill replaces groups that a filter drops, and there is none; set filter_zero_variance to"
-                " true, give a group_filter, or leave refill out"
+                f"a replay.share of {self.replay.share:g} of {self.prompts_per_step} prompts_per_step comes"
+                " to no prompt; give more of either, or leave replay out"
+            )
+        if self.curriculum is not None and self.difficulty is None:
+            raise ValueError(
+                "curriculum orders prompts by what difficulty measures; give difficulty, too, or leave"
+                " curriculum out"
             )
         return self
 

@@ -121,8 +121,8 @@ class PromptCursor(Generic[Item]):
         self._prompts = prompts
         self._seed = seed
         self._name = name
-        self._epoch = -1
-        self._order = np.zeros(0, dtype=np.int64)
+        self._known = -1, np.zeros(0, dtype=np.int64)
+        """An epoch and its order, which another thread may replace by those of its own."""
 
     def take(self, start: int, n: int) -> list[Item]:
         """Prompts number `start ... start + n - 1`."""
@@ -132,10 +132,11 @@ class PromptCursor(Generic[Item]):
 
     def _at(self, number: int) -> Item:
         epoch, place = divmod(number, len(self._prompts))
-        if epoch != self._epoch:
-            self._order = permutation(len(self._prompts), self._seed, self._name, epoch)
-            self._epoch = epoch
-        return self._prompts[int(self._order[place])]
+        known, order = self._known
+        if epoch != known:
+            order = permutation(len(self._prompts), self._seed, self._name, epoch)
+            self._known = epoch, order
+        return self._prompts[int(order[place])]
 
 
 def encode_prompt(

@@ -69,6 +69,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "stages": [_stage(name, result) for name, result in finished.items()],
         "teachers": _teachers(folder) if "merge" in finished else {},
         "counters": finished.get("merge", {}).get("counters", {}),
+        **_difficulty(finished),
         "code_changes": folder.code_changes,
         "hub": folder.hub,
         "sandboxes": sandboxes(recipe.domains | recipe.of_sets().domains),
@@ -189,6 +190,15 @@ def _stage(name: str, result: dict[str, Any]) -> dict[str, Any]:
         {"kernels": result["kernels"]} if "kernels" in result else {}
     )
     return {"name": name} | kept
+
+
+def _difficulty(finished: dict[str, Any]) -> dict[str, Any]:
+    """What specialists have measured of their prompts, by domain; nothing where none has."""
+    found: dict[str, Any] = {}
+    for name, result in finished.items():
+        if name.startswith(specialist_stage("")):
+            found |= result.get("difficulty", {})
+    return {"difficulty": found} if found else {}
 
 
 def _teachers(folder: RunFolder) -> dict[str, Any]:

@@ -6,7 +6,8 @@ inputs.json                      digests of what the run began with: recipe, mod
 config.json                      the resolved recipe; a run that has it has begun
 stages/STAGE/                    metrics.jsonl  checkpoints/  last_samples.json (of the last step, for whoever
                                  watches)  flags.jsonl (where a rule of `watch` fired)  done.json (written
-                                 last), and log.txt of a stage that ran in a process of its own
+                                 last), log.txt of a stage that ran in a process of its own, and
+                                 difficulty.json of one that measured its prompts
                                  wal/ (the log of its rollouts) and cache/ (teachers' hidden states) are
                                  there while the stage runs
 base/  sft/DOMAIN/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
@@ -338,6 +339,10 @@ class RunFolder:
     def last_samples(self, stage: str) -> Path:
         return self.stage(stage) / LAST_SAMPLES
 
+    def difficulty(self, stage: str) -> Path:
+        """What a specialist has measured of its prompts before it learned."""
+        return self.stage(stage) / "difficulty.json"
+
     def checkpoints(self, stage: str) -> Path:
         return self.stage(stage) / "checkpoints"
 
@@ -381,7 +386,8 @@ class RunFolder:
         for need in needs:
             made = (self._record(need) or {"files": {}})["files"]
             models |= {name: digest for name, digest in made.items() if name.endswith(f"/{CHECKSUMS}")}
-        left = digests_of(self.path, [path for path in files if path.is_file()])
+        made = (*files, self.difficulty(stage))
+        left = digests_of(self.path, [path for path in made if path.is_file()])
         record = {**redacted(result), "stage": stage, "run": self.identity, "files": left, "from": models}
         write_sealed(self.stage(stage) / DONE, record)
 

@@ -234,6 +234,23 @@ def health(run: Run, cues: Cues) -> list[Panel]:
     return panels
 
 
+def difficulty(run: Run, cues: Cues) -> list[Panel]:
+    """A histogram for each domain whose specialist measured its training prompts before it learned."""
+    panels = []
+    for domain, found in run.difficulty.items():
+        bars = [
+            Bar(name, str(count), [(cues.of(domain).role, float(count))])
+            for name, count in found["histogram"].items()
+        ]
+        told = (
+            f"Of {found['prompts']} prompts {found['kept']} were trained on; {found['too_hard']} were too"
+            f" hard and {found['too_easy']} too easy. Right answers: {percent(found['pass_at_1'])}."
+        )
+        svg = bar_chart(f"Right answers to each prompt: {domain}", bars, "prompts", told)
+        panels.append(Panel(f"{domain}: right answers to each prompt", "prompts", svg, told))
+    return panels
+
+
 def answer_lengths(run: Run, cues: Cues) -> Panel | None:
     """How long held-out answers are, by domain: base, the domain's teacher, merged student."""
     dots = []

@@ -111,6 +111,8 @@ class Run:
     """Domain -> a few answers side by side, as `pipelines/evaluation/evaluate.py` gives them."""
     contamination: dict[str, Any] = field(default_factory=dict)
     """Of evaluation prompts in what was trained on, as `pipelines/evaluation/contamination.py` gives it."""
+    difficulty: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Domain -> what its specialist has measured of its prompts (`pipelines/stages/difficulty.py`)."""
     code_changes: list[dict[str, Any]] = field(default_factory=list)
     """What changed in the user's own code during the run, as `RunFolder.code_changes` says it."""
     flags: list[RedFlag] = field(default_factory=list)
@@ -220,6 +222,7 @@ def _assemble(results: dict, config: dict, metrics: dict[str, list[dict]], fallb
         folders=results.get("folders", {}),
         answers=results.get("answers", {}),
         contamination=results.get("contamination", {}),
+        difficulty=results.get("difficulty", {}),
     )
 
 

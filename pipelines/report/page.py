@@ -44,6 +44,7 @@ def render(run: Run) -> str:
         _curves(run, cues),
         _teachers(run, cues),
         _health(run, cues),
+        _difficulty(run, cues),
         _models(run),
         _time(run),
         _caveats(run),
@@ -201,6 +202,16 @@ def _health(run: Run, cues: Cues) -> str:
     panels = figures.health(run, cues)
     known = [*cues.all(), *([Cue("merge", "ink", "o")] if run.stage("merge") else [])]
     return section("Lengths and training health", grid(panels, known)) if panels else ""
+
+
+def _difficulty(run: Run, cues: Cues) -> str:
+    panels = figures.difficulty(run, cues)
+    if not panels:
+        return ""
+    intro = (
+        "What the model that a specialist starts from answered to its training prompts, before it learned."
+    )
+    return section("Prompts by difficulty", grid(panels, cues.all(), intro))
 
 
 def _models(run: Run) -> str:

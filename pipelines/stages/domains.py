@@ -141,6 +141,10 @@ class DomainSet:
             for i, prompt in enumerate(prompts)
         ]
 
+    def training(self, domain: str, index: int, uid: str) -> EncodedPrompt:
+        """The training prompt at `index`, under `uid`."""
+        return replace(self._encode(self.domains[domain].train[index]), uid=uid)
+
     def mixed(self, names: Sequence[str], start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """`count` prompts spread evenly over `names`, from number `start` of the mixed sequence."""
         taken: list[EncodedPrompt] = []

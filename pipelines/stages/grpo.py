@@ -49,11 +49,12 @@ def train_grpo(
         grpo = GRPO(context, start, domains, stack)
         student, config = grpo.student, grpo.config
         grpo.source = source = open_source(context, student, grpo.asked(), stack)
+        measured = grpo.choose(context, start)
         result = train(context, grpo, source, student.backend, extent, config.checkpoint_every)
     if result["counters"].get("steps_without_signal", 0) >= result["steps"]:
         raise grpo.no_signal(result["steps"])
     exported = {"digest": student.export(out, context.card(result))}
-    return result | exported | {"stop_ids": student.stop_ids}
+    return result | exported | {"stop_ids": student.stop_ids} | measured
 
 
 class GRPO(Algorithm):
@@ -94,20 +95,22 @@ class GRPO(Algorithm):
         self._began = Beginning(recipe, start, config.batch, self.reference)
         self._shapes, self._cut = changes_rewards(config.shaping), False
         self._domains, self._recipe, self._rollout = list(domains), recipe, recipe.rollout
-        self._choice = self._choose()
+        self._choice: PromptChoice | None = None
 
-    def _choose(self) -> PromptChoice | None:
-        """Who chooses prompts, where they are not simply the next ones."""
-        if self.config.refill is None:
-            return None
+    def choose(self, context: StageContext, start: Path) -> dict[str, Any]:
+        """Find out which prompts to ask; returns what was measured of them, for the result."""
+        measured = any(self._recipe.for_domain(name).specialist.difficulty for name in self._domains)
+        if self.config.refill is None and self.config.replay is None and not measured:
+            return {}
         from opd.pipelines.stages.prompt_choice import Judge, PromptChoice
 
-        judge = Judge(self._reward, self._shape, self._carrying)
-        return PromptChoice(self.data, self._domains, self.stage, self.config, judge)
+        judge = Judge(lambda s: s.reward(self.data.rewards), self._shape, self._keep, self._masks)
+        self._choice = PromptChoice(self.data, self._domains, self.stage, self.config, judge)
+        return self._choice.measure(context, self.student, start)
 
     def begin(self, step: Step) -> None:
         if self._choice is not None:
-            self._choice.begin(step.counters)
+            self._choice.begin(step)
 
     def _open_critic(self, context: StageContext, start: Path) -> Critic | None:
         if not isinstance(self.config.advantage, GAEAdvantage):
@@ -122,7 +125,7 @@ class GRPO(Algorithm):
     def prompts(self, index: int) -> list[EncodedPrompt]:
         """Those of batch number `index`."""
         if self._choice is not None:
-            return self._choice.first()
+            return self._choice.first(index)
         count = self.config.prompts_per_step
         return self.data.mixed(self._domains, index * count, count, self.stage)
 
@@ -138,15 +141,12 @@ class GRPO(Algorithm):
 
     def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
         if self._choice is None or not self._choice.refills:
-            self._reward(samples)
+            samples.reward(self.data.rewards)
         metrics = rollout_metrics(samples.groups) | self._shape(samples, step.counters)
         metrics |= samples.drop_stale(step.index, self._rollout.max_staleness)
         if self.teachers is not None:
             self.teachers.read(samples)
         return metrics
-
-    def _reward(self, samples: StepSamples) -> None:
-        samples.reward(self.data.rewards)
 
     def _shape(self, samples: StepSamples, counters: MutableMapping[str, float]) -> dict[str, float]:
         if not self._shapes:
@@ -162,10 +162,6 @@ class GRPO(Algorithm):
             whole=samples.whole,
         )
 
-    def _carrying(self, samples: StepSamples) -> list[SampleGroup]:
-        """The groups that something is learned from."""
-        return [group for group in self._keep(samples) if not all(map(self._masks, group.samples))]
-
     def _masks(self, sample: Sample) -> bool:
         return self.config.shaping.mask_truncated and sample.status is Status.TRUNCATED
 
@@ -179,7 +175,7 @@ class GRPO(Algorithm):
         if self._choice is None:
             samples.groups = self._keep(samples)
         else:
-            chosen = self._choice.settle(samples, step.counters)
+            chosen = self._choice.settle(samples, step)
         rewarded = learned = [sample for sample in samples.samples if not self._masks(sample)]
         if self.teachers is None:
             self._watch_signal(step, bool(learned), cut=bool(samples.groups))
@@ -316,7 +312,7 @@ class GRPO(Algorithm):
         """The error for `steps` steps in a row that nothing could be learned from."""
         last = "last step" if steps == 1 else f"last {steps} steps"
         why = f"every group of the {last} had equal rewards"
-        way = "check the reward function, raise group_size or take a better base"
+        way = "check the reward function, raise group_size, set specialist.refill or take a better base"
         if self._cut:
             why = f"all responses of the {last} were cut, which shaping.mask_truncated masks"
             way = "raise rollout.max_new_tokens"

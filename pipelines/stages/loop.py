@@ -40,6 +40,7 @@ class LoopState:
     """Seconds per phase."""
     counters: dict[str, float] = field(default_factory=dict)
     """Counts the stage keeps, such as steps without signal."""
+    memory: dict[str, Any] = field(default_factory=dict)  # what is no count; JSON
     metrics: str = ""
     flags: str = ""
     """What stands for all metrics, and all flags, up to this step; see `Lines.tail`."""
@@ -59,6 +60,7 @@ class Step:
     tokens_left: int | None = None
     """How many more the student may write, where the stage has a budget of tokens: see `within`."""
     rate: float = 1.0  # what the algorithm's learning rate is multiplied with
+    memory: dict[str, Any] = field(default_factory=dict)  # survives a resume, as counters do; JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,7 @@ def train(
     while extent.progress(state) < 1.0:
         left = extent.left(state)
         step = Step(state.step, extent.progress(state), PhaseTimer(), state.counters, left, state.rate)
+        step.memory = state.memory
         metrics, tokens = _one_step(algorithm, source, backend, step, last)
         state.step += 1
         state.student_tokens += tokens

@@ -13,8 +13,10 @@ from opd.models.causal_lm import CausalLM
 from opd.pipelines.launch.ray.cluster import _alive, descendants
 from opd.pipelines.stages.supervised import new_base
 
+MEASURING = "difficulty of sort"
 STAGES = [
     "base",
+    MEASURING,
     "specialist-sort",
     "merge",
     "baseline-ties",
@@ -47,6 +49,8 @@ def last_samples(out: Path) -> dict[str, bytes]:
 
 def middle_of(out: Path, stage: str) -> bool:
     """Whether `stage` has begun: steps written, or files made by stages without steps."""
+    if stage == MEASURING:
+        return (out / "stages" / "specialist-sort" / "difficulty.json").exists()
     folder = out / "stages" / stage
     metrics = folder / "metrics.jsonl"
     if stage.startswith("specialist") or stage in (
@@ -70,12 +74,18 @@ def assert_all_end(family: dict[int, int]) -> None:
 @pytest.mark.slow
 def test_killed_in_every_stage(tmp_path):
     """With stages side by side, whose processes end with the run, responses on disk, rewards whose scale is
-    that of all steps, a coefficient that follows what was measured, batches that are refilled, a teacher that
-    specialists follow, and in one domain a critic in its place.
+    that of all steps, a coefficient that follows what was measured, prompts that are measured, refilled and
+    asked again, a teacher that specialists follow, and in one domain a critic in its place.
     """
     storage = {"trajectories": "disk"}
     new_base(tiny_recipe(base=None, seed=1), tmp_path / "old")
-    held = {"epochs": 2, "reference_kl": {"coef": 0.1, "target": 0.02}, "refill": {"limit": 3}}
+    held = {"epochs": 2, "reference_kl": {"coef": 0.1, "target": 0.02}}
+    chosen = {
+        "difficulty": {"samples": 4, "prompts": 80},
+        "curriculum": {},
+        "refill": {"limit": 3},
+        "replay": {},
+    }
     followed = {"opd": {"teacher": "old", "coef": 0.02, "loss": {"type": "full"}}}
     domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
     domains["sort"]["specialist"] = {
@@ -88,7 +98,7 @@ def test_killed_in_every_stage(tmp_path):
         tmp_path / "recipe.yaml",
         runtime={"workers": 2},
         storage=storage,
-        specialist=shaped_specialist() | held | followed,
+        specialist=shaped_specialist() | held | chosen | followed,
         teachers={"old": {"path": str(tmp_path / "old")}},
         domains=domains,
     )

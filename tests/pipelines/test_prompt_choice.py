@@ -1,7 +1,11 @@
-"""Which prompts a specialist asks: more of them until a batch carries signal."""
+"""Which prompts a specialist asks: of middling difficulty, easy ones first, some again, more until a batch
+carries signal.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +18,20 @@ from pydantic import ValidationError
 from recipes import shaped_specialist, tiny_recipe
 
 from opd.config import Recipe, SpecialistConfig
-from opd.errors import TrainingError
+from opd.config.rl import CurriculumConfig, DifficultyConfig, ReplayConfig
+from opd.errors import CheckpointError, DataError, PreemptedError, RunFolderError, TrainingError
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
+from opd.pipelines.run import execute, run_stage
+from opd.pipelines.stages.difficulty import Rates
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
-from opd.pipelines.stages.prompt_choice import Judge, PromptChoice
+from opd.pipelines.stages.loop import PhaseTimer, Step
+from opd.pipelines.stages.order import plan
+from opd.pipelines.stages.prompt_choice import Judge, PromptChoice, admitted
 from opd.pipelines.stages.samples import StepSamples
 from opd.rollout.collect import EncodedPrompt
+from opd.rollout.preemption import Preemption
+from opd.storage.files import write_sealed
 from opd.train.advantages import drop_zero_variance
 from opd.types import SampleGroup
 
@@ -33,7 +43,7 @@ def data() -> DomainSet:
 
 
 def choice_of(data: DomainSet, signal: Sequence[bool], asked: list[EncodedPrompt], **config) -> PromptChoice:
-    """Of which the prompt number `i` of `asked` has signal where `signal[i]` says so."""
+    """Of which the prompt number `i` of all `asked` has signal where `signal[i]` says so."""
 
     def reward(samples: StepSamples) -> None:
         numbers = {prompt.uid: number for number, prompt in enumerate(asked)}
@@ -42,26 +52,37 @@ def choice_of(data: DomainSet, signal: Sequence[bool], asked: list[EncodedPrompt
                 assert sample.reward is None, "rewarded twice"
                 sample.reward = float(place * signal[numbers[group.uid] % len(signal)])
 
-    judge = Judge(reward, lambda samples, counters: {}, lambda s: drop_zero_variance(s.groups)[0])
+    judge = Judge(
+        reward, lambda samples, counters: {}, lambda s: drop_zero_variance(s.groups)[0], lambda sample: False
+    )
     settings = SpecialistConfig.model_validate({"group_size": 2, **config})
-    return PromptChoice(data, ["sort", "add3"], "stage", settings, judge)
+    return PromptChoice(data, ["sort", "add3"], "stage", settings, judge, tiny_recipe().seed)
 
 
 def groups_of(prompts: Sequence[EncodedPrompt]) -> list[SampleGroup]:
     return [SampleGroup(p.uid, p.domain, [p.sample(place) for place in range(2)]) for p in prompts]
 
 
-def take_step(choice: PromptChoice, asked: list[EncodedPrompt], counters: dict[str, float], shuffle: Any):
+def take_step(choice: PromptChoice, asked: list[EncodedPrompt], step: Step, shuffle: Any):
     """One step; groups come in whatever order. Returns its samples and metrics."""
-    choice.begin(counters)
-    new = choice.first()
+    choice.begin(step)
+    new = choice.first(step.index)
     groups: list[SampleGroup] = []
-    while new:
+    while True:
         asked += new
         groups = [*groups, *groups_of(new)]
         samples = StepSamples([groups[i] for i in shuffle.permutation(len(groups))], None)  # type: ignore[arg-type]
         new = choice.more(samples)
-    return samples, choice.settle(samples, counters)
+        if not new:
+            break
+    if not choice.refills:
+        choice._judge.reward(samples)
+    return samples, choice.settle(samples, step)
+
+
+def step_of(index: int, counters: dict[str, float], memory: dict[str, Any]) -> Step:
+    """As the loop makes it, from what a checkpoint holds."""
+    return Step(index, 0.0, PhaseTimer(), counters, memory=memory)
 
 
 @given(
@@ -77,9 +98,10 @@ def test_the_first_groups_with_signal_are_learned_from(data, signal, wanted, lim
     asked: list[EncodedPrompt] = []
     choice = choice_of(data, signal, asked, prompts_per_step=wanted, refill={"limit": limit})
     counters: dict[str, float] = {}
-    for _ in range(3):
+    for index in range(3):
         start = len(asked)
-        samples, metrics = take_step(choice, asked, counters, np.random.default_rng(seed))
+        step = step_of(index, counters, {})
+        samples, metrics = take_step(choice, asked, step, np.random.default_rng(seed))
         carrying = [prompt.uid for i, prompt in enumerate(asked[start:], start) if signal[i % len(signal)]]
         assert [group.uid for group in samples.groups] == carrying[:wanted]
         assert len(asked) - start <= limit * wanted
@@ -93,6 +115,106 @@ def test_the_first_groups_with_signal_are_learned_from(data, signal, wanted, lim
     assert [prompt.uid for prompt in asked] == plain
 
 
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=40),
+    st.integers(2, 8),
+    st.sampled_from([0.2, 0.5, 0.9]),
+    st.booleans(),
+    st.integers(1, 6),
+)
+def test_prompts_with_signal_come_again_and_a_resumed_stage_asks_the_same(
+    data, signal, wanted, share, refill, most
+):
+    """The oldest first; prompts without signal wait no more."""
+    replay = ReplayConfig(share=share, most=most)
+    if not replay.prompts(wanted):
+        return
+    config = {"prompts_per_step": wanted, "replay": replay, "refill": {"limit": 2} if refill else None}
+    asked: list[EncodedPrompt] = []
+    choice, counters, memory = choice_of(data, signal, asked, **config), {}, {}
+    waiting: list[list[Any]] = []
+    for index in range(5):
+        start, before = len(asked), json.dumps([counters, memory])
+        step = step_of(index, counters, memory)
+        _, metrics = take_step(choice, asked, step, np.random.default_rng(index))
+        mine = asked[start:]
+        again = [prompt for prompt in mine if "/again-" in prompt.uid]
+        expected = waiting[: min(replay.prompts(wanted), len(waiting))]
+        assert [prompt.metadata["prompt"] for prompt in again] == [
+            data.domains[domain].train[place].text for domain, place in expected
+        ]
+        assert metrics["replay/share"] == len(again) / len(mine)
+        places = [place_of(data, prompt) for prompt in mine]
+        carrying = [place for i, place in enumerate(places, start) if signal[i % len(signal)]]
+        waiting = [*(entry for entry in waiting if entry not in places), *carrying][-most:]
+        assert memory["replay"] == waiting
+        resumed = [*asked[:start]]
+        kept = json.loads(before)
+        take_step(
+            choice_of(data, signal, resumed, **config),
+            resumed,
+            step_of(index, *kept),
+            np.random.default_rng(9),
+        )
+        assert [p.uid for p in resumed] == [p.uid for p in asked]
+        assert kept == [counters, memory]
+    assert len({prompt.uid for prompt in asked}) == len(asked)
+
+
+def place_of(data: DomainSet, prompt: EncodedPrompt) -> list[Any]:
+    texts = [known.text for known in data.domains[prompt.domain].train]
+    return [prompt.domain, texts.index(prompt.metadata["prompt"])]
+
+
+def test_a_checkpoint_that_names_other_prompts_is_refused(data):
+    choice = choice_of(data, [True], [], prompts_per_step=4, replay={"share": 0.5})
+    for entry in (["sort", 10_000], ["sort", -1], ["elsewhere", 0]):
+        with pytest.raises(CheckpointError, match="names training prompt"):
+            choice.begin(step_of(1, {}, {"replay": [entry]}))
+
+
+def test_easy_prompts_come_first(data):
+    """From the easiest quarter to all at half of the steps; every step asks different ones."""
+    config = {
+        "steps": 8,
+        "prompts_per_step": 4,
+        "difficulty": {},
+        "curriculum": {"start": 0.25, "until": 0.5},
+    }
+    asked: list[EncodedPrompt] = []
+    choice, difficulty = choice_of(data, [True], asked, **config), DifficultyConfig()
+    for domain in ("sort", "add3"):
+        right = {index: 1 + index % 7 for index in range(0, 80, 2)}
+        rates = Rates(domain, 8, right)
+        choice._rates[domain], choice._pools[domain] = rates, rates.kept(difficulty)
+        assert [right[index] for index in rates.kept(difficulty)] == sorted(right.values(), reverse=True)
+    shares = []
+    for index in range(8):
+        step = step_of(index, {}, {})
+        _, metrics = take_step(choice, asked, step, np.random.default_rng(0))
+        shares.append(metrics["curriculum/share"])
+        cursor = choice._cursor("sort", index)
+        pool = choice._pools["sort"]
+        allowed = set(pool[: math.ceil(shares[-1] * len(pool))])
+        assert set(cursor.take(0, len(allowed))) == allowed
+        assert metrics["difficulty/rate"] >= min(rates.of(place) for place in allowed)
+    assert shares == [0.25, 0.4375, 0.625, 0.8125, 1.0, 1.0, 1.0, 1.0]
+    assert admitted(CurriculumConfig(start=0.5, until=1.0), 3, 4) == 0.875
+
+
+def test_a_histogram_holds_every_prompt():
+    rates = Rates("sort", 8, {3: 0, 5: 8, 4: 4, 9: 4, 1: 7})
+    config = DifficultyConfig()
+    assert dict(rates.bars())["4 of 8"] == 2
+    assert rates.kept(config) == [1, 4, 9]
+    found = rates.summary(config)
+    assert (found["too_hard"], found["too_easy"], found["kept"]) == (1, 1, 3)
+    assert found["pass_at_1"] == 23 / 40
+    assert found["pass_at_8"] == 4 / 5
+    many = Rates("sort", 40, {i: i for i in range(41)})
+    assert [count for _, count in many.bars()] == [4] * 9 + [5]
+
+
 def outcome(folder: Path, recipe: Recipe, stage: str = "specialist-sort") -> tuple[str, list[dict[str, Any]]]:
     """Digest and metrics of a stage."""
     with RunFolder.create(folder, recipe) as run:
@@ -100,7 +222,20 @@ def outcome(folder: Path, recipe: Recipe, stage: str = "specialist-sort") -> tup
         done = run.stage_done(stage)
     assert done is not None
     rows = read_metrics(folder / "stages" / stage / "metrics.jsonl")
-    same = ("reward", "shaping", "refill", "frac", "length", "lr", "entropy", "tokens", "step")
+    same = (
+        "reward",
+        "shaping",
+        "refill",
+        "replay",
+        "difficulty",
+        "curriculum",
+        "frac",
+        "length",
+        "lr",
+        "entropy",
+        "tokens",
+        "step",
+    )
     return done["digest"], [{key: row[key] for key in row if key.startswith(same)} for row in rows]
 
 
@@ -163,6 +298,106 @@ def varied(sample) -> float:
     return sum(map(ord, sample.text)) / 100 + len(sample.text)
 
 
+MEASURED = {"samples": 4, "prompts": 40}
+STEPS = {"steps": 2, "prompts_per_step": 4, "group_size": 4, "checkpoint_every": 1}
+
+
+def by_first_digit(sample) -> float:
+    """Some prompts are always answered right, some never, the others by what is written."""
+    digit = int(next(sign for sign in sample.prompt if sign.isdigit()))
+    ASKED.append(digit)
+    return 1.0 if digit < 3 else 0.0 if digit > 6 else float(sum(map(ord, sample.text)) % 2)
+
+
+ASKED: list[int] = []
+
+
+def measured_recipe(base: str, specialist: dict[str, Any] | None = None, **changes: Any) -> Recipe:
+    domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+    domains["sort"]["reward"] = f"{__name__}:by_first_digit"
+    own = STEPS | {"difficulty": MEASURED} | (specialist or {})
+    return recipe_of(base, own, domains=domains, **changes)
+
+
+def test_prompts_that_are_too_easy_or_too_hard_are_not_asked(base, tmp_path, caplog):
+    """And the report shows how hard they were."""
+    ASKED.clear()
+    caplog.set_level("INFO", "opd")
+    recipe = measured_recipe(
+        base, {"curriculum": {}}, rollout={"max_new_tokens": 5, "max_sequence": 16, "schedule": "ahead"}
+    )
+    _, rows = outcome(tmp_path / "run", recipe)
+    with RunFolder.resume(tmp_path / "run", recipe) as run:
+        found = (run.stage_done("specialist-sort") or {})["difficulty"]["sort"]
+        assert run.read_results()["difficulty"] == {"sort": found}
+    assert found["prompts"] == 40
+    assert found["kept"] + found["too_easy"] + found["too_hard"] == 40
+    assert min(found["kept"], found["too_easy"], found["too_hard"]) > 0
+    assert sum(found["histogram"].values()) == 40
+    learned = ASKED[40 * 4 : 40 * 4 + 2 * 4 * 4]
+    assert {digit for digit in learned if digit < 3 or digit > 6} == set()
+    assert all(0.05 <= row["difficulty/rate"] <= 0.9 for row in rows)
+    assert rows[0]["curriculum/share"] == 0.25
+    assert "Prompts by difficulty" in (tmp_path / "run" / "report.html").read_text()
+    assert any("of 4 answers each so many were right: " in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("damage", ["none", "cut", "flipped", "of another question", "of other prompts"])
+def test_a_stage_that_stopped_while_it_measured_ends_the_same(base, tmp_path, damage):
+    """Whatever became of what it had measured."""
+    recipe = measured_recipe(base)
+    expected = outcome(tmp_path / "undisturbed", recipe)
+    asked = Preemption()
+    reports: list[str] = []
+
+    def report(done: int, total: int, headline: str) -> None:
+        reports.append(headline)
+        if done == 12:
+            asked.stop()
+
+    path = tmp_path / "run" / "stages" / "specialist-sort" / "difficulty.json"
+    with RunFolder.create(tmp_path / "run", recipe) as run, pytest.raises(PreemptedError):
+        execute(recipe, run, plan(recipe)["specialist-sort"], report, asked)
+    assert len(reports) == 3
+    kept = path.read_bytes()
+    measured = json.loads(kept)
+    assert len(measured["prompts"]) == 12
+    if damage == "cut":
+        path.write_bytes(kept[:-20])
+    elif damage == "flipped":
+        path.write_bytes(kept.replace(b'"prompts"', b'"promptz"'))
+    elif damage == "of another question":
+        write_sealed(path, {**without_seal(measured), "question": measured["question"] | {"seed": 5}})
+    elif damage == "of other prompts":
+        write_sealed(path, {**without_seal(measured), "prompts": measured["prompts"][1:]})
+    ASKED.clear()
+    with RunFolder.resume(tmp_path / "run", recipe) as run:
+        run_stage(recipe, run, "specialist-sort")
+        done = run.stage_done("specialist-sort") or {}
+    assert len(ASKED) == 4 * (28 if damage == "none" else 40) + 2 * 4 * 4
+    assert (tmp_path / "undisturbed" / "stages" / "specialist-sort" / "difficulty.json").exists()
+    assert done["digest"] == expected[0]
+    path.write_bytes(kept)
+    with (
+        RunFolder.resume(tmp_path / "run", recipe) as run,
+        pytest.raises(RunFolderError, match="does not have the sha256"),
+    ):
+        run.stage_done("specialist-sort")
+
+
+def without_seal(document: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in document.items() if key != "sha256"}
+
+
+def test_no_prompt_left_is_one_sentence(base, tmp_path):
+    recipe = measured_recipe(base, {"difficulty": MEASURED | {"min_rate": 0.3, "max_rate": 0.4}})
+    with (
+        RunFolder.create(tmp_path / "run", recipe) as run,
+        pytest.raises(DataError, match=r"no prompt is left to train on \(40 training prompts.*widen"),
+    ):
+        run_stage(recipe, run, "specialist-sort")
+
+
 def test_prompts_without_any_signal_end_with_a_sentence(base, tmp_path):
     domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
     domains["sort"]["reward"] = f"{__name__}:never"
@@ -186,7 +421,19 @@ def never(sample) -> float:
     [
         (
             {"specialist": {"refill": {}, "filter_zero_variance": False}},
-            "refill replaces groups that a filter",
+            "refill chooses prompts by what a fi",
+        ),
+        (
+            {"specialist": {"replay": {}, "filter_zero_variance": False}},
+            "replay chooses prompts by what a fi",
+        ),
+        ({"specialist": {"replay": {}}, "rollout": {"schedule": "async"}}, "needs rollout.schedule in_turn"),
+        ({"specialist": {"replay": {"share": 0.1}, "prompts_per_step": 4}}, "comes to no prompt"),
+        ({"specialist": {"replay": {"share": 1}}}, "less than 1"),
+        ({"specialist": {"curriculum": {}}}, "curriculum orders prompts by what difficulty measures"),
+        (
+            {"specialist": {"difficulty": {"min_rate": 0.9, "max_rate": 0.1}}},
+            "no rate is between min_rate 0.9",
         ),
         ({"specialist": {"refill": {"limit": 1}}}, "greater than or equal to 2"),
         ({"specialist": {"refill": {}}, "rollout": {"schedule": "ahead"}}, "needs rollout.schedule in_turn"),

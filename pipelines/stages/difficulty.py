@@ -1,0 +1,256 @@
+"""How hard prompts are for the model that a specialist starts from, measured before its first step.
+
+stages/STAGE/difficulty.json holds what was asked (model, reward, sampling, samples, seed) and, of each prompt
+in the order in which they are asked, its key and how many answers were right. It is written whole every so
+many prompts. A stage that was killed goes on behind it; a file that is damaged, or of other questions, is
+written anew, to the same rates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd.config import Recipe
+from opd.config.rl import DifficultyConfig
+from opd.errors import DataError, RunFolderError
+from opd.pipelines.evaluation.measure import is_right
+from opd.pipelines.records.inputs import model_digests
+from opd.pipelines.stages.context import StageContext, model_stage
+from opd.pipelines.stages.domains import DomainSet
+from opd.pipelines.stages.samples import StepSamples
+from opd.pipelines.stages.student import Student
+from opd.redact import redacted
+from opd.rollout.prompts import Domain, permutation
+from opd.storage.files import digest_of, read_sealed, write_sealed
+
+_log = logging.getLogger(__name__)
+
+_WRITES = 100
+"""About how often the file is written."""
+_BINS = 10
+"""Bars of a histogram, where there are not fewer rates."""
+_AGAIN = "it is measured again"
+_WHAT = "the difficulty of prompts"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What was measured of a domain's training prompts."""
+
+    domain: str
+    samples: int
+    """Answers to each."""
+    right: dict[int, int]
+    """Index of a prompt -> how many of its answers were right, in the order in which they were asked."""
+    tokens: int = 0
+    """Response tokens that were written for it."""
+
+    def of(self, index: int) -> float:
+        """Share of right answers to the training prompt at `index`."""
+        return self.right[index] / self.samples
+
+    def kept(self, config: DifficultyConfig) -> list[int]:
+        """Indices of the prompts to train on, easy ones first; equals in the order they were asked in."""
+        rates = {index: self.of(index) for index in self.right}
+        kept = [index for index, rate in rates.items() if config.min_rate <= rate <= config.max_rate]
+        return sorted(kept, key=lambda index: -rates[index])
+
+    def bars(self) -> list[tuple[str, int]]:
+        """A histogram: what each bar is of, and how many prompts are in it."""
+        counts = list(self.right.values())
+        if self.samples <= _BINS:
+            return [(f"{right} of {self.samples}", counts.count(right)) for right in range(self.samples + 1)]
+        bars = [0] * _BINS
+        for right in counts:
+            bars[min(right * _BINS // self.samples, _BINS - 1)] += 1
+        return [(f"{10 * i}-{10 * i + 10} %", count) for i, count in enumerate(bars)]
+
+    def summary(self, config: DifficultyConfig) -> dict[str, Any]:
+        """As results and report hold it."""
+        rates = [self.of(index) for index in self.right]
+        return {
+            "prompts": len(rates),
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "pass_at_1": sum(rates) / len(rates),
+            f"pass_at_{self.samples}": sum(rate > 0 for rate in rates) / len(rates),
+            "too_hard": sum(rate < config.min_rate for rate in rates),
+            "too_easy": sum(rate > config.max_rate for rate in rates),
+            "kept": len(self.kept(config)),
+            "histogram": dict(self.bars()),
+        }
+
+    def sentence(self, config: DifficultyConfig) -> str:
+        """The histogram, and what is left of the prompts."""
+        found = self.summary(config)
+        bars = ", ".join(f"{name}: {count}" for name, count in self.bars() if count)
+        return (
+            f"{found['prompts']} training prompts, of {self.samples} answers each so many were right: {bars};"
+            f" {found['kept']} are trained on, {found['too_hard']} are below a rate of {config.min_rate:g}"
+            f" and {found['too_easy']} above {config.max_rate:g}"
+        )
+
+
+def measure(context: StageContext, student: Student, data: DomainSet, domain: str, start: Path) -> Rates:
+    """The rates of a domain's training prompts for the model in `start`, which `student` still is.
+
+    Raises `DataError` if none is left to train on, and `PreemptedError` if the run was asked to stop.
+    """
+    config, ranks = context.recipe.specialist.difficulty, context.ranks
+    assert config is not None
+    asked = Asked.of(context, data.domains[domain], config, start)
+    # One rank reads: what is damaged is then damaged for all of them.
+    found = ranks.gather_json(asked.read() if ranks.main else None, _WHAT)[0]
+    rows, tokens = [(str(key), int(right)) for key, right in found["prompts"]], int(found["tokens"])
+    lot, total = context.recipe.specialist.prompts_per_step, len(asked.order)
+    written = len(rows)
+    if written < total and student.writer.policy_version != 0:
+        student.sync(0)  # nothing is restored yet: these are the weights of `start`
+    while len(rows) < total:
+        groups = _answers(context, student, data, asked, len(rows), lot)
+        for group in groups:
+            rows.append((asked.keys[len(rows)], sum(map(is_right, group.samples))))
+            tokens += sum(sample.trainable_tokens for sample in group.samples)
+        if len(rows) - written >= total // _WRITES or len(rows) == total:
+            written = len(rows)
+            if ranks.main:
+                asked.write(rows, tokens)
+        _let_go(student, [sample.uid for group in groups for sample in group.samples])
+        share = sum(right for _, right in rows) / (len(rows) * config.samples)
+        context.progress(len(rows), total, f"difficulty: {share:.2f} right")
+        if ranks.any(context.preemption.stopping, _WHAT):
+            context.preemption.stop()  # where only another rank was asked
+            context.preemption.check()
+    rates = asked.rates(rows, tokens)
+    _log.info("domain %s: %s", domain, rates.sentence(config))
+    if not rates.kept(config):
+        raise DataError(
+            f"domain {domain}: no prompt is left to train on ({rates.sentence(config)}); widen"
+            " specialist.difficulty.min_rate and max_rate, measure more prompts or take more samples of each,"
+            " give other prompts or another base, or leave specialist.difficulty out."
+        )
+    return rates
+
+
+def measured(context: StageContext, data: DomainSet, domain: str) -> Rates | None:
+    """What the specialist of `domain` has measured; `None` where it was not asked to, or is not trained here.
+
+    Raises `RunFolderError` if its record, or its file, is not what was written.
+    """
+    config = context.recipe.for_domain(domain).specialist.difficulty
+    stage = model_stage(f"specialist:{domain}")
+    if config is None or domain not in context.recipe.grpo_domains():
+        return None
+    context.folder.stage_done(stage)
+    path = context.folder.difficulty(stage)
+    again = f"restore it, or delete {path.parent} to run the stage again"
+    found = read_sealed(path, again)
+    order = _order(context.recipe, data.domains[domain], config)
+    rows = _rows(found, _keys(data.domains[domain], order))
+    if rows is None or len(rows) != len(order):
+        raise RunFolderError(f"{path} is of other prompts than this run's; {again}")
+    return Rates(domain, config.samples, {i: right for i, (_, right) in zip(order, rows, strict=True)})
+
+
+def _answers(
+    context: StageContext, student: Student, data: DomainSet, asked: Asked, first: int, count: int
+) -> list[Any]:
+    """Rewarded groups of `count` prompts from number `first` of those that are asked."""
+    prompts = [
+        data.training(asked.domain, index, f"{context.stage}/difficulty/{asked.domain}/{index}")
+        for index in asked.order[first : first + count]
+    ]
+    groups = student.rollout(prompts, asked.samples, student.writer)
+    StepSamples(groups, student.backend, context.ranks).reward(data.rewards)
+    return groups
+
+
+def _let_go(student: Student, uids: Sequence[str]) -> None:
+    """These responses are in the rates: neither the log nor a step's metrics need to know of them."""
+    if student.rollouts is not None:
+        student.rollouts.forget(uids)
+        student.rollouts.take_counters({})
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is measured, and where that is kept."""
+
+    path: Path
+    domain: str
+    samples: int
+    order: list[int]
+    """Indices of the prompts."""
+    keys: list[str]
+    """Of those prompts."""
+    question: dict[str, Any]
+    """What the rates depend on, beside the prompts."""
+
+    @classmethod
+    def of(cls, context: StageContext, domain: Domain, config: DifficultyConfig, start: Path) -> Asked:
+        """What the stage measures of `domain`, with the model in `start`."""
+        recipe = context.recipe
+        own = recipe.domains[domain.name].model_dump(mode="json")
+        rollout = recipe.rollout
+        question = {
+            "stage": context.folder.owner(context.stage),
+            "model": digest_of(model_digests(start)),
+            "reward": digest_of(redacted(own["reward"])),
+            "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens],
+            "samples": config.samples,
+            "seed": recipe.seed,
+        }
+        order = _order(recipe, domain, config)
+        path = context.folder.difficulty(context.stage)
+        return cls(path, domain.name, config.samples, order, _keys(domain, order), question)
+
+    def read(self) -> dict[str, Any]:
+        """What an earlier attempt has measured, as far as it is whole and of the same question."""
+        nothing = {"prompts": [], "tokens": 0}
+        if not self.path.exists():
+            return nothing
+        try:
+            found = read_sealed(self.path, _AGAIN)
+        except RunFolderError as error:
+            _log.warning("%s", error)
+            return nothing
+        tokens = found.get("tokens")
+        if found.get("question") != self.question or not isinstance(tokens, int):
+            _log.warning("%s is of another question; %s", self.path, _AGAIN)
+            return nothing
+        rows = _rows(found, self.keys)
+        return nothing if rows is None else {"prompts": rows, "tokens": tokens}
+
+    def write(self, rows: Sequence[tuple[str, int]], tokens: int) -> None:
+        """Replace the file, durably."""
+        write_sealed(self.path, {"question": self.question, "tokens": tokens, "prompts": list(rows)})
+
+    def rates(self, rows: Sequence[tuple[str, int]], tokens: int) -> Rates:
+        """All of it."""
+        right = {index: count for index, (_, count) in zip(self.order, rows, strict=True)}
+        return Rates(self.domain, self.samples, right, tokens)
+
+
+def _order(recipe: Recipe, domain: Domain, config: DifficultyConfig) -> list[int]:
+    """Indices of the training prompts that are measured, as a function of the seed."""
+    drawn = permutation(len(domain.train), recipe.seed, domain.name, "difficulty")
+    return [int(index) for index in drawn[: config.prompts]]
+
+
+def _keys(domain: Domain, order: Sequence[int]) -> list[str]:
+    return [domain.train[index].key for index in order]
+
+
+def _rows(found: dict[str, Any], keys: Sequence[str]) -> list[tuple[str, int]] | None:
+    """The prompts of a file, if they are the first of `keys`."""
+    rows = found.get("prompts")
+    if not isinstance(rows, list) or len(rows) > len(keys):
+        return None
+    for row, key in zip(rows, keys, strict=False):
+        if not (isinstance(row, list) and len(row) == 2 and row[0] == key and isinstance(row[1], int)):
+            return None
+    return [(key, right) for key, right in rows]
