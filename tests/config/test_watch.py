@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from metric_table import documented
 
 from opd.config.load import dump_recipe, load_recipe
-from opd.config.watch import DEFAULT_RULES, METRICS, covers, metrics_of
+from opd.config.watch import DEFAULT_RULES, covers, metrics_of
 from opd.errors import ConfigError
 
 RECIPE = """
@@ -81,10 +80,6 @@ def test_what_could_never_fire_is_refused_with_one_sentence(load, text, said):
 def test_an_option_of_a_rule_that_is_misspelt_names_the_nearest(load):
     with pytest.raises(ConfigError, match=r"did you mean --watch\.dead_groups\.action"):
         load("", "--watch.dead_groups.actoin", "stop")
-
-
-def test_metrics_that_rules_may_ask_for_are_those_of_the_documentation():
-    assert set(METRICS) <= set(documented())
 
 
 def test_a_star_stands_for_names():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,8 @@ from opd.pipelines.stages.watch import Flag, Rule
 STAGE = "specialist-add3"
 
 
-def fired(settings: dict, columns: dict[str, Iterable[float]]) -> list[Flag]:
-    """What a rule says of a stage whose metrics are `columns`; a negative step is left out."""
+def fired(settings: dict, columns: Mapping[str, Iterable[float | None]]) -> list[Flag]:
+    """What a rule says of a stage whose metrics are `columns`; a step without one has `None`."""
     rule = Rule("mine", RuleConfig.model_validate(settings))
     steps = zip(*columns.values(), strict=True)
     rows = [

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from metric_table import NAMES, documented, undocumented
 
+from opd.config.watch import METRICS
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
     path
@@ -46,6 +48,10 @@ def test_every_row_is_of_a_metric_that_the_code_names(name):
     parts |= {f"rollout/{text}" for text in LITERALS} | {f"length/p{share}" for share in (10, 50, 90)}
     fields = {word for path in SOURCES for word in re.findall(r"^    (\w+): ", path.read_text("utf-8"), re.M)}
     assert set(fixed) <= parts | fields, f"nothing writes {name}; take it out of the table"
+
+
+def test_metrics_that_rules_may_ask_for_have_a_row():
+    assert set(METRICS) <= set(documented())
 
 
 def test_a_metric_without_a_row_is_found():
