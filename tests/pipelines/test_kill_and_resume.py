@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from recipes import shaped_specialist, tiny_recipe, write_recipe
 
 from opd.models.causal_lm import CausalLM
@@ -102,6 +103,9 @@ def test_killed_in_every_stage(tmp_path):
         teachers={"old": {"path": str(tmp_path / "old")}},
         domains=domains,
     )
+    settings = yaml.safe_load(recipe.read_text())
+    settings["domains"]["sort"]["specialist"]["opd"] = None  # which a recipe that is written leaves out
+    recipe.write_text(yaml.safe_dump(settings, sort_keys=False))
     finish(recipe, tmp_path / "undisturbed")
     disturbed = tmp_path / "disturbed"
     killed = 0
