@@ -318,6 +318,8 @@ def test_no_path_of_the_schema_is_forgotten():
         for key in ("advantage", "policy_loss")
     }
     code |= {("distill", "loss", "path"), ("distill", "loss", "loss", "path")}
+    specialists = [("specialist",), *(("domains", name, "specialist") for name in ("sort", "reverse"))]
+    code |= {(*key, "opd", "loss", *rest) for key in specialists for rest in (("path",), ("loss", "path"))}
     code |= {("domains", name, "reward", "path") for name in ("sort", "reverse")}
     code.add(("domains", "sort", "sft", "source"))  # refused: `math` teaches sort
     code.add(("distill", "teachers", "path"))  # of a kind of teachers, which is refused there
