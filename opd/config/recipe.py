@@ -407,7 +407,7 @@ class Recipe(Config):
     distill: DistillConfig = DistillConfig()
     baselines: BaselinesConfig = BaselinesConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    watch: Rules = DEFAULT_RULES
+    watch: Rules = {**DEFAULT_RULES}
     """Rules over the metrics of every trained stage, by name: those of the default set, of which an entry
     changes what it says and `null` switches one off, and your own. `null` in place of all watches nothing.
     They may change between attempts."""
