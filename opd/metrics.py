@@ -25,6 +25,7 @@ from opd.storage.files import read_plain, write_atomic
 
 FILE_NAME = "metrics.jsonl"
 FLAGS = "flags.jsonl"
+"""In a stage's folder: the rules that it broke, an object a line."""
 _LONGEST_ROW = 1 << 24
 """Bytes; a row of a stage has some thousands."""
 CHAIN = "chain"

@@ -18,12 +18,11 @@ from typing import Any, TypeGuard
 
 from opd.foreign import read_document
 from opd.metrics import FILE_NAME as METRICS
+from opd.metrics import FLAGS
 from opd.pipelines.records.run_folder import DONE, LAST_SAMPLES
 from opd.pipelines.report.load import Run, StageResult, stage_order
 from opd.storage.files import open_plain
 
-FLAGS = "flags.jsonl"
-"""In a stage's folder: the rules that it broke, an object a line."""
 AT_ONCE = 1 << 25
 """Bytes of a run that are read at a look; the rest comes at the next ones."""
 LONGEST_LINE = 1 << 22
