@@ -136,6 +136,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         form="ratio",
         also=Condition(metric="reward/mean", below=0.5),
         steps=3,
+        stages=_LEARNERS,  # a merge gets as certain as its teachers are
     ),
     "entropy_explosion": _rule(
         "entropy",
