@@ -288,6 +288,9 @@ class Sinks:
         try:
             yield
         except Exception as error:  # whatever a library of others raises
-            self._open.pop(name, None)
+            failed = self._open.pop(name, None)
             said = shown(redact(str(error) or type(error).__name__), 300)
             _log.warning("the sink %s %s these metrics, and gets no more: %s", name, what, said)
+            if failed is not None:
+                with contextlib.suppress(Exception):
+                    failed.close()

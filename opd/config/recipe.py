@@ -113,6 +113,13 @@ class DomainConfig(Config):
     distill: SharesConfig | None = None
     """Its share of the merge's steps, in place of the recipe's `distill`."""
 
+    @field_validator("teacher")
+    @classmethod
+    def _weights_are_positive(cls, given: str | dict[str, float] | None) -> str | dict[str, float] | None:
+        if isinstance(given, dict) and (not given or min(given.values()) <= 0):
+            raise ValueError("give teachers with positive weights")
+        return given
+
     @property
     def is_file(self) -> bool:
         """Whether the source is a file, and not generated."""
@@ -666,7 +673,8 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _rules_have_metrics(self) -> Recipe:
-        routes = [self.teacher_weights(name) for name in self.domains]
+        stages = [self, *self.following().values()]
+        routes = [stage.teacher_weights(name) for stage in stages for name in stage.domains]
         teachers = dict.fromkeys([*("+".join(route) for route in routes), *(t for r in routes for t in r)])
         check_metrics(self.watch, list(self.domains), list(teachers))
         return self
@@ -794,9 +802,7 @@ class Recipe(Config):
                         f"{where}specialist.opd.teacher names {name!r}, but a specialist follows teachers"
                         f" that exist already; add teachers.{name}.path, or leave opd out"
                     )
-        for domain, config in self.domains.items():
-            if isinstance(config.teacher, dict) and (not config.teacher or min(config.teacher.values()) <= 0):
-                raise ValueError(f"domains.{domain}.teacher: give teachers with positive weights")
+        for domain in self.domains:
             for name in self.teacher_weights(domain):
                 if name not in self.teachers and name not in self.domains:
                     raise ValueError(

@@ -298,6 +298,7 @@ METRICS = (
     *("rollout/deadlines", "rollout/engine_failures", "rollout/engine_timeouts", "rollout/kv_saved_bytes"),
     *("rollout/kv_restored_sequences", "rollout/kv_restored_tokens", "rollout/log_seconds"),
     *("refill/taken", "refill/kept", "refill/surplus", "critic/loss", "critic/explained_variance"),
+    *("difficulty/rate", "curriculum/share", "replay/share", "replay/waiting"),
     *("critic/value_mean", "critic/return_mean", "critic/clip_ratio", "critic/grad_norm", "critic/lr"),
 )
 """All that a stage may log, as `docs/reference/metrics.md` has it: DOMAIN and TEACHER are names of the

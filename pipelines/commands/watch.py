@@ -223,8 +223,10 @@ def _show(runs: Sequence[LiveRun]) -> None:
 def _read(runs: Sequence[LiveRun]) -> None:
     for run in runs:
         run.look()
-        while run.unread > 1 << 22:
+        before, left = float("inf"), run.unread
+        while 1 << 22 < left < before:  # as long as it gets less: a line without an end stays
             run.look()
+            before, left = left, run.unread
 
 
 def view(runs: Sequence[LiveRun], console: Console) -> Group:

@@ -101,8 +101,8 @@ def used_extras(recipe: Recipe) -> list[str]:
     """The extras of this package without which a run of `recipe` cannot go."""
     scored = [*recipe.domains.values(), *recipe.of_sets().domains.values()]
     rewards = [config.reward for config in scored]
-    sources = [config.source for config in scored]
-    teachers = {recipe.teacher(name).type for name in recipe.taught()}
+    sources = [config.source for config in scored] + [sft.source for sft in recipe.demonstrated().values()]
+    teachers = {recipe.teacher(name).type for name in recipe.used_teachers()}
     places = [recipe.storage.published or "", *recipe.given_teachers().values()]
     asked = {
         "s3": any(place.startswith("s3://") for place in places),

@@ -142,7 +142,8 @@ class Distill(Algorithm):
         terms = [*loss_terms(config, self.schedule), self.probe]
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
-        self._began = Beginning(recipe, start, config.batch)
+        # What teachers wrote says nothing of how far the student has come.
+        self._began = None if self._given else Beginning(recipe, start, config.batch)
         shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
         self._prompts = {name: own.prompts_per_domain for name, own in shares.items()}
         self._rl_coefs = {name: own.rl_coef for name, own in shares.items()}
@@ -184,7 +185,7 @@ class Distill(Algorithm):
     def plan(self, samples: StepSamples, step: Step) -> Plan:
         """One update: the teachers' divergence, and the policy stream where there is one."""
         stream, metrics = self._stream(samples)
-        metrics |= {} if self._given else self._began.measure(samples, step.index)
+        metrics |= {} if self._began is None else self._began.measure(samples, step.index)
         own = samples.samples
         recipe, config = self.context.recipe, self.config
         scale = route_scales(recipe, own, [sample.trainable_tokens for sample in own])

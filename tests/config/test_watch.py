@@ -22,7 +22,7 @@ domains:
 def load(tmp_path):
     def load(text: str = "", *words: str):
         path = tmp_path / "recipe.yaml"
-        path.write_text(RECIPE + text)
+        path.write_text(text if text.startswith(RECIPE[:8]) else RECIPE + text)
         return load_recipe([path], words)
 
     return load
@@ -48,6 +48,24 @@ def test_own_rules_come_after_the_default_ones_and_are_read_back(load, tmp_path)
     written = tmp_path / "written.yaml"
     written.write_text(dump_recipe(recipe))
     assert load_recipe([written]) == recipe
+
+
+def test_a_teacher_that_specialists_alone_follow_has_metrics(load):
+    followed = "specialist: {opd: {teacher: code}}"
+    lone = RECIPE.replace(
+        "  both: {source: b.jsonl, reward: math, teacher: {math: 1, code: 1}}\n",
+        "  new: {source: b.jsonl, reward: math}\n",
+    )
+    rule = "watch: {mine: {metric: kl/code, above: 2}}"
+    assert load(f"{lone}{followed}\n{rule}").watch["mine"].metric == "kl/code"
+    with pytest.raises(ConfigError, match="no stage logs 'kl/code'"):
+        load(f"{lone}{rule}")
+
+
+@pytest.mark.parametrize("weights", ["{}", "{math: 0}", "{math: 1, code: -1}"])
+def test_teachers_whose_weights_are_not_positive_are_refused_first(load, weights):
+    with pytest.raises(ConfigError, match="give teachers with positive weights"):
+        load(RECIPE.replace("{math: 1, code: 1}", weights))
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_the_extras_that_a_recipe_takes(monkeypatch):
         ({"train": {"backend": "megatron"}}, "megatron"),
         ({"rollout": {"engine": {"type": "sglang", "urls": ["http://h"]}}}, "sglang"),
         ({"distill": {"teachers": "megatron"}}, "megatron"),
+        ({"base": None, "sft": {"source": "shown.parquet"}}, "parquet"),
     ],
 )
 def test_what_a_field_takes(changes, extra):

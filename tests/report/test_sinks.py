@@ -128,7 +128,7 @@ class Broken:
     """A sink that fails where it is told to, and says what it was given."""
 
     def __init__(self, at: str) -> None:
-        self.at, self.given = at, []
+        self.at, self.given, self.closed = at, [], 0
 
     def __call__(self, place: sinks.Place, step: int) -> Broken:
         self.given.append((place.title, step))
@@ -144,6 +144,7 @@ class Broken:
         self._or("write")
 
     def close(self) -> None:
+        self.closed += 1
         self._or("close")
 
 
@@ -163,6 +164,7 @@ def test_a_sink_that_fails_is_one_warning_and_the_other_goes_on(at, tmp_path, ca
             writer.write(step, {"a": 1.0})
     assert sound.given == [("r/s", 1), 1, 2, 3]
     assert broken.given == {"open": [("r/s", 1)], "write": [("r/s", 1), 1]}.get(at, sound.given)
+    assert bool(broken.closed) == (at != "open")
     (said,) = caplog.messages
     assert said.startswith("the sink broken was not ")
     assert "a-secret-pw" not in said
