@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from attempts import made_base, stop
 from recipes import tiny_recipe
 
-from opd.metrics import MetricsWriter, read_metrics
+from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.train.terms import LARGEST, SMALLEST, next_coefficient
@@ -27,31 +28,9 @@ KIT = {
 STAGE = "specialist-add3"
 
 
-class StoppedError(Exception):
-    """What ends an attempt."""
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("base") / "run"
-    with RunFolder.create(path, tiny_recipe()) as folder:
-        run_stage(tiny_recipe(), folder, "base")
-    return path / "base"
-
-
-def stop(recipe, folder, after: int) -> None:
-    """An attempt that ends before the line of the step beyond `after` is written."""
-    write = MetricsWriter.write
-
-    def stopping(writer, step, *given):
-        if step > after:
-            raise StoppedError
-        write(writer, step, *given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MetricsWriter, "write", stopping)
-        with pytest.raises(StoppedError):
-            run_stage(recipe, folder, STAGE)
+    return made_base(tmp_path_factory.mktemp("base") / "run", tiny_recipe())
 
 
 def outcome(base: Path, path: Path, changes: dict, stop_after: int | None = None):
@@ -59,7 +38,7 @@ def outcome(base: Path, path: Path, changes: dict, stop_after: int | None = None
     recipe = tiny_recipe(base=None, model={"path": str(base)}, specialist=KIT | changes)
     with RunFolder.create(path, recipe) as folder:
         if stop_after is not None:
-            stop(recipe, folder, stop_after)
+            stop(recipe, folder, STAGE, stop_after)
         run_stage(recipe, folder, STAGE)
         done = folder.stage_done(STAGE)
     assert done is not None
@@ -117,7 +96,7 @@ def test_a_critic_is_kept_with_the_stage_and_a_damaged_one_is_not_used(base, ppo
     """The checkpoint whose critic is damaged counts as none: the stage begins again, to the same weights."""
     recipe = tiny_recipe(base=None, model={"path": str(base)}, specialist=KIT | PPO)
     with RunFolder.create(tmp_path / "run", recipe) as folder:
-        stop(recipe, folder, 2)
+        stop(recipe, folder, STAGE, 2)
         (kept,) = folder.checkpoints(STAGE).glob("*/critic_model.safetensors")
         assert kept.with_name("critic_optimizer.safetensors").stat().st_size > 1.9 * kept.stat().st_size
         data = bytearray(kept.read_bytes())

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attempts import made_base, stop
 from recipes import tiny_recipe, write_recipe
 from reward_server import RewardServer, completion, reward_server
 
-from opd.metrics import MetricsWriter, read_metrics
+from opd.metrics import read_metrics
 from opd.pipelines.cli import main
 from opd.pipelines.doctor.checks import check_domains, check_rewards
 from opd.pipelines.records.run_folder import RunFolder
@@ -23,10 +24,6 @@ pytest.importorskip("orjson")
 
 STAGE = "specialist-sort"
 SORT = {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 200}
-
-
-class StoppedError(Exception):
-    """What ends an attempt."""
 
 
 class Moody:
@@ -50,21 +47,6 @@ def recipe_of(server: RewardServer, base: Path, cache: Path, **own: Any) -> Any:
     )
 
 
-def stop(recipe: Any, folder: RunFolder, after: int) -> None:
-    """An attempt that ends before the line of the step beyond `after` is written."""
-    write = MetricsWriter.write
-
-    def stopping(writer: MetricsWriter, step: int, *given: Any) -> None:
-        if step > after:
-            raise StoppedError
-        write(writer, step, *given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MetricsWriter, "write", stopping)
-        with pytest.raises(StoppedError):
-            run_stage(recipe, folder, STAGE)
-
-
 def rows_of(path: Path) -> list[dict[str, Any]]:
     rows = read_metrics(path / "stages" / STAGE / "metrics.jsonl")
     kept = ("reward/", "policy/", "entropy", "grad_norm", "length/")
@@ -73,17 +55,14 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("base") / "run"
-    with RunFolder.create(path, tiny_recipe(base=None)) as folder:
-        run_stage(tiny_recipe(base=None), folder, "base")
-    return path / "base"
+    return made_base(tmp_path_factory.mktemp("base") / "run", tiny_recipe(base=None))
 
 
 def test_resumed_and_repeated_nothing_is_asked_twice(base, tmp_path):
     with reward_server(Moody()) as server:
         recipe = recipe_of(server, base, tmp_path / "cache")
         with RunFolder.create(tmp_path / "first", recipe) as folder:
-            stop(recipe, folder, 3)
+            stop(recipe, folder, STAGE, 3)
             before, asked = rows_of(tmp_path / "first"), len(server.asked)
             run_stage(recipe, folder, STAGE)
             first = folder.stage_done(STAGE) or {}

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
+from attempts import made_base, stop
 from recipes import tiny_recipe
 
 from opd.config.watch import RuleConfig
 from opd.errors import DataError, TrainingError
-from opd.metrics import FlagsWriter, MetricsWriter, read_metrics
+from opd.metrics import FlagsWriter, read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.run import run_stage
@@ -105,17 +106,10 @@ def test_a_file_of_flags_keeps_exactly_what_the_checkpoint_knew(tmp_path):
 # What a run does.
 
 
-class StoppedError(Exception):
-    """What ends an attempt."""
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     """Two layers, made from noise."""
-    path = tmp_path_factory.mktemp("base") / "run"
-    with RunFolder.create(path, tiny_recipe(base=None)) as folder:
-        run_stage(tiny_recipe(base=None), folder, "base")
-    return path / "base"
+    return made_base(tmp_path_factory.mktemp("base") / "run", tiny_recipe(base=None))
 
 
 def nearly_the_same(sample) -> float:
@@ -146,23 +140,13 @@ def rates(folder: RunFolder) -> list[float]:
     return [row["lr"] for row in folder.read_metrics(STAGE)]
 
 
-def test_a_rate_is_lowered_bit_for_bit_also_after_a_kill(base, tmp_path, monkeypatch):
+def test_a_rate_is_lowered_bit_for_bit_also_after_a_kill(base, tmp_path):
     recipe = watched(base, slower=RULES["slower"])
     with RunFolder.create(tmp_path / "whole", recipe) as whole:
         run_stage(recipe, whole, STAGE)
     assert rates(whole) == [1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4]
-    write = MetricsWriter.write
-
-    def killed(writer, step, *given):
-        if step == 6:
-            raise StoppedError
-        write(writer, step, *given)
-
     with RunFolder.create(tmp_path / "killed", recipe) as folder:
-        with monkeypatch.context() as patch:
-            patch.setattr(MetricsWriter, "write", killed)
-            with pytest.raises(StoppedError):
-                run_stage(recipe, folder, STAGE)
+        stop(recipe, folder, STAGE, 5)
         assert [flag["step"] for flag in folder.read_flags(STAGE)] == [2, 4]  # the second is dropped first
         run_stage(recipe, folder, STAGE)
         done = [each.stage_done(STAGE) or {} for each in (whole, folder)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attempts import made_base
 from recipes import tiny_recipe
 
 from opd.config import Recipe
@@ -25,10 +26,7 @@ FAST = {"optim": {"lr": 0.01}}
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     """Right about half of the time, in four tokens."""
-    path = tmp_path_factory.mktemp("base") / "run"
-    with RunFolder.create(path, tiny_recipe()) as folder:
-        run_stage(tiny_recipe(), folder, "base")
-    return path / "base"
+    return made_base(tmp_path_factory.mktemp("base") / "run", tiny_recipe())
 
 
 def recipe_of(base: Path, reward: str | None = None, **changes: Any) -> Recipe:
