@@ -618,11 +618,6 @@ class SpecialistConfig(Config):
     @model_validator(mode="after")
     def _refuse_a_critic_without_use(self) -> SpecialistConfig:
         if isinstance(self.advantage, GAEAdvantage):
-            if self.opd is not None:
-                raise ValueError(
-                    "opd cannot stand beside advantage gae, whose critic learns from rewards alone; choose"
-                    " another advantage, or leave opd out"
-                )
             if self.to_batch is not None:
                 raise ValueError(
                     "to_batch cannot say what the critic of advantage gae learns from; leave one of the two"

@@ -154,13 +154,8 @@ class GRPO(Algorithm):
         return shape(samples.groups, self.config.shaping, self._limit, counters)
 
     def _keep(self, samples: StepSamples) -> list[SampleGroup]:
-        config = self.config
-        return keep_groups(
-            samples.groups,
-            config.group_filter,
-            zero_variance=not config.filter_zero_variance,
-            whole=samples.whole,
-        )
+        config, every = self.config, not self.config.filter_zero_variance
+        return keep_groups(samples.groups, config.group_filter, zero_variance=every, whole=samples.whole)
 
     def _masks(self, sample: Sample) -> bool:
         return self.config.shaping.mask_truncated and sample.status is Status.TRUNCATED
@@ -189,8 +184,11 @@ class GRPO(Algorithm):
         metrics = chosen | metrics
         parts = _split(learned, config.minibatches)
         if self._critic is not None:
-            metrics |= self._critic.learn(samples, parts * config.epochs, stream, step)
+            own = _split(rewarded, config.minibatches)  # what teachers alone teach on is not the critic's
+            metrics |= self._critic.learn(samples, own * config.epochs, stream, step)
             if step.index < config.critic_warmup:
+                if self.teachers is not None:
+                    self.teachers.schedule.release()
                 return Plan([], metrics)
         metrics |= self._began.measure(samples, step.index)
         of_rewards = {sample.uid for sample in rewarded}
@@ -324,5 +322,5 @@ class GRPO(Algorithm):
 def _split(samples: list[Sample], parts: int) -> list[list[Sample]]:
     """`samples` in at most `parts` consecutive pieces of nearly equal size, none empty."""
     parts = min(parts, len(samples))
-    bounds = [round(i * len(samples) / parts) for i in range(parts + 1)]
+    bounds = [round(i * len(samples) / max(parts, 1)) for i in range(parts + 1)]
     return [samples[a:b] for a, b in pairwise(bounds)]

@@ -136,8 +136,8 @@ class PolicyStream:
         self, gae: GAE, compute: PerSample, learned: Sequence[Sample], *, coef: float, whiten: bool
     ) -> None:
         """Keep a critic's values of every sample, by `compute`, and what `gae` makes of them as advantages,
-        over the tokens of the samples `learned` whitened if so asked. `coef` times the log-ratio to somebody
-        else is taken off each token's reward.
+        over the tokens of the samples `learned` whitened if so asked; those of others are 0. `coef` times the
+        log-ratio to the reference is taken off each token's reward.
         """
         from opd.train.critic import token_rewards
 
@@ -149,6 +149,7 @@ class PolicyStream:
                 found = gae(token_rewards(sample, penalty), values, sample.loss_mask)
                 self._step.keep(_ADVANTAGES, sample, found)
         self._estimated, self._valued, self._whitened = True, learned, learned if whiten else None
+        self._rewarded = {sample.uid for sample in learned}
 
     def valued(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         """`[R]` float32 each, of a sample whose tokens are in memory: the critic's values, and the returns:

@@ -90,9 +90,11 @@ class Rollouts(ABC):
 
     def write(self, engine: Generates, index: int) -> list[SampleGroup]:
         """Batch number `index`, as its home knows it."""
-        prompts = self._asked.prompts(index)
-        engine = self._asked.before(engine, prompts)
-        return self.home.write(engine, prompts, self._asked.size, index)
+        return self._answer(engine, self._asked.prompts(index), index)
+
+    def _answer(self, engine: Generates, prompts: list[EncodedPrompt], index: int) -> list[SampleGroup]:
+        """Groups of batch number `index`, with what stands before the engine."""
+        return self.home.write(self._asked.before(engine, prompts), prompts, self._asked.size, index)
 
     def take(self, index: int) -> AbstractContextManager[StepSamples]:
         """The samples of batch `index`, for as long as the block runs."""
@@ -140,7 +142,7 @@ class InTurn(Rollouts):
                 if not prompts:
                     yield samples
                     return
-            groups = groups + self.home.write(self._rollouts.engine, prompts, self._asked.size, index)
+            groups = groups + self._answer(self._rollouts.engine, prompts, index)
 
     def _take(self, index: int) -> list[SampleGroup]:
         return self.write(self._rollouts.engine, index)

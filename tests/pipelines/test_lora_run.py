@@ -83,3 +83,23 @@ def test_each_step_reads_the_base_once(trained, monkeypatch):
         local = folder.stage_done("merge") or {}
     # The merged folders are what the base and the adapters are together, bit for bit.
     assert local["digest"] == streamed["digest"]
+
+
+@pytest.mark.parametrize("loss", ["k1", "full"])
+def test_a_specialist_of_adapters_follows_one_that_has_kept_its_own(trained, tmp_path, loss):
+    """Streamed beside its base or merged and whole: the same weights, and no more than adapters learn."""
+    found = []
+    for kind in ("streamed", "local"):
+        old = {"path": str(trained / "specialists" / "sort"), "type": kind}
+        opd = {"teacher": "old", "loss": {"type": loss}}
+        own = tiny_recipe().specialist.model_dump() | {"steps": 2, "optim": {"lr": 0.01}, "opd": opd}
+        model = {"path": str(trained / "base"), "lora": {"rank": 4, "alpha": 8}}
+        settings = recipe(model=model, base=None, teachers={"old": old}, specialist=own)
+        with RunFolder.create(tmp_path / kind, settings) as folder:
+            run_stage(settings, folder, "specialist-add3")
+            found.append((folder.stage_done("specialist-add3") or {})["digest"])
+    assert found[0] == found[1]
+    base, ours = weights(trained / "base"), weights(tmp_path / "local/specialists/add3")
+    changed = {key for key, tensor in ours.items() if not torch.equal(tensor, base[key])}
+    assert changed == set(read_adapter(tmp_path / "local/specialists/add3").pairs)
+    assert (tmp_path / "streamed/published/old/adapter.json").is_file()

@@ -27,6 +27,7 @@ from opd.pipelines.stages.grpo import GRPO
 from opd.pipelines.stages.loop import PhaseTimer, Plan, Step
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.supervised import new_base
+from opd.teachers.schedule import TeacherSchedule
 from opd.types import Sample, SampleGroup, Status
 
 TEMPERATURE, COEF = 0.7, 0.5
@@ -80,7 +81,7 @@ def taught(loss: dict, **more) -> dict:
 
 
 def flat(module) -> torch.Tensor:
-    return torch.cat([p.grad.double().reshape(-1) for p in module.parameters()])
+    return torch.cat([p.grad.double().reshape(-1) for p in module.parameters() if p.requires_grad])
 
 
 def gradient(algorithm: GRPO | Distill, groups: Sequence[SampleGroup]) -> tuple[torch.Tensor, Plan]:
@@ -114,12 +115,13 @@ def in_float64(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
 
 
-def expected(models: Path, groups: Sequence[SampleGroup], loss: str) -> torch.Tensor:
+def expected(models: Path, groups: Sequence[SampleGroup], loss: str, critic: bool) -> torch.Tensor:
     """`COEF KL(student || teacher)` a token of all samples, beside the mean of `-A log p` over the tokens of
-    the answers that the rewards teach on: of k1 there is one mean, over the tokens of all.
+    the answers that the rewards teach on: of k1 there is one mean, over the tokens of all. A critic that
+    knows nothing leaves rewards as they are, which are whitened over these tokens.
     """
     student, teacher = in_float64(models / "base"), in_float64(models / "t")
-    policy, divergence, ratios = [], [], []
+    policy, gains, divergence, ratios = [], [], [], []
     for group in groups:
         rewards = np.array([s.reward for s in group.samples])
         for sample, reward in zip(group.samples, rewards, strict=True):
@@ -132,9 +134,14 @@ def expected(models: Path, groups: Sequence[SampleGroup], loss: str) -> torch.Te
             drawn = own.gather(1, ids)[:, 0]
             ratios.append((drawn, (own - other).gather(1, ids)[:, 0].detach()))
             divergence.append((own.exp() * (own - other)).sum(-1))
-            if rewards.std() > 0 and sample.status is not Status.TRUNCATED:
-                policy.append(-(reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-4) * drawn)
-    learnt, every = torch.cat(policy), torch.cat(divergence)
+            if (critic or rewards.std() > 0) and sample.status is not Status.TRUNCATED:
+                gain = reward if critic else (reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+                gains.append(torch.full_like(drawn, float(gain)).detach())
+                policy.append(drawn)
+    gain, every = torch.cat(gains), torch.cat(divergence)
+    if critic:
+        gain = (gain - gain.mean()) / gain.std(correction=0)
+    learnt = -gain * torch.cat(policy)
     assert 0 < len(learnt) < len(every)
     if loss == "full":
         total = learnt.mean() + COEF * every.mean()
@@ -147,33 +154,39 @@ def expected(models: Path, groups: Sequence[SampleGroup], loss: str) -> torch.Te
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_is_the_rewards_and_the_teachers(models, tmp_path, loss):
+@pytest.mark.parametrize("critic", [False, True], ids=["groups", "critic"])
+def test_the_gradient_is_the_rewards_and_the_teachers(models, tmp_path, loss, critic):
     """Against float64 and transformers. What the filter drops and the mask hides teachers teach on."""
     own = taught(LOSSES[loss]) | {"shaping": {"mask_truncated": True}}
+    own |= {"advantage": {"type": "gae"}, "filter_zero_variance": False} if critic else {}
     recipe = recipe_of(models, specialist=own, teacher=None)
     with ExitStack() as stack:
         grpo = opened(GRPO, recipe, models / "base", "specialist-sort", tmp_path / "run", stack)
         groups = grpo.student.rollout(grpo.prompts(0), 3, grpo.student.writer)
         found, plan = gradient(grpo, groups)
-    truth = expected(models, groups, loss)
+    truth = expected(models, groups, loss, critic)
     assert float((found - truth).abs().max()) < 1e-4 * float(truth.abs().max())
     if loss == "k1":
         assert plan.metrics["kl/t"] == pytest.approx(plan.metrics["kl/mean"], rel=1e-5)
-    dropped = [g for g in groups if len({s.reward for s in g.samples}) == 1]
-    assert dropped
+    assert any(len({s.reward for s in g.samples}) == 1 for g in groups), "groups that the filter drops"
+    assert ("critic/loss" in plan.metrics) == critic
     assert any(s.status is Status.TRUNCATED for g in groups for s in g.samples)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("mixture", ["one_hot", "geometric"])
+@pytest.mark.parametrize("mixture", ["one_hot", "geometric", "adapters"])
 def test_without_a_reward_it_is_the_merge(models, tmp_path, loss, mixture):
-    """Bit for bit, on the same answers: one code makes both."""
+    """Bit for bit, on the same answers: one code makes both. `adapters`: where these alone are trained."""
+    model = {"path": str(models / "base")}
+    if mixture == "adapters":
+        pytest.importorskip("peft")
+        model, mixture = model | {"lora": {"rank": 4}}, "one_hot"
     teacher = {"t": 0.5, "u": 0.5}
     distill = {"loss": LOSSES[loss] | ({"coef": COEF} if loss == "k1" else {}), "mixture": mixture}
     distill |= {"normalise": "token", "prompts_per_domain": 12}
     specialist = taught(LOSSES[loss], teacher=teacher, mixture=mixture)
-    own = recipe_of(models, "alike", specialist=specialist, teacher=None)
-    merge = recipe_of(models, "alike", distill=distill, teacher=teacher)
+    own = recipe_of(models, "alike", specialist=specialist, teacher=None, model=model)
+    merge = recipe_of(models, "alike", distill=distill, teacher=teacher, model=model)
     with ExitStack() as stack:
         grpo = opened(GRPO, own, models / "base", "specialist-sort", tmp_path / "grpo", stack)
         merging = opened(Distill, merge, models / "base", "merge", tmp_path / "merge", stack)
@@ -276,6 +289,42 @@ def test_a_run_in_memory_and_on_disk(models, tmp_path, loss):
         assert row["reference_kl/measured"] == pytest.approx(0.0, abs=1e-5) or row["step"] > 1
 
 
+def test_what_refills_a_step_is_told_to_teachers_at_once(models, tmp_path, monkeypatch):
+    """As the step's first answers are: those that compute elsewhere begin while others are written. And a
+    critic that learns alone keeps nothing of theirs for the next step.
+    """
+    told: list[str] = []
+    begin, score = TeacherSchedule.begin, TeacherSchedule.score
+    asked: list[list[str]] = []
+
+    def beginning(schedule: TeacherSchedule, samples: Sequence[Sample]) -> None:
+        told.extend(sample.uid for sample in samples)
+        begin(schedule, samples)
+
+    def scoring(schedule: TeacherSchedule, samples: Sequence[Sample]) -> None:
+        uids = [sample.uid for sample in samples]
+        assert sorted(told) == sorted(uids), "each as it ended"
+        assert not schedule._rows
+        asked.append(uids)
+        score(schedule, samples)
+        told.clear()
+
+    monkeypatch.setattr(TeacherSchedule, "begin", beginning)
+    monkeypatch.setattr(TeacherSchedule, "score", scoring)
+    critic = {"advantage": {"type": "gae"}, "filter_zero_variance": False, "critic": {"warmup_steps": 1}}
+    chosen = {"refill": {"limit": 3}, "group_filter": "opd.train.advantages:has_signal"}
+    own = taught(LOSSES["full"]) | chosen | critic
+    teachers = {name: {"path": str(models / name)} for name in ("t", "u")}
+    teachers["u"] |= {"type": "sglang", "urls": ["http://127.0.0.1:1"]}  # which nobody asks here
+    recipe = recipe_of(models, teacher=None, specialist=own, teachers=teachers)
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_stage(recipe, folder, "specialist-sort")
+    rows = read_metrics(tmp_path / "run/stages/specialist-sort/metrics.jsonl")
+    assert [len(uids) for uids in asked] == [3 * row["refill/taken"] for row in rows]
+    assert all(row["refill/taken"] > 12 for row in rows)
+    assert ["kl/mean" in row for row in rows] == [False, True]
+
+
 @pytest.mark.slow
 def test_a_specialist_with_a_teacher_learns_faster(tmp_path):
     """At equal steps, prompts and answers, of a rate at which rewards alone teach it nothing."""
@@ -315,15 +364,12 @@ def test_a_specialist_with_a_teacher_learns_faster(tmp_path):
         ({"teacher": "t", "loss": {"type": "k1", "coef": 2}}, "set opd.coef"),
         ({"teacher": "t", "loss": {"type": "k1", "loss": {"clip_high": 0.5}}}, "set policy_loss"),
         ({"teacher": "t", "loss": {"type": "k2"}, "mixture": "arithmetic"}, "mixture arithmetic"),
-        ({"teacher": "t", "beside": "gae"}, "opd cannot stand beside advantage gae"),
     ],
     ids=str,
 )
 def test_what_cannot_be_followed_is_refused(opd, sentence):
     teachers = {"t": {"path": "/some/folder"}}
-    own = {"opd": {key: value for key, value in opd.items() if key != "beside"}}
-    if "beside" in opd:
-        own |= {"advantage": {"type": opd["beside"]}, "filter_zero_variance": False}
+    own = {"opd": opd}
     with pytest.raises(ValueError, match=sentence):
         tiny_recipe(teachers=teachers, specialist=own)
     domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
