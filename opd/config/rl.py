@@ -142,6 +142,8 @@ class CustomAdvantage(_Advantage):
     path: str
     """Dotted path of a function of a group, or of a class without constructor arguments."""
 
+    compares: ClassVar[bool] = False  # it may compare with what it remembers
+
 
 AdvantageConfig = Annotated[
     GRPOAdvantage
@@ -525,7 +527,7 @@ class SpecialistConfig(Config):
     prompts_per_step: int = Field(default=64, gt=0, le=1_000_000)
     """Prompts of a rollout step; each is answered `group_size` times."""
     group_size: int = Field(default=8, gt=0, le=10_000)
-    """Responses per prompt (G); 1 with `advantage: {type: reinforce_plus_plus}` or `gae` alone."""
+    """Responses per prompt (G); 1 with `advantage: {type: reinforce_plus_plus}`, `gae` or `custom` alone."""
     minibatches: int = Field(default=4, gt=0, le=1_000_000)
     """Mini-batches per rollout step, each an optimiser step; with 1, and one epoch, the ratio is always 1 and
     the clip never acts."""
@@ -582,7 +584,13 @@ class SpecialistConfig(Config):
                 "shaping.length_coef compares the lengths of a prompt's responses, of which a group_size of 1"
                 " has one; leave it out, or set group_size to 2 or more"
             )
-        if not self.advantage.compares and self.filter_zero_variance:
+        if isinstance(self.advantage, CustomAdvantage):
+            if self.group_size == 1 and self.filter_zero_variance:
+                raise ValueError(
+                    "filter_zero_variance would drop every group, all of whose rewards are equal with a"
+                    " group_size of 1; set it to false, or group_size to 2 or more"
+                )
+        elif not self.advantage.compares and self.filter_zero_variance:
             raise ValueError(
                 f"advantage {name} learns from groups of equal rewards, too, which filter_zero_variance would"
                 " drop; set filter_zero_variance to false"

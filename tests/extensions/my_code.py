@@ -128,3 +128,11 @@ def nothing(batch):
 
 
 not_callable = 3
+
+
+def over_a_half(group: SampleGroup) -> list[np.ndarray]:
+    """An estimator that compares with a number and not with the rest of the group."""
+    return [
+        np.where(sample.loss_mask, (sample.reward or 0.0) - 0.5, 0.0).astype(np.float32)
+        for sample in group.samples
+    ]

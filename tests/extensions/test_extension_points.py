@@ -12,6 +12,7 @@ from recipes import tiny_recipe
 from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.rl import CustomDivergence
 from opd.errors import ConfigError, RolloutError, TrainingError
+from opd.metrics import read_metrics
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
@@ -247,3 +248,19 @@ def test_a_whole_run_uses_all_of_them(tmp_path):
     assert sum(len(groups) for groups in measured) == models * domains * modes * prompts
     lengths = [domain["mean_length"] for row in rows for domain in row["domains"].values()]
     assert all(2 <= length <= 2 * 3 for length in lengths)  # of two turns, without the environment's tokens
+
+
+def test_an_estimator_of_ones_own_needs_no_group(tmp_path):
+    """It may compare one answer with what it knows; the filter of groups without signal is then off."""
+    own = {"advantage": {"type": "custom", "path": "my_code:over_a_half"}, "group_size": 1, "steps": 2}
+    with pytest.raises(ValueError, match="filter_zero_variance would drop every group, all of whose rewards"):
+        tiny_recipe(specialist=own)
+    own |= {"filter_zero_variance": False, "prompts_per_step": 6, "minibatches": 1}
+    recipe = tiny_recipe(specialist=own, base={"steps": 2, "batch_size": 8})
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_stage(recipe, folder, "specialist-sort")
+        rows = read_metrics(folder.metrics("specialist-sort"))
+    assert [row["grad_norm"] > 0 for row in rows] == [True, True]
+    assert all("frac_reward_zero_std" not in row for row in rows)
+    rewarded = {"rl_coef": 1.0, "samples_per_prompt": 1, "advantage": own["advantage"]}
+    assert tiny_recipe(distill=rewarded).distill.samples_per_prompt == 1
