@@ -33,6 +33,8 @@ _WRITES = 100
 """About how often the file is written."""
 _BINS = 10
 """Bars of a histogram, where there are not fewer rates."""
+_TOKENS = 1 << 53
+"""More were never written."""
 _AGAIN = "it is measured again"
 _WHAT = "the difficulty of prompts"
 
@@ -150,9 +152,9 @@ def measured(context: StageContext, data: DomainSet, domain: str) -> Rates | Non
     again = f"restore it, or delete {path.parent} to run the stage again"
     found = read_sealed(path, again)
     order = _order(context.recipe, data.domains[domain], config)
-    rows = _rows(found, _keys(data.domains[domain], order))
+    rows = _rows(found, _keys(data.domains[domain], order), config.samples)
     if rows is None or len(rows) != len(order):
-        raise RunFolderError(f"{path} is of other prompts than this run's; {again}")
+        raise RunFolderError(f"{path} is of other prompts than this run's, or impossible; {again}")
     return Rates(domain, config.samples, {i: right for i, (_, right) in zip(order, rows, strict=True)})
 
 
@@ -209,21 +211,27 @@ class Asked:
         return cls(path, domain.name, config.samples, order, _keys(domain, order), question)
 
     def read(self) -> dict[str, Any]:
-        """What an earlier attempt has measured, as far as it is whole and of the same question."""
+        """What an earlier attempt has measured, as far as it is whole and of the same question. Raises
+        `RunFolderError` if a folder is in its place.
+        """
         nothing = {"prompts": [], "tokens": 0}
         if not self.path.exists():
             return nothing
+        if self.path.is_dir():
+            raise RunFolderError(f"{self.path} is a folder, where a file belongs; move it away")
         try:
             found = read_sealed(self.path, _AGAIN)
         except RunFolderError as error:
             _log.warning("%s", error)
             return nothing
-        tokens = found.get("tokens")
-        if found.get("question") != self.question or not isinstance(tokens, int):
+        if found.get("question") != self.question:
             _log.warning("%s is of another question; %s", self.path, _AGAIN)
             return nothing
-        rows = _rows(found, self.keys)
-        return nothing if rows is None else {"prompts": rows, "tokens": tokens}
+        rows, tokens = _rows(found, self.keys, self.samples), found.get("tokens")
+        if rows is None or not _is_count(tokens, _TOKENS):
+            _log.warning("%s is of other prompts, or has impossible numbers; %s", self.path, _AGAIN)
+            return nothing
+        return {"prompts": rows, "tokens": tokens}
 
     def write(self, rows: Sequence[tuple[str, int]], tokens: int) -> None:
         """Replace the file, durably."""
@@ -245,12 +253,18 @@ def _keys(domain: Domain, order: Sequence[int]) -> list[str]:
     return [domain.train[index].key for index in order]
 
 
-def _rows(found: dict[str, Any], keys: Sequence[str]) -> list[tuple[str, int]] | None:
-    """The prompts of a file, if they are the first of `keys`."""
+def _rows(found: dict[str, Any], keys: Sequence[str], samples: int) -> list[tuple[str, int]] | None:
+    """The prompts of a file, if they are the first of `keys` and of `samples` answers each as many were right
+    as there can be.
+    """
     rows = found.get("prompts")
     if not isinstance(rows, list) or len(rows) > len(keys):
         return None
     for row, key in zip(rows, keys, strict=False):
-        if not (isinstance(row, list) and len(row) == 2 and row[0] == key and isinstance(row[1], int)):
+        if not (isinstance(row, list) and len(row) == 2 and row[0] == key and _is_count(row[1], samples)):
             return None
     return [(key, right) for key, right in rows]
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 0 <= value <= most

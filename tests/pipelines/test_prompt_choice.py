@@ -23,12 +23,14 @@ from opd.errors import CheckpointError, DataError, PreemptedError, RunFolderErro
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute, run_stage
-from opd.pipelines.stages.difficulty import Rates
+from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.difficulty import Asked, Rates, measured
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.stages.loop import PhaseTimer, Step
 from opd.pipelines.stages.order import plan
 from opd.pipelines.stages.prompt_choice import Judge, PromptChoice, admitted
 from opd.pipelines.stages.samples import StepSamples
+from opd.pipelines.stages.student import tokenizer_of
 from opd.rollout.collect import EncodedPrompt
 from opd.rollout.preemption import Preemption
 from opd.storage.files import write_sealed
@@ -360,16 +362,16 @@ def test_a_stage_that_stopped_while_it_measured_ends_the_same(base, tmp_path, da
         execute(recipe, run, plan(recipe)["specialist-sort"], report, asked)
     assert len(reports) == 3
     kept = path.read_bytes()
-    measured = json.loads(kept)
-    assert len(measured["prompts"]) == 12
+    written = json.loads(kept)
+    assert len(written["prompts"]) == 12
     if damage == "cut":
         path.write_bytes(kept[:-20])
     elif damage == "flipped":
         path.write_bytes(kept.replace(b'"prompts"', b'"promptz"'))
     elif damage == "of another question":
-        write_sealed(path, {**without_seal(measured), "question": measured["question"] | {"seed": 5}})
+        write_sealed(path, {**without_seal(written), "question": written["question"] | {"seed": 5}})
     elif damage == "of other prompts":
-        write_sealed(path, {**without_seal(measured), "prompts": measured["prompts"][1:]})
+        write_sealed(path, {**without_seal(written), "prompts": written["prompts"][1:]})
     ASKED.clear()
     with RunFolder.resume(tmp_path / "run", recipe) as run:
         run_stage(recipe, run, "specialist-sort")
@@ -383,6 +385,34 @@ def test_a_stage_that_stopped_while_it_measured_ends_the_same(base, tmp_path, da
         pytest.raises(RunFolderError, match="does not have the sha256"),
     ):
         run.stage_done("specialist-sort")
+
+
+def test_impossible_numbers_are_not_taken_for_rates(base, tmp_path, caplog):
+    """From a file whose seal is right: a stage at work measures again, one that is done refuses them."""
+    recipe = measured_recipe(base)
+    with RunFolder.create(tmp_path / "run", recipe) as run:
+        context = StageContext.open(recipe.for_domain("sort"), run, "specialist-sort", lambda *_: None)
+        context.metrics.close()
+        data = DomainSet.open(recipe, tokenizer_of(recipe, Path(base)))
+        config = context.recipe.specialist.difficulty
+        assert config is not None
+        asked = Asked.of(context, data.domains["sort"], config, Path(base))
+        rows: list[tuple[str, Any]] = [(key, 2) for key in asked.keys]
+        asked.write(rows, 7)
+        assert asked.read() == {"prompts": rows, "tokens": 7}
+        assert measured(context, data, "sort") == Rates("sort", 4, dict.fromkeys(asked.order, 2))
+        for wrong in (-1, 10**30, True, 1.0, "1", None):
+            asked.write(rows, wrong)  # type: ignore[arg-type]
+            assert asked.read() == {"prompts": [], "tokens": 0}
+            asked.write([(rows[0][0], wrong), *rows[1:]], 7)
+            assert asked.read() == {"prompts": [], "tokens": 0}
+            with pytest.raises(RunFolderError, match="or impossible; restore it, or delete"):
+                measured(context, data, "sort")
+        assert "has impossible numbers; it is measured again" in caplog.text
+        asked.path.unlink()
+        asked.path.mkdir()
+        with pytest.raises(RunFolderError, match="is a folder, where a file belongs"):
+            asked.read()
 
 
 def without_seal(document: dict[str, Any]) -> dict[str, Any]:
