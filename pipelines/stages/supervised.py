@@ -26,7 +26,7 @@ from opd.pipelines.stages.loop import Algorithm, Extent, LoopState, Plan, Step, 
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.source import Given
-from opd.pipelines.stages.stage_rollout import TimedLog, tolerant
+from opd.pipelines.stages.stage_rollout import TimedLog, open_log, tolerant
 from opd.pipelines.stages.student import Student, load_model, make_engine, make_writer, ways_of
 from opd.pipelines.stages.teachers import whole_teacher
 from opd.progress import doing
@@ -89,7 +89,8 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     config = recipe.distill
     student = Student.open(context, start, config.optim, config.batch, [CrossEntropyTerm()])
     data = DomainSet.open(recipe, student.tokenizer)
-    written = teacher_samples(context, data, student)
+    with open_log(context) as log:  # a resumed stage takes from it what was written before
+        written = teacher_samples(context, data, student, log)
 
     def samples(index: int) -> list[Sample]:
         return written[index % len(written)]
@@ -103,7 +104,7 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
 
 
 def teacher_samples(
-    context: StageContext, data: DomainSet, student: Student, log: TimedLog | None = None
+    context: StageContext, data: DomainSet, student: Student, log: TimedLog | None
 ) -> list[list[Sample]]:
     """The teachers' responses to the merge's prompts, those of each of its steps in their order, one teacher
     at a time; from `log` what it has of them. Of a mixture only the teacher of the largest weight writes.

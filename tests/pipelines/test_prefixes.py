@@ -100,17 +100,26 @@ class Dying:
         monkeypatch.setattr(owner, name, counted)
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_killed_while_teachers_write_or_while_it_learns_it_ends_alike(models, tmp_path, monkeypatch, lora):
+@pytest.mark.parametrize(
+    ("stage", "lora"), [("merge", None), ("merge", {"rank": 2}), ("baseline-off_policy", None)]
+)
+def test_killed_while_teachers_write_or_while_it_learns_it_ends_alike(
+    models, tmp_path, monkeypatch, stage, lora
+):
     """What a teacher has written is taken from the log: to the same bits, and nothing is written twice."""
     warm, random = models
+    prefixes, methods = ("teacher", []) if stage == "merge" else ("student", ["off_policy"])
     recipe = tiny_recipe(
         base=None,
         model={"path": str(random), "lora": lora},
         teachers={"sort": {"path": str(warm)}, "add3": {"path": str(warm)}},
-        distill={"steps": 5, "prompts_per_domain": 3, "checkpoint_every": 2, "prefixes": "teacher"},
-        baselines={"methods": []},
+        distill={"steps": 5, "prompts_per_domain": 3, "checkpoint_every": 2, "prefixes": prefixes},
+        baselines={"methods": methods},
     )
+    if stage != "merge":  # whose tokens say how long the baseline is
+        for name in ("undisturbed", "disturbed"):
+            with RunFolder.create(tmp_path / name, recipe) as folder:
+                run_stage(recipe, folder, "merge")
     monkeypatch.setattr(stages_student, "CHUNK_SECONDS", 0.0)  # a chunk each token, however fast it is here
     wrote = Dying(monkeypatch, TimedLog, "append", lambda chunk: len(chunk.token_ids))
     learnt = Dying(monkeypatch, TorchBackend, "step")
@@ -118,11 +127,12 @@ def test_killed_while_teachers_write_or_while_it_learns_it_ends_alike(models, tm
     def run(name: str) -> tuple[list[list[float]], str]:
         begin = RunFolder.resume if (tmp_path / name).exists() else RunFolder.create
         with begin(tmp_path / name, recipe) as folder:
-            run_stage(recipe, folder, "merge")
-            rows = read_metrics(folder.metrics("merge"))
-            assert not folder.wal("merge").exists()
-            told = [[row[key] for key in (*WRITTEN, "kl/mean", "grad_norm")] for row in rows]
-            return told, (folder.stage_done("merge") or {})["digest"]
+            run_stage(recipe, folder, stage)
+            rows = read_metrics(folder.metrics(stage))
+            assert not folder.wal(stage).exists()
+            keys = (*WRITTEN, "kl/mean") if stage == "merge" else (WRITTEN[0], "loss/ce")
+            told = [[row[key] for key in (*keys, "grad_norm")] for row in rows]
+            return told, (folder.stage_done(stage) or {})["digest"]
 
     undisturbed, tokens = run("undisturbed"), wrote.count
     wrote.count = learnt.count = 0
