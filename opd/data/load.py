@@ -109,7 +109,12 @@ def _refuse_empty(
         needed = "two prompts" if config.held_out < 1 else "one prompt"
         raise DataError(f"{config.source} is empty; domain {name} needs at least {needed}.")
     if (not train and config.held_out < 1) or not held_out:
-        pile = "training" if held_out else "held-out"
+        pile, rows = "training" if held_out else "held-out", [*train, *held_out]
+        if len(rows) > 1 and len({prompt.key for prompt in rows}) == 1:
+            raise DataError(
+                f"{config.source}: all {len(rows)} rows of domain {name} ask the same prompt, which is either"
+                " trained on or held out; add rows that ask another."
+            )
         raise DataError(
             f"{config.source}: no {pile} prompts are left of {len(train) + len(held_out)} in domain {name}; "
             f"add rows or change domains.{name}.held_out from {config.held_out:g}."
