@@ -186,7 +186,17 @@ def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
         source = attempt(title, lambda name=name: _check_domain(recipe, name, domains))
         # One line for a sound domain, and all that is wrong with another.
         findings += scorer + ([f for f in source if f.level != "ok"] if scorer else source)
-    return findings
+    trained = recipe.specialist_domains()
+    return findings + [
+        Finding(
+            "warning",
+            f"domain {name}",
+            f"domains.{name}.specialist has no effect: this run trains no specialist of {name}; leave it out,"
+            " or the path of the teacher in its place",
+        )
+        for name, config in recipe.domains.items()
+        if config.specialist is not None and name not in trained
+    ]
 
 
 def check_scorer(recipe: Recipe, name: str) -> list[Finding]:

@@ -413,6 +413,17 @@ def test_the_parts_are_those_of_the_stage_that_needs_the_most(workers):
     assert ("teachers" in parts) == (workers == 1)
 
 
+def test_settings_of_a_specialist_that_nobody_trains_are_told(student):
+    domains = {name: {"source": f"procedural:{name}", "prompts": 50} for name in ("sort", "add3")}
+    for config in domains.values():
+        config["specialist"] = {"steps": 3}
+    teachers = {"sort": {"path": str(student)}}
+    found = check_domains(make_recipe(student, domains=domains, teachers=teachers), {})
+    (warning,) = [finding for finding in found if finding.level == "warning"]
+    assert warning.title == "domain sort"
+    assert warning.detail.startswith("domains.sort.specialist has no effect: this run trains no specialist")
+
+
 def parted(sample):
     """A reward in parts."""
     return {"right": 1.0, "short": 0.5}
