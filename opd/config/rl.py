@@ -619,6 +619,11 @@ class SpecialistConfig(Config):
         return self
 
     @property
+    def most_prompts(self) -> int:
+        """Most prompts of a step, with what `refill` may take."""
+        return self.prompts_per_step * (1 if self.refill is None else self.refill.limit)
+
+    @property
     def critic_warmup(self) -> int:
         """Steps in which a critic alone learns."""
         return 0 if self.critic is None else self.critic.warmup_steps

@@ -326,9 +326,18 @@ def check_sizes(recipe: Recipe) -> list[Finding]:
 
 
 def _responses(recipe: Recipe) -> dict[str, int]:
-    specialist, distill, evaluation = recipe.specialist, recipe.distill, recipe.evaluation
-    return {
-        "specialist.prompts_per_step x group_size": specialist.prompts_per_step * specialist.group_size,
+    distill, evaluation = recipe.distill, recipe.evaluation
+    found: dict[str, int] = {}
+    for name in ("", *recipe.grpo_domains()):  # those of the recipe itself are the baseline's, too
+        own = recipe.domains[name].specialist if name else recipe.specialist
+        if own is not None:
+            where = f"domains.{name}." * bool(name)
+            key = f"{where}specialist.prompts_per_step x group_size" + " x refill.limit" * bool(own.refill)
+            found[key] = own.most_prompts * own.group_size
+            if own.difficulty is not None:
+                key = f"{where}specialist.prompts_per_step x difficulty.samples"
+                found[key] = own.prompts_per_step * own.difficulty.samples
+    return found | {
         "distill.prompts_per_domain x samples_per_prompt x domains": distill.samples_per_prompt
         * sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains),
         "evaluation.prompts_per_domain x samples_per_prompt": evaluation.prompts_per_domain

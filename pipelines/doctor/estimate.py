@@ -30,6 +30,7 @@ _PLACES = {
     "fetched teachers": "downloaded",
     "hidden states": "stages/merge/cache",
     "log of teachers' answers": "stages/merge/wal",
+    "log of off_policy's answers": "stages/baseline-off_policy/wal",
 }
 """Where parts of the disk that are written once lie in a run folder."""
 
@@ -43,6 +44,8 @@ def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) 
     """
     width, lora = WIDTH[model_dtype(recipe)], recipe.model.lora is not None
     stages = [_training(recipe, student, recipe.distill.batch, lora) | _led(recipe, student, teachers)]
+    if recipe.distill.prefixes == "student":
+        stages[0] |= _frozen(recipe, student, kept=False)
     if recipe.distill.prefixes == "teacher":
         # One writes at a time, beside the student; what was written stays to the end.
         largest = max(teachers.get(name, student).parameters for name in recipe.taught())
@@ -52,16 +55,49 @@ def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) 
         stages.append(_training(recipe, student, recipe.base.batch, lora=False))
     for domain, sft in recipe.demonstrated().items():
         stages.append(_training(recipe, student, sft.batch, lora and bool(domain)))
-    if specialists := len(recipe.specialist_domains()):
-        beside = min(recipe.runtime.workers, specialists)
-        one = _training(recipe, student, recipe.specialist.batch, lora)
-        led = [_led(own, student, teachers) for own in recipe.following().values()]
-        one |= max(led, key=lambda parts: sum(parts.values()), default={})
-        found = {name: beside * size for name, size in one.items()}
-        if critics := min(beside, len(_with_critic(recipe))):
-            found["critics"] = critics * _critic(recipe, student)
-        stages.append(found)
-    return max(stages, key=lambda parts: sum(parts.values()))
+    stages += _grpo_stages(recipe, student, teachers)
+    return max(stages, key=_total)
+
+
+def _total(parts: Parts) -> int:
+    return sum(parts.values())
+
+
+def _grpo_stages(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> list[Parts]:
+    """The specialists that train side by side, as large as they may be, and the baseline of all domains."""
+    trained, lora = recipe.grpo_domains(), recipe.model.lora is not None
+    demonstrated = [recipe.domains[name].sft for name in recipe.specialist_domains() if name not in trained]
+    side = [_grpo(recipe.for_domain(name), student, teachers) for name in trained]
+    side += [_training(recipe, student, sft.batch, lora) for sft in demonstrated if sft is not None]
+    together: Parts = {}
+    for parts in sorted(side, key=_total)[-recipe.runtime.workers :]:
+        for name, size in parts.items():
+            together[name] = together.get(name, 0) + size
+    baseline = "mixed_grpo" in recipe.baselines.methods or recipe.baselines.mixed_grpo_all_tokens
+    return [together] * bool(side) + [_grpo(recipe, student, teachers)] * baseline
+
+
+def _grpo(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts:
+    """A GRPO stage with the `specialist` of this recipe."""
+    config = recipe.specialist
+    parts = _training(recipe, student, config.batch, recipe.model.lora is not None)
+    if config.opd is not None:
+        parts |= _led(recipe.following_teachers(), student, teachers)
+    if config.advantage.type == "gae":
+        parts["critics"] = _critic(recipe, student)
+    parts |= _frozen(recipe, student, kept=bool(config.reference_kl.coef))
+    if config.refill is not None:
+        tokens = recipe.rollout.max_new_tokens if recipe.storage.trajectories == "memory" else 0
+        parts["answers of a step"] = config.most_prompts * config.group_size * (_SAMPLE + _TOKEN * tokens)
+    return parts
+
+
+def _frozen(recipe: Recipe, student: Shape, kept: bool) -> Parts:
+    """The model that a stage began as, once, where `evaluation.base_kl_every` or a reference (`kept`) needs
+    it.
+    """
+    held = kept or recipe.evaluation.base_kl_every > 0
+    return {"frozen copy of the start": student.parameters * WIDTH[model_dtype(recipe)]} if held else {}
 
 
 _TOKEN, _SAMPLE = 13, 2000
@@ -82,6 +118,49 @@ def answers_held(recipe: Recipe) -> tuple[int, int]:
         for name, count in counts.items()
     ]
     return sum(counts.values()), sum(sizes)
+
+
+def answers_asked(recipe: Recipe, domain: str) -> tuple[str, dict[str, float]]:
+    """What the specialist of `domain` writes while it is trained, at most: a sentence, and its numbers."""
+    own = recipe.for_domain(domain)
+    config, longest = own.specialist, own.rollout.max_new_tokens
+    answers = config.steps * config.prompts_per_step * config.group_size
+    told = (
+        f"{config.steps:,} steps of {config.prompts_per_step:,} prompts x {config.group_size:,} answers of at"
+        f" most {longest:,} tokens: {answers * longest:,} tokens"
+    )
+    numbers = {"answers": answers, "tokens": answers * longest}
+    if config.refill is not None:
+        most = config.steps * config.most_prompts * config.group_size
+        told += f"; refill takes up to {config.refill.limit} times as many: {most * longest:,}"
+        numbers |= {"answers": most, "tokens": most * longest}
+    if config.replay is not None:
+        again = config.replay.prompts(config.prompts_per_step)
+        told += f"; up to {again:,} prompts of a step are asked again, in the place of others"
+        numbers["replayed prompts"] = config.steps * again
+    if config.difficulty is not None:
+        count = min(config.difficulty.prompts, _prompts(recipe, domain)) * config.difficulty.samples
+        told += f"; before the first step {count:,} answers measure the difficulty of prompts"
+        told += f": {count * longest:,} tokens"
+        numbers |= {"answers before": count, "tokens before": count * longest}
+    return told, numbers
+
+
+def _prompts(recipe: Recipe, domain: str) -> int:
+    """Training prompts of a domain, as far as the recipe says it."""
+    config = recipe.domains[domain]
+    return 1 << 62 if config.is_file else config.prompts
+
+
+def check_asked(recipe: Recipe) -> list[Finding]:
+    """What specialists write that choose their prompts: one finding each."""
+    findings = []
+    for name in recipe.grpo_domains():
+        config = recipe.for_domain(name).specialist
+        if config.refill or config.replay or config.difficulty:
+            told, numbers = answers_asked(recipe, name)
+            findings.append(Finding("ok", f"answers of specialist {name}", told, numbers))
+    return findings
 
 
 def _training(recipe: Recipe, student: Shape, batch: BatchConfig, lora: bool) -> Parts:
@@ -181,6 +260,8 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
         parts["hidden states"] = _caches(recipe) * recipe.storage.cache_mb * _MIB
     if recipe.distill.prefixes == "teacher" and recipe.rollout.log is not None:
         parts["log of teachers' answers"] = answers_held(recipe)[1]
+    if "off_policy" in methods and recipe.rollout.log is not None:
+        parts["log of off_policy's answers"] = answers_held(recipe)[1]
     return parts
 
 
@@ -208,6 +289,7 @@ def disk_left(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], run
     followers = (f"specialist-{domain}" if domain else "baseline-mixed_grpo" for domain in recipe.following())
     led = ["merge", *followers]
     needed_by = {part: ["merge"] for part in _PLACES} | {"fetched teachers": [*stages]}
+    needed_by["log of off_policy's answers"] = ["baseline-off_policy"]
     needed_by |= {"published teachers": led, "hidden states": led}
     for part, place in _PLACES.items():
         if part in parts:

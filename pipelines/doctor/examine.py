@@ -82,7 +82,7 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     if _errors(findings) and not thorough:
         return findings
     # With the libraries of models, which the checks above spare.
-    from opd.pipelines.doctor.estimate import check_precision, check_resources
+    from opd.pipelines.doctor.estimate import check_asked, check_precision, check_resources
     from opd.pipelines.doctor.kl import check_base, check_kl
 
     findings += check_schedule(recipe)
@@ -100,6 +100,7 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     if models.student is None:
         return findings
     findings += attempt("precision", lambda: check_precision(recipe, models))
+    findings += check_asked(recipe)
     findings += attempt("resources", lambda: check_resources(recipe, models, run_dir))
     if not _errors(findings):
         findings += check_held_out(recipe, domains)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from opd.config import Recipe
 from opd.errors import ConfigError, DataError
 from opd.pipelines.doctor.checks import number_of
-from opd.pipelines.doctor.estimate import answers_held, readable
+from opd.pipelines.doctor.estimate import answers_asked, answers_held, memory_parts, readable
 from opd.pipelines.stages.precision import WIDTH, model_dtype
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryStore
 from opd.train.plan import CostModel, DeviceBudget, PlanSettings, TrainingPlan, Workload, make_plan
 from opd.types import Status
+
+if TYPE_CHECKING:
+    from opd.pipelines.doctor.models import Shape
 
 _MIB = 1 << 20
 _ACTIVATIONS = 17
@@ -63,6 +67,8 @@ class _Task:
     source: str
     told: tuple[str, ...] = ()
     """Lines about what is planned: prompts that leave no room for their responses, answers of teachers."""
+    beside: tuple[str, ...] = ()
+    """Lines about the rest of the run: what specialists write, what a process holds."""
 
 
 def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
@@ -91,7 +97,7 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     print(f"plan      {task.source}: {steps} of {count} on {ranks}")
     for told in task.told:
         print(told)
-    print("\n".join(describe(task.work, task.teachers, plan, cost, budget)))
+    print("\n".join([*describe(task.work, task.teachers, plan, cost, budget), *task.beside]))
     return 0
 
 
@@ -194,7 +200,18 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
             f"answers   all {answers:,} of the {config.steps} steps are written by the teachers before the"
             f" first, and held in memory: at most {readable(size)}"
         )
-    return model, _Task(Workload(*columns), names, source, tuple(told))
+    beside = _beside(recipe, shape, models.teachers)
+    return model, _Task(Workload(*columns), names, source, tuple(told), tuple(beside))
+
+
+def _beside(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> list[str]:
+    """What specialists write at most, and what the stage holds in memory that takes the most of it."""
+    lines = [
+        f"answers   specialist {name}: {answers_asked(recipe, name)[0]}" for name in recipe.grpo_domains()
+    ]
+    parts = memory_parts(recipe, student, teachers)
+    listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
+    return [*lines, f"memory    at most {readable(sum(parts.values()))} of a stage ({listed})"]
 
 
 def describe(

@@ -160,7 +160,7 @@ class PromptChoice:
         self._look_at(samples)
         taken = len(samples.groups)
         carrying = sum(self._kept[group.uid] and self._judge.learns(group) for group in samples.groups)
-        missing, left = wanted - carrying, refill.limit * wanted - taken
+        missing, left = wanted - carrying, self._config.most_prompts - taken
         if missing <= 0 or left <= 0:
             return []
         expected = -(-missing * taken // carrying) if carrying else wanted

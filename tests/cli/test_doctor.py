@@ -20,8 +20,17 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.doctor.checks import check_domains, check_rewards
-from opd.pipelines.doctor.estimate import check_resources, disk_left, disk_parts, memory_parts, readable
+from opd.pipelines.doctor.checks import check_domains, check_rewards, check_sizes
+from opd.pipelines.doctor.estimate import (
+    answers_asked,
+    answers_held,
+    check_asked,
+    check_resources,
+    disk_left,
+    disk_parts,
+    memory_parts,
+    readable,
+)
 from opd.pipelines.doctor.examine import Finding, diagnose, examine
 from opd.pipelines.doctor.kl import mean_kl
 from opd.pipelines.doctor.models import Models, Shape, told_together, unreachable
@@ -326,7 +335,8 @@ def test_the_estimate_adds_up():
     assert parts["weights"] == parts["gradients"] == parts["engine copy"] == parts["teachers"] == 4000
     assert parts["AdamW"] == 8000
     assert parts["KV cache"] == 2 * 10 * 2 * 4 * 2 * 4
-    assert sum(disk_parts(recipe, shape, {}).values()) == 10 * 4000 + 4 * 2 * 12000 + 3 * 2**20
+    models, answers = 10 * 4000 + 4 * 2 * 12000, answers_held(recipe)[1]  # those that off_policy logs
+    assert sum(disk_parts(recipe, shape, {}).values()) == models + answers + 3 * 2**20
     assert [readable(size) for size in (3, 1536, 5 * 2**30)] == ["3 B", "1.5 KiB", "5.0 GiB"]
 
 
@@ -377,6 +387,75 @@ def test_the_estimate_counts_critics(lora):
     apart = disk_parts(recipe, SHAPE, {})["checkpoints"] - disk_parts(plain, SHAPE, {})["checkpoints"]
     assert apart == 2 * 3 * 4000
     assert "critics" not in memory_parts(plain, large, {})
+
+
+@pytest.mark.parametrize(
+    ("own", "evaluation", "copies"),
+    [
+        ({}, {}, 0),
+        ({"reference_kl": {"coef": 0.1}}, {}, 1),  # of one of two specialists
+        ({}, {"base_kl_every": 4}, 2),
+        ({"reference_kl": {"coef": 0.1}}, {"base_kl_every": 4}, 2),  # one serves both
+    ],
+)
+def test_the_estimate_counts_frozen_copies(own, evaluation, copies):
+    domains = {name: {"source": f"procedural:{name}"} for name in ("sort", "add3")}
+    domains["sort"]["specialist"] = own
+    settings = {"domains": domains, "runtime": {"workers": 2}, "evaluation": evaluation}
+    parts = memory_parts(make_recipe(Path("unused"), model={"config": LLAMA}, **settings), SHAPE, {})
+    assert parts["weights"] == 2 * 4000
+    assert parts.get("frozen copy of the start", 0) == copies * 4000
+    domains["sort"]["specialist"] = None
+    merge = make_recipe(Path("unused"), model={"config": LLAMA}, **settings | {"runtime": {"workers": 1}})
+    held = memory_parts(merge, SHAPE, {})
+    assert "teachers" in held, "the merge"
+    assert held.get("frozen copy of the start", 0) == 4000 * bool(evaluation)
+
+
+def test_the_estimate_counts_a_baseline_that_alone_has_a_critic():
+    """Where no specialist is trained; teachers are given."""
+    settings = {"model": {"config": LLAMA}, "teachers": {"sort": {"path": "/models/sort"}}}
+    own = {"advantage": {"type": "gae"}, "filter_zero_variance": False}
+    large = replace(SHAPE, parameters=10**9)  # so that it takes more than the merge
+    for methods, critics in (["average"], 0), (["mixed_grpo"], 4 * 4 * 10**9):
+        recipe = make_recipe(Path("unused"), specialist=own, baselines={"methods": methods}, **settings)
+        assert memory_parts(recipe, large, {}).get("critics", 0) == critics
+
+
+def test_what_specialists_ask_is_counted():
+    """Of a step at most what refill allows, and beside the steps what measures difficulty."""
+    choice = {"refill": {"limit": 5}, "difficulty": {"samples": 6, "prompts": 900}, "replay": {"share": 0.3}}
+    sizes = {"steps": 7, "prompts_per_step": 10, "group_size": 4}
+    domains = {
+        "sort": {"source": "procedural:sort", "prompts": 50, "specialist": choice},
+        "add3": {"source": "procedural:add3"},
+    }
+    settings = {"model": {"config": LLAMA}, "rollout": {"max_new_tokens": 20}, "specialist": sizes}
+    recipe = make_recipe(Path("unused"), domains=domains, **settings)
+    told, numbers = answers_asked(recipe, "sort")
+    assert numbers == {
+        "answers": 7 * 50 * 4,
+        "tokens": 7 * 50 * 4 * 20,
+        "replayed prompts": 7 * 3,
+        "answers before": 50 * 6,
+        "tokens before": 300 * 20,
+    }
+    assert (
+        "7 steps of 10 prompts x 4 answers of at most 20 tokens: 5,600 tokens; refill takes up to 5" in told
+    )
+    (found,) = check_asked(recipe)
+    assert (found.title, found.detail) == ("answers of specialist sort", told)
+    assert answers_asked(recipe, "add3")[1] == {"answers": 280, "tokens": 5600}
+    assert memory_parts(recipe, SHAPE, {})["answers of a step"] == 5 * 10 * 4 * (2000 + 13 * 20)
+    many = make_recipe(
+        Path("unused"),
+        domains=domains,
+        **settings | {"specialist": sizes | {"group_size": 10_000, "prompts_per_step": 500}},
+    )
+    assert [f.detail for f in check_sizes(many)] == [
+        "domains.sort.specialist.prompts_per_step x group_size x refill.limit makes 25,000,000 responses at"
+        " once; give 10,000,000 at most"
+    ]
 
 
 def test_the_estimate_counts_what_teachers_write_before_the_first_step():

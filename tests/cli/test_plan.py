@@ -90,6 +90,22 @@ def test_answers_that_teachers_write_first_are_told(recipe: str, capsys) -> None
     )
 
 
+def test_what_specialists_ask_and_a_stage_holds_is_told(recipe: str, capsys) -> None:
+    """Beside a step of the merge: answers that are not learnt from, copies and a critic."""
+    words = ["--specialist.refill.limit", "4", "--specialist.difficulty.samples", "6"]
+    words += ["--evaluation.base_kl_every", "5", "--specialist.steps", "10", "--rollout.max_new_tokens", "50"]
+    assert main(["plan", recipe, *words]) == 0
+    *_, sort, reverse, memory = capsys.readouterr().out.splitlines()
+    assert sort == reverse.replace("reverse", "sort")
+    answers = "10 steps of 64 prompts x 8 answers of at most 50 tokens: 256,000 tokens"
+    assert sort == (
+        f"answers   specialist sort: {answers}; refill takes up to 4 times as many: 1,024,000; before the"
+        " first step 12,288 answers measure the difficulty of prompts: 614,400 tokens"
+    )
+    assert re.match(r"memory    at most [\d.]+ MiB of a stage \(weights", memory)
+    assert "frozen copy of the start" in memory
+
+
 def test_the_fixed_cost_of_a_micro_batch_is_told_and_can_be_set(store: str, capsys) -> None:
     seconds = []
     for words in ([], ["--overhead-ms", "2000"], ["--overhead-ms", "0"]):
