@@ -12,6 +12,8 @@ Once lanes share their maxima their sums add up, and `KL(p || q) = a / sum_p - l
 
 # No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
 # pyright: reportInvalidTypeForm=false
+import logging
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opd.kernels import divergences
+from opd.kernels import divergences, proof
 from opd.kernels.divergences import MAX_LOG_RATIO
 from opd.kernels.tilelang_target import Target, build, functions, language, target_of
 
@@ -218,6 +220,48 @@ def divergence_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: 
         kernel(*arrays, beta, gradient)
     # A divergence is never negative; rounding may say so by a few 1e-8. NaN passes through.
     return values.clamp_min_(0)
+
+
+def proved_divergence_(
+    student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /
+) -> Tensor:
+    """`divergence_` for float32 on a CPU, where it was proved for this vocabulary; else PyTorch's."""
+    fits = kind in _GRADIENTS and student.device.type == "cpu" and student.dtype == torch.float32
+    if fits and trusted(kind, student.shape[1]):
+        return divergence_(student, teacher, kind, beta, coef)
+    return divergences.divergence_(student, teacher, kind, beta, coef)
+
+
+PROVED: set[str] = set()
+"""The kinds whose kernel this process has proved, and so uses."""
+
+
+@lru_cache(maxsize=64)
+def trusted(kind: str, vocabulary: int) -> bool:
+    """Whether the kernel gives on this processor what float64 gives, asked once for each kind and vocabulary.
+
+    What decides is the result and never a clock, so a resumed run has the kernels that it began with. One
+    that fails, or that cannot be compiled, is left aside with a warning.
+    """
+    language()  # which sets the level that is raised here: a run's log does not tell of compilations
+    logging.getLogger("tilelang").setLevel(logging.WARNING)
+
+    def launch(
+        student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, _: Any
+    ) -> Tensor:
+        return divergence_(student, teacher, kind, beta, coef)
+
+    fault = proof.fault(launch, kind, vocabulary, torch.device("cpu"), rounds=False)
+    if fault is None:
+        PROVED.add(kind)
+        return True
+    warnings.warn(
+        f"the TileLang kernel of {kind} over {vocabulary} tokens {fault} here: PyTorch's row kernel is used"
+        " in its place",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return False
 
 
 @lru_cache(maxsize=4)

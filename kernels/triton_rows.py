@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.kernels import chunked, divergences
+from opd.kernels import chunked, divergences, proof
 from opd.kernels.divergences import MAX_LOG_RATIO
 
 KINDS = ("reverse", "forward", "jsd")
@@ -28,7 +28,6 @@ KINDS = ("reverse", "forward", "jsd")
 # lane would spill the statistics.
 TILE = 2048
 WARPS = 8
-PROOF_ROWS = 64
 
 
 @lru_cache(maxsize=1)
@@ -103,12 +102,12 @@ def launch(
 @lru_cache(maxsize=256)
 def trusted(kind: str, vocabulary: int, device: torch.device) -> bool:
     """Whether the kernel gives on this GPU what PyTorch's row kernel gives: values, gradient in both dtypes,
-    NaN, and the same bits twice, on `PROOF_ROWS` rows of the real vocabulary.
+    NaN, and the same bits twice, on `proof.ROWS` rows of the real vocabulary.
 
     It is asked once for each; what a compiler of another version or another GPU makes of the source is
     thereby seen before it trains anything. A kernel that fails is left aside with a warning.
     """
-    fault = _fault(kind, vocabulary, device)
+    fault = proof.fault(launch, kind, vocabulary, device, rounds=True)
     if fault is not None:
         warnings.warn(
             f"the Triton kernel of {kind} over {vocabulary} tokens {fault} on"
@@ -117,42 +116,6 @@ def trusted(kind: str, vocabulary: int, device: torch.device) -> bool:
             stacklevel=4,
         )
     return fault is None
-
-
-@torch.no_grad()
-def _fault(kind: str, vocabulary: int, device: torch.device) -> str | None:
-    generator = torch.Generator(device).manual_seed(0)
-    options = {"generator": generator, "device": device}
-    student = torch.randn(PROOF_ROWS, vocabulary, **options).mul_(4)
-    teacher = torch.randn(PROOF_ROWS, vocabulary, **options).add_(student)
-    teacher[0] = student[0]
-    student[1, vocabulary // 2] = float("nan")
-    coef = torch.rand(PROOF_ROWS, **options)
-    wide = student.double(), teacher.double()
-    values = divergences.divergence_(*wide, kind, 0.3, coef.double())
-    ours = student.clone()
-    try:
-        got = launch(ours, teacher.clone(), kind, 0.3, coef, None)
-        room = student.clone()
-        narrow = divergences.first_halves(room)
-        again = launch(room, teacher.clone(), kind, 0.3, coef, narrow)
-        alone = launch(student.clone(), teacher.clone(), kind, 0.3, None, None)
-    except Exception as error:  # a compiler's faults have no common class
-        return f"cannot be compiled or launched ({error!r})"
-    if not torch.equal(got.nan_to_num(-1), again.nan_to_num(-1)) or not torch.allclose(
-        got, alone, rtol=1e-6, atol=1e-7, equal_nan=True
-    ):
-        return "gives other values the second time"
-    if not torch.allclose(got.double(), values, rtol=1e-5, atol=2e-6, equal_nan=True):
-        return "gives other values than float64"
-    exact = wide[0]
-    finite = ~values.isnan()
-    largest = exact[finite].abs().max()
-    if not bool(((ours.double() - exact)[finite].abs() <= 1e-5 * largest).all()):
-        return "gives another gradient than float64"
-    if not torch.equal(narrow[finite], ours[finite].to(torch.bfloat16)):
-        return "rounds its gradient wrongly"
-    return None if bool(ours[1].isnan().all()) else "does not pass NaN on to its gradient"
 
 
 @lru_cache(maxsize=1)

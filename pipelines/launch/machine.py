@@ -93,16 +93,20 @@ def hardware() -> dict[str, Any]:
 
 
 def kernels() -> str:
-    """The implementation of the kernels that this process chooses (`OPD_KERNELS`), or what it was told to and
-    cannot.
+    """The implementation of the kernels that this process chooses (`OPD_KERNELS`), and whose row kernels it
+    has used; or what it was told to and cannot.
     """
     from opd.kernels.ops import implementation
+    from opd.kernels.tilelang_rows import PROVED
 
     try:
         chosen = implementation()
     except ValueError:
         return os.environ["OPD_KERNELS"]
-    return str(getattr(chosen, "name", None) or chosen.__name__.rpartition(".")[2])
+    name = getattr(chosen, "name", None) or chosen.__name__.rpartition(".")[2]
+    if name == "rows":
+        return "chunked, rows by TileLang" if PROVED else "chunked"
+    return str(name)
 
 
 _GIT_SECONDS = 20.0

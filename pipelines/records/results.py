@@ -39,16 +39,18 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     done = {name: folder.stage_done(name) for name in plan(recipe)}
     finished = {name: result for name, result in done.items() if result is not None}
     models, on_sets, engines = measured(folder), measured_sets(folder), written_by(folder)
+    ran = {result["kernels"] for result in finished.values() if "kernels" in result}
+    chosen = max(ran, key=len) if ran else kernels()  # only a stage with divergences tells of their rows
     results = {
         "name": recipe.name,
         "seed": recipe.seed,
         "version": installed_version(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": hardware(),
-        "versions": _versions(recipe),
+        "versions": _versions(recipe, chosen),
         "extras": used_extras(recipe),
         "engine": recipe.rollout.engine.type,
-        "kernels": kernels(),
+        "kernels": chosen,
         "git": git_state(Path(opd.__file__).parents[1]),
         "domains": list(recipe.domains),
         "models": [
@@ -78,10 +80,12 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     return folder.results
 
 
-def _versions(recipe: Recipe) -> dict[str, str]:
-    """Of `opd`, of what it always needs, and of the packages of each extra that the recipe takes."""
+def _versions(recipe: Recipe, chosen: str) -> dict[str, str]:
+    """Of `opd`, of what it always needs, of the packages of each extra that the recipe takes, and of TileLang
+    where it is in the `chosen` kernels.
+    """
     packages = {"opd": "", "torch": "", "transformers": "", "tokenizers": "", "safetensors": "", "numpy": ""}
-    used = used_extras(recipe)
+    used = used_extras(recipe) + (["tilelang"] if "TileLang" in chosen else [])
     try:
         needed = metadata.requires("opd") or []
     except metadata.PackageNotFoundError:

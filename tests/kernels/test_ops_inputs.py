@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from opd.kernels import chunked, ops, reference, tilelang_target
+from opd.kernels import chunked, ops, reference, tilelang_target, triton_rows
 from opd.kernels.head import Head
 
 STUDENT, TEACHER = Head(torch.ones(5, 3)), Head(torch.ones(5, 2))
@@ -127,9 +127,7 @@ def test_topk_refuses_a_k_outside_the_vocabulary(k: int) -> None:
 
 
 def test_implementation_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPD_KERNELS", raising=False)
-    assert ops.implementation() is chunked
-    for name, module in (("auto", chunked), ("chunked", chunked), ("reference", reference)):
+    for name, module in (("chunked", chunked), ("reference", reference)):
         monkeypatch.setenv("OPD_KERNELS", name)
         assert ops.implementation() is module
     monkeypatch.setenv("OPD_KERNELS", "fastest")
@@ -143,9 +141,20 @@ def test_kernels_that_no_gpu_has_run_are_not_the_default(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tilelang_target, "missing", lambda device: None)
     monkeypatch.setenv("OPD_KERNELS", "auto")
-    assert ops.implementation() is chunked
+    assert ops.implementation().name == "rows"  # which are TileLang's on a CPU alone
     monkeypatch.setenv("OPD_KERNELS", "tilelang")
     assert ops.implementation().name == "tilelang"
+
+
+def test_large_vocabularies_are_compiled_where_a_compiler_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OPD_KERNELS", raising=False)
+    monkeypatch.setattr(triton_rows, "missing", lambda: "no CUDA device can be used")
+    monkeypatch.setattr(tilelang_target, "missing", lambda device: None)
+    assert ops.implementation().name == "rows"
+    monkeypatch.setattr(tilelang_target, "missing", lambda device: "TileLang is not installed")
+    assert ops.implementation() is chunked
 
 
 def test_every_implementation_has_every_operation() -> None:

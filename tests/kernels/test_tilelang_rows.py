@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from opd.kernels import ops, tilelang_rows, tilelang_target
-from opd.kernels.divergences import DIVERGENCES
+from opd.kernels.divergences import DIVERGENCES, divergence_
 
 KINDS = ("reverse", "forward", "jsd")
 TILE = tilelang_target.CPU.lanes * tilelang_target.CPU.unroll
@@ -131,6 +131,81 @@ def test_what_it_cannot_take_is_refused():
     with pytest.raises(ValueError, match="contiguous"):
         tilelang_rows.divergence_(student.t(), teacher.t(), "reverse", 0.5, None)
     assert tilelang_rows.divergence_(student[:0], teacher[:0], "reverse", 0.5, None).shape == (0,)
+
+
+LARGE = ops.LARGE
+
+
+@pytest.mark.parametrize("kind", ["reverse", pytest.param("forward", marks=pytest.mark.slow)])
+def test_a_large_vocabulary_is_the_compiled_kernels_by_default(kind):
+    tilelang_rows.trusted.cache_clear()
+    student, teacher, coef = logits(10, 3, LARGE, 2.0, 1.0)
+    wanted = student.clone()
+    values = tilelang_rows.divergence_(wanted, teacher.clone(), kind, 0.5, coef)
+    got = student.clone()
+    assert torch.equal(tilelang_rows.proved_divergence_(got, teacher.clone(), kind, 0.5, coef), values)
+    assert torch.equal(got, wanted)
+    assert kind in tilelang_rows.PROVED
+
+
+def test_what_is_small_or_wide_stays_pytorchs(monkeypatch):
+    monkeypatch.setenv("OPD_KERNELS", "auto")
+    monkeypatch.setattr(tilelang_rows, "divergence_", lambda *arguments: pytest.fail("compiled"))
+    for vocabulary, dtype in ((LARGE - 1, torch.float32), (LARGE, torch.float64)):
+        student, teacher, _ = logits(11, 2, vocabulary, 1.0, 1.0, dtype)
+        assert ops.logits_kl(student, teacher).isfinite().all()
+    with pytest.raises(pytest.fail.Exception, match="compiled"):
+        ops.logits_kl(*logits(11, 2, LARGE, 1.0, 1.0)[:2])
+
+
+def wrong_value(student, teacher, kind, beta, coef):
+    return divergence_(student, teacher, kind, beta, coef) * (1 + 1e-4)
+
+
+def wrong_gradient(student, teacher, kind, beta, coef):
+    values = divergence_(student, teacher, kind, beta, coef)
+    student[:, 7] *= 1.5
+    return values
+
+
+def swallowed_nan(student, teacher, kind, beta, coef):
+    return divergence_(student.nan_to_num_(0.0), teacher, kind, beta, coef)
+
+
+def other_bits(student, teacher, kind, beta, coef, calls=[]):  # noqa: B006 - counts
+    calls.append(1)
+    return divergence_(student, teacher, kind, beta, coef) + 3e-8 * len(calls)
+
+
+def raised(student, teacher, kind, beta, coef):
+    raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault"),
+    [
+        (wrong_value, "gives other values than float64"),
+        (wrong_gradient, "gives another gradient than float64"),
+        (swallowed_nan, "gives other values than float64"),
+        (other_bits, "gives other values the second time"),
+        (raised, "cannot be compiled or launched .*no such instruction"),
+    ],
+)
+def test_a_kernel_that_fails_its_proof_is_left_aside(kernel, fault, monkeypatch):
+    monkeypatch.setattr(tilelang_rows, "divergence_", kernel)
+    monkeypatch.setattr(tilelang_rows, "PROVED", set())
+    tilelang_rows.trusted.cache_clear()
+    student, teacher, coef = logits(12, 3, LARGE, 2.0, 1.0)
+    wanted = student.clone()
+    values = divergence_(wanted, teacher.clone(), "reverse", 0.5, coef)
+    try:
+        with pytest.warns(RuntimeWarning, match=f"{fault}.* PyTorch's row kernel is used"):
+            got = tilelang_rows.proved_divergence_(student, teacher, "reverse", 0.5, coef)
+    finally:
+        tilelang_rows.trusted.cache_clear()
+    assert torch.equal(got, values)
+    assert torch.equal(student, wanted)
+    assert not tilelang_rows.PROVED
 
 
 def test_asking_for_compiled_kernels_without_a_compiler_is_an_error(monkeypatch):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from recipes import tiny_recipe
 
+from opd.kernels import ops, tilelang_rows
 from opd.pipelines.launch.machine import git_state, kernels
 from opd.pipelines.records.results import used_extras
 
@@ -57,6 +59,14 @@ def test_the_extras_that_a_recipe_takes(monkeypatch):
     assert kernels() == "reference"
     monkeypatch.setenv("OPD_KERNELS", "no such")
     assert kernels() == "no such"
+
+
+def test_kernels_are_named_when_they_were_used(monkeypatch):
+    monkeypatch.setattr(ops, "implementation", lambda: SimpleNamespace(name="rows"))
+    monkeypatch.setattr(tilelang_rows, "PROVED", set())
+    assert kernels() == "chunked"
+    tilelang_rows.PROVED.add("reverse")
+    assert kernels() == "chunked, rows by TileLang"
 
 
 @pytest.mark.parametrize(
