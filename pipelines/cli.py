@@ -17,11 +17,11 @@ from opd.config.load import dump_recipe, load_recipe, located
 from opd.config.other_names import refuse_other_name
 from opd.errors import ConfigError, RunFolderError
 from opd.imports import uncollected
-from opd.pipelines.commands.ending import ERROR, ended, one_line, require_address_space
+from opd.pipelines.commands.ending import ERROR, ended, one_line, require_address_space, started_by
 
 if TYPE_CHECKING:
     from opd.pipelines.commands.sample import Asked
-    from opd.pipelines.records.run_folder import HubRecord, RunFolder
+    from opd.pipelines.records.run_folder import Accepted, HubRecord, RunFolder
 
 
 def _count(text: str) -> int:
@@ -53,7 +53,12 @@ def _place(text: str) -> Path:
     return Path(text)
 
 
-_SWITCHES = {"--help", "--version", "--resume", "--accept-changed-code", "--dry-run", "--parity", "--json"}
+_ACCEPTS = {
+    "--accept-changed-code": "go on although rewards or other code of yours changed; it is recorded",
+    "--accept-changed-settings": "go on with other rates, coefficients, bounds; each is recorded, and what"
+    " a run cannot change in its middle is refused",
+}
+_SWITCHES = {"--help", "--version", "--resume", *_ACCEPTS, "--dry-run", "--parity", "--json"}
 _ASKED = {
     "recipe": (_place, "with --domain: ask held-out prompts, as this recipe samples, and score the answers"),
     "domain": (str, "whose prompts are asked"),
@@ -121,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The first word that names a command; those of a command's options come after it.
     command = next((word for word in words if word in _STAGES or word in _OTHERS), None)
     resumes = command in _STAGES and "--dry-run" not in words
-    return ended(lambda: _heard(words, command or "opd"), resumes=resumes, last=argv is None)
+    with started_by(words):
+        return ended(lambda: _heard(words, command or "opd"), resumes=resumes, last=argv is None)
 
 
 def _heard(words: list[str], command: str) -> int:
@@ -157,11 +163,8 @@ def build_parser() -> argparse.ArgumentParser:
     for name, summary in _STAGES.items():
         command = _command(commands, name, summary)
         command.add_argument("--resume", action="store_true", help="continue the run in the folder")
-        command.add_argument(
-            "--accept-changed-code",
-            action="store_true",
-            help="with --resume: go on although rewards or other code of yours changed; it is recorded",
-        )
+        for switch, told in _ACCEPTS.items():
+            command.add_argument(switch, action="store_true", help=f"with --resume: {told}")
         command.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
         command.add_argument("--out", type=_place, metavar="DIR", help="run folder (default: runs/NAME)")
         command.lists_fields = name == "run"
@@ -361,8 +364,9 @@ def _parsed(own: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     options, rest = parser.parse_known_args(own)
     if not rest:
-        if getattr(options, "accept_changed_code", False) and not options.resume:
-            raise ConfigError("--accept-changed-code is for a run that goes on; give --resume with it")
+        for switch in _ACCEPTS:
+            if getattr(options, switch[2:].replace("-", "_"), False) and not options.resume:
+                raise ConfigError(f"{switch} is for a run that goes on; give --resume with it")
         return options
     word = rest[0].partition("=")[0]
     at = f"opd {options.command}"
@@ -599,7 +603,7 @@ def _path(recipe: Recipe, options: argparse.Namespace) -> Path:
 
 def _open(recipe: Recipe, options: argparse.Namespace, hub: HubRecord) -> RunFolder | None:
     """The run folder; `None` if the checks before a run have said why it cannot start."""
-    from opd.pipelines.records.run_folder import RunFolder
+    from opd.pipelines.records.run_folder import Accepted, RunFolder
 
     path = _path(recipe, options)
     resumed = options.resume
@@ -607,26 +611,24 @@ def _open(recipe: Recipe, options: argparse.Namespace, hub: HubRecord) -> RunFol
         # Killed before it had a folder: a scheduler that always says --resume is not refused for ever.
         print(f"opd: there is no run in {path} yet; starting one", file=sys.stderr)
         resumed = False
-    accept = options.accept_changed_code
-    RunFolder.check(path, recipe, resume=resumed, accept_code=accept)
+    accepted = Accepted(options.accept_changed_code, options.accept_changed_settings, _say_changed)
+    RunFolder.check(path, recipe, resume=resumed, accepted=accepted)
     made_here = (recipe.trains_base or recipe.model.config is not None) and not recipe.given_teachers()
     if options.command == "evaluate" and not resumed and made_here:
         raise RunFolderError(
             f"there is no run in {path}, and the models of this recipe are made by one; `opd run` makes and"
             " measures them"
         )
-    if not _preflight(recipe, path, resumed, accept):
+    if not _preflight(recipe, path, resumed, accepted):
         return None
     if not resumed:
         return RunFolder.create(path, recipe, hub)
-    return RunFolder.resume(path, recipe, _say_code if accept else None, hub)
+    return RunFolder.resume(path, recipe, accepted, hub)
 
 
-def _say_code(files: str) -> None:
-    print(
-        f"opd: going on with changed code, as inputs.json, results.json and the report will say: {files}",
-        file=sys.stderr,
-    )
+def _say_changed(kind: str, what: str) -> None:
+    told = f"going on with changed {kind}, as inputs.json, results.json and the report will say: {what}"
+    print(f"opd: {one_line(told)}", file=sys.stderr)
 
 
 def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
@@ -645,11 +647,11 @@ def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
     return [f"specialist-{domain}" for domain in domains]
 
 
-def _preflight(recipe: Recipe, path: Path, resume: bool, accept_code: bool) -> bool:
+def _preflight(recipe: Recipe, path: Path, resume: bool, accepted: Accepted) -> bool:
     """The doctor's cheap checks; prints what they found and says whether the run can start."""
     from opd.pipelines.doctor.examine import examine
 
-    findings = examine(recipe, run_dir=path, resume=resume, accept_code=accept_code, thorough=False)
+    findings = examine(recipe, run_dir=path, resume=resume, accepted=accepted, thorough=False)
     for finding in findings:
         if finding.level != "ok":
             print(f"opd: {finding.level}: {one_line(f'{finding.title}: {finding.detail}')}", file=sys.stderr)

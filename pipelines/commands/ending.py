@@ -6,11 +6,12 @@ import _thread
 import contextlib
 import os
 import resource
+import shlex
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from opd.errors import OpdError, PreemptedError, RanksError
@@ -29,6 +30,29 @@ _CACHE_MAPS = 2 * 2**30
 _UNWIND = 5
 """Seconds after SIGTERM in which a command that does not listen for it closes what it has open; it is told
 again every second."""
+
+
+_COMMAND = "OPD_COMMAND"
+_GOING_ON = ("--resume", "--accept-changed-code", "--accept-changed-settings")
+
+
+@contextlib.contextmanager
+def started_by(words: Sequence[str]) -> Iterator[None]:
+    """While the block runs, this process and those that it starts know by which words of a command."""
+    before = os.environ.get(_COMMAND)
+    if "OPD_SUPERVISOR" not in os.environ:  # else this is a process of the command's
+        os.environ[_COMMAND] = shlex.join(["opd", *(word for word in words if word not in _GOING_ON)])
+    try:
+        yield
+    finally:
+        os.environ.pop(_COMMAND, None)
+        if before is not None:
+            os.environ[_COMMAND] = before
+
+
+def again(switches: str) -> str:
+    """The command that this run was started by, to be given again with `switches`."""
+    return f"{os.environ.get(_COMMAND, 'the same command and')} {switches}"
 
 
 def ended(command: Callable[[], int], *, resumes: bool, last: bool = False) -> int:

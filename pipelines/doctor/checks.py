@@ -22,7 +22,7 @@ from opd.errors import ConfigError, DataError, OpdError, RewardError, RolloutErr
 from opd.foreign import machine_memory, shown
 from opd.imports import import_function, offered
 from opd.pipelines.records.inputs import user_functions
-from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.records.run_folder import Accepted, RunFolder
 from opd.progress import doing
 from opd.redact import redact
 from opd.retry import Retry
@@ -147,9 +147,9 @@ def check_sinks(recipe: Recipe) -> list[Finding]:
     ]
 
 
-def check_run_dir(path: Path, recipe: Recipe, resume: bool, accept_code: bool) -> list[Finding]:
+def check_run_dir(path: Path, recipe: Recipe, resume: bool, accepted: Accepted) -> list[Finding]:
     """Whether the run folder can be made or, with `resume`, gone on in."""
-    RunFolder.check(path, recipe, resume=resume, accept_code=accept_code)
+    RunFolder.check(path, recipe, resume=resume, accepted=accepted)
     parent = existing_parent(path)
     wrong = unwritable(parent)
     if wrong is not None:

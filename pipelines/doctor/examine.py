@@ -33,7 +33,7 @@ from opd.pipelines.doctor.checks import (
 from opd.pipelines.doctor.demonstrations import check_demonstrations
 from opd.pipelines.doctor.evaluation import check_contamination, check_set_prompts, check_sets
 from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models
-from opd.pipelines.records.run_folder import default_path
+from opd.pipelines.records.run_folder import Accepted, default_path
 
 if TYPE_CHECKING:
     from opd.rollout.prompts import Domain
@@ -48,18 +48,18 @@ def examine(
     *,
     run_dir: Path | None = None,
     resume: bool = False,
-    accept_code: bool = False,
+    accepted: Accepted | None = None,
     thorough: bool = True,
 ) -> list[Finding]:
     """Every check, in the order of a run; with `thorough=False`, as before a run, those that load no weights,
     and once something is wrong none that needs a library of models.
 
-    `run_dir`, `resume` and `accept_code` are what `opd run` would be told. Nothing is left behind. A check
-    that cannot be made because an earlier one failed is left out; a run folder that cannot be used stands in
+    `run_dir`, `resume` and `accepted` are what `opd run` would be told. Nothing is left behind. A check that
+    cannot be made because an earlier one failed is left out; a run folder that cannot be used stands in
     the way of none.
     """
     path = run_dir or default_path(recipe)
-    findings = attempt("run folder", lambda: check_run_dir(path, recipe, resume, accept_code))
+    findings = attempt("run folder", lambda: check_run_dir(path, recipe, resume, accepted or Accepted()))
     if _errors(findings) and not thorough:
         return findings
     return findings + _examine(recipe, path, thorough)

@@ -7,6 +7,7 @@ A few answers are kept to be read side by side: what base, teacher and student w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -196,10 +197,11 @@ def _write(folder: RunFolder, found: dict[str, Any]) -> None:
 
 
 def _identity(context: StageContext, path: Path) -> str:
-    """What changes when another model lies at `path`, or rewards are others; models from elsewhere are
-    compared by the run itself.
+    """What changes when another model lies at `path`, or rewards or how answers are drawn are others; models
+    from elsewhere are compared by the run itself.
     """
-    changes = context.folder.code_changes
+    changes: list[Any] = context.folder.code_changes
+    changes += [asdict(own) for own in context.folder.setting_changes if "rollout." in own.field]
     return _model_identity(context, path) + (f" {digest_of(changes)}" if changes else "")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from opd.models.adapters import FOLDER, has_adapter
 from opd.models.checkpoint import model_card, plain
 from opd.models.hf_folder import CARD
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.records.settings import Recorded
 from opd.rollout.prompts import Prompt
 from opd.storage.files import write_atomic
 
@@ -94,7 +95,7 @@ class Cards:
         sections["weights"] = _weights(place, result)
         run, config = plain(recipe.name), plain(str((folder.path / "config.json").absolute()))
         sections["recipe"] = f"Run {run}, seed {recipe.seed}; all of its recipe: `{config}`."
-        sections["settings"] = _settings(recipe, name, result)
+        sections["settings"] = _settings(recipe, folder, name, result)
         return sections
 
     def use(self, place: Path, domains: list[str]) -> dict[str, str]:
@@ -262,18 +263,43 @@ def _weights(place: Path, result: Mapping[str, Any]) -> str:
     return lines + adapter
 
 
-def _settings(recipe: Recipe, name: str, result: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(recipe: Recipe, folder: RunFolder, name: str, result: Mapping[str, Any]) -> dict[str, Any]:
     kind, _, domain = name.partition(":")
+    place, stage = "distill.", {"merged": "merge", "base": "base"}.get(name, f"baseline-{name}")
     if kind == "base":
         own: Any = recipe.sft or recipe.base
+        place = "sft." if recipe.sft else "base."
     elif kind == "sft" or (kind == "specialist" and domain not in recipe.grpo_domains()):
-        own = recipe.domains[domain].sft
+        own, place, stage = recipe.domains[domain].sft, f"domains.{domain}.sft.", f"{kind}-{domain}"
     elif kind == "specialist":
-        own = recipe.for_domain(domain).specialist
+        own, stage = recipe.for_domain(domain).specialist, f"{kind}-{domain}"
+        place = (
+            "specialist." if recipe.domains[domain].specialist is None else f"domains.{domain}.specialist."
+        )
     elif kind in ("mixed_grpo", "mixed_grpo_all"):
-        own = recipe.specialist
+        own, place = recipe.specialist, "specialist."
     else:
         own = None if kind in WEIGHT_MERGES else recipe.distill
     told = own.model_dump(mode="json") if own is not None else dict(result.get("settings", {}))
+    told |= {} if own is None else _changed(told, place, stage, folder.setting_changes)
     tokens = result.get("student_tokens")
     return told | ({"student_tokens": int(tokens)} if tokens else {})
+
+
+def _changed(told: dict[str, Any], place: str, stage: str, changes: Sequence[Recorded]) -> dict[str, Any]:
+    """Put into `told` what the settings below `place` were when `stage` ended; returns what had been
+    otherwise while it went on.
+    """
+    before: list[str] = []
+    for change in reversed([own for own in changes if own.field.startswith(place)]):
+        name = change.field.removeprefix(place)
+        *parents, last = name.split(".")
+        if stage in change.done:
+            holder: Any = told
+            for key in parents:
+                holder = holder.get(key) if isinstance(holder, dict) else None
+            if isinstance(holder, dict):
+                holder[last] = change.old
+        elif change.stages.get(stage):
+            before.insert(0, f"{name} {json.dumps(change.old)} up to step {change.stages[stage]}")
+    return {"before": before} if before else {}

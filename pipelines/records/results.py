@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -73,6 +74,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "counters": finished.get("merge", {}).get("counters", {}),
         **_difficulty(finished),
         "code_changes": folder.code_changes,
+        "setting_changes": [asdict(change) for change in folder.setting_changes],
         "hub": folder.hub,
         "sandboxes": sandboxes(recipe.domains | recipe.of_sets().domains),
     }

@@ -1,8 +1,8 @@
 """One run, one folder: its layout, its lock, its resolved recipe and which of its stages are done.
 
 inputs.json                      digests of what the run began with: recipe, models, data and code from
-                                 elsewhere, and of code that changed since; the commits of what is from the
-                                 Hub; the CPU threads settled then
+                                 elsewhere, and of code that changed since; settings that did; the commits of
+                                 what is from the Hub; the CPU threads settled then
 config.json                      the resolved recipe; a run that has it has begun
 stages/STAGE/                    metrics.jsonl  checkpoints/  last_samples.json (of the last step, for whoever
                                  watches)  flags.jsonl (where a rule of `watch` fired)  done.json (written
@@ -26,26 +26,36 @@ is told what is not.
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from opd.config import Recipe
-from opd.config.hub_names import told
 from opd.config.load import located, path_keys
 from opd.errors import DataError, RunFolderError
 from opd.metrics import FILE_NAME, FLAGS, read_metrics
 from opd.models.hf_folder import CHECKSUMS, adapter_base, check_folder, check_small_files
 from opd.pipelines.launch.machine import threads_here
 from opd.pipelines.records.inputs import changed_files, given_inputs, user_code, with_changes
+from opd.pipelines.records.settings import (
+    FREE,
+    Change,
+    Progress,
+    Recorded,
+    compared,
+    fixed,
+    require,
+    written,
+)
 from opd.redact import redacted
+from opd.storage.checkpoints import CheckpointStore
 from opd.storage.files import (
     SEAL,
     FileLock,
@@ -65,14 +75,27 @@ _LOCK, _CONFIG, _INPUTS = ".lock", "config.json", "inputs.json"
 _ANEW = "restore it, or start a new run with --out"
 ACCEPT_CODE = "--resume --accept-changed-code"
 """How a command is told to go on with code of the user's own that is no longer what it was."""
-_FREE = ("runtime", "run_dir", "launch", "train", "watch")
-"""Top-level keys that may change between attempts: they say how and where, not what; or when to stop."""
 _RECORDED = ("stage", "run", "files", "from")
 """What `mark_done` adds to a stage's result."""
 _Changed = dict[str, dict[str, dict[str, str | None]]]
 """Key of the recipe -> file -> digests `was` and `is`, of code of the user's own."""
 HubRecord = dict[str, Mapping[str, str]]
 """Key of the recipe -> what it said of the Hub (`asked`) and the `commit` that this was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What a run that goes on may be given otherwise than it was."""
+
+    code: bool = False
+    """Code of the user's own."""
+    settings: bool = False
+    """Settings that can change in the middle of a run (`settings.py`)."""
+    tell: Callable[[str, str], None] = lambda kind, what: None
+    """Told what has changed: `code` and the files, or `settings` and each of them."""
+
+
+_NOTHING_ELSE = Accepted()
 
 
 def default_path(recipe: Recipe) -> Path:
@@ -160,12 +183,12 @@ class RunFolder:
         cls,
         path: str | Path,
         recipe: Recipe,
-        accept_code: Callable[[str], None] | None = None,
+        accepted: Accepted = _NOTHING_ELSE,
         hub: HubRecord | None = None,
     ) -> RunFolder:
         """Continue the run in `path`; only `runtime`, `launch`, `train`, `watch` and `run_dir` may differ,
-        and, where there is an `accept_code`, code of the user's own: that is recorded, and it is told the
-        files in a line. What a stage that was killed as it ended has left is removed.
+        and what is `accepted`, which is recorded. What a stage that was killed as it ended has left is
+        removed.
 
         Raises `RunFolderError` if there is no run, another process holds it, a setting differs (named), or
         something else that the run was given is no longer what it was.
@@ -175,11 +198,11 @@ class RunFolder:
             return cls.create(path, recipe, hub)
         folder = cls._open(path)
         try:
-            started, changed = folder._require_same(recipe, accept_code is not None)
-            folder._keep_free(recipe, started)
-            if changed and accept_code is not None:
-                folder._record_code(changed)
-                accept_code(changed_files(folder.code_changes[-1]))
+            started, settings, code = folder._require_same(recipe, accepted)
+            folder._keep(recipe, started, settings, accepted)
+            if code:
+                folder._record_code(code)
+                accepted.tell("code", changed_files(folder.code_changes[-1]))
             folder._remove_left_over()
         except BaseException:
             folder.close()
@@ -187,7 +210,9 @@ class RunFolder:
         return folder
 
     @classmethod
-    def check(cls, path: str | Path, recipe: Recipe, *, resume: bool, accept_code: bool = False) -> None:
+    def check(
+        cls, path: str | Path, recipe: Recipe, *, resume: bool, accepted: Accepted = _NOTHING_ELSE
+    ) -> None:
         """Raise what `create`, or with `resume` `resume`, would raise now; nothing is written."""
         path = Path(path)
         begun = resume and _has_begun(path)
@@ -195,7 +220,7 @@ class RunFolder:
             refuse_existing(path)
         FileLock(path / _LOCK).refuse_held()
         if begun:
-            cls.attach(path)._require_same(recipe, accept_code)
+            cls.attach(path)._require_same(recipe, accepted)
 
     @classmethod
     def attach(cls, path: str | Path) -> RunFolder:
@@ -247,6 +272,15 @@ class RunFolder:
         `done` and `under_way` by then, and the `files` as `inputs.with_changes` takes them.
         """
         return [] if self._inputs is None else list(self._inputs.get("code_changes", []))
+
+    @property
+    def setting_changes(self) -> list[Recorded]:
+        """What the recipe has said otherwise since the run was started, oldest first."""
+        found = [] if self._inputs is None else self._inputs.get("setting_changes", [])
+        try:
+            return [Recorded(**change) for change in found]
+        except TypeError as error:
+            raise RunFolderError(f"{self.path / _INPUTS} holds no changes of settings; {_ANEW}") from error
 
     @property
     def hub(self) -> HubRecord:
@@ -438,9 +472,14 @@ class RunFolder:
         if self._inputs is None and not self.config.exists():
             return {}
         config = read_object(self.config, _ANEW)
-        if self._inputs is not None and digest_of(_fixed(config)) != self._inputs["recipe"]:
+        if self._inputs is None:
+            return config
+        known = [self._inputs["recipe"], *self._inputs.get("recipes", [])]
+        if digest_of(fixed(config)) not in known:
             raise RunFolderError(f"{self.config} is not what the run was started with; {_ANEW}")
-        return config
+        # A run that was killed between a change's record and this file has changed.
+        changed = self._inputs.get("config")
+        return config if changed is None else config | fixed(changed) | {"watch": changed["watch"]}
 
     def _record(self, stage: str) -> dict[str, Any] | None:
         path = self.path / "stages" / safe_name(stage) / DONE
@@ -459,11 +498,11 @@ class RunFolder:
 
     def _begin(self, recipe: Recipe, hub: HubRecord) -> None:
         """Write what the run starts from, `config.json` last: until then it has not begun."""
-        config = _written(recipe)
+        config = written(recipe)
         config["runtime"]["threads"] = threads_here(recipe)
         inputs = {
             "run": secrets.token_hex(8),
-            "recipe": digest_of(_fixed(config)),
+            "recipe": digest_of(fixed(config)),
             "given": given_inputs(recipe),
             "hub": hub,
             "threads": config["runtime"]["threads"],
@@ -474,23 +513,71 @@ class RunFolder:
     def _write_config(self, config: Mapping[str, Any]) -> None:
         write_atomic(self.config, json_bytes(config))
 
-    def _require_same(self, recipe: Recipe, accept_code: bool) -> tuple[dict[str, Any], _Changed]:
-        """Compare `recipe` and what it gives with what the run began with; returns that, and changed code."""
+    def _require_same(
+        self, recipe: Recipe, accepted: Accepted
+    ) -> tuple[dict[str, Any], list[Change], _Changed]:
+        """Compare `recipe` and what it gives with what the run began with; returns that, and what changed of
+        settings and of code.
+        """
         if self._inputs is None:
             raise RunFolderError(
                 f"{self.path / _INPUTS} is missing: it was lost, or the run was started by an older release;"
                 f" {_ANEW}"
             )
         started = self.read_config()
-        self._require_settings(started, recipe)
-        return started, self._require_given(recipe, accept_code)
+        settings = self._require_settings(started, recipe, accepted.settings)
+        return started, settings, self._require_given(recipe, accepted.code)
 
-    def _keep_free(self, recipe: Recipe, started: Mapping[str, Any]) -> None:
-        """Write down what `recipe` says of what may change."""
-        now = _written(recipe)
+    def _keep(
+        self, recipe: Recipe, started: Mapping[str, Any], changes: Sequence[Change], accepted: Accepted
+    ) -> None:
+        """Write down what `recipe` says of what may change, and what changed where that is recorded."""
+        now = written(recipe)
         now["runtime"]["threads"] = self.threads(recipe)
         # The rest stays as it was written, so that its digest holds for other releases too.
-        self._write_config(_fixed(started) | {key: now[key] for key in _FREE})
+        stays = fixed(now if any(not change.free for change in changes) else started)
+        config = stays | {key: now[key] for key in FREE}
+        if changes:
+            self._record_settings(recipe, changes, config)
+        self._write_config(config)
+        if any(not change.free for change in changes):
+            new = self.setting_changes[-len(changes) :]
+            accepted.tell("settings", ", ".join(change.told() for change in new))
+
+    def _record_settings(self, recipe: Recipe, changes: Sequence[Change], config: dict[str, Any]) -> None:
+        assert self._inputs is not None
+        progress, now = self._progress(recipe), datetime.now(UTC).isoformat(timespec="seconds")
+        found = [Recorded.of(recipe, change, progress, now) for change in changes]
+        for change, own in zip(changes, found, strict=True):
+            for stage in own.stages if change.draws else ():
+                self._forget_responses(stage)
+        digests = [*self._inputs.get("recipes", []), digest_of(fixed(config))]
+        changed = [*self._inputs.get("setting_changes", []), *map(asdict, found)]
+        record = {"setting_changes": changed, "recipes": digests, "config": config}
+        write_sealed(self.path / _INPUTS, {**self._inputs, **record})
+        del self._inputs  # read again when it is asked for
+
+    def _progress(self, recipe: Recipe) -> Progress:
+        from opd.pipelines.stages.order import plan
+
+        found: dict[str, Mapping[str, Any] | None] = {}
+        for stage in plan(recipe):
+            own = self.path / "stages" / safe_name(stage)
+            newest = None
+            if not (own / DONE).exists() and (own / "checkpoints").is_dir():
+                newest = CheckpointStore(own / "checkpoints", owner=self.owner(stage)).latest()
+            found[stage] = {} if newest is None else {**newest.state, "step": newest.step}
+            if (own / DONE).exists():
+                found[stage] = None
+        return found
+
+    def _forget_responses(self, stage: str) -> None:
+        """Drop what a stage has written since its checkpoint: it would be written otherwise now."""
+        for folder in (self.wal(stage), self.trajectories(stage)):
+            for own in (folder, *folder.parent.glob(f"{folder.name}-rank-*")):
+                shutil.rmtree(own, ignore_errors=True)
+        for file in self.stage(stage).glob("in_flight*.safetensors*"):
+            file.unlink(missing_ok=True)
 
     def _require_given(self, recipe: Recipe, accept_code: bool) -> _Changed:
         """What of the user's own code is no longer what it was; nothing else may be."""
@@ -546,50 +633,22 @@ class RunFolder:
         files = self._inputs["given"].get(key)
         return files is not None and given_inputs(recipe).get(key) == files
 
-    def _require_settings(self, before: dict[str, Any], recipe: Recipe) -> None:
+    def _require_settings(self, before: dict[str, Any], recipe: Recipe, accepted: bool) -> list[Change]:
+        """What `recipe` says otherwise than `before`, where that is to be recorded. Raises `RunFolderError`
+        for what may not differ.
+        """
         # A recipe of another version may not validate: then the comparison below names the key.
         with contextlib.suppress(ValidationError):
-            before = _written(located(Recipe.model_validate(before)))
-        after = _written(located(recipe))
+            before = written(located(Recipe.model_validate(before)))
         paths = [".".join(path) for path in path_keys(recipe)]
-        for key, was, now in differences(before, after):
-            moved = key in paths and self._gives_the_same(key, recipe)
-            if key.split(".")[0] not in _FREE and not moved:
-                raise RunFolderError(
-                    f"{self.path} was started with {key} = {was} and the recipe now says {now}; "
-                    "resume with the same recipe, or start a new run with --out"
-                )
-
-
-def differences(before: Any, after: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(key, what it was, what it is) of every setting in which two resolved recipes differ."""
-    if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
-        if before != after:
-            yield prefix, json.dumps(before), json.dumps(after)
-        return
-    for key in dict.fromkeys([*after, *before]):
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if key in before and key in after:
-            yield from differences(before[key], after[key], name)
-        else:
-            was, now = (json.dumps(side[key]) if key in side else "nothing" for side in (before, after))
-            yield name, was, now
-
-
-def _written(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as it lies in the folder: its secrets are left out, and may change between attempts; what is
-    from the Hub has its name there, with the commit, wherever this machine's cache is.
-    """
-    data = recipe.model_dump(mode="json")
-    for *parents, last in path_keys(recipe):
-        holder = data
-        for key in parents:
-            holder = holder[key]
-        if holder[last]:
-            holder[last] = told(holder[last])
-    return redacted(data)
-
-
-def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What must stay as it is from attempt to attempt."""
-    return {key: value for key, value in config.items() if key not in _FREE}
+        run = f"{self.path} {'last went on' if self.setting_changes else 'was started'}"
+        progress = cache(lambda: self._progress(recipe))
+        found = []
+        for change in compared(before, written(located(recipe))):
+            moved = change.name in paths and self._gives_the_same(change.name, recipe)
+            if change.free or moved:
+                found += [change] if change.path[0] == "watch" else []
+                continue
+            require(run, recipe, change, accepted, progress)
+            found.append(change)
+        return found

@@ -13,7 +13,7 @@ from typing import Any
 from opd.errors import ConfigError, RunFolderError
 from opd.foreign import visible
 from opd.pipelines.evaluation.statistics import at_the_end, mean_accuracy
-from opd.pipelines.records.run_folder import differences
+from opd.pipelines.records.settings import changes
 from opd.pipelines.report.load import Run, load_run
 from opd.pipelines.report.verdict import aligned, compare, retained
 from opd.pipelines.report.words import model_label, own_label, point_bounds, points
@@ -55,7 +55,7 @@ class Runs:
         keys: dict[str, None] = {}
         for run in self.runs[1:]:
             pair = (_flat(self.runs[0].config), _flat(run.config))
-            keys |= dict.fromkeys(key for key, _, _ in differences(*pair))
+            keys |= dict.fromkeys(change.name for change in changes(*pair))
         unused = (*FREE, "runtime", "launch", *([] if any(map(_on_rewards, self.runs)) else ["specialist"]))
         settings = [_flat(run.config) for run in self.runs]
         return [

@@ -12,6 +12,7 @@ from opd.errors import RunFolderError, reason_of
 from opd.metrics import FILE_NAME as METRICS
 from opd.pipelines.evaluation.statistics import Count, Interval
 from opd.pipelines.records.run_folder import DONE, RunFolder
+from opd.pipelines.records.settings import Recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,8 @@ class Run:
     """Domain -> what its specialist has measured of its prompts (`pipelines/stages/difficulty.py`)."""
     code_changes: list[dict[str, Any]] = field(default_factory=list)
     """What changed in the user's own code during the run, as `RunFolder.code_changes` says it."""
+    setting_changes: list[Recorded] = field(default_factory=list)
+    """What the recipe has said otherwise since the run was started, oldest first."""
     flags: list[RedFlag] = field(default_factory=list)
     """Stage by stage, in the order in which they fired."""
 
@@ -186,7 +189,8 @@ def load_run(folder: Path) -> Run:
         found = _assemble(results, run.read_config(), metrics, fallback=folder.name)
         told = [stage.name for stage in found.stages if stage.name in metrics]
         flags = [flag for stage in told for flag in _red_flags(run, stage)]
-        return replace(found, code_changes=run.code_changes, flags=flags)
+        code, settings = run.code_changes, run.setting_changes
+        return replace(found, code_changes=code, setting_changes=settings, flags=flags)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunFolderError(
             f"{folder / 'results.json'} is malformed ({reason_of(error)}): write it again with"

@@ -81,14 +81,14 @@ def write_verdict(run: Run) -> Verdict:
     if merged is None or not merged.sampled:
         return Verdict(
             "This run has no evaluated merge yet. Below is what it has produced so far.",
-            [*_code_points(run), *_cost_points(run)],
+            [*_change_points(run), *_cost_points(run)],
         )
     points_ = [*_teacher_points(run, merged), *_comparison_points(run, merged)]
-    return Verdict(_headline(run, merged), [*points_, *_code_points(run), *_cost_points(run)])
+    return Verdict(_headline(run, merged), [*points_, *_change_points(run), *_cost_points(run)])
 
 
-def _code_points(run: Run) -> list[tuple[str, str]]:
-    """Code of the user's own that was not the same all the time."""
+def _change_points(run: Run) -> list[tuple[str, str]]:
+    """Code of the user's own, and settings, that were not the same all the time."""
     points_ = []
     for change in run.code_changes:
         states = {"done": change["done"], "under way": change["under_way"]}
@@ -98,6 +98,13 @@ def _code_points(run: Run) -> list[tuple[str, str]]:
                 "User code changed during the run:",
                 f"{changed_files(change)}, on {change['time'].replace('T', ' ')}, with"
                 f" {then or 'no stage begun'}. What came before was made by other code than what came after.",
+            )
+        )
+    for change in run.setting_changes:
+        points_.append(
+            (
+                "A setting changed during the run:",
+                f"{change.told()}, on {change.time.replace('T', ' ')}.",
             )
         )
     return points_

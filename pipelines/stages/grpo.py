@@ -201,7 +201,7 @@ class GRPO(Algorithm):
         self, samples: StepSamples, rewarded: Sequence[Sample], step: Step
     ) -> tuple[PolicyStream, dict[str, float]]:
         reference = self.config.reference_kl
-        coef = step.counters.get(_COEF, reference.coef)
+        coef = reference.coef if reference.target is None else step.counters.get(_COEF, reference.coef)
         if self._penalty is not None:
             self._penalty.coef = coef
         stream = PolicyStream(samples, self.config.policy_loss.correction)

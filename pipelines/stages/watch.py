@@ -22,6 +22,8 @@ from opd.config.watch import Condition, RuleConfig, covers
 from opd.errors import TrainingError
 from opd.metrics import FlagsWriter, read_metrics, row_of
 from opd.models.causal_lm import CausalLM
+from opd.pipelines.commands.ending import again
+from opd.pipelines.records.settings import ACCEPT_SETTINGS
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.student import load_model
@@ -234,7 +236,7 @@ class Watch:
                     factor *= rule.config.factor
                 if flag.action == "stop" and not stop:
                     stop = f"{self._stage}: the rule {flag.rule} of `watch` has stopped it at step {step}:"
-                    stop += f" {flag.sentence} Then go on with --resume."
+                    stop += f" {flag.sentence} Then go on with: {again(ACCEPT_SETTINGS)}"
         if self._acts and not self._ranks.alone:
             factor, stop = self._ranks.gather_json([factor, stop], "what the rules ask for")[0]
         return Ruling(factor, stop)

@@ -20,8 +20,9 @@ from opd.pipelines.cli import main
 from opd.pipelines.evaluation.evaluate import _identity
 from opd.pipelines.launch import machine
 from opd.pipelines.records import run_folder
-from opd.pipelines.records.run_folder import RunFolder, default_path
+from opd.pipelines.records.run_folder import Accepted, RunFolder, default_path
 from opd.pipelines.stages.context import StageContext
+from opd.storage.checkpoints import CheckpointStore
 
 
 def make_recipe(**changes) -> Recipe:
@@ -213,32 +214,198 @@ def test_changed_code_is_accepted_where_asked_and_recorded(tmp_path: Path, monke
     Path("late.py").write_text("import late_helper, late_more\n")
     Path("late_more.py").touch()
     told: list[str] = []
+    accepted = Accepted(code=True, tell=lambda kind, what: told.append(f"{kind}: {what}"))
     with pytest.raises(
         RunFolderError, match=r"late\.py is not .* by --resume --accept-changed-code, or start"
     ):
         RunFolder.check("run", recipe, resume=True)
-    RunFolder.check("run", recipe, resume=True, accept_code=True)
-    with RunFolder.resume("run", recipe, told.append) as folder:
+    RunFolder.check("run", recipe, resume=True, accepted=Accepted(code=True))
+    with RunFolder.resume("run", recipe, accepted) as folder:
         (change,) = folder.code_changes
         assert measured_as(folder) != measured, "other rewards measure every model again"
-    assert told == ["late.py (domains.own.reward), late_more.py (domains.own.reward)"]
+    assert told == ["code: late.py (domains.own.reward), late_more.py (domains.own.reward)"]
     assert (change["done"], change["under_way"]) == (["base"], ["merge"])
     files = change["files"]["domains.own.reward"]
     given = json.loads(Path("run/inputs.json").read_text())["given"]["domains.own.reward"]
     assert (files["late.py"]["was"], files["late_more.py"]["was"]) == (given["late.py"], None)
     assert files["late.py"]["is"] != given["late.py"]
-    with RunFolder.resume("run", recipe, told.append) as folder:  # what is accepted may not change either
+    with RunFolder.resume("run", recipe, accepted) as folder:  # what is accepted may not change either
         assert len(folder.code_changes) == len(told) == 1
     Path("late_more.py").write_text("# again\n")
     with pytest.raises(
         RunFolderError, match=r"late_more\.py is not what it was when the run .* last went on"
     ):
         RunFolder.resume("run", recipe)
-    with RunFolder.resume("run", recipe, told.append) as folder:
+    with RunFolder.resume("run", recipe, accepted) as folder:
         assert [len(change["files"]["domains.own.reward"]) for change in folder.code_changes] == [2, 1]
     data.write_text('{"prompt": "a"}\n{"prompt": "c"}\n')
     with pytest.raises(RunFolderError, match=r"prompts\.jsonl is not .* restore it, or start a new run"):
-        RunFolder.resume("run", recipe, told.append)
+        RunFolder.resume("run", recipe, accepted)
+
+
+LOWER = {"lr": 1e-4, "schedule": "linear"}
+LEVERS = {
+    "specialist": {"optim": LOWER, "policy_loss": {"clip_high": 0.3}},
+    "rollout": {"temperature": 0.7},
+}
+
+
+def begun(path: Path, recipe: Recipe, state: dict[str, int | dict], stage: str = "specialist-sort") -> None:
+    """A run of which `stage` has a checkpoint."""
+    with RunFolder.create(path, recipe) as folder:
+        store = CheckpointStore(folder.checkpoints(stage), owner=folder.owner(stage))
+        store.save(int(state["step"]), {}, state)
+
+
+def test_changed_settings_are_accepted_where_asked_and_recorded(tmp_path: Path):
+    path, told = tmp_path / "run", []
+    accepted = Accepted(settings=True, tell=lambda kind, what: told.append((kind, what)))
+    begun(path, make_recipe(), {"step": 6})
+    folder = RunFolder.attach(path)
+    folder.mark_done("base", {"steps": 1})
+    measured = measured_as(folder)
+    log, other = folder.wal("specialist-sort") / "0.log", folder.wal("merge") / "0.log"
+    for file in (log, other):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    lower = make_recipe(specialist=LEVERS["specialist"])
+    said = r"clip_high = 0\.28 and the recipe now says 0\.3; resume with the same recipe, go on with what it "
+    with pytest.raises(RunFolderError, match=said + "says now by --resume --accept-changed-settings, or"):
+        RunFolder.resume(path, lower)
+    RunFolder.check(path, lower, resume=True, accepted=accepted)
+    assert told == []
+    with RunFolder.resume(path, lower, accepted) as folder:
+        clip, rate = folder.setting_changes
+        assert (rate.field, rate.old, rate.new) == ("specialist.optim.lr", 3e-4, 1e-4)
+        assert rate.stages == {"specialist-sort": 6, "baseline-mixed_grpo": 0}
+        assert folder.read_config()["specialist"]["optim"]["lr"] == 1e-4
+        assert measured_as(folder) == measured, "what is measured is measured as it was"
+    assert log.exists()
+    assert told == [("settings", f"{clip.told()}, {rate.told()}")]
+    assert "specialist.optim.lr 0.0003 -> 0.0001 (specialist-sort after step 6, baseline-" in rate.told()
+    RunFolder.resume(path, lower).close()  # from now on that is its recipe
+    with pytest.raises(RunFolderError, match=r"last went on with .*clip_high = 0\.3 and .* 0\.28;"):
+        RunFolder.resume(path, make_recipe())
+    cooler = make_recipe(**LEVERS)
+    with RunFolder.resume(path, cooler, accepted) as folder:
+        drawn = folder.setting_changes[2]
+        assert (drawn.field, drawn.old, drawn.new) == ("rollout.temperature", 1.0, 0.7)
+        assert drawn.done == ["base"]
+        assert measured_as(folder) != measured, "answers are drawn otherwise"
+    assert not log.exists(), "it holds responses at another temperature"
+    with RunFolder.resume(path, make_recipe(), accepted) as folder:
+        assert len(folder.setting_changes) == 6
+        assert json.loads(folder.config.read_text()) == make_recipe().model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"seed": 3}, "seed"),
+        ({"name": "other"}, "name"),
+        ({"model": {"config": {"model_type": "qwen2"}}}, "model.config.model_type"),
+        ({"domains": {"sort": {"source": "procedural:add3"}}}, "domains.sort.source"),
+        (
+            {"domains": {"sort": {"source": "procedural:sort"}, "b": {"source": "procedural:add3"}}},
+            "domains.b",
+        ),
+        ({"domains": {"sort": {"source": "procedural:sort", "prompts": 9}}}, "domains.sort.prompts"),
+        ({"specialist": {"prompts_per_step": 9}}, "specialist.prompts_per_step"),
+        ({"specialist": {"advantage": {"type": "rloo"}}}, "specialist.advantage.type"),
+        ({"specialist": {"policy_loss": {"type": "cispo"}}}, "specialist.policy_loss.type"),
+        ({"specialist": {"optim": {"beta1": 0.5}}}, "specialist.optim.beta1"),
+        ({"specialist": {"reference_kl": {"estimator": "k3"}}}, "specialist.reference_kl.estimator"),
+        ({"specialist": {"refill": {}}}, "specialist.refill"),
+        ({"specialist": {"batch": {"max_tokens": 99}}}, "specialist.batch.max_tokens"),
+        ({"distill": {"samples_per_prompt": 2}}, "distill.samples_per_prompt"),
+        ({"distill": {"rl_coef": 0.5, "samples_per_prompt": 2}}, "distill.samples_per_prompt"),
+        ({"rollout": {"max_new_tokens": 9}}, "rollout.max_new_tokens"),
+        ({"rollout": {"max_running": 9}}, "rollout.max_running"),
+        ({"rollout": {"schedule": "async"}}, "rollout.schedule"),
+        ({"storage": {"shards": 2}}, "storage.shards"),
+        ({"evaluation": {"prompts_per_domain": 9}}, "evaluation.prompts_per_domain"),
+        ({"baselines": {"methods": []}}, "baselines.methods"),
+    ],
+)
+def test_what_a_run_cannot_change_in_its_middle_is_refused_with_its_name(tmp_path: Path, changes, field):
+    RunFolder.create(tmp_path / "run", make_recipe()).close()
+    kept = (tmp_path / "run/inputs.json").read_bytes()
+    with pytest.raises(RunFolderError) as refused:
+        RunFolder.resume(tmp_path / "run", make_recipe(**changes), Accepted(code=True, settings=True))
+    said = str(refused.value)
+    assert f"was started with {field} = " in said
+    assert said.endswith("; resume with the same recipe, or start a new run with --out")
+    assert "stays as it is" in said or "cannot" in said or "no stage can" in said
+    assert (tmp_path / "run/inputs.json").read_bytes() == kept
+
+
+def test_a_change_that_would_have_no_effect_or_an_odd_one_is_refused(tmp_path: Path):
+    def refused(state: dict, before: dict, after: dict, done: str = "") -> str:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        begun(path, make_recipe(**before), state)
+        if done:
+            RunFolder.attach(path).mark_done(done, {"steps": 1})
+        with pytest.raises(RunFolderError) as error:
+            RunFolder.resume(path, make_recipe(**after), Accepted(settings=True))
+        return str(error.value)
+
+    def own(**settings) -> dict:
+        return {"specialist": settings}
+
+    faster, at = own(optim={"lr": 1e-2}), {"step": 6}
+    assert "has no effect any more: specialist-sort is done;" in refused(at, {}, faster, "specialist-sort")
+    assert "specialist-sort has taken 6;" in refused(at, {}, own(steps=6))
+    held = {"coef": 0.1, "target": 0.02}
+    adapted = at | {"counters": {"reference_kl/coef": 0.3}}
+    assert "has adapted it to reference_kl.target since; change that one" in refused(
+        adapted, own(reference_kl=held), own(reference_kl=held | {"coef": 0.2})
+    )
+    chosen = own(difficulty={"samples": 4})
+    cooler = {"rollout": {"temperature": 0.5}}
+    assert "has measured the difficulty of its prompts;" in refused(at, chosen, chosen | cooler)
+    learnt = {"distill": {"rl_coef": 0.5, "samples_per_prompt": 2}}
+    assert "no stage can begin or cease to learn by it" in refused(
+        at, learnt, {"distill": {"samples_per_prompt": 2}}
+    )
+
+
+def test_a_domain_goes_on_with_a_setting_of_its_own(tmp_path: Path):
+    """What it said nothing of before is compared with what was said of all."""
+    domains = {name: {"source": f"procedural:{name}"} for name in ("sort", "add3")}
+    begun(tmp_path / "run", make_recipe(domains=domains), {"step": 6}, "specialist-add3")
+    domains["add3"] |= {"specialist": {"optim": LOWER}, "rollout": {"temperature": 0.5}}
+    with RunFolder.resume(tmp_path / "run", make_recipe(domains=domains), Accepted(settings=True)) as folder:
+        rate, drawn = folder.setting_changes
+        assert (rate.field, rate.stages) == ("domains.add3.specialist.optim.lr", {"specialist-add3": 6})
+        assert drawn.field == "domains.add3.rollout.temperature"
+        assert "specialist-sort" not in drawn.stages
+    RunFolder.resume(tmp_path / "run", make_recipe(domains=domains)).close()
+
+
+def test_rules_change_without_leave_and_are_recorded(tmp_path: Path):
+    RunFolder.create(tmp_path / "run", make_recipe()).close()
+    watched = make_recipe(watch={"grad_norm": {"action": "stop"}, "dead_groups": None})
+    for _ in range(2):
+        with RunFolder.resume(tmp_path / "run", watched) as folder:
+            stop, off = sorted(folder.setting_changes, key=lambda change: change.field, reverse=True)
+            assert (stop.field, stop.old, stop.new) == ("watch.grad_norm.action", "warn", "stop")
+            assert (off.field, off.new) == ("watch.dead_groups", None)
+
+
+def test_a_change_survives_a_kill_between_its_two_files(tmp_path: Path):
+    path = tmp_path / "run"
+    begun(path, make_recipe(), {"step": 6})
+    before = (path / "config.json").read_bytes()
+    lower = make_recipe(**LEVERS, watch={"dead_groups": None})
+    RunFolder.resume(path, lower, Accepted(settings=True)).close()
+    after = (path / "config.json").read_bytes()
+    (path / "config.json").write_bytes(before)  # as it was, when the change was in inputs.json
+    with RunFolder.resume(path, lower) as folder:
+        assert len(folder.setting_changes) == 4
+    assert (path / "config.json").read_bytes() == after
+    (path / "config.json").write_bytes(after.replace(b'"beta1": 0.9', b'"beta1": 0.8'))
+    with pytest.raises(RunFolderError, match=r"config\.json is not what the run was started with"):
+        RunFolder.resume(path, lower, Accepted(settings=True))
 
 
 def test_an_evaluation_without_a_run_leaves_no_folder(tmp_path, capsys):
@@ -251,10 +418,11 @@ def test_an_evaluation_without_a_run_leaves_no_folder(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["run", "specialist", "distill", "evaluate"])
-def test_changed_code_is_accepted_only_where_a_run_goes_on(tmp_path: Path, command, capsys):
+def test_changes_are_accepted_only_where_a_run_goes_on(tmp_path: Path, command, capsys):
     recipe = write_recipe(tmp_path / "recipe.yaml")
-    assert main([command, str(recipe), "--accept-changed-code", "--out", str(tmp_path / "run")]) == 2
-    assert "give --resume with it" in capsys.readouterr().err
+    for switch in ("--accept-changed-code", "--accept-changed-settings"):
+        assert main([command, str(recipe), switch, "--out", str(tmp_path / "run")]) == 2
+        assert f"{switch} is for a run that goes on; give --resume with it" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

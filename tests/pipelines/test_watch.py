@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 from attempts import made_base, stop
 from recipes import tiny_recipe
 
 from opd.config.watch import RuleConfig
 from opd.errors import DataError, TrainingError
 from opd.metrics import FlagsWriter, read_metrics
-from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.cli import main
+from opd.pipelines.records.run_folder import Accepted, RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.watch import Flag, Rule
@@ -164,7 +168,9 @@ def test_a_stop_leaves_a_checkpoint_and_a_sentence_and_is_gone_on_with(base, tmp
                 run_stage(recipe, folder, STAGE)
             said = str(stopped.value)
             assert said.startswith(f"{STAGE}: the rule gone of `watch` has stopped it at step {step}: lr is")
-            assert said.endswith("take another rate. Then go on with --resume.")
+            assert said.endswith(
+                "take another rate. Then go on with: the same command and --resume --accept-changed-settings"
+            )
             assert (folder.checkpoints(STAGE) / f"step_{step}").is_dir()
     lifted = watched(base, 8, slower=RULES["slower"])
     with RunFolder.resume(tmp_path / "run", lifted) as folder:
@@ -173,6 +179,77 @@ def test_a_stop_leaves_a_checkpoint_and_a_sentence_and_is_gone_on_with(base, tmp
     with RunFolder.create(tmp_path / "never", lifted) as never:
         run_stage(lifted, never, STAGE)
         assert (never.stage_done(STAGE) or {})["digest"] == done["digest"]
+
+
+def test_a_stop_says_the_command_that_goes_on_with_the_lever_pulled(base, tmp_path, capsys):
+    written = tmp_path / "a recipe.yaml"
+    settings = watched(base, 7, **RULES).model_dump(mode="json", exclude_none=True)
+    written.write_text(yaml.safe_dump(settings, sort_keys=False))
+    begun = ["specialist", str(written), "--out", str(tmp_path / "run"), "--name", "mine"]
+    assert main(begun) == 2
+    said = capsys.readouterr().err
+    command = said.partition("Then go on with: ")[2].splitlines()[0]
+    assert shlex.split(command) == ["opd", *begun, "--resume", "--accept-changed-settings"]
+    again = [*shlex.split(command)[1:], "--specialist.optim.lr", "0.004"]
+    assert main([word for word in again if word != "--accept-changed-settings"]) == 2
+    assert "go on with what it says now by --resume --accept-changed-settings" in capsys.readouterr().err
+    assert main(again) == 0
+    change = "specialist.optim.lr 0.001 -> 0.004 (specialist-add3 after step 5, baseline-mixed_grpo)"
+    assert (
+        f"going on with changed settings, as inputs.json, results.json and the report will say: {change}"
+        in (capsys.readouterr().err)
+    )
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    (row,) = results["setting_changes"]
+    assert (row["field"], row["old"], row["new"]) == ("specialist.optim.lr", 1e-3, 4e-3)
+    assert row["stages"][STAGE] == 5
+    folder = RunFolder.attach(tmp_path / "run")
+    # The rate is the new one, times what rules have left of it: a half after steps 2, 4 and 6.
+    assert rates(folder)[4:] == [2.5e-4, 1e-3, 5e-4]
+    write_report(folder.path)
+    assert change.replace(">", "&gt;") in folder.report.read_text("utf-8")
+    card = (folder.specialist("add3") / "README.md").read_text("utf-8")
+    assert "optim.lr 0.001 up to step 5" in card
+
+
+def test_other_settings_count_from_the_checkpoint_on_bit_for_bit(base, tmp_path):
+    recipe = watched(base, 8, slower=RULES["slower"])
+    own = recipe.specialist.model_copy(
+        update={"optim": recipe.specialist.optim.model_copy(update={"lr": 5e-4})}
+    )
+    lower = recipe.model_copy(update={"specialist": own})
+    with RunFolder.create(tmp_path / "whole", recipe) as folder:
+        stop(recipe, folder, STAGE, 4)
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    with RunFolder.resume(tmp_path / "whole", lower, Accepted(settings=True)) as whole:
+        run_stage(lower, whole, STAGE)
+    with RunFolder.resume(tmp_path / "killed", lower, Accepted(settings=True)) as killed:
+        stop(lower, killed, STAGE, 7)
+    with RunFolder.resume(tmp_path / "killed", lower) as killed:
+        run_stage(lower, killed, STAGE)
+        done = [each.stage_done(STAGE) or {} for each in (whole, killed)]
+    assert done[0]["digest"] == done[1]["digest"]
+    assert rates(killed) == rates(whole)
+    assert rates(whole)[2:7] == [5e-4, 2.5e-4, 1.25e-4, 1.25e-4, 6.25e-5]
+    assert [row.stages[STAGE] for row in killed.setting_changes] == [3]
+
+
+@pytest.mark.parametrize("trajectories", ["memory", "disk"])
+def test_at_another_temperature_no_response_of_the_old_one_is_learnt_from(base, tmp_path, trajectories):
+    """Those of the step that was under way lay in the log, or on disk."""
+    recipe = watched(base, 5).model_copy(update={"watch": None})
+    storage = recipe.storage.model_copy(update={"trajectories": trajectories})
+    recipe = recipe.model_copy(update={"storage": storage})
+    cooler = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"temperature": 0.1})})
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        stop(recipe, folder, STAGE, 4)
+    with RunFolder.resume(tmp_path / "run", cooler, Accepted(settings=True)) as folder:
+        run_stage(cooler, folder, STAGE)
+        rows = folder.read_metrics(STAGE)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert max(row["mismatch/mean_abs"] for row in rows) < 1e-4
+    assert rows[3]["rollout/replayed_requests"] == 0
+    assert rows[3]["entropy"] < 0.8 * rows[2]["entropy"]
 
 
 def test_a_warning_is_a_line_of_the_terminal_of_the_file_and_of_the_report(base, tmp_path, capsys):

@@ -1,0 +1,271 @@
+"""What a recipe may say otherwise while its run goes on, and in which stages that counts.
+
+How and where a run goes, and what watches it, may always change (`FREE`). With `--accept-changed-settings` so
+may what every step reads anew and nothing was made of: rates, coefficients, bounds, how often something is
+measured, how tokens are drawn. Models, domains, the order of prompts, seeds and shapes stay: what is on disk
+hangs on them. A change counts in stages that are not done, from the checkpoint on that each goes on from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opd.config import Recipe
+from opd.config.hub_names import told
+from opd.config.load import path_keys
+from opd.errors import RunFolderError
+from opd.redact import redacted
+
+FREE = ("runtime", "run_dir", "launch", "train", "watch")
+"""Top-level keys that may change between attempts: they say how and where, not what; or when to stop."""
+ACCEPT_SETTINGS = "--resume --accept-changed-settings"
+"""How a command is told to go on with other settings than the run was started with."""
+
+_OPTIM = r"optim\.(lr|schedule|warmup_steps|final_lr_fraction|weight_decay|max_grad_norm)"
+_CLIP = r"(clip_low|clip_high|dual_clip|correction(\..+)?)"
+_SHAPING = (
+    r"shaping\.(weights(\..+)?|clip|truncated_reward|mask_truncated|overlong_buffer|overlong_penalty"
+    r"|length_coef)"
+)
+_OFTEN = r"(checkpoint_every|evaluate_every|max_steps_without_signal)"
+_SPECIALIST = (
+    rf"{_OPTIM}|policy_loss\.{_CLIP}|reference_kl\.(coef|target|gain)|{_SHAPING}|opd\.coef|entropy_coef"
+    rf"|critic|critic\.({_OPTIM}|clip|warmup_steps)|steps|group_size|minibatches|epochs|{_OFTEN}"
+)
+_MERGE = rf"{_OPTIM}|policy_loss\.{_CLIP}|loss\.(coef|loss\.{_CLIP})|kl_coef|rl_coef|steps|checkpoint_every"
+_DRAWN = r"temperature|top_p|top_k"
+_LATE = r"max_ahead|max_staleness|reward_timeout"
+_MEASURED = r"every|curve_prompts|base_kl_every"
+_SFT = rf"{_OPTIM}|checkpoint_every|evaluate_every"
+_SWITCHED = re.compile(r"(^|\.)(kl_coef|rl_coef)$")
+"""What at 0 is no stream at all, and so no matter of a number."""
+
+
+NOTHING = object()
+"""In the place of a setting that one of two recipes does not have."""
+Progress = Mapping[str, Mapping[str, Any] | None]
+"""Stage -> what the checkpoint knows that it goes on from, empty before the first; `None` once it is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One setting that is not what it was."""
+
+    path: tuple[str, ...]
+    """Its keys, from the top of the recipe."""
+    old: Any
+    new: Any
+    """As JSON, or `NOTHING`."""
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def free(self) -> bool:
+        """Whether it may change without anybody's leave."""
+        return self.path[0] in FREE
+
+    @property
+    def draws(self) -> bool:
+        """Whether responses that were written before it are not those that would be written now."""
+        return bool(re.fullmatch(_DRAWN, self.path[-1])) and "rollout" in self.path[:-1]
+
+    def sides(self) -> tuple[str, str]:
+        """What it was and what it is, in words."""
+        was, now = ("nothing" if side is NOTHING else json.dumps(side) for side in (self.old, self.new))
+        return was, now
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A group of settings of a recipe."""
+
+    may: str
+    """Pattern of the names in it that may change."""
+    stages: tuple[str, ...]
+    """Stages that read them; one that ends with a dash stands for all that begin so."""
+
+
+def _place(recipe: Recipe, path: tuple[str, ...]) -> tuple[_Place, str]:
+    """The group of a setting, and its name there."""
+    everywhere = ("base", "sft-", "specialist-", "merge", "baseline-", "evaluate")
+    learners = tuple(
+        f"specialist-{name}" for name in recipe.domains if recipe.domains[name].specialist is None
+    )
+    places: dict[tuple[str, ...], _Place] = {
+        ("specialist",): _Place(_SPECIALIST, (*learners, "baseline-mixed_grpo", "baseline-mixed_grpo_all")),
+        ("distill",): _Place(_MERGE, ("merge", "baseline-off_policy")),
+        ("base",): _Place(_SFT, ("base",)),
+        ("sft",): _Place(_SFT, ("base",)),
+        ("rollout",): _Place(f"{_DRAWN}|{_LATE}", everywhere),
+        ("evaluation",): _Place(_MEASURED, ("specialist-", "merge", "baseline-")),
+    }
+    for name in recipe.domains:
+        own = (f"specialist-{name}",)
+        places |= {
+            ("domains", name): _Place("weight", ("merge", "baseline-off_policy")),
+            ("domains", name, "specialist"): _Place(_SPECIALIST, own),
+            ("domains", name, "sft"): _Place(_SFT, (f"sft-{name}", *own)),
+            ("domains", name, "rollout"): _Place(_DRAWN, (*own, "merge", "baseline-", "evaluate")),
+            ("domains", name, "distill"): _Place("kl_coef|rl_coef", ("merge",)),
+        }
+    for name in recipe.evaluation.sets:
+        places[("evaluation", "sets", name, "rollout")] = _Place(_DRAWN, ("evaluate",))
+    for length in range(len(path) - 1, 0, -1):
+        if path[:length] in places:
+            return places[path[:length]], ".".join(path[length:])
+    return _Place("(?!)", ()), ".".join(path)
+
+
+def why_not(recipe: Recipe, change: Change) -> str | None:
+    """Why a setting cannot be another from now on, in words that follow its values; `None` if it can."""
+    place, name = _place(recipe, change.path)
+    if not re.fullmatch(place.may, name):
+        return "which stays as it is for as long as a run goes on: what is on disk was made with it"
+    if _SWITCHED.search(name) and not (change.old and change.new):
+        return "and no stage can begin or cease to learn by it in its middle"
+    return None
+
+
+def hindrance(recipe: Recipe, change: Change, progress: Progress) -> str | None:
+    """Why a setting that can change cannot any more, or not from where the run is; `None` if it can."""
+    read_by = [name for name in of_stages(recipe, change, progress) if not name.startswith("baseline-")]
+    states = {name: state for name in read_by if (state := progress[name]) is not None}
+    if read_by and not states:
+        return (
+            f"which has no effect any more: {', '.join(read_by)} {'is' if len(read_by) == 1 else 'are'} done"
+        )
+    for stage, state in states.items():
+        step = int(state.get("step", 0))
+        if change.path[-1] == "steps" and not (change.old and change.new > step):
+            return f"and {stage} has taken {step}" if change.old and change.new else "which is another stage"
+        if change.path[-2:] == ("reference_kl", "coef") and "reference_kl/coef" in state.get("counters", {}):
+            return f"and {stage} has adapted it to reference_kl.target since; change that one"
+        measured = (
+            stage.startswith("specialist-")
+            and recipe.for_domain(stage.removeprefix("specialist-")).specialist.difficulty
+        )
+        if change.draws and step and measured:
+            return f"at which {stage} has measured the difficulty of its prompts"
+    return None
+
+
+def of_stages(recipe: Recipe, change: Change, stages: Iterable[str]) -> list[str]:
+    """Those of `stages` that read a setting; all that are watched, of rules."""
+    wanted = ("base", "sft-", "specialist-", "merge", "baseline-")
+    if change.path[0] != "watch":
+        wanted = _place(recipe, change.path)[0].stages
+    return [
+        stage
+        for stage in stages
+        if any(stage == name or (name.endswith("-") and stage.startswith(name)) for name in wanted)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A change as a run keeps it."""
+
+    time: str
+    """UTC."""
+    field: str
+    old: Any
+    new: Any
+    """`None` also where there was nothing."""
+    stages: dict[str, int]
+    """Stages that go on with it, and how many steps each had taken."""
+    done: list[str]
+    """Stages that read it and were done before."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, change: Change, progress: Progress, time: str) -> Recorded:
+        """`change` in a run that has come as far as `progress`."""
+        read_by = {name: progress[name] for name in of_stages(recipe, change, progress)}
+        steps = {name: int(state.get("step", 0)) for name, state in read_by.items() if state is not None}
+        done = [name for name, state in read_by.items() if state is None]
+        old, new = (None if side is NOTHING else side for side in (change.old, change.new))
+        return cls(time, change.name, old, new, steps, done)
+
+    def told(self) -> str:
+        """`specialist.optim.lr 0.001 -> 0.0003 (specialist-a after step 6; done before: specialist-b)`."""
+        goes_on = ", ".join(
+            f"{name} after step {step}" if step else name for name, step in self.stages.items()
+        )
+        before = f"done before: {', '.join(self.done)}" if self.done else ""
+        where = "; ".join(filter(None, (goes_on, before)))
+        words = f"{self.field} {json.dumps(self.old)} -> {json.dumps(self.new)}"
+        return words + (f" ({where})" if where else "")
+
+
+def require(
+    run: str, recipe: Recipe, change: Change, accepted: bool, progress: Callable[[], Progress]
+) -> None:
+    """Raise `RunFolderError` unless a run can go on with `change`, and may; `run`: its place, and since when
+    it has had the old one.
+    """
+    was, now = change.sides()
+    why, way = why_not(recipe, change), ""
+    if why is None and not accepted:
+        way = f"go on with what it says now by {ACCEPT_SETTINGS}, "
+    elif why is None:
+        why = hindrance(recipe, change, progress())
+        if why is None:
+            return
+    because = f", {why}" if accepted else ""
+    raise RunFolderError(
+        f"{run} with {change.name} = {was} and the recipe now says {now}{because};"
+        f" resume with the same recipe, {way}or start a new run with --out"
+    )
+
+
+def changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[Change]:
+    """Every setting in which two resolved recipes differ."""
+    if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
+        if before != after:
+            yield Change(path, before, after)
+        return
+    for key in dict.fromkeys([*after, *before]):
+        own = (*path, str(key))
+        if key in before and key in after:
+            yield from changes(before[key], after[key], own)
+        else:
+            yield Change(own, before.get(key, NOTHING), after.get(key, NOTHING))
+
+
+def compared(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
+    """Every setting in which two resolved recipes differ. What a domain says of its own on one side alone is
+    compared with what the other side says of all.
+    """
+    sides = [{**side, "domains": dict(side.get("domains", {}))} for side in (before, after)]
+    for name in sides[0]["domains"].keys() & sides[1]["domains"].keys():
+        for group in ("specialist", "rollout"):
+            own = [side["domains"][name].get(group) for side in sides]
+            for side, mine, others in zip(sides, own, reversed(own), strict=True):
+                if mine is None and others is not None:
+                    general = {key: side[group][key] for key in others if key in side.get(group, {})}
+                    side["domains"][name] = {**side["domains"][name], group: general}
+    return list(changes(*sides))
+
+
+def written(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as it lies in the folder: its secrets are left out, and may change between attempts; what is
+    from the Hub has its name there, with the commit, wherever this machine's cache is.
+    """
+    data = recipe.model_dump(mode="json")
+    for *parents, last in path_keys(recipe):
+        holder = data
+        for key in parents:
+            holder = holder[key]
+        if holder[last]:
+            holder[last] = told(holder[last])
+    return redacted(data)
+
+
+def fixed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What must stay as it is from attempt to attempt."""
+    return {key: value for key, value in config.items() if key not in FREE}
