@@ -12,7 +12,7 @@ from typing import Any
 
 from cells import CELLS
 from matplotlib.figure import Figure
-from study_tables import LABELS, OPD, SOFT, Seeds, joined, lead, main, panels, whole
+from study_tables import LABELS, OPD, SOFT, Seeds, figure, joined, lead, main, whole
 
 LEARNT, WARMED, OWN = ("half", "parity"), "warmed", "own"
 TOLD = LABELS | {WARMED: "soft labels, then OPD"}
@@ -81,24 +81,13 @@ def tables(seeds: Seeds) -> str:
 
 def draw(seeds: Seeds) -> Figure:
     """A line an arm, from teachers of one's own to foreign ones."""
-    lines = {
-        OPD: ("OPD", "#2f6fc8", "-"),
-        "student/sampled": ("k1", "#2f6fc8", ":"),
-        "student/forward": ("forward KL, student's answers", "#2f6fc8", "--"),
-        SOFT: ("soft labels", "#c8442f", "-"),
-        "teacher/sampled": ("samples", "#c8442f", ":"),
-        "teacher/reverse": ("reverse KL, teachers' answers", "#c8442f", "--"),
-        WARMED: ("soft labels, then OPD", "#7a4fb5", "-"),
-    }
     found = done(seeds)
-    figure, (panel,) = panels(1, 4.6)
-    for arm, (label, colour, style) in lines.items():
-        values = [mean(share(seeds[s][name][arm]) for s in having) for name, having in found.items()]
-        panel.plot(range(len(values)), values, style, marker="o", markersize=4, color=colour, label=label)
-    panel.set_xticks(range(len(found)), list(found))
-    panel.set(xlabel="the lineage of the teachers", ylabel="right answers, sampled (%)")
-    panel.legend(frameon=False, fontsize=8)
-    return figure
+    drawn = {
+        arm: [(x, mean(share(seeds[s][name][arm]) for s in found[name])) for x, name in enumerate(found)]
+        for arm in (*CELLS, WARMED)
+    }
+    axes = ("the lineage of the teachers", "right answers, sampled (%)")
+    return figure({"": drawn}, TOLD, axes, ticks=list(found))
 
 
 if __name__ == "__main__":

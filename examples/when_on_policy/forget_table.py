@@ -13,7 +13,7 @@ from typing import Any
 
 from cells import CELLS
 from matplotlib.figure import Figure
-from study_tables import LABELS, OPD, Seeds, joined, lead, main, panels, whole
+from study_tables import LABELS, OPD, Seeds, figure, joined, lead, main, whole
 
 KEPT, LEARNT = "known", ("half", "parity")
 NEVER_THERE = "student/sampled"
@@ -161,28 +161,20 @@ def tables(seeds: Seeds) -> str:
 
 def draw(seeds: Seeds) -> Figure:
     """What is left against what is learnt, a line an arm."""
-    colours = {"teacher": "#c8442f", "student": "#2f6fc8"}
-    styles = {"sampled": (":", "v"), "forward": ("--", "s"), "reverse": ("-", "o")}
-    figure, (panel,) = panels(1, 6.6)
     found = list(curves(seeds).values())
-    for cell in CELLS:
-        who, loss = cell.split("/")
-        line, mark = styles[loss]
-        steps = range(len(found[0][cell]))
-        points = [
-            [mean(share(arms[cell][step], of) for arms in found) for step in steps] for of in (LEARNT, [KEPT])
+
+    def points(cell: str) -> list[tuple[float, float]]:
+        steps = zip(*(arms[cell] for arms in found), strict=True)
+        return [
+            (mean(share(a, LEARNT) for a in each), mean(share(a, [KEPT]) for a in each)) for each in steps
         ]
-        panel.plot(
-            *points, line, marker=mark, markersize=4, color=colours[who], label=LABELS[cell].strip("*")
-        )
-    panel.set(xlabel="two tasks that are taught: right answers (%)", ylabel="the task nobody teaches (%)")
-    panel.set_ylim(0, 101)
-    told = ["before", *whole(seeds)]
-    for step, name in enumerate(told):
-        x, y = (mean(share(arms[OPD][step], of) for arms in found) for of in (LEARNT, [KEPT]))
-        panel.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
-    panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
-    return figure
+
+    drawn = {cell: points(cell) for cell in CELLS}
+    axes = ("two tasks that are taught: right answers (%)", "the task nobody teaches (%)")
+    made = figure({"": drawn}, LABELS, axes, width=5.0)
+    for name, point in zip(["before", *whole(seeds)], drawn[OPD], strict=True):
+        made.axes[0].annotate(name, point, xytext=(6, 4), textcoords="offset points", fontsize=8)
+    return made
 
 
 if __name__ == "__main__":

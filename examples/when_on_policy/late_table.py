@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import nan
 from statistics import mean
 from typing import Any
 
 from cells import ARMS
 from matplotlib.figure import Figure
-from study_tables import LABELS, OPD, Seeds, joined, lead, main, panels, whole
+from study_tables import LABELS, OPD, Seeds, figure, joined, lead, main, whole
 
 CONDITION, LATE, LAST = "late", "rotate", 10
 OLDER = ("sort", "reverse", "add3")
@@ -100,20 +101,19 @@ def tables(seeds: Seeds) -> str:
 
 def draw(seeds: Seeds) -> Figure:
     """The late domain against the extra tokens."""
-    figure, (panel,) = panels(1, 4.6)
-    for number, arms in enumerate(arms_of(seeds).values()):
-        once = None if number else "mixed GRPO"
-        curve = [(spent / 1000, reward) for spent, reward in smooth(arms)]
-        panel.plot(*zip(*curve, strict=True), color="#c8442f", linewidth=1.3, label=once)
-        for label, spent, colour in (
-            ("OPD, with the specialist's tokens", extra(arms), "#2f6fc8"),
-            ("OPD, the specialist is there", arms[OPD]["tokens"], "#7fb0e8"),
-        ):
-            once = None if number else label
-            panel.plot(spent / 1000, share(arms[OPD], (LATE,)), "o", color=colour, label=once)
-    panel.set(xlabel="extra student tokens (thousands)", ylabel="rotate, sampled (%)", ylim=(0, 101))
-    panel.legend(frameon=False, loc="lower right")
-    return figure
+    found = list(arms_of(seeds).values())
+    curves = [[(spent / 1000, reward) for spent, reward in smooth(arms)] for arms in found]
+    drawn = {
+        "mixed": [point for curve in curves for point in (*curve, (nan, nan))],  # a gap between seeds
+        "dear": [(extra(arms) / 1000, share(arms[OPD], (LATE,))) for arms in found],
+        "cheap": [(arms[OPD]["tokens"] / 1000, share(arms[OPD], (LATE,))) for arms in found],
+    }
+    told = {
+        "mixed": "mixed GRPO",
+        "dear": "OPD, with the specialist's tokens",
+        "cheap": "OPD, the specialist is there",
+    }
+    return figure({"": drawn}, told, ("extra student tokens (thousands)", "rotate, sampled (%)"))
 
 
 if __name__ == "__main__":

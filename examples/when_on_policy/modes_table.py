@@ -12,7 +12,7 @@ from typing import Any
 
 from cells import ARMS, CELLS
 from matplotlib.figure import Figure
-from study_tables import OPD, Seeds, joined, lead, main, panels, whole
+from study_tables import LABELS, OPD, Seeds, figure, joined, lead, main, whole
 
 
 def share(arm: dict[str, Any], way: str) -> float:
@@ -60,29 +60,19 @@ def tables(seeds: Seeds) -> str:
 
 
 def draw(seeds: Seeds) -> Figure:
-    """A bar an arm, a dot a seed, a panel a condition."""
-    labels = {
-        "teacher/sampled": "samples",
-        "teacher/forward": "soft labels",
-        "teacher/reverse": "reverse KL",
-        "student/sampled": "k1",
-        "student/forward": "forward KL",
-        OPD: "OPD",
-    }
-    conditions = whole(seeds)
-    figure, found = panels(len(conditions), 3.6)
-    for panel, (name, having) in zip(found, conditions.items(), strict=True):
-        for x, arm in enumerate(labels):
-            values = [share(seeds[s][name][arm], "sampled") for s in having]
-            panel.bar(x, mean(values), color="#2f6fc8" if arm.startswith("student") else "#c8442f", alpha=0.6)
-            panel.plot([x] * len(values), values, "o", color="black", markersize=3)
-        teacher = mean(share(seeds[s][name]["teacher"], "sampled") for s in having)
-        panel.axhline(teacher, color="#444444", linestyle=":", linewidth=1)
-        panel.set_xticks(range(len(labels)), list(labels.values()), rotation=40, ha="right")
-        panel.set_title(f"{name} (dotted: the teacher)")
-    found[0].set_ylabel("right answers, sampled (%)")
-    figure.suptitle("red: loss on the teacher's answers; blue: on the student's own", fontsize=9)
-    return figure
+    """The seeds of every arm, a panel a condition; the teacher across."""
+
+    def points(name: str, having: list[int]) -> dict[str, list[tuple[float, float]]]:
+        found = {
+            arm: [(x, share(seeds[s][name][arm], "sampled")) for s in having] for x, arm in enumerate(CELLS)
+        }
+        top = mean(share(seeds[s][name]["teacher"], "sampled") for s in having)
+        return found | {"teacher": [(-0.3, top), (len(CELLS) - 0.7, top)]}
+
+    drawn = {name: points(name, having) for name, having in whole(seeds).items()}
+    ticks = ("samples", "soft", "reverse", "k1", "forward", "OPD")
+    axes = ("arm; a mark a seed", "right answers, sampled (%)")
+    return figure(drawn, LABELS, axes, width=3.6, ticks=ticks)
 
 
 if __name__ == "__main__":

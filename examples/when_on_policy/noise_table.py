@@ -12,7 +12,7 @@ from typing import Any
 
 from cells import ARMS
 from matplotlib.figure import Figure
-from study_tables import OPD, SOFT, Seeds, joined, lead, main, panels, whole
+from study_tables import LABELS, OPD, SOFT, Seeds, figure, joined, lead, main, whole
 
 PLACES = (4, 8, 16)
 
@@ -66,24 +66,17 @@ def tables(seeds: Seeds) -> str:
 
 def draw(seeds: Seeds) -> Figure:
     """Right digits against the place, a panel a condition."""
-    lines = {
-        "teacher": ("its teacher", "#444444", ":"),
-        OPD: ("OPD: the student's answers", "#2f6fc8", "-"),
-        SOFT: ("soft labels: the teacher's answers", "#c8442f", "-"),
-        "teacher/sampled": ("supervised: the teacher's answers", "#c8442f", "--"),
-        "start": ("the student before", "#999999", ":"),
-    }
-    conditions = whole(seeds)
-    figure, found = panels(len(conditions), 2.9)
-    for panel, (name, having) in zip(found, conditions.items(), strict=True):
-        for arm, (label, colour, style) in lines.items():
-            places = range(1, PLACES[-1] + 1)
-            values = [mean(share(seeds[s][name][arm], "sampled", p) for s in having) for p in places]
-            panel.plot(places, values, style, color=colour, label=label, linewidth=1.7)
-        panel.set(title=name, xlabel="steps of work", ylim=(0, 101), xticks=(1, *PLACES))
-    found[0].set_ylabel("right after so many steps (%)")
-    found[0].legend(frameon=False, fontsize=8, loc="lower left")
-    return figure
+
+    def curve(name: str, arm: str, having: list[int]) -> list[tuple[float, float]]:
+        places = range(1, PLACES[-1] + 1)
+        return [(at, mean(share(seeds[s][name][arm], "sampled", at) for s in having)) for at in places]
+
+    shown = ("start", "teacher", "teacher/sampled", SOFT, OPD)
+    drawn = {name: {arm: curve(name, arm, having) for arm in shown} for name, having in whole(seeds).items()}
+    made = figure(drawn, LABELS, ("steps of work", "right after so many steps (%)"), width=2.7)
+    for panel in made.axes:
+        panel.set_xticks((1, *PLACES))
+    return made
 
 
 if __name__ == "__main__":
