@@ -18,14 +18,18 @@ from torch import Tensor
 
 from opd.config import Recipe
 from opd.config.load import load_recipe
+from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.evaluation.measure import is_right
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute
+from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.order import plan, with_needs
+from opd.pipelines.stages.grpo import train_grpo
+from opd.pipelines.stages.loop import Extent
+from opd.pipelines.stages.order import Stage, plan, with_needs
 from opd.pipelines.stages.student import load_model, make_writer, tokenizer_of, ways_of
 from opd.rollout.collect import write
 from opd.train.packing import of_packed
@@ -59,6 +63,13 @@ def recipe_of(name: str, settings: Sequence[str]) -> Recipe:
     return load_recipe([HERE / name], list(settings))
 
 
+def taught(start: Path, teachers: Mapping[str, Path]) -> tuple[str, ...]:
+    """Settings of a merge of `teachers`, one a domain, into the model in `start`."""
+    given = {domain: {"path": str(path), "type": "local"} for domain, path in teachers.items()}
+    begin = ("--model.config", "null", "--base", "null", "--model.path", str(start))
+    return (*begin, "--teachers", json.dumps(given))
+
+
 def opened(out: Path, recipe: Recipe) -> RunFolder:
     """The run folder `out`, begun or gone on with."""
     return RunFolder.resume(out, recipe) if out.exists() else RunFolder.create(out, recipe)
@@ -73,6 +84,21 @@ def run(out: Path, recipe: Recipe, stage: str) -> dict[str, Any]:
             if folder.stage_done(needed.name) is None:
                 execute(recipe, folder, needed, lambda done, total, headline: None)
         return folder.stage_done(stage) or {}
+
+
+def mixed_grpo(out: Path, recipe: Recipe, start: Path, tokens: int) -> tuple[Path, list[dict[str, Any]]]:
+    """GRPO on all domains of `recipe` at once, from `start`, for so many tokens: its model, and the metrics
+    of each step.
+    """
+    model, name = out / "baselines" / "mixed_grpo", "baseline-mixed_grpo"
+
+    def learn(context: StageContext) -> dict[str, Any]:
+        return train_grpo(context, start, list(recipe.domains), model, Extent(tokens=tokens))
+
+    with opened(out, recipe) as folder:
+        if folder.stage_done(name) is None:
+            execute(recipe, folder, Stage(name, (), learn), lambda done, total, headline: None)
+        return model, read_metrics(folder.metrics(name))
 
 
 def run_cell(out: Path, name: str, cell: str, settings: Sequence[str]) -> tuple[Path, dict[str, Any]]:
@@ -224,10 +250,15 @@ class Kept:
             self.add(condition, cell, arm)
 
 
-def main(study: str, measure: Callable[[Path, int, str, Kept], None], conditions: Sequence[str]) -> None:
+def main(
+    study: str,
+    measure: Callable[[Path, int, str, Kept], None],
+    conditions: Sequence[str],
+    seeds: Sequence[int] = (0, 1, 2),
+) -> None:
     """Measure every seed of every condition that the command line asks for; by default all."""
     parser = argparse.ArgumentParser(description=f"The runs of the study {study}.")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
     parser.add_argument("--conditions", nargs="+", choices=conditions, default=list(conditions))
     parser.add_argument("--out", type=Path, default=Path("runs/when-on-policy") / study)
     options = parser.parse_args()

@@ -7,13 +7,12 @@ Goes on where it stopped when it is started again; the table is made by `forget_
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cells import Answer, Answers, Kept, distance, main, recipe_of, right, run, written
+from cells import Answer, Answers, Kept, distance, main, recipe_of, right, run, taught, written
 
 from opd.config import Recipe
 from opd.pipelines.evaluation.measure import is_right
@@ -50,9 +49,8 @@ def lineage(root: Path, seed: int = 0, shape: tuple[str, ...] = ()) -> tuple[Pat
 
 def merge_of(seed: int, start: Path, teachers: dict[str, Path], steps: int) -> tuple[str, ...]:
     """Settings of a merge of `teachers` into the model in `start`."""
-    given = {domain: {"path": str(path), "type": "local"} for domain, path in teachers.items()}
-    words = ("--seed", str(seed), "--model.path", str(start), "--distill.steps", str(steps))
-    return (*words, "--teachers", json.dumps(given))
+    words = ("--seed", str(seed), "--distill.steps", str(steps))
+    return (*words, *taught(start, teachers))
 
 
 @cache

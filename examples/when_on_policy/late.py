@@ -7,18 +7,13 @@ Goes on where it stopped when it is started again; the table is made by `late_ta
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cells import Kept, answers, main, opened, recipe_of, run
+from cells import Kept, answers, main, mixed_grpo, recipe_of, run, taught
 
 from opd.config import Recipe
-from opd.metrics import read_metrics
-from opd.pipelines.run import execute
-from opd.pipelines.stages.grpo import train_grpo
-from opd.pipelines.stages.loop import Extent
-from opd.pipelines.stages.order import Stage
 
 RECIPE = "recipe-late.yaml"
 DOMAINS = ("sort", "reverse", "add3", "rotate")
@@ -26,15 +21,6 @@ LATE = "rotate"
 TIMES = 3
 """How many times the extra tokens of the new merge mixed GRPO is given."""
 CONDITION = "late"
-
-
-def taught(root: Path, start: Path, domains: tuple[str, ...]) -> tuple[str, ...]:
-    """Settings of a merge of the specialists of `domains` into the model in `start`."""
-    teachers = {d: {"path": str(root / "specialists" / d), "type": "local"} for d in domains}
-    return (
-        *("--model.config", "null", "--base", "null", "--model.path", str(start)),
-        *("--teachers", json.dumps(teachers)),
-    )
 
 
 def counted(recipe: Recipe, model: Path) -> dict[str, Any]:
@@ -50,6 +36,12 @@ def counted(recipe: Recipe, model: Path) -> dict[str, Any]:
     return found
 
 
+def settings(root: Path, seed: int, start: Path, domains: Sequence[str]) -> tuple[str, ...]:
+    """What is said of a merge of the specialists of `domains` into the model in `start`."""
+    own = {domain: root / "specialists" / domain for domain in domains}
+    return ("--seed", str(seed), *taught(start, own))
+
+
 def specialists(root: Path, seed: int) -> int:
     """Train base and specialists in `root`; returns the tokens of the late one."""
     recipe = recipe_of(RECIPE, ("--seed", str(seed)))
@@ -58,7 +50,7 @@ def specialists(root: Path, seed: int) -> int:
 
 def first_merge(root: Path, seed: int) -> Path:
     """The student of the three older domains. (The fourth has no prompt in it.)"""
-    recipe = recipe_of(RECIPE, ("--seed", str(seed), *taught(root, root / "base", DOMAINS[:-1])))
+    recipe = recipe_of(RECIPE, settings(root, seed, root / "base", DOMAINS[:-1]))
     recipe = recipe.model_copy(update={"domains": {d: recipe.domains[d] for d in DOMAINS[:-1]}})
     run(root / "first", recipe, "merge")
     return root / "first" / "merged"
@@ -68,17 +60,7 @@ def mixed(root: Path, recipe: Recipe, start: Path, tokens: int) -> dict[str, Any
     """Mixed-domain GRPO from `start` for so many tokens: what was measured, and tokens and reward of the late
     domain step by step.
     """
-    out = root / "mixed"
-    model = out / "baselines" / "mixed_grpo"
-    name = "baseline-mixed_grpo"
-
-    def learn(context):
-        return train_grpo(context, start, list(DOMAINS), model, Extent(tokens=tokens))
-
-    with opened(out, recipe) as folder:
-        if folder.stage_done(name) is None:
-            execute(recipe, folder, Stage(name, (), learn), lambda done, total, headline: None)
-        rows = read_metrics(folder.metrics(name))
+    model, rows = mixed_grpo(root / "mixed", recipe, start, tokens)
     # The last step ends with the tokens, maybe before a prompt of the late domain.
     rewarded = [row for row in rows if f"reward/{LATE}" in row]
     curve = [[row["tokens/student"], round(row[f"reward/{LATE}"], 4)] for row in rewarded]
@@ -93,7 +75,7 @@ def measure(out: Path, seed: int, condition: str, kept: Kept) -> None:
     late_tokens = specialists(root, seed)
     print(f"{told}: the first merge", flush=True)
     start = first_merge(root, seed)
-    words = ("--seed", str(seed), *taught(root, start, DOMAINS))
+    words = settings(root, seed, start, DOMAINS)
     recipe = recipe_of(RECIPE, words)
     kept.add(CONDITION, "start", lambda: counted(recipe, start))
     late = root / "specialists" / LATE

@@ -7,12 +7,11 @@ Goes on where it stopped when it is started again; the table is made by `modes_t
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cells import Kept, answers, damaged, main, recipe_of, run
+from cells import Kept, answers, damaged, main, recipe_of, run, taught
 
 from opd.config import Recipe
 
@@ -50,8 +49,7 @@ def measure(root: Path, seed: int, name: str, kept: Kept) -> None:
     """Every arm of a condition, of one seed."""
     taught_by = teacher(root)
     begin = damaged(taught_by, root / f"seed-{seed}" / "student", seed)
-    words = (*CONDITIONS[name], "--seed", str(seed), "--model.path", str(begin))
-    words += ("--teachers", json.dumps({"digits": {"path": str(taught_by), "type": "local"}}))
+    words = (*CONDITIONS[name], "--seed", str(seed), *taught(begin, {"digits": taught_by}))
     recipe = recipe_of(MERGE, words)
 
     def count(model: Path) -> dict[str, Any]:

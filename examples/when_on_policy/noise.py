@@ -7,10 +7,9 @@ Goes on where it stopped when it is started again; the table is made by `noise_t
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from cells import Kept, by_place, changed, damaged, main, recipe_of, run
+from cells import Kept, by_place, changed, damaged, main, recipe_of, run, taught
 
 SHARPER = {0: 3.0, 2: 1.5, 10: 1.0}
 """Wrong digits in % -> what the head of a teacher that writes 10 % of them is multiplied by for that."""
@@ -43,9 +42,7 @@ def measure(root: Path, seed: int, name: str, kept: Kept) -> None:
     noise, prompts = CONDITIONS[name]
     begin = damaged(teacher(root, 10), root / f"seed-{seed}" / "student", seed)
     taught_by = teacher(root, noise)
-    words = ("--domains.sum.prompts", str(prompts))
-    words += ("--seed", str(seed), "--model.path", str(begin))
-    words += ("--teachers", json.dumps({"sum": {"path": str(taught_by), "type": "local"}}))
+    words = ("--domains.sum.prompts", str(prompts), "--seed", str(seed), *taught(begin, {"sum": taught_by}))
     recipe = recipe_of(MERGE, words)
     kept.add(name, "start", lambda: by_place(recipe, begin, "sum"))
     kept.add(name, "teacher", lambda: by_place(recipe, taught_by, "sum"))
