@@ -135,3 +135,56 @@ class Known(DigitTask):
 
     def demonstration(self, prompt: str, rng: np.random.Generator, right: float, wrong_rule: float) -> str:
         return self.right(self.digits(prompt))
+
+
+class Eight(DigitTask):
+    """Each digit and eight, modulo 10."""
+
+    def brief(self, digits: str) -> str:
+        """The results alone."""
+        return "".join(str((int(digit) + 8) % 10) for digit in digits)
+
+    def full(self, digits: str) -> str:
+        """Counted up to, all digits by one at a time."""
+        return "".join(str((int(digit) + more) % 10) for more in range(9) for digit in digits)
+
+
+@register("brief")
+class Brief(Eight):
+    """One digit for each; the wrong rule is the other style."""
+
+    def right(self, digits: str) -> str:
+        return self.brief(digits)
+
+    def wrong_rule(self, digits: str) -> str:
+        return self.full(digits)
+
+
+@register("full")
+class Full(Eight):
+    """The digits nine times over, of which the last are the results; the wrong rule is the other style."""
+
+    def right(self, digits: str) -> str:
+        return self.full(digits)
+
+    def wrong_rule(self, digits: str) -> str:
+        return self.brief(digits)
+
+
+def tenth(sample) -> float:
+    """0.1 for a right answer."""
+    return 0.1 * (sample.text == sample.label)
+
+
+@register("rounds")
+class Rounds(DigitTask):
+    """The digits 16 times over, each time one more, modulo 10; the wrong rule takes one away."""
+
+    def right(self, digits: str) -> str:
+        return self._counted(digits, 1)
+
+    def wrong_rule(self, digits: str) -> str:
+        return self._counted(digits, -1)
+
+    def _counted(self, digits: str, step: int) -> str:
+        return "".join(str((int(d) + step * time) % 10) for time in range(16) for d in digits)

@@ -74,6 +74,27 @@ def test_both_ways_of_a_task_are_right_and_differ_at_every_place(module, name, r
     assert all(a != b for a, b in zip(prompt, other, strict=True))
 
 
+def test_two_domains_want_the_other_ones_style_and_one_is_paid_a_tenth(module):
+    tasks = module("tasks")
+    brief, full, rounds = tasks.Brief(), tasks.Full(), tasks.Rounds()
+    assert (brief.right("2901"), full.right("29")) == ("0789", "293041526374859607")
+    assert (brief.wrong_rule("2901"), full.wrong_rule("2901")) == (full.right("2901"), brief.right("2901"))
+    assert (rounds.right("29")[:6], rounds.wrong_rule("29")[:6]) == ("293041", "291807")
+    assert [len(task.right("2901")) for task in (brief, full, rounds)] == [4, 36, 64]
+    assert [tasks.tenth(SimpleNamespace(text=text, label="12")) for text in ("12", "21")] == [0.1, 0.0]
+
+
+def test_a_figure_has_a_panel_a_title_and_a_line_an_arm(module):
+    tables, points = module("study_tables"), [(0, 10.0), (1, 20.0)]
+    arms = {"start": points, tables.OPD: points[::-1]}
+    made = tables.figure({"one": arms, "two": {"start": points}}, tables.LABELS, ("x", "y"), ticks="ab")
+    first, second = made.axes
+    assert [panel.get_title() for panel in made.axes] == ["one", "two"]
+    assert [line.get_ydata().tolist() for line in first.lines] == [[10.0, 20.0], [20.0, 10.0]]
+    assert len(second.lines) == 1
+    assert [text.get_text() for text in made.legends[0].get_texts()] == ["the student before", "OPD"]
+
+
 def test_what_is_left_is_read_where_a_level_is_first_reached(module):
     table = module("forget_table")
     pairs = [(20, 90), (10, 80), (30, 60), (50, 20)]
