@@ -232,10 +232,12 @@ ROWS = {
     "done stage: done.json": r"stages/.*/done\.json",
     "done stage: metrics.jsonl": r"stages/(?!merge).*/metrics\.jsonl|stages/merge/metrics\.jsonl done",
     "done stage: models.json": r"stages/evaluate/models\.json",
+    "done stage: difficulty.json": r"stages/specialist-.*/difficulty\.json done",
     "done stage: the rest": r"stages/(base/initial|(?!merge)[^/]*/checkpoints)/.*"
     r"|.*/(checkpoints/.*|last_samples\.json) done",
     "stopped stage: metrics.jsonl": r"stages/merge/metrics\.jsonl",
     "stopped stage: last_samples.json": r"stages/.*/last_samples\.json",
+    "stopped stage: difficulty.json": r"stages/.*/difficulty\.json",
     "stopped stage: manifest.json": r"stages/merge/checkpoints/.*/manifest\.json",
     "stopped stage: checkpoint": r"stages/merge/checkpoints/.*\.safetensors",
     "stopped stage: token log": r"stages/.*/wal/.*\.(wal|snapshot)",

@@ -65,7 +65,29 @@ def stop_in_merge(out: Path, seed: int, steps: int, **changes) -> None:
     Every decode step is a chunk of its own: how many a longer chunk holds is a matter of the machine's speed.
     What goes to disk goes there response by response, and its writer ends as a kill would end it.
     """
-    recipe: Recipe = tiny_recipe(**settings(seed, **changes))
+    stop_in(out, tiny_recipe(**settings(seed, **changes)), "merge", steps)
+
+
+MEASURED = {
+    "specialist": {
+        "steps": 2,
+        "prompts_per_step": 2,
+        "group_size": 4,
+        "difficulty": {"samples": 2, "prompts": 16, "min_rate": 0.0, "max_rate": 1.0},
+    },
+    "distill": {"steps": 2, "prompts_per_domain": 2},
+    "baselines": {"methods": ["mixed_grpo"]},
+}
+"""A run whose specialists measure their prompts, which its baseline reads."""
+
+
+def stop_while_measuring(out: Path, seed: int) -> None:
+    """Make a run folder whose second specialist was stopped while it measured its prompts."""
+    stop_in(out, tiny_recipe(**settings(seed, **MEASURED)), "specialist-add3", 30)
+
+
+def stop_in(out: Path, recipe: Recipe, last: str, steps: int) -> None:
+    """Make a run folder whose stage `last` was stopped after `steps` decode steps."""
     with (
         RunFolder.create(out, recipe) as folder,
         patch.object(student, "CHUNK_SECONDS", 0.0),
@@ -73,10 +95,10 @@ def stop_in_merge(out: Path, seed: int, steps: int, **changes) -> None:
         patch.object(TrajectoryWriter, "_finish"),
     ):
         for stage in with_needs(plan(recipe), "merge"):
-            asked = StopsInTheMiddle(steps if stage.name == "merge" else 1 << 30)
+            asked = StopsInTheMiddle(steps if stage.name == last else 1 << 30)
             try:
                 execute(recipe, folder, stage, lambda *_: None, asked)
             except PreemptedError:
-                assert stage.name == "merge"
+                assert stage.name == last
                 return
-    raise AssertionError("the merge ended before it was stopped")
+    raise AssertionError(f"{last} ended before it was stopped")

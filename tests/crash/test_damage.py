@@ -23,7 +23,7 @@ from damage import (
     fingerprint,
     outcome,
 )
-from damaged_runs import finish, make_recipe, stop_in_merge
+from damaged_runs import MEASURED, finish, make_recipe, stop_in_merge, stop_while_measuring
 
 from opd.pipelines.cli import main
 
@@ -72,10 +72,21 @@ def stored(place) -> Scene:
     return Scene("stored", *folders, recipe, truth, "trajectories|token log|locks", "distill")
 
 
-def merged(stopped: Path, recipe: Path, copy: Path) -> dict[str, str]:
-    """What a stopped merge ends as."""
+@pytest.fixture(scope="module")
+def measured(place) -> Scene:
+    """Stopped while a specialist measures its prompts; another one has measured its own."""
+    recipe = make_recipe(place / "recipe-measured.yaml", **MEASURED)
+    for seed in (0, 1):
+        stop_while_measuring(place / f"measured-{seed}", seed)
+    folders = place / "measured-0", place / "measured-1"
+    truth = merged(folders[0], recipe, place / "after-measuring", "run")
+    return Scene("measured", *folders, recipe, truth, "difficulty")
+
+
+def merged(stopped: Path, recipe: Path, copy: Path, command: str = "distill") -> dict[str, str]:
+    """What a run that was stopped ends as."""
     shutil.copytree(stopped, copy)
-    assert main(["distill", str(recipe), "--out", str(copy), "--resume"]) == 0
+    assert main([command, str(recipe), "--out", str(copy), "--resume"]) == 0
     return fingerprint(copy)
 
 
@@ -164,10 +175,19 @@ def test_the_files_of_a_stage_that_was_stopped(stopped, tmp_path):
         assert letters <= set(known.get(cell) or "FMH"), cell
 
 
+@pytest.mark.slow
+def test_a_difficulty_that_was_measured(measured, tmp_path):
+    known = expected("measured")
+    cells = [cell for cell in cells_of(measured) if cell[1] == "a field changed"]
+    assert len(cells) == 2, "of a stage that is done, and of one that was stopped"
+    for cell, letters in try_all(measured, cells, tmp_path / "run").items():
+        assert letters <= set(known.get(cell) or "FMH"), cell
+
+
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("name", ["finished", "stopped", "stored"])
+@pytest.mark.parametrize("name", ["finished", "stopped", "stored", "measured"])
 def test_every_kind_of_damage_to_every_kind_of_file(request, name, tmp_path):
     """And the table of tests/README.md says what becomes of it."""
     scene = request.getfixturevalue(name)
