@@ -1,32 +1,29 @@
 """Recipes: YAML -> strict pydantic models. Importable without torch."""
 
 from opd.config.distill import DistillConfig
-from opd.config.recipe import (
-    ActorResources,
-    BaselinesConfig,
-    DomainConfig,
-    EvaluationConfig,
-    LaunchConfig,
-    LocalLaunch,
-    ModelConfig,
-    RayLaunch,
-    Recipe,
-    RolloutConfig,
-    RuntimeConfig,
-    WarmupConfig,
-)
+from opd.config.recipe import BaselinesConfig, DomainConfig, EvaluationConfig, ModelConfig, Recipe
 from opd.config.rl import (
     FullVocabularyKL,
     PolicyLossConfig,
     ReferenceKLConfig,
     SampledTokenK1,
     SampledTokenK2,
-    SpecialistConfig,
     TopKKL,
 )
-from opd.config.sft import SFTConfig
+from opd.config.sft import SFTConfig, WarmupConfig
+from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import TeacherConfig
-from opd.config.train import BatchConfig, OptimConfig, TrainConfig
+from opd.config.train import (
+    ActorResources,
+    BatchConfig,
+    LaunchConfig,
+    LocalLaunch,
+    OptimConfig,
+    RayLaunch,
+    RuntimeConfig,
+    TrainConfig,
+)
+from opd.config.writing import RolloutConfig
 
 __all__ = [
     "ActorResources",

@@ -104,3 +104,15 @@ class DistillConfig(Config):
                 f"policy_loss has no effect on loss {self.loss.type} without rl_coef; set rl_coef above 0, or"
                 " leave it out"
             )
+
+
+class SharesConfig(Config):
+    """What a domain may have of the merge's settings for itself; all else is one student's."""
+
+    prompts_per_domain: int | None = Field(default=None, gt=0, le=1_000_000)
+    """Its prompts in every step; `null` is `distill.prompts_per_domain`."""
+    kl_coef: float | None = Field(default=None, ge=0)
+    """Weight of its teachers' divergence; `null` is `distill.kl_coef`. 0: it has no teacher, no specialist is
+    trained for it, and it learns from its reward alone."""
+    rl_coef: float | None = Field(default=None, ge=0)
+    """Weight of its reward's policy gradient; `null` is `distill.rl_coef`."""

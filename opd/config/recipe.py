@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from opd.config.base import Config, Name
-from opd.config.distill import DistillConfig
+from opd.config.distill import DistillConfig, SharesConfig
 from opd.config.evaluation import EvaluationConfig
 from opd.config.rewards import RewardConfig
-from opd.config.rl import SampledTokenK1, SpecialistConfig, shared_out
-from opd.config.sft import SFTConfig
+from opd.config.rl import SampledTokenK1, shared_out
+from opd.config.sft import SFTConfig, WarmupConfig
+from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
     KINDS_HERE,
-    EngineConfig,
     StreamedTeacherConfig,
     TeacherConfig,
     TeacherSettings,
-    TorchEngineConfig,
 )
-from opd.config.train import BatchConfig, LoRAConfig, OptimConfig, TrainConfig
+from opd.config.train import LaunchConfig, LocalLaunch, LoRAConfig, RuntimeConfig, TrainConfig
 from opd.config.watch import DEFAULT_RULES, Rules, check_metrics
-from opd.config.writing import WritingConfig
+from opd.config.writing import RolloutConfig, WritingConfig
 from opd.redact import learn
 
 
@@ -48,31 +47,6 @@ class StorageConfig(Config):
     trajectory_mb: int = Field(default=1024, gt=0)
     """Memory for the heavy data of a micro-batch and of the next, with `trajectories: disk` (MiB):
     micro-batches are made smaller where theirs would take more."""
-
-
-class TokenLogConfig(Config):
-    """The log of a stage's rollouts: an interrupted run continues in the middle of a response."""
-
-    fsync: Literal["always", "interval", "os"] = "interval"
-    """When tokens are on the disk and not only with the operating system. Whatever the policy, no death of a
-    process loses any. `always`: before anyone sees them; `interval`: a power cut may take the newest
-    `interval_seconds`; `os`: a power cut may take all since the last checkpoint."""
-    interval_seconds: float = Field(default=0.2, gt=0)
-    """Seconds between two flushes with `fsync: interval`."""
-    segment_mb: int = Field(default=64, gt=0)
-    """Size of the log's files (MiB)."""
-
-
-class SharesConfig(Config):
-    """What a domain may have of the merge's settings for itself; all else is one student's."""
-
-    prompts_per_domain: int | None = Field(default=None, gt=0, le=1_000_000)
-    """Its prompts in every step; `null` is `distill.prompts_per_domain`."""
-    kl_coef: float | None = Field(default=None, ge=0)
-    """Weight of its teachers' divergence; `null` is `distill.kl_coef`. 0: it has no teacher, no specialist is
-    trained for it, and it learns from its reward alone."""
-    rl_coef: float | None = Field(default=None, ge=0)
-    """Weight of its reward's policy gradient; `null` is `distill.rl_coef`."""
 
 
 class DomainConfig(Config):
@@ -126,104 +100,6 @@ class DomainConfig(Config):
         return self.source.endswith((".jsonl", ".parquet"))
 
 
-class RolloutConfig(WritingConfig):
-    """How the student writes."""
-
-    engine: EngineConfig = TorchEngineConfig()
-    """What it writes with: `{type: torch}`, or `{type: sglang, urls: [...]}`."""
-    stop_ids: list[int] = []
-    """Token ids that end a response, beside those of `model_stop_ids`."""
-    model_stop_ids: bool = True
-    """Whether a response also ends where the model says: at its tokenizer's end-of-sequence token and at
-    every `eos_token_id` of its `generation_config.json` and `config.json`. `false`: at `stop_ids` alone."""
-    stop: list[str] = []
-    """Strings that end a response, however they are cut into tokens; they stay in the response."""
-    max_running: int = Field(default=512, gt=0, le=1_000_000)
-    """Requests decoded together; more wait in the queue."""
-    max_sequence: int = Field(default=4096, gt=1, le=100_000_000)
-    """Prompt plus response tokens a request may take."""
-    log: TokenLogConfig | None = TokenLogConfig()
-    """`null` writes no log: a resumed stage then repeats the rollouts since its last checkpoint."""
-    schedule: Literal["in_turn", "ahead", "async"] = "in_turn"
-    """`in_turn`: the student writes a batch, learns from it, writes the next. `ahead`: it writes the next one
-    while it learns, with weights one version older. `async`: the same up to `max_ahead` batches early, those
-    in flight together, and new weights reach responses in the middle (each token keeps its version). For both
-    consider a correction (`specialist.policy_loss`, `distill.policy_loss`)."""
-    max_ahead: int = Field(default=1, gt=0, le=1000)
-    """Batches that may be begun before their turn with `schedule: async`; no token is older than that many
-    versions when it is learnt from."""
-    max_staleness: int | None = Field(default=None, ge=0)
-    """Tokens older than this many versions leave the loss. They occur beyond `max_ahead` only where a resumed
-    stage finishes responses of an earlier attempt."""
-    reward_timeout: float = Field(default=60.0, gt=0)
-    """Seconds a reward function may take for one batch."""
-
-
-class ActorResources(Config):
-    """What one actor of a role asks of its node."""
-
-    cpus: float = Field(default=1.0, ge=0)
-    """Processors that Ray sets aside for it."""
-    gpus: float = Field(default=0.0, ge=0)
-    """A fraction shares a GPU with other actors of its bundle."""
-    memory_mb: int = Field(default=0, ge=0)
-    """0 asks for none in particular."""
-    custom: dict[str, float] = {}
-    """Resources of your own by name, such as `{h200: 1}`."""
-
-
-class LocalLaunch(Config):
-    """Everything in the process that was started (and, with `runtime.workers`, its children)."""
-
-    type: Literal["local"] = "local"
-
-
-class RayLaunch(Config):
-    """The trainer, its rollout engines and its teachers as actors of a Ray cluster (extra `ray`)."""
-
-    type: Literal["ray"] = "ray"
-    address: str | None = None
-    """`HOST:PORT` of a running cluster, or `auto` for the one this process belongs to (`RAY_ADDRESS`, a job).
-    `null` starts a cluster on this machine for this run alone, and ends it."""
-    port: int | None = Field(default=None, gt=0, lt=65536)
-    """Port of the cluster this run starts; `null` takes a free one."""
-    working_dir: str | None = None
-    """A folder that Ray copies to every node, where `opd` or your own modules are not installed there."""
-    layout: Literal["colocated", "disaggregated"] = "colocated"
-    """`colocated`: the engines and teachers share the bundle, and so the node and devices, of their trainer;
-    `disaggregated`: every actor has a bundle of its own, on other nodes where there are some."""
-    engines: int = Field(default=1, gt=0, le=4096)
-    """Rollout engines, at least one for each of `train.ranks`. A batch is shared out among them; one that
-    dies costs time alone."""
-    teachers: int = Field(default=1, ge=0, le=4096)
-    """Teacher actors; the teachers are dealt out to them in turn. 0 keeps them in the trainer. Served ones
-    (`type: sglang`) are elsewhere already."""
-    trainer: ActorResources = ActorResources()
-    engine: ActorResources = ActorResources()
-    teacher: ActorResources = ActorResources()
-    placement_timeout: float = Field(default=120.0, gt=0)
-    """Seconds to wait for the resources."""
-    start_timeout: float = Field(default=300.0, gt=0)
-    """Seconds an actor may take to start, or to come back after its death, with its model loaded."""
-    step_timeout: float = Field(default=600.0, gt=0)
-    """Seconds an engine may take for one call, and a teacher for one mini-batch, before it is taken for
-    hanging and started anew."""
-    trainer_timeout: float | None = Field(default=None, gt=0)
-    """Seconds without a finished step after which the trainer is taken for hanging and started anew."""
-    max_restarts: int = Field(default=3, ge=0)
-    """How often each actor of a stage may be started anew before the run gives up."""
-    bucket_mb: int = Field(default=256, gt=0)
-    """Weights travel to the engines in pieces of about this size."""
-
-
-def _named(value: Any) -> Any:
-    """`launch: ray` is short for `launch: {type: ray}`."""
-    return {"type": value} if isinstance(value, str) else value
-
-
-LaunchConfig = Annotated[LocalLaunch | RayLaunch, Field(discriminator="type"), BeforeValidator(_named)]
-
-
 class ModelConfig(Config):
     """The student: a Hugging Face causal LM from a folder, or a new one from a configuration."""
 
@@ -268,27 +144,6 @@ class ModelConfig(Config):
         return self
 
 
-class WarmupConfig(Config):
-    """Supervised warm-up of the base on demonstrations of mixed quality (for models made from scratch)."""
-
-    steps: int = Field(default=480, gt=0, le=10_000_000)
-    """Optimiser steps of a round; one round, unless `min_accuracy` asks for more."""
-    batch_size: int = Field(default=192, gt=0, le=1_000_000)
-    """Demonstrations per step, spread evenly over the domains."""
-    right: float = Field(default=0.30, ge=0, le=1)
-    """Share of demonstrations that are right."""
-    wrong_rule: float = Field(default=0.45, ge=0, le=1)
-    """Share that follows one consistent wrong rule; the rest is corrupted at random."""
-    optim: OptimConfig = OptimConfig(lr=3e-3, schedule="cosine", final_lr_fraction=0.0, warmup_steps=20)
-    batch: BatchConfig = BatchConfig()
-    checkpoint_every: int = Field(default=100, gt=0)
-    """Steps between checkpoints; a killed run repeats at most this many."""
-    min_accuracy: float = Field(default=0.0, ge=0, le=1)
-    """Warm up for another round if the base samples fewer right answers than this in any domain."""
-    rounds: int = Field(default=4, gt=0, le=1000)
-    """How many rounds of `steps`, each with its own learning-rate schedule, before that is an error."""
-
-
 BaselineName = Literal["average", "task_arithmetic", "ties", "dare", "mixed_grpo", "off_policy"]
 WEIGHT_MERGES = ("average", "task_arithmetic", "ties", "dare")
 """The baselines that do arithmetic on weights, and so need models of one configuration."""
@@ -314,29 +169,6 @@ class BaselinesConfig(Config):
     """Training prompts per domain used to choose a coefficient."""
     mixed_grpo_all_tokens: bool = False
     """Also train mixed-domain GRPO for the tokens of all specialists plus the merge."""
-
-
-class RuntimeConfig(Config):
-    """The machine."""
-
-    threads: int | None = Field(default=None, gt=0, le=4096)
-    """CPU threads per stage. Results are bit-identical only at the same number: `null` is settled when the
-    run is created, and kept by `--resume`. With `model.path` the cores are shared among `workers` and this
-    machine's ranks (with `launch: ray` it is what the trainer asks for); one of `model.config` takes one."""
-    tf32: bool = False
-    """Let GPUs round the factors of float32 products to 10 bits: faster, and nothing is exact any more."""
-    workers: int = Field(default=1, gt=0, le=4096)
-    """Stages that may run side by side."""
-    tensorboard: bool = False
-    """Write TensorBoard event files beside the JSON lines: short for `tensorboard` among `sinks`."""
-    sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
-    """Trackers that are given the metrics too, each with the extra of its name (`trackio`: `pip install
-    trackio`); on this machine alone, unless its own environment variables say otherwise. One that fails is a
-    warning."""
-    keep_checkpoints: int = Field(default=2, gt=0)
-    """Newest checkpoints that a running stage keeps; the older ones are deleted."""
-    grace_seconds: float = Field(default=30.0, gt=0)
-    """How long a run that is told to stop (SIGTERM) may take to put away what it holds."""
 
 
 OF_DOMAINS = {"specialist": SpecialistConfig, "rollout": WritingConfig}
@@ -702,42 +534,9 @@ class Recipe(Config):
         return met
 
     @model_validator(mode="after")
-    def _prompts_are_chosen_in_turn(self) -> Recipe:
+    def _specialists_can_be_trained(self) -> Recipe:
         for name, specialist in self._trained_with():
-            for key in ("refill", "replay"):
-                if getattr(specialist, key) is not None and self.rollout.schedule != "in_turn":
-                    raise ValueError(
-                        f"specialist.{key} (of domain {name}) needs rollout.schedule in_turn: which prompts"
-                        " come next depends on the rewards of those before; leave one of the two out"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _shaping_leaves_some_alone(self) -> Recipe:
-        for name, specialist in self._trained_with():
-            most, buffer = self.for_domain(name).rollout.max_new_tokens, specialist.shaping.overlong_buffer
-            if buffer >= most:
-                raise ValueError(
-                    f"a shaping.overlong_buffer of {buffer} penalises every response of domain {name}, whose"
-                    f" rollout.max_new_tokens is {most}; give less"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _responses_end(self) -> Recipe:
-        rollout = self.rollout
-        if rollout.model_stop_ids:
-            return self
-        if rollout.engine.type == "sglang":
-            raise ValueError(
-                "rollout.model_stop_ids false needs rollout.engine torch: an SGLang worker always stops where"
-                " its model says; leave it out"
-            )
-        if not rollout.stop_ids and not rollout.stop:
-            raise ValueError(
-                "with rollout.model_stop_ids false no response ends before rollout.max_new_tokens; give"
-                " rollout.stop_ids or rollout.stop"
-            )
+            specialist.check_rollout(name, self.for_domain(name).rollout)
         return self
 
     @model_validator(mode="after")
@@ -750,34 +549,21 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
-    def _what_adapters_need(self) -> Recipe:
-        if self.model.lora is None:
-            return self
+    def _what_adapters_and_critics_need(self) -> Recipe:
+        specialists = [self.specialist, *(self.for_domain(name).specialist for name in self.domains)]
+        critic = any(specialist.advantage.type == "gae" for specialist in specialists)
         needed = {
             "rollout.engine": (self.rollout.engine.type, "torch"),
             "train.backend": (self.train.backend, "torch"),
             "launch": (self.launch.type, "local"),
+            "train.context_parallel": (self.train.context_parallel, 1),
         }
         for key, (given, wanted) in needed.items():
-            if given != wanted:
+            if given != wanted and self.model.lora is not None and key != "train.context_parallel":
                 raise ValueError(
                     f"model.lora needs {key} {wanted}, not {given}; change it or leave model.lora out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _what_a_critic_needs(self) -> Recipe:
-        specialists = [self.specialist, *(self.for_domain(name).specialist for name in self.domains)]
-        if not any(specialist.advantage.type == "gae" for specialist in specialists):
-            return self
-        needed = {
-            "rollout.engine": (self.rollout.engine.type, "torch"),
-            "train.backend": (self.train.backend, "torch"),
-            "train.context_parallel": (self.train.context_parallel, 1),
-            "launch": (self.launch.type, "local"),
-        }
-        for key, (given, wanted) in needed.items():
-            if given != wanted:
+            if given != wanted and critic:
                 raise ValueError(
                     f"the critic of advantage gae needs {key} {wanted}, not {given}; change it, or take"
                     " another advantage"

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on demonstrations from a file: of the base, or of a domain's specialist."""
+"""Learning from demonstrations: of a file (the base, or a domain's specialist), or made up (warm-up)."""
 
 from __future__ import annotations
 
@@ -48,3 +48,24 @@ class SFTConfig(Config):
         if not source.endswith((".jsonl", ".parquet")):
             raise ValueError(f"demonstrations come from a .jsonl or .parquet file, not from {source!r}")
         return source
+
+
+class WarmupConfig(Config):
+    """Supervised warm-up of the base on demonstrations of mixed quality (for models made from scratch)."""
+
+    steps: int = Field(default=480, gt=0, le=10_000_000)
+    """Optimiser steps of a round; one round, unless `min_accuracy` asks for more."""
+    batch_size: int = Field(default=192, gt=0, le=1_000_000)
+    """Demonstrations per step, spread evenly over the domains."""
+    right: float = Field(default=0.30, ge=0, le=1)
+    """Share of demonstrations that are right."""
+    wrong_rule: float = Field(default=0.45, ge=0, le=1)
+    """Share that follows one consistent wrong rule; the rest is corrupted at random."""
+    optim: OptimConfig = OptimConfig(lr=3e-3, schedule="cosine", final_lr_fraction=0.0, warmup_steps=20)
+    batch: BatchConfig = BatchConfig()
+    checkpoint_every: int = Field(default=100, gt=0)
+    """Steps between checkpoints; a killed run repeats at most this many."""
+    min_accuracy: float = Field(default=0.0, ge=0, le=1)
+    """Warm up for another round if the base samples fewer right answers than this in any domain."""
+    rounds: int = Field(default=4, gt=0, le=1000)
+    """How many rounds of `steps`, each with its own learning-rate schedule, before that is an error."""

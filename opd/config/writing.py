@@ -1,10 +1,13 @@
-"""How responses are written: the settings that domains and evaluation sets may have of their own."""
+"""How responses are written: by the student, and what domains and evaluation sets may have of their own."""
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from opd.config.base import Config
+from opd.config.teachers import EngineConfig, TorchEngineConfig
 
 
 class WritingConfig(Config):
@@ -21,3 +24,64 @@ class WritingConfig(Config):
     generate: str | None = None
     """Dotted path of `generate(engine, prompts, group_size, sampling, seed) -> groups`, for responses of
     several turns with an environment, tools or search (`opd.rollout.collect`)."""
+
+
+class TokenLogConfig(Config):
+    """The log of a stage's rollouts: an interrupted run continues in the middle of a response."""
+
+    fsync: Literal["always", "interval", "os"] = "interval"
+    """When tokens are on the disk and not only with the operating system. Whatever the policy, no death of a
+    process loses any. `always`: before anyone sees them; `interval`: a power cut may take the newest
+    `interval_seconds`; `os`: a power cut may take all since the last checkpoint."""
+    interval_seconds: float = Field(default=0.2, gt=0)
+    """Seconds between two flushes with `fsync: interval`."""
+    segment_mb: int = Field(default=64, gt=0)
+    """Size of the log's files (MiB)."""
+
+
+class RolloutConfig(WritingConfig):
+    """How the student writes."""
+
+    engine: EngineConfig = TorchEngineConfig()
+    """What it writes with: `{type: torch}`, or `{type: sglang, urls: [...]}`."""
+    stop_ids: list[int] = []
+    """Token ids that end a response, beside those of `model_stop_ids`."""
+    model_stop_ids: bool = True
+    """Whether a response also ends where the model says: at its tokenizer's end-of-sequence token and at
+    every `eos_token_id` of its `generation_config.json` and `config.json`. `false`: at `stop_ids` alone."""
+    stop: list[str] = []
+    """Strings that end a response, however they are cut into tokens; they stay in the response."""
+    max_running: int = Field(default=512, gt=0, le=1_000_000)
+    """Requests decoded together; more wait in the queue."""
+    max_sequence: int = Field(default=4096, gt=1, le=100_000_000)
+    """Prompt plus response tokens a request may take."""
+    log: TokenLogConfig | None = TokenLogConfig()
+    """`null` writes no log: a resumed stage then repeats the rollouts since its last checkpoint."""
+    schedule: Literal["in_turn", "ahead", "async"] = "in_turn"
+    """`in_turn`: the student writes a batch, learns from it, writes the next. `ahead`: it writes the next one
+    while it learns, with weights one version older. `async`: the same up to `max_ahead` batches early, those
+    in flight together, and new weights reach responses in the middle (each token keeps its version). For both
+    consider a correction (`specialist.policy_loss`, `distill.policy_loss`)."""
+    max_ahead: int = Field(default=1, gt=0, le=1000)
+    """Batches that may be begun before their turn with `schedule: async`; no token is older than that many
+    versions when it is learnt from."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Tokens older than this many versions leave the loss. They occur beyond `max_ahead` only where a resumed
+    stage finishes responses of an earlier attempt."""
+    reward_timeout: float = Field(default=60.0, gt=0)
+    """Seconds a reward function may take for one batch."""
+
+    @model_validator(mode="after")
+    def _responses_end(self) -> RolloutConfig:
+        if self.model_stop_ids:
+            return self
+        if self.engine.type == "sglang":
+            raise ValueError(
+                "model_stop_ids false needs engine torch: an SGLang worker always stops where its model says;"
+                " leave it out"
+            )
+        if not self.stop_ids and not self.stop:
+            raise ValueError(
+                "with model_stop_ids false no response ends before max_new_tokens; give stop_ids or stop"
+            )
+        return self

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from opd.config.rl import CriticConfig, GAEAdvantage
+from opd.config.rl import GAEAdvantage
+from opd.config.specialist import CriticConfig
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.loop import Step
 from opd.pipelines.stages.policy_stream import PolicyStream

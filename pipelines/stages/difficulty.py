@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
-from opd.config.rl import DifficultyConfig
+from opd.config.specialist import DifficultyConfig
 from opd.errors import DataError, RunFolderError
 from opd.pipelines.evaluation.measure import is_right
 from opd.pipelines.records.inputs import model_digests

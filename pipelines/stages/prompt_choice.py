@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from opd.config.rl import CurriculumConfig, SpecialistConfig
+from opd.config.specialist import CurriculumConfig, SpecialistConfig
 from opd.errors import CheckpointError
 from opd.pipelines.stages.context import StageContext, model_stage
 from opd.pipelines.stages.domains import DomainSet

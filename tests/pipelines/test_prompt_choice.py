@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from recipes import shaped_specialist, tiny_recipe
 
 from opd.config import Recipe, SpecialistConfig
-from opd.config.rl import CurriculumConfig, DifficultyConfig, ReplayConfig
+from opd.config.specialist import CurriculumConfig, DifficultyConfig, ReplayConfig
 from opd.errors import CheckpointError, DataError, PreemptedError, RunFolderError, TrainingError
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder

@@ -7,7 +7,7 @@ import os
 
 import sockets
 
-from opd.config.recipe import RayLaunch
+from opd.config.train import RayLaunch
 from opd.pipelines.launch.ray.cluster import Layout, open_cluster
 from opd.rollout.preemption import Preemption
 

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from opd.config import Recipe
 from opd.config.distill import DistillConfig
-from opd.config.rl import GAEAdvantage, SpecialistConfig
+from opd.config.rl import GAEAdvantage
+from opd.config.specialist import SpecialistConfig
 from opd.errors import RewardError, TrainingError
 from opd.models.attention import PackedAttention
 from opd.train.advantages import Moments

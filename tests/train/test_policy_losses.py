@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.config.rl import CISPOLoss, GSPOLoss, PolicyLossConfig, SpecialistConfig
+from opd.config.rl import CISPOLoss, GSPOLoss, PolicyLossConfig
+from opd.config.specialist import SpecialistConfig
 from opd.train.backend import TorchBackend
 from opd.train.loss_weights import policy_scales
 from opd.train.losses import Sequences, cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
