@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import mmap
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from opd.errors import ModelError, TeacherError, reason_of
 from opd.kernels.head import Head
@@ -32,7 +33,7 @@ from opd.models.hf_folder import INDEX, described_in, made_once, names_code, wri
 from opd.models.hf_weights import quiet
 from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
 from opd.storage.files import atomic_folder, write_atomic
-from opd.storage.manifest import LATEST, MANIFEST
+from opd.storage.manifest import LATEST, MANIFEST, unit_of
 from opd.storage.published import PublishedModel
 from opd.storage.tensors import save_tensors
 from opd.teachers.published_adapter import DESCRIPTION, PublishedAdapter, is_adapter
@@ -259,7 +260,17 @@ class Skeleton:
     """
 
     def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-        module = _empty_model(dict(config), dtype)
+        self._take(_empty_model(dict(config), dtype))
+        _move_buffers(self._decoder, device)
+
+    @classmethod
+    def of_names(cls, module: Any) -> Skeleton:
+        """That of a whole causal language model on the meta device, which can be asked for names alone."""
+        made = cls.__new__(cls)
+        made._take(module)
+        return made
+
+    def _take(self, module: Any) -> None:
         self._decoder: Any = module.get_decoder()
         self._prefix = next(name for name, part in module.named_modules() if part is self._decoder)
         norms = [name for name in FINAL_NORMS if hasattr(self._decoder, name)]
@@ -273,10 +284,28 @@ class Skeleton:
         self.kinds = list(getattr(self.config, "layer_types", None) or default)
         if unknown := set(self.kinds) - {"full_attention", "sliding_attention"}:
             raise self._unusable(f"a layer is of kind {min(unknown)!r}")
-        _move_buffers(self._decoder, device)
+
+    def require(self, tensors: Mapping[str, Sequence[int]]) -> None:
+        """Raise what publishing and streaming weights of these names and shapes would, with `of_names`: a
+        `StorageError` or `TeacherError` before there are any.
+        """
+        units: dict[str, dict[str, Tensor]] = {}
+        for name, shape in tensors.items():
+            unit = unit_of(name)
+            if unit is not None:
+                units.setdefault(unit, {})[name] = torch.empty(tuple(shape), device="meta")
+        ids = torch.zeros(2, dtype=torch.int64, device="meta")
+        self.embed(units.get("embedding", {}), self.work(ids, ids, [0, 2]))
+        for index in range(len(self.layers)):
+            self._own(f"layers.{index}", units.get(f"layer.{index}", {}))
+        self._own(self._norm, units.get("norm", {}))
 
     def work(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, chunk: int | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | Sequence[int],
+        chunk: int | None = None,
     ) -> PackedWork:
         """A micro-batch of sequences packed end to end: [T], [T] and [B + 1] on the skeleton's device.
 
@@ -364,9 +393,25 @@ class Skeleton:
 
     def _unusable(self, reason: str) -> TeacherError:
         return TeacherError(
-            f"a published {type(self._decoder).__name__} cannot be streamed: {reason}; publish it from a"
-            " folder that this release of transformers loads, or use it unpublished."
+            f"a published {type(self._decoder).__name__} cannot be streamed: {reason}; give its folder"
+            " to a teacher of type local."
         )
+
+
+def check_streams(config: PreTrainedConfig, tensors: Mapping[str, Sequence[int]] | None = None) -> None:
+    """Whether a model of `config` could be published and streamed, by names alone: nothing is read or made.
+
+    `tensors`: names and shapes as its folder or manifest has them; `None`: those of a new model that is
+    saved. Raises `StorageError` or `TeacherError`, as the first stage with such a teacher would.
+    """
+    with torch.device("meta"), quiet():
+        module: Any = AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+        )
+    if tensors is None:
+        saved = revert_weight_conversion(module, module.state_dict())
+        tensors = {name: tensor.shape for name, tensor in saved.items()}
+    Skeleton.of_names(module).require(tensors)
 
 
 class _Chain:
@@ -389,10 +434,11 @@ class _Chain:
         self.whole = self.whole and len(self.calls) == len(modules)
 
     def _stand_in(self, index: int) -> Any:
-        def forward(hidden_states: Tensor, **arguments: Any) -> Tensor:
+        def forward(hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
             if index == 0:
                 self.first = hidden_states
-            elif hidden_states is not self.passed or index != len(self.calls):
+            apart = index != len(self.calls) or (index > 0 and hidden_states is not self.passed)
+            if apart or others:  # such as an input of each layer's own
                 self.whole = False
             self.calls.append(arguments)
             # Another object each time, so that a step left out or put in between is seen.

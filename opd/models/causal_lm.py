@@ -145,6 +145,11 @@ def check_attention(model: CausalLM) -> None:
             f" (difference {difference:.3g}); this architecture cannot be used."
         )
     _check_windows(model, recorder.windows)
+    if recorder.again is not None:
+        raise ModelError(
+            f"layer {recorder.again} of {type(model.module).__name__} attends more than once, and a layer's"
+            " keys and values are kept once; choose a model of another architecture."
+        )
 
 
 class _Recorder:
@@ -153,8 +158,12 @@ class _Recorder:
     def __init__(self, attend: PackedAttention) -> None:
         self.attend = attend
         self.windows: dict[int, int | None] = {}
+        self.again: int | None = None
+        """A layer that attended twice."""
 
     def __call__(self, call: AttentionCall) -> Tensor:
+        if call.layer_index in self.windows:
+            self.again = call.layer_index
         self.windows[call.layer_index] = call.sliding_window
         return self.attend(call)
 

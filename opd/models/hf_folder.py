@@ -303,7 +303,7 @@ def _refuse_endless(described: dict[str, Any], where: str | Path) -> None:
             raise ModelError(f"{where} says num_hidden_layers {layers:.6g}; no model has so many: mend it.")
 
 
-def _refuse_unusable(config: PreTrainedConfig, path: Path) -> None:
+def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:
     """What no part of `opd` can read, whichever way the weights come."""
     method = getattr(config, "quantization_config", None)
     if method:
@@ -311,6 +311,11 @@ def _refuse_unusable(config: PreTrainedConfig, path: Path) -> None:
         raise ModelError(
             f"{path} says that its weights are quantised ({known or 'quantization_config'}), which cannot be"
             " trained, merged or published; give the model's unquantised folder."
+        )
+    if getattr(config.get_text_config(), "is_heterogeneous", False):  # of which it says no number as a whole
+        raise ModelError(
+            f"{path} describes layers of several forms (per_layer_config, as {config.model_type} has), which"
+            " nothing here can hold in one cache; choose a model whose layers are alike."
         )
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
@@ -323,6 +328,22 @@ def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Tokens that a sequence may have, at most; `None` where the configuration does not say.
+
+    Beyond `original_max_position_embeddings`, "longrope" (Phi 3 and 4) turns all of what is computed together
+    by other angles: a short sequence beside a long one, and keys that a cache has kept, would be wrong.
+    """
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    turned = getattr(text, "rope_parameters", None) or {}
+    for rope in (turned, *turned.values()):  # or by kind of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            original = rope.get("original_max_position_embeddings") or positions
+            positions = min(positions or original, original) if original else positions
+    return positions
 
 
 def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -342,7 +363,11 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
             f"model.config.model_type is {model_type!r}, which transformers does not know"
             f"{_nearest(str(model_type), list(CONFIG_MAPPING.keys()))}."
         )
-    known = AutoConfig.for_model(model_type)
+    try:
+        known = AutoConfig.for_model(model_type)
+        _refuse_unusable(known, "model.config")
+    except StrictDataclassError as error:
+        raise ModelError(f"model_type {model_type!r} has no plain model: {reason_of(error)}") from error
     for key in options:
         if not hasattr(known, key) and key not in _UNDECLARED_KEYS:
             raise ModelError(

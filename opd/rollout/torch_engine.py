@@ -14,6 +14,7 @@ from torch import Tensor
 from opd.errors import RolloutError
 from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
+from opd.models.hf_folder import positions_of
 from opd.rollout.batch import Limits, RunningBatch, queue_requests
 from opd.rollout.forward import Runner
 from opd.rollout.kv_cache import Origin, PromptKV, pack, unpack
@@ -46,7 +47,7 @@ class TorchEngine(Streaming):
         lean: bool | None = None,
     ) -> None:
         """`max_running`: requests decoded together. `max_sequence`: prompt plus response tokens of a request,
-        at most the model's own `max_position_embeddings`. `vocab_size`: sample from the first ids only (a
+        at most the model's own `positions_of`. `vocab_size`: sample from the first ids only (a
         model's head may be padded beyond its tokenizer). `lean`: force the lean decoder on or off; `None`
         chooses.
         """
@@ -58,7 +59,7 @@ class TorchEngine(Streaming):
         self.model = model
         self._vocab_size = vocab_size
         self._max_running = max_running
-        trained = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        trained = positions_of(model.config)
         self._limits = Limits(
             vocab_size=vocab_size or model.vocab_size,
             max_sequence=min(max_sequence, trained) if trained else max_sequence,

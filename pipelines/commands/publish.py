@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-from opd.errors import CheckpointError
+from opd.errors import CheckpointError, TeacherError
 from opd.models.causal_lm import head_form
 from opd.models.hf_folder import adapter_base, check_folder, read_config
 from opd.models.hf_weights import check_weights, quiet
@@ -14,7 +15,8 @@ from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer
 from opd.pipelines.doctor.checks import refuse_place
 from opd.progress import doing, hushed
 from opd.storage.object_store import ObjectStore, StoreOptions
-from opd.storage.publish import ModelForm, Published, publish
+from opd.storage.publish import ModelForm, Published, publish, read_headers
+from opd.teachers.skeleton import check_streams
 
 
 def model_form(checkpoint: Path) -> ModelForm:
@@ -60,6 +62,16 @@ def _checked_form(folder: Path) -> ModelForm:
     return model_form(folder)
 
 
+def _only_whole(folder: Path) -> str | None:
+    """Why what is published of `folder` cannot be read layer by layer."""
+    tensors = {name: tensor.shape for name, tensor in read_headers(folder).items()}
+    try:
+        check_streams(read_config(folder), tensors)
+    except TeacherError as error:
+        return str(error)
+    return None
+
+
 def run_publish(checkpoint: Path, url: str, shards: int) -> int:
     """The command: publish, with a progress bar, and say what is there now. Returns the exit status."""
     from rich.console import Console
@@ -81,6 +93,9 @@ def run_publish(checkpoint: Path, url: str, shards: int) -> int:
         published = publish(checkpoint, store, shards=shards, form=form, progress=report)
         where = store.name(published.manifest.version)
     manifest = published.manifest
+    whole = _only_whole(checkpoint)
+    if whole is not None:
+        print(f"opd: warning: {whole}", file=sys.stderr)
     verb = "published" if published.written else "was published already"
     print(f"{checkpoint} {verb}: {where}")
     print(f"{manifest.nbytes} bytes, {len(manifest.units)} units, {shards} shards, digest {manifest.digest}")

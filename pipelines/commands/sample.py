@@ -15,7 +15,7 @@ from opd.config.hub_names import hub_name
 from opd.errors import ConfigError, DataError, ModelError
 from opd.foreign import shown, visible
 from opd.models.causal_lm import CausalLM
-from opd.models.hf_folder import check_folder, described_in
+from opd.models.hf_folder import check_folder, described_in, positions_of
 from opd.models.tokenizers import load_tokenizer, stops_of
 from opd.pipelines.doctor.models import template_findings
 from opd.pipelines.stages.domains import DomainSet
@@ -244,7 +244,7 @@ def _fitting(
     """`sampling`, with no more tokens than there are positions for. Raises `DataError` if there is none."""
     if not questions:
         raise DataError("the domain has no held-out prompts; raise domains.NAME.held_out")
-    positions = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(loaded.config)
     longest = max(len(one.token_ids) for one in questions)
     if positions and longest >= positions:
         raise DataError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -86,6 +86,7 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
                 findings += attempt(
                     f"teacher {name}", lambda n=name, p=path: _check_teacher(recipe, n, p, models)
                 )
+        findings += _check_streams(recipe, models, lost)
         for name, domain in domains.items():
             findings += attempt(
                 f"prompts {name}", lambda d=domain: check_prompts(recipe, d, models.tokenizer)
@@ -204,6 +205,46 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
         check_weights(Path(source))
     with small_files(source) as folder:
         return _check_teacher_files(recipe, name, source, folder, models)
+
+
+def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> list[Finding]:
+    """Whether teachers that are to be streamed can be; of those that this run trains it would else be known
+    once they are trained.
+    """
+    together: dict[str | None, list[str]] = {}
+    for name in recipe.used_teachers():
+        if recipe.teacher(name).type == "streamed" and name not in lost:
+            together.setdefault(recipe.given_teachers().get(name), []).append(name)
+    findings = []
+    for source, names in together.items():
+        own = [f"teachers.{name}.type" for name in names if name in recipe.teachers]
+        keys = [*own, "distill.teachers"][: max(len(own), 1)]
+        found = attempt(f"teacher {', '.join(names)}", lambda s=source: _stream_names(recipe, s, models))
+        advice = f"set {', '.join(keys)} to local, which keeps whole models in memory"
+        findings += [replace(one, detail=f"{one.detail.partition(';')[0]}; {advice}") for one in found]
+    return findings
+
+
+def _stream_names(recipe: Recipe, source: str | None, models: Models) -> list[Finding]:
+    """Nothing, or a `StorageError` or `TeacherError`; `source` is `None` for what the student becomes."""
+    from opd.models.hf_folder import described_in, read_config
+    from opd.storage.publish import read_headers
+    from opd.storage.published import PublishedModel
+    from opd.teachers.published_adapter import PublishedAdapter, is_adapter
+    from opd.teachers.skeleton import check_streams, is_published, small_files
+
+    place = source or recipe.model.path
+    if place is None:
+        check_streams(models.config)
+    elif is_published(place):
+        url = PublishedAdapter.open(place).base if is_adapter(place) else place
+        with PublishedModel.open(url) as published, small_files(place) as folder:
+            entries = [entry for unit in published.manifest.units.values() for entry in unit.tensors.items()]
+            check_streams(read_config(folder), {name: entry.shape for name, entry in entries})
+    else:
+        tensors = read_headers(described_in(Path(place)))
+        check_streams(read_config(Path(place)), {name: tensor.shape for name, tensor in tensors.items()})
+    return []
 
 
 def _check_teacher_files(recipe: Recipe, name: str, source: str, path: Path, models: Models) -> list[Finding]:
@@ -430,16 +471,18 @@ def _check_rows(title: str, config: Any, tokenizer: Any, advice: str) -> list[Fi
 
 def _check_positions(title: str, config: Any, recipe: Recipe, models: Models) -> list[Finding]:
     """Whether a teacher can read, and when it is measured write, what the student may write."""
-    own, limit = (_positions(each) for each in (config, models.config)), recipe.rollout.max_sequence
+    from opd.models.hf_folder import positions_of
+
+    own, limit = [positions_of(each) for each in (config, models.config)], recipe.rollout.max_sequence
+    limit_key = "rollout.max_sequence"
     theirs, ours = (limit if positions is None else min(positions, limit) for positions in own)
     if theirs >= ours:
         return []
     detail = f"it has {theirs} positions, but a prompt and its response may take {ours} tokens"
-    return [Finding("warning", title, f"{detail}; set rollout.max_sequence to {theirs} if they do")]
-
-
-def _positions(config: Any) -> int | None:
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    if own[0] != getattr(config.get_text_config(), "max_position_embeddings", None):
+        mend = f"beyond them its angles change (longrope), for short texts beside it too: set {limit_key}"
+        return [Finding("error", title, f"{detail}; {mend} to {theirs}")]
+    return [Finding("warning", title, f"{detail}; set {limit_key} to {theirs} if they do")]
 
 
 def _check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:

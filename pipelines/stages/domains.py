@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from opd.config import Recipe
 from opd.data.load import load_domain
 from opd.errors import ConfigError, ModelError
-from opd.models.hf_folder import read_config, scratch_config
+from opd.models.hf_folder import positions_of, read_config, scratch_config
 from opd.models.tokenizers import character_tokenizer, set_chat_template
 from opd.pipelines.stages.student import model_stops, tokenizer_of
 from opd.rewards.kinds import reward_of
@@ -61,9 +61,11 @@ def sequence_limit(
     """
     model = recipe.model
     config = read_config(Path(model.path)) if model.path else scratch_config(model.config or {}, tokenizer)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(config)
     if positions and positions < limit:
-        return int(positions), "the model's max_position_embeddings"
+        long = getattr(config.get_text_config(), "max_position_embeddings", None)
+        cut = "original_max_position_embeddings" if long != positions else "max_position_embeddings"
+        return int(positions), f"the model's {cut}"
     return limit, name
 
 

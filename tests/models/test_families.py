@@ -11,7 +11,7 @@ import torch
 from opd.errors import ModelError
 from opd.models.attention import AttentionCall, PackedAttention
 from opd.models.causal_lm import CausalLM, check_attention, check_head
-from opd.models.hf_folder import layer_windows
+from opd.models.hf_folder import layer_windows, positions_of
 
 LENGTHS = [3, 11, 1, 7, 40]
 
@@ -145,6 +145,11 @@ def test_a_head_smaller_than_the_tokenizer_is_refused():
             "packed sequences than one by one",
         ),
         ({"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4}, "cannot be used"),
+        (
+            tiny.LLAMA | {"model_type": "diffllama"},
+            "attends more than once",
+        ),  # a cache keeps one call a layer
+        (tiny.LLAMA | {"model_type": "gemma4_text"}, "layers of several forms"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -158,3 +163,25 @@ def test_a_declared_window_that_is_not_passed_on_is_refused():
     model.config.layer_types = ["sliding_attention", "full_attention"]
     with pytest.raises(ModelError, match=r"layer 0 .* of kind 'sliding_attention'"):
         check_attention(model)
+
+
+def test_angles_that_depend_on_the_company_bound_a_sequence():
+    """Beyond its first length "longrope" turns everything that is computed together by other angles."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    first, decided = {"original_max_position_embeddings": 16}, {"initializer_range": 0.3}
+    model = tiny.model(
+        model_type="phi3", rope_parameters=rope | first | {"rope_theta": 1e4}, **first, **decided
+    )
+    assert model.config.max_position_embeddings == 64
+    limit = positions_of(model.config)
+    assert limit == 16
+    assert positions_of(tiny.model().config) == 64
+    ids = torch.arange(60) % model.vocab_size
+
+    def beside(length: int) -> torch.Tensor:
+        positions = torch.cat([torch.arange(8), torch.arange(length)])
+        with torch.no_grad():
+            return model.hidden(ids[: 8 + length], positions, [0, 8, 8 + length])[:8]
+
+    torch.testing.assert_close(beside(limit), beside(1))
+    assert (beside(limit + 1) - beside(1)).abs().max() > 0.01

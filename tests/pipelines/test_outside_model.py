@@ -10,7 +10,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+from opd.config.load import load_recipe
 from opd.pipelines.cli import main
+from opd.pipelines.doctor.models import Models, check_models
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -56,6 +58,34 @@ FAMILIES = {
         {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
     ),
 }
+PHI = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 64,
+}
+MORE = {
+    "phi3": (
+        PHI,
+        ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"],
+        {"sliding_window": 4096, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+    ),
+    "gemma3_text": (TURNS, FAMILIES["gemma2"][1], {"head_dim": 16, "sliding_window": 8}),
+    "mistral": (CHATML, FAMILIES["qwen2"][1], {"sliding_window": 8}),
+    "smollm3": (CHATML, FAMILIES["qwen2"][1], {"no_rope_layers": [1, 0]}),
+    "granite": (CHATML, FAMILIES["qwen2"][1], {"logits_scaling": 8.0, "residual_multiplier": 0.2}),
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+UNSTREAMED = {
+    "gpt_neox": (CHATML, FAMILIES["qwen2"][1], {}),
+    "qwen3_moe": (CHATML, FAMILIES["qwen2"][1], _EXPERTS),
+}
+"""Which a merge can only keep whole."""
 RECIPE = """\
 name: merge
 model: {{path: {folder}}}
@@ -86,7 +116,7 @@ def publish(folder: Path, family: str) -> int:
     """Write a model of noise as its authors would, with their library alone; returns the size of its
     vocabulary, 64 more than the tokenizer has tokens.
     """
-    template, special, own = FAMILIES[family]
+    template, special, own = (FAMILIES | MORE | UNSTREAMED)[family]
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -111,16 +141,21 @@ def publish(folder: Path, family: str) -> int:
     return size
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_it_goes_through_at_the_first_try(family: str, tmp_path: Path, monkeypatch) -> None:
-    size = publish(tmp_path / "model", family)
+def write_job(folder: Path) -> None:
+    """The recipe and its prompts."""
     for domain in ("short", "loud"):
         asked = [[{"role": "user", "content": f"how much is {n} and {domain}"}] for n in range(80)]
         lines = [json.dumps({"prompt": messages, "label": None}) for messages in asked]
-        (tmp_path / f"{domain}.jsonl").write_text("\n".join(lines))
+        (folder / f"{domain}.jsonl").write_text("\n".join(lines))
     recipe = RECIPE.format(folder="model")
     assert recipe.count("\n") <= 15
-    (tmp_path / "recipe.yaml").write_text(recipe)
+    (folder / "recipe.yaml").write_text(recipe)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(one, marks=pytest.mark.long) for one in MORE)])
+def test_it_goes_through_at_the_first_try(family: str, tmp_path: Path, monkeypatch) -> None:
+    size = publish(tmp_path / "model", family)
+    write_job(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["run", "recipe.yaml", "--out", "run"]) == 0
     results = json.loads((tmp_path / "run" / "results.json").read_text())
@@ -133,3 +168,20 @@ def test_it_goes_through_at_the_first_try(family: str, tmp_path: Path, monkeypat
     for name in ("generation_config.json", "config.json"):  # others' engines stop where it does
         said = json.loads((place / name).read_text())
         assert set(ends) <= set(said["eos_token_id"])
+
+
+@pytest.mark.parametrize("family", UNSTREAMED)
+def test_what_cannot_be_streamed_is_told_before_specialists_are_trained(
+    family: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    publish(tmp_path / "model", family)
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "recipe.yaml", "--out", "run"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "teacher short, loud" in told
+    assert "cannot be streamed" in told
+    assert "set distill.teachers to local" in told
+    assert not (tmp_path / "run" / "stages").exists()
+    recipe = load_recipe(["recipe.yaml"], ["--distill.teachers", "local"])
+    assert {one.level for one in check_models(recipe, {}, Models())} == {"ok"}
