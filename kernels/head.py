@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opd.kernels.projection import linear
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,7 +91,7 @@ class Head:
         if self.allow_bf16_logits and hidden.dtype == self.weight.dtype == torch.bfloat16:
             logits = (hidden @ self.weight[rows].t()).to(dtype)
         else:
-            logits = hidden.to(dtype) @ self.weight[rows].to(dtype).t()
+            logits = linear(hidden.to(dtype), self.weight[rows].to(dtype))
         if self.bias is not None:
             logits = logits + self.bias[rows].to(dtype)
         if self.scale != 1.0:

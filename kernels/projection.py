@@ -1,5 +1,8 @@
-"""The matmuls around the row kernels: hidden states -> logits, and logits' gradient -> hidden states and
-head; on a CPU by the faster of PyTorch's two libraries.
+"""Matrix products: those around the row kernels (hidden states -> logits, and logits' gradient -> hidden
+states and head), and on a CPU those of linear layers and of decode, by the faster of PyTorch's two libraries.
+
+PyTorch gives float32 products to MKL. On AMD processors with AVX-512 oneDNN, which PyTorch brings as well,
+takes about half of its time for most shapes (`tests/bench/matmul.py`).
 """
 
 from __future__ import annotations
@@ -7,20 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from opd.kernels.divergences import Columns
-from opd.kernels.head import Head
+
+if TYPE_CHECKING:
+    from opd.kernels.head import Head
 
 CPU_INFO = Path("/proc/cpuinfo")
+LARGE = 1 << 16
+"""Numbers in a weight from which its products go to the faster library, whose calls cost some 10 us more."""
 
 
 @lru_cache(maxsize=1)
 def onednn_is_faster() -> bool:
-    """Whether float32 matmuls should go to oneDNN: PyTorch gives them to MKL, which takes 1.1 to 1.4 times
-    as long on AMD processors with AVX-512.
+    """Whether float32 products should go to oneDNN.
 
     Decided by the processor, not by a clock, so that every run on a machine has the same bits.
     """
@@ -35,7 +43,7 @@ def onednn_is_faster() -> bool:
 
 
 def takes_onednn(inputs: Tensor) -> bool:
-    """Whether `onednn_linear` is the faster matmul for `inputs`."""
+    """Whether `onednn_linear` is the faster product for `inputs`."""
     return inputs.device.type == "cpu" and inputs.dtype == torch.float32 and onednn_is_faster()
 
 
@@ -44,12 +52,99 @@ def onednn_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
 
 
+def _large(inputs: Tensor, weight: Tensor) -> bool:
+    fits = weight.numel() >= LARGE and weight.dtype == torch.float32
+    return fits and inputs.numel() > 0 and takes_onednn(inputs)
+
+
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`functional.linear`: `[..., K]` by `weight` `[N, K]`, plus `bias` `[N]`. Differentiable once."""
+    if not _large(inputs, weight) or torch.is_autocast_enabled("cpu"):
+        return functional.linear(inputs, weight, bias)
+    return _Linear.apply(inputs, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        return onednn_linear(flat, weight, bias).view(*inputs.shape[:-1], len(weight))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        for_inputs, for_weight, for_bias = ctx.needs_input_grad
+        upstream = upstream.reshape(-1, len(weight))
+        flat = inputs.reshape(-1, inputs.shape[-1])
+        return (
+            onednn_linear(upstream, weight.t()).view(inputs.shape) if for_inputs else None,
+            onednn_linear(upstream.t(), flat.t()) if for_weight else None,
+            upstream.sum(dim=0) if for_bias else None,
+        )
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., K]` -> `[..., N]`."""
+        return linear(input, self.weight, self.bias)
+
+
+def speed_up(module: nn.Module) -> None:
+    """Let every plain `nn.Linear` in `module` be a `Linear` where that is faster."""
+    if onednn_is_faster():
+        for part in module.modules():
+            if type(part) is nn.Linear:
+                part.__class__ = Linear
+
+
+class DecodeWeight:
+    """A copy of a weight for products with few rows, laid out once as the faster library wants it."""
+
+    __slots__ = ("_packed", "_transposed")
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight` `[N, K]`, which nothing else may hold."""
+        self._transposed, self._packed = weight.t(), None
+        if _large(weight, weight):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _FEW)
+            self._transposed = None
+
+    def times(self, inputs: Tensor) -> Tensor:
+        """`inputs` `[M, K]` -> `[M, N]`."""
+        if self._transposed is None:
+            return onednn_linear(inputs, self._packed)
+        return torch.mm(inputs, self._transposed)
+
+    def added(self, total: Tensor, inputs: Tensor, alpha: float = 1.0) -> Tensor:
+        """`total` `[M, N]` plus `alpha` times the product with `inputs` `[M, K]`."""
+        if self._transposed is None:
+            product = onednn_linear(inputs, self._packed)
+            return product.add_(total) if alpha == 1.0 else torch.add(total, product, alpha=alpha)
+        return torch.addmm(total, inputs, self._transposed, alpha=alpha)
+
+    def with_bias(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """`times` plus `bias` `[N]`."""
+        if self._transposed is None:
+            return onednn_linear(inputs, self._packed, bias)
+        return self.times(inputs) if bias is None else torch.addmm(bias, inputs, self._transposed)
+
+
+_FEW = 16
+"""Rows that the layout is chosen for; it serves any number."""
+
+
 Rows = slice | Tensor
 """A chunk of tokens: a slice where all count, int64 indices where some are left out."""
 
 # Rows of a bf16 or fp16 weight that are widened, or whose product is, at a time: few enough for them to be
 # still in a cache when they are read, enough for the matmul.
 TILE_ROWS = 1024
+# Columns of the logits' gradient that are multiplied at a time where they are copied before.
+COPIED_COLUMNS = 512
 # A matmul's tokens are filled up to a multiple of this. Libraries use other inner loops, with other rounding,
 # for a few rows and for the rows that remain beside their tiles; a multiple of 64 meets none of them.
 ROW_TILE = 64
@@ -221,7 +316,9 @@ class Gradients:
 
     def _add_weight(self, total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
         beta, transposed = 0 if self.first else 1, grad_logits.t()
-        if not self.narrow:
+        if not self.narrow and total.numel() >= LARGE and takes_onednn(grad_logits):
+            self._add_tiles(total, grad_logits, hidden.to(grad_logits.dtype))
+        elif not self.narrow:
             total.addmm_(transposed, hidden.to(grad_logits.dtype), beta=beta)
         elif total.dtype == torch.bfloat16:
             torch.mm(transposed, hidden, out=total)
@@ -235,6 +332,18 @@ class Gradients:
                     total[columns] = part
                 else:
                     total[columns] += part
+
+    def _add_tiles(self, total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+        # oneDNN cannot add to what is there, and reads columns of long rows slowly: parts that fit in the
+        # cache are copied before and added after.
+        across = hidden.t()
+        for start in range(0, len(total), COPIED_COLUMNS):
+            columns = slice(start, min(start + COPIED_COLUMNS, len(total)))
+            part = onednn_linear(grad_logits[:, columns].contiguous().t(), across)
+            if self.first:
+                total[columns] = part
+            else:
+                total[columns] += part
 
     def as_inputs(self, hidden: Tensor, head: Head) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The three gradients in their inputs' dtypes."""

@@ -28,6 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from opd.errors import ModelError, TeacherError, reason_of
 from opd.kernels.head import Head
+from opd.kernels.projection import speed_up
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
 from opd.models.hf_folder import INDEX, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import quiet
@@ -462,9 +463,11 @@ def _empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
     try:
         hf_config = CONFIG_MAPPING[model_type].from_dict(config)
         with _BUILDING, _meta_parameters(), quiet():
-            return AutoModelForCausalLM.from_config(
+            module = AutoModelForCausalLM.from_config(
                 hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             ).eval()
+            speed_up(module)  # as in `CausalLM`, so that a streamed teacher computes what a resident one does
+            return module
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise TeacherError(
             f"the configuration of a published {model_type} does not describe a causal language model that"

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from opd.errors import ModelError, reason_of
 from opd.kernels.head import Head
+from opd.kernels.projection import speed_up
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
 from opd.models.hf_folder import check_folder, scratch_config
 from opd.models.hf_weights import load_module
@@ -256,6 +257,7 @@ class CausalLM:
 
     def __init__(self, module: Any) -> None:
         """Check `module` on a few tokens; `ModelError` if its attention or head is of an unknown form."""
+        speed_up(module)
         self.module = module.eval()
         self.decoder = module.get_decoder()
         self.config = module.config.get_text_config()

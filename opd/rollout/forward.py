@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opd.errors import ModelError
+from opd.kernels.projection import DecodeWeight
 from opd.models.attention import AttentionCall, PackedAttention
 from opd.models.causal_lm import CausalLM
 from opd.rollout.batch import RunningBatch
@@ -162,24 +163,24 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 @dataclass(slots=True)
 class LeanLayer:
-    """One decoder layer's weights, transposed for `hidden @ weight`."""
+    """One decoder layer's weights."""
 
     input_norm: Tensor
     """[D]."""
-    qkv: Tensor
-    """[D, (H + 2 Hkv) d]."""
+    qkv: DecodeWeight
+    """[(H + 2 Hkv) d, D]."""
     qkv_bias: Tensor | None
     """[(H + 2 Hkv) d]."""
     qk_norms: tuple[Tensor, Tensor] | None
     """[d] each: query and key norms (Qwen3)."""
-    output: Tensor
-    """[H d, D]."""
+    output: DecodeWeight
+    """[D, H d]."""
     mlp_norm: Tensor
     """[D]."""
-    gate_up: Tensor
-    """[D, 2 F]."""
-    down: Tensor
-    """[F, D]."""
+    gate_up: DecodeWeight
+    """[2 F, D]."""
+    down: DecodeWeight
+    """[D, F]."""
     form: AttentionForm
 
     @classmethod
@@ -200,15 +201,17 @@ class LeanLayer:
         window = config.sliding_window if config.model_type == "mistral" else None
         return cls(
             input_norm=layer.input_layernorm.weight.detach().clone(),
-            qkv=torch.cat([rearranged(query.weight), rearranged(key.weight), value.weight.detach()]).t(),
+            qkv=DecodeWeight(
+                torch.cat([rearranged(query.weight), rearranged(key.weight), value.weight.detach()])
+            ),
             qkv_bias=bias,
             qk_norms=(rearranged(attention.q_norm.weight), rearranged(attention.k_norm.weight))
             if normed
             else None,
-            output=attention.o_proj.weight.detach().clone().t(),
+            output=DecodeWeight(attention.o_proj.weight.detach().clone()),
             mlp_norm=layer.post_attention_layernorm.weight.detach().clone(),
-            gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach().t(),
-            down=mlp.down_proj.weight.detach().clone().t(),
+            gate_up=DecodeWeight(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()),
+            down=DecodeWeight(mlp.down_proj.weight.detach().clone()),
             form=AttentionForm(
                 float(attention.scaling), sliding_window=getattr(attention, "sliding_window", window)
             ),
@@ -265,18 +268,14 @@ class LeanDecoder:
         for index, layer in enumerate(self._layers):
             qkv = self._qkv(hidden, layer, rotary)
             attended = attention.attend(cache.existing(index), *qkv, layer.form).flatten(1)
-            hidden = torch.addmm(hidden, attended, layer.output, alpha=self._residual_scale)
+            hidden = layer.output.added(hidden, attended, self._residual_scale)
             hidden = self._mlp_block(hidden, layer)
         return self._norm(hidden, self._final_norm)
 
     def _qkv(self, hidden: Tensor, layer: LeanLayer, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated query [B, H, d] and key [B, Hkv, d], value [B, Hkv, d]."""
         normed = self._norm(hidden, layer.input_norm)
-        if layer.qkv_bias is None:
-            qkv = torch.mm(normed, layer.qkv)
-        else:
-            qkv = torch.addmm(layer.qkv_bias, normed, layer.qkv)
-        qkv = qkv.view(len(hidden), -1, self._size)
+        qkv = layer.qkv.with_bias(normed, layer.qkv_bias).view(len(hidden), -1, self._size)
         heads, rotated = self._heads, self._heads + self._shared
         if layer.qk_norms is not None:
             qkv[:, :heads] = self._norm(qkv[:, :heads], layer.qk_norms[0])
@@ -285,8 +284,8 @@ class LeanDecoder:
         return qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:]
 
     def _mlp_block(self, hidden: Tensor, layer: LeanLayer) -> Tensor:
-        gate, up = torch.mm(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        return torch.addmm(hidden, functional.silu(gate).mul_(up), layer.down, alpha=self._residual_scale)
+        gate, up = layer.gate_up.times(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+        return layer.down.added(hidden, functional.silu(gate).mul_(up), self._residual_scale)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, self._eps)

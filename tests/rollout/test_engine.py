@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from opd.kernels import projection
 from opd.rollout import forward
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams, Status
@@ -37,9 +38,18 @@ def test_logprobs_are_those_of_one_by_one_forwards(
 
 
 @pytest.mark.parametrize("family", LEAN)
+@pytest.mark.parametrize("onednn", [False, True])
 def test_lean_decoder_equals_the_module(
-    family: str, build: Fixture, collect: Fixture, requests_of: Fixture
+    family: str,
+    onednn: bool,
+    build: Fixture,
+    collect: Fixture,
+    requests_of: Fixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if onednn:  # as for large weights where it is the faster library
+        monkeypatch.setattr(projection, "onednn_is_faster", lambda: True)
+        monkeypatch.setattr(projection, "LARGE", 1)
     model, _ = build(family)
     requests = requests_of(8, samples=2, seed=3)
     lean = collect(TorchEngine(model, lean=True).generate(requests))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import ModelError, StorageError, TeacherError
+from opd.kernels import projection
 from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
@@ -24,9 +25,13 @@ def stream(url, *, prefetch_bytes=4096, **placement):
     return streamed_teachers({"t": str(url)}, Placement(**placement), prefetch_bytes=prefetch_bytes)["t"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_family_streams_to_the_same_bits(published_family, dtype):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float32 by oneDNN"])
+def test_every_family_streams_to_the_same_bits(published_family, dtype, monkeypatch):
     checkpoint, url = published_family
+    if dtype == "float32 by oneDNN":  # as for large weights where it is the faster library
+        monkeypatch.setattr(projection, "onednn_is_faster", lambda: True)
+        monkeypatch.setattr(projection, "LARGE", 1)
+        dtype = "float32"
     loaded = LocalTeacher("t", checkpoint, max_tokens=16, dtype=dtype, vocabulary=13)
     streamed = stream(url, max_tokens=16, dtype=dtype, vocabulary=13)
     expected, found = loaded.score(SAMPLES).rows, streamed.score(SAMPLES).rows
