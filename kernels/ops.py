@@ -45,7 +45,7 @@ IMPLEMENTATIONS = ("auto", "chunked", "reference", "tilelang", "triton")
 _COMPILED = {"tilelang": "opd.kernels.tilelang_fused", "triton": "opd.kernels.triton_rows"}
 LARGE = 16384
 """Vocabulary from which TileLang's row kernel is the default on a CPU. It saves about 2 ns for a pair of
-logits, 3 to 6 % of a divergence at widths of 576 to 896; over a small one that is less than its first use
+logits, 4 to 8 % of a divergence at widths of 576 to 1024; over a small one that is less than its first use
 takes."""
 
 
