@@ -13,6 +13,7 @@ from hashlib import blake2b
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from opd.errors import RolloutError
 
@@ -114,6 +115,8 @@ class NoiseTable:
         return self._uniforms[self._rows[:count], positions % BLOCK]
 
 
+LONG, CDF_BLOCK = 16384, 128
+"""Vocabulary from which a distribution is inverted in two steps, and the tokens of a block."""
 CHUNK_BYTES = 64 * 2**20
 """Bound on the float64 cumulative sums held at once; long vocabularies are done some rows at a time."""
 
@@ -192,7 +195,14 @@ def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 
     `probabilities` [B, V] need not sum to 1; a token of probability 0 is never chosen.
     """
-    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    long = probabilities.shape[1] >= LONG
+    # Over many tokens a float64 scan costs more than the rest of sampling: sums of blocks, then one block's.
+    blocks = functional.pad(probabilities, (0, -probabilities.shape[1] % CDF_BLOCK)) if long else None
+    if blocks is None:
+        cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    else:
+        blocks = blocks.unflatten(1, (-1, CDF_BLOCK))
+        cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     total = cumulative[:, -1:]
     if not math.isfinite(float(total.sum())):
         row = int(torch.nonzero(~torch.isfinite(total[:, 0]))[0])
@@ -201,7 +211,22 @@ def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
             " not usable, go back to an earlier checkpoint or lower the learning rate."
         )
     # The largest float64 below 1 times the total still rounds to less than it: some token exceeds it.
-    return torch.searchsorted(cumulative, total * uniforms[:, None], right=True)[:, 0]
+    found = torch.searchsorted(cumulative, total * uniforms[:, None], right=True)
+    if blocks is None:
+        return found[:, 0]
+    return _inside_block(blocks, cumulative, found, total * uniforms[:, None])
+
+
+def _inside_block(blocks: Tensor, cumulative: Tensor, found: Tensor, target: Tensor) -> Tensor:
+    """[B]: the first token of block `found` [B, 1] at which the sum of all before exceeds `target` [B, 1]."""
+    rows = torch.arange(len(blocks), device=blocks.device)
+    inside = blocks[rows, found[:, 0]].double()
+    before = functional.pad(cumulative, (1, 0)).gather(1, found)
+    place = torch.searchsorted(inside.cumsum(-1).add_(before), target, right=True)
+    # Where the block's sum and its scan round apart the target may lie behind all: its last token of any
+    # probability then.
+    last = CDF_BLOCK - 1 - (inside.flip(1) > 0).to(torch.uint8).argmax(-1, keepdim=True)
+    return (found * CDF_BLOCK + torch.minimum(place, last))[:, 0]
 
 
 def cut(probabilities: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:

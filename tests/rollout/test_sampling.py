@@ -117,3 +117,23 @@ def test_logits_that_are_not_finite_are_an_error_naming_the_row(bad: float) -> N
     logits[1, 2] = bad
     with pytest.raises(RolloutError, match="row 1"):
         sample(logits, torch.full((3,), 0.5, dtype=torch.float64), plan_of(3))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 127, 128, 129, 1000])
+def test_two_steps_find_what_one_scan_finds(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(400, vocabulary, generator=generator) * torch.rand(400, 1, generator=generator) * 20
+    probabilities = logits.softmax(-1)
+    probabilities[torch.rand(400, vocabulary, generator=generator) < 0.4] = 0.0
+    probabilities[torch.arange(400), torch.randint(vocabulary, (400,), generator=generator)] += 1e-6
+    uniforms = torch.rand(400, dtype=torch.float64, generator=generator)
+    uniforms[:40], uniforms[40:80] = 0.0, 1 - 2.0**-53
+    scanned = invert_cdf(probabilities, uniforms)
+    monkeypatch.setattr(sampling, "LONG", 1)
+    found = invert_cdf(probabilities, uniforms)
+    # At the last uniform below 1 it is rounding that chooses among tokens of less than 1e-16.
+    assert torch.equal(torch.cat([found[:40], found[80:]]), torch.cat([scanned[:40], scanned[80:]]))
+    assert bool((probabilities.gather(1, found[:, None]) > 0).all())
+    probabilities[7, 0] = float("nan")
+    with pytest.raises(RolloutError, match="row 7"):
+        invert_cdf(probabilities, uniforms)
