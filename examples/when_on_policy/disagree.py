@@ -42,9 +42,15 @@ def counted(recipe: Recipe, model: Path, domains: tuple[str, ...] = DOMAINS) -> 
     return found
 
 
-def specialists(root: Path, seed: int) -> tuple[dict[str, Path], int]:
-    """Train base and specialists in `root`; returns those by domain, and their tokens."""
-    recipe = recipe_of(RECIPE, ("--seed", str(seed)))
+def begun(out: Path) -> Path:
+    """The base of all seeds."""
+    run(out / "base", recipe_of(RECIPE, ("--seed", "0")), "base")
+    return out / "base" / "base"
+
+
+def specialists(root: Path, seed: int, base: Path) -> tuple[dict[str, Path], int]:
+    """Train specialists in `root`; returns them by domain, and their tokens."""
+    recipe = recipe_of(RECIPE, ("--seed", str(seed), *taught(base, {})))
     tokens = sum(run(root, recipe, f"specialist-{domain}")["student_tokens"] for domain in DOMAINS)
     return {domain: root / "specialists" / domain for domain in DOMAINS}, tokens
 
@@ -59,10 +65,9 @@ def of_specialists(recipe: Recipe, teachers: dict[str, Path]) -> dict[str, Any]:
 
 def measure(out: Path, seed: int, name: str, kept: Kept) -> None:
     """Every arm of a condition, of one seed."""
-    root = out / f"seed-{seed}"
-    print(f"seed {seed}: base and specialists", flush=True)
-    teachers, tokens = specialists(root, seed)
-    base = root / "base"
+    root, base = out / f"seed-{seed}", begun(out)
+    print(f"seed {seed}: specialists", flush=True)
+    teachers, tokens = specialists(root, seed, base)
     merge = ("--seed", str(seed), *taught(base, teachers))
     recipe = recipe_of(RECIPE, merge)
     if name in NORMALISED:
