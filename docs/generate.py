@@ -78,7 +78,8 @@ def _told(condition: Condition) -> str:
     high, first = condition.above is not None, f"the mean of its first {condition.first}"
     bound = f"{condition.above if high else condition.below:g}"
     words = {"value": bound, "ratio": f"{bound} times {first}", "change": f"{first} and {bound}"}
-    return f"`{condition.metric}` is {'above' if high else 'below'} {words[condition.form]}"
+    mean = f" (mean of its last {condition.last})" if condition.last > 1 else ""
+    return f"`{condition.metric}`{mean} is {'above' if high else 'below'} {words[condition.form]}"
 
 
 PARTS = {"fields": fields, "rules": rules}

@@ -44,6 +44,9 @@ class Condition(Config):
     `first` values, where that is above 0; `change`: the metric minus that mean."""
     first: int = Field(default=5, gt=0, le=1_000_000)
     """Values of the metric that its `ratio` or `change` is taken to; it is not looked at before."""
+    last: int = Field(default=1, gt=0, le=1_000_000)
+    """Values, the latest, whose mean is held against the bounds, where single ones go up and down; it is not
+    looked at before there are as many."""
 
     @model_validator(mode="after")
     def _has_a_bound(self) -> Condition:
@@ -151,7 +154,15 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         "the student has left what the base writes: raise specialist.reference_kl.coef, hold it with its"
         " target, or lower the learning rate",
         above=2.0,
-        steps=20,
+    ),
+    "no_learning": _rule(
+        "*_kl",
+        "the policy is where it began and the reward does not rise: raise the learning rate, or lower"
+        " specialist.reference_kl.coef; if the base is right already, take harder prompts",
+        below=0.005,
+        also=Condition(metric="reward/mean", below=0.02, form="change", first=20, last=20),
+        steps=100,
+        stages=_LEARNERS,
     ),
     "clip_share": _rule(
         "policy/clip_ratio",
@@ -209,8 +220,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         "critic/explained_variance",
         "the critic says less of returns than their mean does: raise specialist.critic.warmup_steps or its"
         " learning rate, or do without one (specialist.advantage: {type: grpo})",
-        below=0.0,
-        steps=50,
+        below=-0.2,
     ),
     "far_teacher": _rule(
         "kl/*",
@@ -226,8 +236,9 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         above=0.9,
         form="ratio",
         first=10,
-        also=Condition(metric="kl/*", above=0.1),
-        steps=200,
+        last=20,
+        also=Condition(metric="kl/*", above=0.1, last=20),
+        steps=180,
     ),
     "idle_teacher": _rule(
         "grad_share/*",

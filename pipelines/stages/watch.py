@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -74,6 +75,7 @@ class Watched:
     def __init__(self, condition: Condition) -> None:
         self.condition = condition
         self._first: dict[str, list[float]] = {}
+        self._last: dict[str, deque[float]] = {}
         self._latest: dict[str, float] = {}
         self._meant: dict[str, bool] = {}
 
@@ -92,11 +94,16 @@ class Watched:
         first = self._first.setdefault(name, [])
         if self.condition.form != "value" and len(first) < self.condition.first:
             first.append(value)
-        else:
-            self._latest[name] = value
+            return
+        last = self._last.setdefault(name, deque(maxlen=self.condition.last))
+        last.append(value)
+        if len(last) == self.condition.last:
+            self._latest[name] = math.fsum(last) / len(last)
 
     def beyond(self, name: str) -> tuple[float, float] | None:
-        """The latest value of a metric and the bound that it is beyond; `None` within them."""
+        """The latest value of a metric, or mean of the latest, and the bound that it is beyond; `None` within
+        them.
+        """
         if name not in self._latest:
             return None
         value, condition = self._latest[name], self.condition
@@ -128,7 +135,8 @@ class Watched:
         assert found is not None
         value, bound = found
         high = value > bound
-        words = f"{name} is {value:.4g}, {'above' if high else 'below'} {bound:.4g}"
+        mean = f" (mean of its last {condition.last})" if condition.last > 1 else ""
+        words = f"{name}{mean} is {value:.4g}, {'above' if high else 'below'} {bound:.4g}"
         limit, first = (
             condition.above if high else condition.below,
             f"the mean of its first {condition.first}",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
 from opd.config.load import dump_recipe, load_recipe
 from opd.config.watch import DEFAULT_RULES, covers, metrics_of
 from opd.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 name: watched
 model: {path: base}
@@ -115,3 +120,49 @@ def test_every_default_rule_is_of_a_metric_that_is_logged():
         asked = [rule.metric, *([] if rule.also is None else [rule.also.metric])]
         assert all(any(covers(pattern, name) for name in known) for pattern in asked)
         assert rule.action == "warn"
+
+
+def provoked() -> dict[str, set[str]]:
+    """Test of `test_watch_provoked.py` -> the rules that fire, as it asserts: by name, or that of a case."""
+    tree = ast.parse((ROOT / "tests/pipelines/test_watch_provoked.py").read_text("utf-8"))
+    cases = {
+        node.targets[0].id: {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        if isinstance(node.targets[0], ast.Name)
+    }
+    found = {}
+    for test in tree.body:
+        if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
+            of_asserts = [
+                part for each in ast.walk(test) if isinstance(each, ast.Assert) for part in ast.walk(each)
+            ]
+            sides = [
+                part.left
+                for part in of_asserts
+                if isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.In | ast.LtE)
+            ]
+            words = {
+                node.value for side in sides for node in ast.walk(side) if isinstance(node, ast.Constant)
+            }
+            for decorator in test.decorator_list:
+                for node in ast.walk(decorator):
+                    words |= cases.get(node.id, set()) if isinstance(node, ast.Name) else set()
+            found[test.name] = {word for word in words if isinstance(word, str)} & set(DEFAULT_RULES)
+    return found
+
+
+def test_rules_the_table_of_failures_and_the_tests_that_provoke_them_agree():
+    text = (ROOT / "docs/reference/watch.md").read_text("utf-8")
+    table = text.partition("## What goes wrong, and what catches it")[2]
+    rows = [row.split("|")[1:-1] for row in re.findall(r"^\|.*\|$", table, re.M)[2:]]
+    told: dict[str, set[str]] = {}
+    for row in rows:
+        rules = [name for name in re.findall(r"`(\w+)`", row[2]) if name in DEFAULT_RULES]
+        (test,) = re.findall(r"`(test_\w+)`", row[4])
+        assert rules, f"no rule catches {row[0].strip()!r}"
+        # What comes after the first ones, or at times, is not what the test is for.
+        told.setdefault(test, set()).update(rules if "then" not in row[2] else rules[:1])
+    tests = {name: rules for name, rules in provoked().items() if rules}
+    assert told == tests
+    assert set().union(*tests.values()) == set(DEFAULT_RULES)

@@ -65,6 +65,15 @@ def test_forms_are_taken_to_the_first_values():
     assert at(fired({"metric": "m", "above": 1, "below": -1, "steps": 1}, {"m": [2, 0, -2]})) == [0, 2]
 
 
+def test_a_mean_of_the_latest_values_is_held_against_the_bounds():
+    rule = {"metric": "m", "above": 1, "last": 3, "steps": 2}
+    (flag,) = fired(rule, {"m": [0, 3, 0, 0, 3, 3, 0]})
+    assert (flag.step, flag.value, flag.bound) == (6, 2.0, 1.0)
+    assert flag.sentence.startswith("m (mean of its last 3) is 2, above 1, for 2 in a row")
+    ratio = {"metric": "m", "above": 2, "form": "ratio", "first": 2, "last": 2, "steps": 1}
+    assert at(fired(ratio, {"m": [1, 1, 3, 1, 5]})) == [4]  # of the values after the first ones
+
+
 def test_each_of_several_names_is_looked_at_by_itself():
     rule = {"metric": "kl/*", "above": 1, "steps": 2}
     columns = {"kl/a": [2, 2, 2], "kl/b": [0, 2, 2], "kl/mean": [9, 9, 9], "other": [9, 9, 9]}

@@ -1,26 +1,37 @@
-"""Each failure that RL runs are known for, on a tiny run: its rule fires within 20 steps, and on healthy
-runs none does. `docs/reference/watch.md` has the table.
+"""Each failure that RL runs are known for, on a tiny run through the code of the stages: its rules fire in at
+most 20 steps, and on healthy runs none does. A test names the rules that it provokes, as the table in
+`docs/reference/watch.md` has them; `tests/config/test_watch.py` holds the two together.
+
+Two rules ask for more values in a row than 20. What they are shown is what a run of 20 steps has logged, over
+and over, by the call with which the loop shows a step to its rules: `for_longer`.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attempts import made_base
 from recipes import tiny_recipe
+from safetensors.torch import load_file, save_file
 
 from opd.config import Recipe
 from opd.config.load import load_recipe
+from opd.config.watch import DEFAULT_RULES
 from opd.errors import TrainingError
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.student import Student
+from opd.pipelines.stages.watch import Watch, Watched
 
 STAGE, STEPS = "specialist-add3", 20
 FAST = {"optim": {"lr": 0.01}}
+Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +50,7 @@ def recipe_of(base: Path, reward: str | None = None, **changes: Any) -> Recipe:
     return tiny_recipe(**given | {"specialist": own | changes.get("specialist", {})})
 
 
-def flags_of(path: Path, recipe: Recipe, stage: str = STAGE) -> tuple[set[str], list[dict[str, Any]]]:
+def flags_of(path: Path, recipe: Recipe, stage: str = STAGE) -> tuple[set[str], Rows]:
     """The rules that fired in the first 20 steps of a stage, and its metrics."""
     with RunFolder.create(path, recipe) as folder:
         try:
@@ -51,16 +62,47 @@ def flags_of(path: Path, recipe: Recipe, stage: str = STAGE) -> tuple[set[str], 
         return {flag["rule"] for flag in folder.read_flags(stage)}, rows
 
 
-def long_ones(sample) -> float:
-    """Longer answers are better ones."""
-    return sample.length / 16
+def for_longer(path: Path, recipe: Recipe, stage: str, rows: Rows, times: int) -> set[str]:
+    """The rules that fire in a stage which logs `rows` again and again."""
+    with RunFolder.create(path, recipe) as folder:
+        context = StageContext.open(recipe, folder, stage, lambda *_: None)
+        try:
+            watch = Watch(context)
+            for step, row in enumerate(rows * times, start=1):
+                watch.look(step, {key: row[key] for key in row.keys() - {"step", "time", "chain"}}, 0.0)
+        finally:
+            context.metrics.close()
+        return {flag["rule"] for flag in folder.read_flags(stage)}
+
+
+def asked(sample) -> int:
+    """How many prompts were asked before that of `sample` in training; 0 in an evaluation."""
+    place = sample.uid.split("/")[2:3]
+    return int(place[0]) if place and place[0].isdigit() and sample.uid.startswith("specialist") else 0
+
+
+def longer(prompts, completions, **columns) -> list[float]:
+    """A judge that compares the answers to a prompt and likes the longer half: their mean never rises."""
+    found = [0.0] * len(completions)
+    for prompt in set(prompts):
+        own = [place for place, other in enumerate(prompts) if other == prompt]
+        own.sort(key=lambda place: (len(completions[place]), place))
+        for place in own[len(own) // 2 :]:
+            found[place] = 1.0
+    return found
 
 
 def test_reward_hacking_by_length(base, tmp_path):
+    own = {
+        "optim": {"lr": 0.03, "warmup_steps": 10, "schedule": "constant"},
+        "shaping": {"clip": [0.25, 0.75]},
+    }
     rollout = {"max_new_tokens": 16, "max_sequence": 28}
-    fired, rows = flags_of(tmp_path / "run", recipe_of(base, "long_ones", specialist=FAST, rollout=rollout))
-    assert "truncation" in fired
-    assert rows[-1]["reward/mean"] > rows[0]["reward/mean"]  # a success, as the reward has it
+    evaluation = {"prompts_per_domain": 20, "base_kl_every": 1}
+    recipe = recipe_of(base, "longer", specialist=own, rollout=rollout, evaluation=evaluation)
+    fired, rows = flags_of(tmp_path / "run", recipe)
+    assert {"length_drift", "truncation", "far_from_base", "clipped_rewards"} <= fired
+    assert rows[-1]["length/mean"] > 3 * rows[0]["length/mean"]
 
 
 def many_ones(sample) -> float:
@@ -68,10 +110,28 @@ def many_ones(sample) -> float:
     return 0.4 * sample.text[:3].count("1") / 3
 
 
-def test_entropy_collapse(base, tmp_path):
-    fired, rows = flags_of(tmp_path / "run", recipe_of(base, "many_ones", specialist=FAST))
+@pytest.fixture(scope="module")
+def collapsed(base, tmp_path_factory) -> tuple[set[str], Rows, Path]:
+    """What fired while one answer to all was learnt, the metrics, and the model."""
+    path = tmp_path_factory.mktemp("collapsed") / "run"
+    return *flags_of(path, recipe_of(base, "many_ones", specialist=FAST)), path / "specialists" / "add3"
+
+
+def test_entropy_collapse(collapsed):
+    fired, rows, _ = collapsed
     assert "entropy_collapse" in fired
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"]
+
+
+def luck(sample) -> float:
+    """It says nothing of the answer."""
+    return (zlib.crc32(f"{sample.uid}{sample.text}".encode()) % 97) / 97
+
+
+def test_noise_instead_of_answers(collapsed, tmp_path):
+    recipe = recipe_of(collapsed[2], "luck", specialist={"optim": {"lr": 0.003}, "entropy_coef": 1.0})
+    fired, _ = flags_of(tmp_path / "run", recipe)
+    assert "entropy_explosion" in fired
 
 
 def always_zero(sample) -> float:
@@ -102,26 +162,52 @@ def test_a_template_mismatch(base, tmp_path, template):
     (tmp_path / "add3.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     domains = {"add3": {"source": str(tmp_path / "add3.jsonl"), "reward": "exact"}}
     model = {"path": str(base), "chat_template": str(tmp_path / "t.jinja")}
-    fired, _ = flags_of(tmp_path / "run", recipe_of(base, domains=domains, model=model))
+    recipe = recipe_of(base, domains=domains, model=model, specialist={"steps": 8})
+    fired, _ = flags_of(tmp_path / "run", recipe)
     assert ("flat_reward" in fired) == (template == "wrong")
     assert not fired or template == "wrong"
 
 
-def test_an_engine_with_stale_weights(base, tmp_path, monkeypatch):
+CORRECTIONS = {
+    "clamped_weights": {"type": "tis", "upper": 1.05},
+    "rejected_tokens": {"type": "mis", "lower": 0.9, "upper": 1.1},
+}
+"""What a rule is about -> a correction whose bounds are too narrow for how far the engine is behind."""
+
+
+@pytest.mark.parametrize("bound", CORRECTIONS)
+def test_an_engine_with_stale_weights(base, tmp_path, monkeypatch, bound):
     """Nothing reaches the engine, which says that all is well."""
     monkeypatch.setattr(Student, "sync", lambda student, version: None)
-    fired, rows = flags_of(tmp_path / "run", recipe_of(base, specialist={"optim": {"lr": 0.003}}))
-    assert "engine_mismatch" in fired
+    policy = {"correction": CORRECTIONS[bound]}
+    own = {"optim": {"lr": 0.006, "schedule": "constant"}, "policy_loss": policy}
+    fired, rows = flags_of(tmp_path / "run", recipe_of(base, specialist=own))
+    assert {"engine_mismatch", bound} <= fired
+    if bound == "rejected_tokens":
+        assert "few_effective_samples" in fired
     assert rows[0]["mismatch/mean_abs"] < 1e-5  # the first samples are its own
 
 
-def test_a_dead_teacher(base, tmp_path):
-    """Its specialist has learnt nothing: it is still the base."""
-    distill = {"steps": STEPS, "prompts_per_domain": 8, "checkpoint_every": 50}
-    recipe = recipe_of(base, teachers={"add3": {"path": str(base)}}, distill=distill)
+def test_teachers_that_teach_nothing(base, tmp_path):
+    """One has learnt nothing: it is the base. One has another vocabulary: its tokens' rows are in another
+    order. And at such a rate the student comes near to neither.
+    """
+    far = tmp_path / "far"
+    shutil.copytree(base, far)
+    (far / "checksums.json").unlink()
+    weights = load_file(far / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, far / "model.safetensors", metadata={"format": "pt"})
+    kinds = ("add3", "sort")
+    own = {"params": {"digits": 3}, "prompts": 200}
+    domains = {kind: own | {"source": f"procedural:{kind}"} for kind in kinds}
+    distill = {"steps": STEPS, "prompts_per_domain": 8, "checkpoint_every": 50, "optim": {"lr": 1e-9}}
+    teachers = {"add3": {"path": str(base)}, "sort": {"path": str(far)}}
+    recipe = recipe_of(base, domains=domains, teachers=teachers, distill=distill)
     fired, rows = flags_of(tmp_path / "run", recipe, "merge")
-    assert "idle_teacher" in fired
+    assert {"idle_teacher", "far_teacher"} <= fired
     assert max(row["kl/add3"] for row in rows) < 1e-6
+    assert "stalled_teacher" in for_longer(tmp_path / "longer", recipe, "merge", rows, times=11)
 
 
 def known_by_heart(sample) -> float:
@@ -141,15 +227,78 @@ def test_a_reward_that_held_out_prompts_do_not_share(base, tmp_path):
     assert measured[5] > 0.01
 
 
+def another_every_step(sample) -> float:
+    """Another digit is right in every step of 8 prompts."""
+    return sample.text[:3].count(str(asked(sample) // 8 % 10)) / 3
+
+
+def test_steps_that_are_too_large(base, tmp_path):
+    own = {"optim": {"lr": 0.02, "schedule": "constant"}, "epochs": 4, "minibatches": 4, "entropy_coef": 0.3}
+    fired, _ = flags_of(tmp_path / "run", recipe_of(base, "another_every_step", specialist=own))
+    assert "clip_share" in fired
+
+
+def now_three_now_seven(sample) -> float:
+    """One digit is right in a step of 32 prompts, another in the next."""
+    return sample.text[:3].count("37"[asked(sample) // 32 % 2]) / 3
+
+
+def test_steps_without_a_bound(base, tmp_path):
+    """Many passes over the same responses, and no clip that holds them."""
+    own = {"steps": 12, "prompts_per_step": 32, "group_size": 8, "epochs": 16, "minibatches": 1}
+    own |= {"optim": {"lr": 0.01, "schedule": "constant"}, "entropy_coef": 0.2}
+    own["policy_loss"] = {"clip_low": 0.99, "clip_high": 1000.0}
+    fired, _ = flags_of(tmp_path / "run", recipe_of(base, "now_three_now_seven", specialist=own))
+    assert "large_ratio" in fired
+
+
+def outlying(sample) -> float:
+    """From the twelfth step on in another unit."""
+    return luck(sample) * (1000.0 if asked(sample) >= 8 * 11 else 1.0)
+
+
+def test_rewards_in_another_unit(base, tmp_path):
+    own = {"optim": {"lr": 0.003}, "entropy_coef": 0.1, "advantage": {"type": "dr_grpo"}}
+    fired, rows = flags_of(tmp_path / "run", recipe_of(base, "outlying", specialist=own))
+    assert "grad_norm" in fired
+    assert rows[11]["grad_norm"] > 50 * rows[10]["grad_norm"]
+
+
+def test_a_critic_that_is_lost_and_a_policy_that_stays(base, tmp_path):
+    """The rate of the one is far too large, that of the other far too small."""
+    own = {"advantage": {"type": "gae"}, "critic": {"optim": {"lr": 1.0}}, "filter_zero_variance": False}
+    own |= {"optim": {"lr": 1e-9}, "reference_kl": {"coef": 1e-6}}
+    recipe = recipe_of(base, specialist=own)
+    fired, rows = flags_of(tmp_path / "run", recipe)
+    assert "lost_critic" in fired
+    assert "no_learning" in for_longer(tmp_path / "longer", recipe, STAGE, rows, times=7)
+
+
+ALL_METRICS = {
+    "evaluate_every": 5,
+    "reference_kl": {"coef": 0.01},
+    "shaping": {"clip": [0.0, 1.0]},
+    "policy_loss": {"correction": {"type": "tis"}},
+}
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_healthy_run_fires_none(base, tmp_path, seed):
+    """With every metric that a rule asks for, but a critic's, which one of them has."""
+    evaluation = {"prompts_per_domain": 20, "curve_prompts": 10, "base_kl_every": 1}
     distill = {"steps": STEPS, "prompts_per_domain": 8, "checkpoint_every": 50}
-    recipe = recipe_of(base, seed=seed, distill=distill)
-    fired, _ = flags_of(tmp_path / "run", recipe)
+    critic = {"advantage": {"type": "gae"}, "filter_zero_variance": False} if seed == 0 else {}
+    recipe = recipe_of(
+        base, seed=seed, distill=distill, specialist=ALL_METRICS | critic, evaluation=evaluation
+    )
+    fired, rows = flags_of(tmp_path / "run", recipe)
     assert fired == set()
     with RunFolder.resume(tmp_path / "run", recipe) as folder:
         run_stage(recipe, folder, "merge")
         assert folder.read_flags("merge") == []
+        rows += folder.read_metrics("merge")
+    unseen = {name for name, rule in DEFAULT_RULES.items() if not any(map(Watched(rule).read, rows))}
+    assert unseen == (set() if critic else {"lost_critic"})
 
 
 @pytest.mark.long
