@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rank_processes import joined
 from recipes import tiny_recipe
 
+from opd.errors import TrainingError
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute
 from opd.pipelines.stages.order import plan
@@ -63,7 +64,8 @@ class Watch:
 
 def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
     """Run stage `task["stage"]` in the run folder `task["folder"]`; `slow`, its number of steps, gives
-    ranks engines of unequal pace. What this rank has learnt from is written to `NAME-RANK.json`."""
+    ranks engines of unequal pace. What this rank has learnt from is written to `NAME-RANK.json`, and what has
+    stopped it, last."""
     watch = Watch(ranks.rank, task["slow"])
     Student.rollout = lambda *given: watch.rollout(*given)
     if task["slow"]:
@@ -77,6 +79,8 @@ def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
             lambda *_: None,
             ranks=ranks,
         )
+    except TrainingError as error:
+        watch.batches.append(str(error))
     finally:
         Student.rollout, TorchEngine.step = watch._rollout, watch._step
     (folder / f"{task['name']}-{ranks.rank}.json").write_text(json.dumps(watch.batches))

@@ -17,6 +17,7 @@ from opd.metrics import read_metrics
 from opd.models.adapters import BASE, read_adapter
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.train.backend import learning_rate
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +39,11 @@ PPO = {
 }
 MERGE = {"steps": 3, "prompts_per_domain": 4, "checkpoint_every": 2}
 MIXED = {"dtype": "bfloat16"}
+RULES = {
+    "slower": {"metric": "step", "above": 0, "steps": 1, "action": "lower_rate", "factor": 0.9},
+    "enough": {"metric": "step", "above": 1, "steps": 1, "action": "stop", "lever": "go home"},
+}
+WATCHED = {"specialist": SPECIALIST | {"checkpoint_every": 50}, "watch": RULES}
 TASKS = {
     "specialist": ("specialist-add3", {"specialist": SPECIALIST}),
     "kit": ("specialist-add3", {"specialist": SPECIALIST | KIT, "storage": {"trajectories": "disk"}}),
@@ -55,6 +61,8 @@ TASKS = {
         {"distill": MERGE | {"steps": 4}, "rollout": {"schedule": "async", "max_ahead": 2}},
     ),
     "adapters": ("merge", {"distill": MERGE | {"optim": {"lr": 0.01}}, "lora": {"rank": 4, "alpha": 8}}),
+    "stopped": ("specialist-add3", WATCHED),
+    "goes_on": ("specialist-add3", WATCHED | {"watch": {"slower": RULES["slower"]}}),
     "mixed": ("merge", {"distill": MERGE | {"steps": 2}, "lora": {"rank": 4, "alpha": 8}} | MIXED),
 }
 STEPS = {
@@ -67,6 +75,8 @@ STEPS = {
     "adapters": 3,
     "mixed": 2,
 }
+RESUMED = {"goes_on": "stopped"}
+"""Tasks that go on with the run of another."""
 MODELS = {"specialist-add3": "specialists/add3", "merge": "merged"}
 BOUND = {"ahead": 1.0, "async": 2.0}
 
@@ -113,11 +123,13 @@ def ranks(base, tmp_path_factory):
     tasks = []
     for name, (stage, changes) in TASKS.items():
         recipe = settings(base, changes)
-        RunFolder.create(folder / name, tiny_recipe(**recipe)).close()
+        run = folder / RESUMED.get(name, name)
+        if name in RESUMED:
+            (folder / name).symlink_to(run)
+        else:
+            RunFolder.create(run, tiny_recipe(**recipe)).close()
         slow = name in BOUND
-        tasks.append(
-            {"name": name, "folder": str(folder / name), "stage": stage, "recipe": recipe, "slow": slow}
-        )
+        tasks.append({"name": name, "folder": str(run), "stage": stage, "recipe": recipe, "slow": slow})
     (folder / "tasks.json").write_text(json.dumps(tasks))
     run_ranks(stage_ranks.__file__, 2, folder, seconds=400)
     return folder
@@ -143,7 +155,7 @@ def weights(run: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(run / MODELS[TASKS[name][0]] / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["specialist", "kit", "critic", "taught", "ahead", "adapters"])
+@pytest.mark.parametrize("name", ["specialist", "kit", "critic", "taught", "ahead", "adapters", "goes_on"])
 def test_a_stage_of_two_ranks_ends_with_the_weights_of_one(base, ranks, alone, name):
     ours, expected = weights(ranks / name, name), weights(alone(name), name)
     start = load_file(base / "model.safetensors")
@@ -154,13 +166,27 @@ def test_a_stage_of_two_ranks_ends_with_the_weights_of_one(base, ranks, alone, n
     assert apart <= 1e-2 * moved  # a few steps of AdamW: what rounding can become
 
 
-@pytest.mark.parametrize("name", [name for name in TASKS if name != "kit"])  # whose tokens are on disk
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "kit"])  # whose tokens are on disk
 def test_ranks_learn_from_the_same_responses(ranks, name):
     first, second = (json.loads((ranks / f"{name}-{rank}.json").read_text()) for rank in (0, 1))
     steps = STEPS[name]
     assert len(read_metrics(ranks / name / "stages" / TASKS[name][0] / "metrics.jsonl")) == steps
     assert first[:steps] == second[:steps]
     assert len(set(first)) == len(first) >= steps
+
+
+def test_a_rule_stops_all_ranks_and_leaves_a_checkpoint(ranks):
+    said = [json.loads((ranks / f"stopped-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [words[-1] for words in said] == [said[0][-1]] * 2
+    assert "the rule enough of `watch` has stopped it at step 2: step is 2, above 1; go home." in said[0][-1]
+    run, stage = RunFolder.attach(ranks / "stopped"), "specialist-add3"
+    assert [flag["rule"] for flag in run.read_flags(stage)] == ["slower", "slower", "enough", "slower"]
+    assert [checkpoint.name for checkpoint in run.checkpoints(stage).iterdir()] == ["step_2"]
+    optim = tiny_recipe(specialist=SPECIALIST).specialist.optim
+    full = [learning_rate(optim, step, step / 3) for step in range(3)]
+    lowered = {row["step"]: row["lr"] for row in run.read_metrics(stage) if "lr" in row}  # where it learned
+    assert {1, 2} <= set(lowered)
+    assert lowered == pytest.approx({step: full[step - 1] * 0.9 ** (step - 1) for step in lowered})
 
 
 @pytest.mark.parametrize("name", BOUND)
