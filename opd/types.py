@@ -109,8 +109,9 @@ class TokenTerms:
     """
 
     advantages: Float32
-    old_logprobs: Float32
-    """Log-probabilities under the weights at the start of the step, recomputed by the trainer."""
+    old_logprobs: Float32 | None
+    """Log-probabilities under the weights at the start of the step, recomputed by the trainer. `None` where
+    these are the weights that the loss is computed with: then they are the loss's own, detached."""
     policy_weight: Float32
     """Weight of the policy-gradient stream."""
     kl_weight: Float32
@@ -176,8 +177,8 @@ class MicroBatch:
     """[N] int64: the response tokens."""
     advantages: Tensor
     """[N] float32."""
-    old_logprobs: Tensor
-    """[N] float32."""
+    old_logprobs: Tensor | None
+    """[N] float32 or None: those of the loss itself."""
     policy_weight: Tensor
     """[N] float32."""
     kl_weight: Tensor

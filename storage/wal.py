@@ -236,10 +236,9 @@ class TokenWAL:
             self._guard.check()
             openings: list[Opening] = []
             beside: set[str] = set()
-            for request, metadata in requests:
+            for number, (request, metadata) in enumerate(requests, start=self._table.next_number):
                 self._check_new(request, beside)
                 beside.add(request.uid)
-                number = self._table.next_number + len(openings)
                 openings.append(Opening(number, _as_opened(request), dict(metadata)))
             payloads = [encode_open(*opening) for opening in openings]
             with self._guard:

@@ -78,8 +78,8 @@ def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, Any
     hold.
     """
     try:
-        own = _JSON.encode({"uid": request.uid, "seed": int(request.seed), "metadata": dict(metadata)})
-        text = f'{own[:-1]},"sampling":{_sampling_text(request.sampling)}}}'.encode("ascii")
+        own = f'"uid":{_JSON.encode(request.uid)},"seed":{int(request.seed)},"metadata":{_document(metadata)}'
+        text = f'{{{own},"sampling":{_sampling_text(request.sampling)}}}'.encode("ascii")
     except (TypeError, ValueError) as error:
         raise StorageError(
             f"request {request.uid}: its metadata cannot be written as JSON ({error}); give plain values"
@@ -87,6 +87,18 @@ def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, Any
     prompt = np.ascontiguousarray(request.prompt_ids, dtype="<i4").tobytes()
     head = _OPEN.pack(number, len(text), len(prompt) // 4, 0)
     return head + _padded(text) + _padded(prompt)
+
+
+def _document(metadata: Mapping[str, Any]) -> str:
+    """As JSON; mostly the requests of a batch share it."""
+    if all(type(key) is type(value) is str for key, value in metadata.items()):
+        return _words(tuple(metadata.items()))
+    return _JSON.encode(dict(metadata))
+
+
+@lru_cache(maxsize=64)
+def _words(pairs: tuple[tuple[str, str], ...]) -> str:
+    return _JSON.encode(dict(pairs))
 
 
 @lru_cache(maxsize=64)

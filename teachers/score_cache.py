@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,19 +152,37 @@ class CachedScores:
         cache: Where rows are kept, within its quota.
         variants: What changes a teacher's rows besides its digest and the tokens, such as the dtype it
             computes in, by its name. Nothing is kept of teachers that are not named here; `None` keeps all.
+        memory_bytes: Of the rows of a mini-batch so many stay in memory until `release`, and are gone with
+            the process: to write and map a few costs more than to compute them. With it nobody else writes to
+            the cache.
     """
 
-    def __init__(self, cache: HiddenStateCache, *, variants: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        cache: HiddenStateCache,
+        *,
+        variants: Mapping[str, str] | None = None,
+        memory_bytes: int = 0,
+    ) -> None:
         self.cache = cache
         self.variants = variants
         self._leases: list[tuple[str, Lease]] = []
+        self._memory = self._room = memory_bytes
+        self._near: dict[tuple[str, str], tuple[np.ndarray, Tensor]] = {}
+        """By teacher and sample its response, [R], and rows that are in memory."""
+        self._searched = memory_bytes == 0 or cache.used_bytes() > 0
 
     def keeps(self, name: str) -> bool:
         """Whether `name` has a variant."""
         return self.variants is None or name in self.variants
 
     def find(self, teacher: Teacher, sample: Sample) -> Tensor | None:
-        """[R, D] on the CPU, valid until `release`; `None` if the cache has no rows, or no whole ones."""
+        """[R, D], valid until `release`; `None` if the cache has no rows, or no whole ones."""
+        response, rows = self._near.get((teacher.name, sample.uid), (None, None))
+        if response is not None and np.array_equal(response, sample.response_ids):
+            return rows
+        if not self._searched:
+            return None
         lease = self.cache.get(self._key(teacher, sample))
         if lease is None:
             return None
@@ -176,8 +195,16 @@ class CachedScores:
     def store(self, teacher: Teacher, samples: Sequence[Sample], rows: Sequence[Tensor]) -> list[Tensor]:
         """Keep `rows`, [R, D] of each sample, and return what to use in their place until `release`.
 
-        Rows the cache has no room for are returned as they are. Raises `StorageError` if its disk fails.
+        Rows the cache has no room for, or that are few, are returned as they are. Raises `StorageError` if
+        its disk fails.
         """
+        size = sum(own.nbytes for own in rows)
+        if size <= self._room:
+            self._room -= size
+            for sample, own in zip(samples, rows, strict=True):
+                self._near[teacher.name, sample.uid] = sample.response_ids, own
+            return list(rows)
+        self._searched = True
         kept = self.cache.put_many(
             [
                 (self._key(teacher, sample), rows_array(own), self._record(teacher, sample))
@@ -202,6 +229,7 @@ class CachedScores:
         return kept
 
     def _store_one(self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor]) -> Tensor:
+        self._searched = True
         first = next(parts)
         key, count = self._key(teacher, sample), len(sample.response_ids)
         writer = self.cache.open_rows(key, rows_array(first[:1]), count, self._record(teacher, sample))
@@ -236,6 +264,8 @@ class CachedScores:
 
     def release(self) -> None:
         """End the leases: what `find` and `store` returned may be evicted from now on."""
+        self._room = self._memory
+        self._near.clear()
         leases, self._leases = self._leases, []
         for _, lease in leases:
             lease.release()

@@ -39,6 +39,9 @@ class StorageConfig(Config):
     cache_mb: int = Field(default=1024, ge=0)
     """Disk for teachers' hidden states, so that they need not wait in memory for their turn in the update
     (MiB); 0 keeps them in memory."""
+    hidden_memory_mb: int = Field(default=64, ge=0)
+    """Memory for the hidden states of a step, before any go to that disk (MiB): a teacher's that fit into
+    what is left of it. Those of a killed step are computed again."""
     trajectories: Literal["memory", "disk"] = "memory"
     """Where the merge and GRPO keep samples between rollout and update. `disk`: in a trajectory store, which
     each response goes to when it ends; the step is planned from lengths alone, and a micro-batch's tokens and

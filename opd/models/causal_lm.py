@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -216,26 +217,28 @@ def check_pieces(model: CausalLM) -> None:
 
 
 class WeightsDigest:
-    """The digest of weights that pass by."""
+    """The digest of weights that pass by: sha256, or with `quick` xxh3-128, which is as fast as memory and
+    tells what an accident has changed, not what somebody wants to hide.
+    """
 
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256()
+    def __init__(self, *, quick: bool = False) -> None:
+        self._hash = xxhash.xxh3_128() if quick else hashlib.sha256()
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """`weights`, as they are."""
         for name, tensor in weights:
-            self._sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            self._sha.update(raw_bytes(tensor).numpy().data)
+            self._hash.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            self._hash.update(raw_bytes(tensor).numpy().data)
             yield name, tensor
 
     def hex(self) -> str:
         """Of what has passed so far."""
-        return self._sha.hexdigest()
+        return self._hash.hexdigest()
 
 
-def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 (hex) over the names, shapes, dtypes and bytes of `weights`, in their order."""
-    digest = WeightsDigest()
+def weights_digest(weights: Iterable[tuple[str, Tensor]], *, quick: bool = False) -> str:
+    """`WeightsDigest` (hex) over the names, shapes, dtypes and bytes of `weights`, in their order."""
+    digest = WeightsDigest(quick=quick)
     for _ in digest.watch(weights):
         pass
     return digest.hex()
@@ -382,12 +385,14 @@ class CausalLM:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the state in the module's order, detached, without copying; tied weights once."""
-        aliases = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        for name, parameter in self.module.named_parameters():
-            yield name, parameter.detach()
-        for name, tensor in self.module.state_dict().items():
-            if name not in aliases:
-                yield name, tensor
+        state, told = self.module.state_dict(keep_vars=True), set()
+        for name, tensor in state.items():
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in told:
+                told.add(id(tensor))
+                yield name, tensor.detach()
+        for name, tensor in state.items():
+            if not isinstance(tensor, nn.Parameter):
+                yield name, tensor.detach()
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -415,8 +420,12 @@ class CausalLM:
             )
 
     def digest(self) -> str:
-        """sha256 (hex) over the names, shapes, dtypes and bytes of `weights()`."""
+        """sha256 (hex) over the names, shapes, dtypes and bytes of `weights()`: which model this is."""
         return weights_digest(self.weights())
+
+    def quick_digest(self) -> str:
+        """The same by xxh3-128: whether these are the weights that were sent."""
+        return weights_digest(self.weights(), quick=True)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -418,7 +418,8 @@ class Ledger:
         """
         owner, newest = self._recovery.owner, None if self._recovery.accept_newer else version
         found, unknown = look_up(log, list(new.values()), newest, owner)
-        _open(log, [(plain(request), {} if owner is None else {OWNER: owner}) for request in unknown])
+        metadata = {} if owner is None else {OWNER: owner}
+        _open(log, [(plain(request), metadata) for request in unknown])
         held = {uid: Tokens.logged(logged) for uid, logged in found.items()}
         skip = {uid: len(new[uid].prefix_ids) for uid in found}
         told = replay(held, skip)

@@ -335,7 +335,7 @@ class Workers:
         self.version = version
         self.versions[self._name] = version
         self._everywhere(self._load)
-        return weights_digest(self._weights)
+        return weights_digest(self._weights, quick=True)
 
     def close(self) -> None:
         """Close the connections. Workers that are paused go on: others may use them."""

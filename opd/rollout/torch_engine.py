@@ -164,7 +164,7 @@ class TorchEngine(Streaming):
         self._cached = 0
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Copy `weights` in place, flush, and return the digest of the model the engine now holds.
+        """Copy `weights` in place, flush, and return the quick digest of the model the engine now holds.
 
         Raises `RolloutError` if the engine is not paused or `version` does not grow.
         """
@@ -186,7 +186,7 @@ class TorchEngine(Streaming):
             self._head = self._decode_head()
             self._cached = 0
         self._version = version
-        return self.model.digest()
+        return self.model.quick_digest()
 
     def resume(self) -> None:
         """Continue sampling."""

@@ -24,13 +24,13 @@ SHARD_BYTES = 1 << 30
 
 
 def sync_weights(engine: RolloutEngine, weights: Weights, version: int) -> str:
-    """Give `engine` the `weights` as `version`; returns their digest.
+    """Give `engine` the `weights` as `version`; returns their quick digest.
 
     The trainer's own tensors are handed over: nothing is copied on the way. Raises `RolloutError` if the
     engine holds other weights than were sent, and whatever it raises itself. It stays paused then: no token
     is sampled with weights that nobody knows.
     """
-    sent = WeightsDigest()
+    sent = WeightsDigest(quick=True)
     engine.pause()
     engine.flush()
     held = engine.update_weights(sent.watch(weights), version)

@@ -216,7 +216,7 @@ class Backend(ABC):
     def load_state(self, state: dict[str, dict[str, Tensor]]) -> None: ...
 
     def digest(self) -> str:
-        """Digest of the student's weights, as an engine computes it after a sync; all ranks take part."""
+        """sha256 of the student's weights; all ranks take part."""
         return weights_digest(self.weights())
 
     def close(self) -> None:

@@ -211,9 +211,9 @@ def own_places(rows: Tensor, own: TokenShare) -> tuple[Tensor, Tensor]:
 def own_rows(micro: MicroBatch, own: TokenShare) -> MicroBatch:
     """`micro` with this rank's response tokens alone; `rows` become places in its tokens."""
     local, kept = own_places(micro.rows, own)
-    names = ("targets", "advantages", "old_logprobs", "policy_weight", "kl_weight", "ce_weight")
+    names = ("targets", "advantages", "policy_weight", "kl_weight", "ce_weight")
     streams = {name: getattr(micro, name)[kept] for name in names}
-    for name in ("ref_logprobs", "importance", "values", "returns"):
+    for name in ("old_logprobs", "ref_logprobs", "importance", "values", "returns"):
         if (given := getattr(micro, name)) is not None:
             streams[name] = given[kept]
     return replace(micro, rows=local, kept=kept, **streams)

@@ -86,7 +86,7 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
         rows=rows.to(device),
         targets=input_ids[rows + 1].to(device),
         advantages=stream("advantages"),
-        old_logprobs=stream("old_logprobs"),
+        old_logprobs=if_all("old_logprobs"),
         policy_weight=stream("policy_weight"),
         kl_weight=stream("kl_weight"),
         ce_weight=stream("ce_weight"),

@@ -195,7 +195,8 @@ class PolicyTerm:
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         weight = micro.policy_weight
         counted = weight != 0
-        inputs = (student.logprobs, micro.old_logprobs, micro.advantages, self.config)
+        old = student.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+        inputs = (student.logprobs, old, micro.advantages, self.config)
         lengths = [len(sample.response_ids) for sample in micro.samples]
         sequences = Sequences(lengths, weight.device, micro.kept, student.summed)
         per_token, stats = self._loss(*inputs, counted, sequences)
@@ -284,23 +285,26 @@ class MismatchProbe:
     are kept, not tokens.
     """
 
-    def __init__(self, ranks: Ranks | None = None, *, entropy: bool = False) -> None:
+    def __init__(self, ranks: Ranks | None = None, *, entropy: bool = False, shared: bool = False) -> None:
         """`ranks`: those whose tokens the metrics are of; `entropy`: keep the student's mean entropy too,
-        where no `PolicyTerm` does.
+        where no `PolicyTerm` does; `shared`: take the log-probabilities that a `PolicyTerm` asks for.
         """
         self._ranks = Ranks() if ranks is None else ranks
-        self._entropy = entropy
+        self._entropy, self._shared = entropy, shared
         self._seen = MismatchSums()
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
-        with torch.no_grad():
-            logprobs, entropy = linear_logprobs_entropy(
-                student.hidden,
-                student.head,
-                micro.targets,
-                temperature=student.temperature,
-                chunk=student.chunk,
-            )
+        if self._shared:
+            logprobs, entropy = student.logprobs.detach(), student.entropy.detach()
+        else:
+            with torch.no_grad():
+                logprobs, entropy = linear_logprobs_entropy(
+                    student.hidden,
+                    student.head,
+                    micro.targets,
+                    temperature=student.temperature,
+                    chunk=student.chunk,
+                )
         rollout, mask = (
             np.concatenate([getattr(sample, name) for sample in micro.samples])
             for name in ("rollout_logprobs", "loss_mask")

@@ -210,7 +210,10 @@ class Distill(Algorithm):
         config = self.config
         if not self._corrects:
             return None, {}
-        stream = PolicyStream(samples, policy_loss(config).correction)
+        # In a step of one update, ratios are to its own log-probabilities.
+        compared = isinstance(config.loss, SampledTokenK1) or config.to_batch is not None
+        correction = policy_loss(config).correction
+        stream = PolicyStream(samples, correction, recompute=compared or correction is not None)
         if needs_policy_stream(config):
             own = config.advantage
             learned = [sample for sample in samples.samples if self._rl_coefs[sample.domain]]

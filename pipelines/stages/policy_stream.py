@@ -44,7 +44,8 @@ class Against:
 class PolicyTokens:
     """What the stream has of one sample, `[R]` each."""
 
-    old_logprobs: np.ndarray
+    old_logprobs: np.ndarray | None
+    """`None` where nobody has computed them: those of the update itself."""
     advantages: np.ndarray
     mask: np.ndarray
     """The loss mask without rejected tokens."""
@@ -74,10 +75,16 @@ class PolicyStream:
     Args:
         step: Its samples, dealt out.
         correction: How tokens that others drew are weighed.
+        recompute: Compute the log-probabilities under the weights at the start of the step. Without, nobody
+            may ask for a log-ratio: the one update that follows has them too.
     """
 
-    def __init__(self, step: StepSamples, correction: CorrectionConfig | None) -> None:
-        self._step, self._correction = step, correction
+    def __init__(
+        self, step: StepSamples, correction: CorrectionConfig | None, *, recompute: bool = True
+    ) -> None:
+        if correction is not None and not recompute:
+            raise ValueError("a correction is made of recomputed log-probabilities; ask for them")
+        self._step, self._correction, self._recomputed = step, correction, recompute
         self._estimated = False
         self._rewarded: set[str] | None = None
         self._others: dict[Who, Against | None] = {}
@@ -87,7 +94,8 @@ class PolicyStream:
         self._moments = Moments()
         self._coefs: Mapping[str, float] | None = None
         self._valued: Sequence[Sample] | None = None
-        step.fill(_OLD, step.samples, step.backend.own_logprobs, "the recomputed log-probabilities")
+        if recompute:
+            step.fill(_OLD, step.samples, step.backend.own_logprobs, "the recomputed log-probabilities")
 
     def add(
         self,
@@ -166,7 +174,7 @@ class PolicyStream:
         for lot in self._step.held():
             for sample in lot:
                 self._numbers[sample.uid] = self._numbers_of(sample)
-            if not lot:
+            if not lot or not self._recomputed:
                 continue
             old = [self._step.signal(_OLD, sample) for sample in lot]
             masks = [sample.loss_mask for sample in lot]
@@ -189,15 +197,9 @@ class PolicyStream:
         return np.concatenate(found)
 
     def _of_all(self, seen: MismatchSums, ratio: float, tokens: int) -> dict[str, float]:
-        numbers = {uid: asdict(own) for uid, own in self._numbers.items()}
-        whole, total, count = MismatchSums(), 0.0, 0
-        said = self._step.told([numbers, asdict(seen), ratio, tokens], "the sums of the policy stream")
-        for others, mismatch, ratio, tokens in said:
-            for uid, own in others.items():
-                sums, moments = CorrectionSums(**own["correction"]), Moments(**own["advantages"])
-                self._numbers[uid] = _Numbers(**own | {"correction": sums, "advantages": moments})
-            whole.include(MismatchSums(**mismatch))
-            total, count = total + ratio, count + tokens
+        whole, total, count = seen, ratio, tokens
+        if not self._step.holds_all:
+            whole, total, count = self._gathered(seen, ratio, tokens)
         metrics = whole.metrics() if whole.tokens else {}
         if count:
             metrics["log_ratio"] = total / count
@@ -221,6 +223,19 @@ class PolicyStream:
                 self._means[who] = teacher_means((n, *p) for n, p in zip(names, parts, strict=True))
         return metrics
 
+    def _gathered(self, seen: MismatchSums, ratio: float, tokens: int) -> tuple[MismatchSums, float, int]:
+        """The sums over what each rank holds, of which `self._numbers` has all then."""
+        numbers = {uid: asdict(own) for uid, own in self._numbers.items()}
+        whole, total, count = MismatchSums(), 0.0, 0
+        said = self._step.told([numbers, asdict(seen), ratio, tokens], "the sums of the policy stream")
+        for others, mismatch, ratio, tokens in said:
+            for uid, own in others.items():
+                sums, moments = CorrectionSums(**own["correction"]), Moments(**own["advantages"])
+                self._numbers[uid] = _Numbers(**own | {"correction": sums, "advantages": moments})
+            whole.include(MismatchSums(**mismatch))
+            total, count = total + ratio, count + tokens
+        return whole, total, count
+
     def mean_log_ratio(self, who: Who, samples: Sequence[Sample]) -> float | None:
         """Of the tokens of `samples` that count the mean log-ratio to somebody else, once it is measured;
         `None` without a token. On-policy an estimate of the KL to them, nats a token (k1).
@@ -235,8 +250,10 @@ class PolicyStream:
 
     def of(self, sample: Sample) -> PolicyTokens:
         """What there is of `sample`, whose tokens are in memory."""
-        old = self._step.signal(_OLD, sample)
-        mask, weight, _ = corrected(self._correction, sample.rollout_logprobs, old, sample.loss_mask)
+        old = self._step.signal(_OLD, sample) if self._recomputed else None
+        # Without a correction nobody looks at them.
+        compared = sample.rollout_logprobs if old is None else old
+        mask, weight, _ = corrected(self._correction, sample.rollout_logprobs, compared, sample.loss_mask)
         reference = self._step.signal("reference", sample) if "reference" in self._others else None
         if self._estimated and self._is_rewarded(sample):
             advantages = self._step.signal(_ADVANTAGES, sample)
@@ -245,7 +262,7 @@ class PolicyStream:
             if self._coefs is not None:
                 advantages = self._coefs[sample.domain] * advantages
         else:
-            advantages = np.zeros(len(old), np.float32)
+            advantages = np.zeros(len(mask), np.float32)
         for who, against in self._followed(sample):
             returns = self._returns(who, against, sample)
             mean = self._means.get(who, {}).get(sample.teacher, 0.0)
@@ -258,12 +275,12 @@ class PolicyStream:
 
     def _numbers_of(self, sample: Sample) -> _Numbers:
         mask, sums = sample.loss_mask, CorrectionSums()
-        old = self._step.signal(_OLD, sample)
+        old = self._step.signal(_OLD, sample) if self._recomputed else sample.rollout_logprobs
         sums.add(mask, *corrected(self._correction, sample.rollout_logprobs, old, mask))
         found = _Numbers(sums)
         if self._whitened is not None and self._is_rewarded(sample):
             found.advantages = Moments.of(self._step.signal(_ADVANTAGES, sample), mask)
-        if "reference" in self._others:
+        if "reference" in self._others and self._recomputed:
             found.apart["reference"] = float(self._log_ratio(sample)[mask].sum())
         if self._valued is not None:
             from opd.train.critic import Judged

@@ -223,7 +223,8 @@ def open_schedule(
                 quota_bytes=recipe.storage.cache_mb * MIB,
                 durable=False,
             )
-            cache = CachedScores(stack.enter_context(files), variants=cached)
+            memory = recipe.storage.hidden_memory_mb * MIB
+            cache = CachedScores(stack.enter_context(files), variants=cached, memory_bytes=memory)
         yield TeacherSchedule(teachers, router, cache=cache, group=group)
 
 

@@ -35,7 +35,8 @@ class StopsInTheMiddle(Preemption):
 
 def settings(seed: int, **changes) -> dict:
     """All kinds of stages, each as short as can be; every group of a specialist has signal. Rules that could
-    fire on so few steps would leave a file in some scenes and not in others.
+    fire on so few steps would leave a file in some scenes and not in others. Few hidden states as there are,
+    they go to the cache.
     """
     domain = {"params": {"digits": 3}, "prompts": 200, "reward": "damage_rewards:even"}
     short = {"steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every": 2}
@@ -48,6 +49,7 @@ def settings(seed: int, **changes) -> dict:
         "distill": {"steps": 6, "prompts_per_domain": 2, "checkpoint_every": 2},
         "baselines": {"methods": ["average", "off_policy"]},
         "evaluation": {"prompts_per_domain": 4, "curve_prompts": 2},
+        "storage": {"hidden_memory_mb": 0},
     } | changes
 
 

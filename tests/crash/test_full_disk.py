@@ -12,7 +12,7 @@ from damaged_runs import finish, make_recipe
 from opd.pipelines.cli import main
 
 KINDS = {
-    "memory": {"storage": {"cache_mb": 1}},
+    "memory": {"storage": {"cache_mb": 1, "hidden_memory_mb": 0}},
     "disk": {"storage": {"cache_mb": 1, "trajectories": "disk"}},
 }
 SHARES = [0.04, 0.2, 0.4, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.97]

@@ -21,9 +21,10 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report.load import load_run
 from opd.pipelines.report.page import render
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages import grpo
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.distill import Distill
-from opd.pipelines.stages.grpo import GRPO
+from opd.pipelines.stages.grpo import GRPO, needs_old_logprobs
 from opd.pipelines.stages.loop import PhaseTimer, Plan, Step
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.supervised import new_base
@@ -412,3 +413,51 @@ def test_domains_that_would_learn_nothing_are_refused(distill, sort, sentence):
         domains[sort["also"]] |= ALONE
     with pytest.raises(ValueError, match=sentence):
         tiny_recipe(domains=domains, distill=distill)
+
+
+NEEDED = {
+    "two updates": {"minibatches": 2},
+    "two epochs": {"epochs": 2},
+    "corrected": {"policy_loss": {"correction": {"type": "tis"}}},
+    "told to k1": {"opd": {"teacher": "t", "loss": {"type": "k1"}}},
+    "held to the reference": {"reference_kl": {"coef": 0.1, "target": 0.01}},
+    "charged for the reference": {"reference_kl": {"coef": 0.1, "estimator": "k1", "placement": "advantage"}},
+    "a critic's": {"advantage": {"type": "gae"}, "filter_zero_variance": False},
+    "shown to others": {"to_batch": "somewhere:batch"},
+}
+SPARED = {
+    "clip": {},
+    "gspo": {"policy_loss": {"type": "gspo"}, "entropy_coef": 0.01},
+    "reference": {"reference_kl": {"coef": 0.1, "estimator": "k3"}},
+    "taught": {"opd": {"teacher": "t", "coef": COEF, "loss": {"type": "full"}}},
+}
+
+
+@pytest.mark.parametrize("case", [*NEEDED, *SPARED])
+def test_what_looks_at_log_probabilities_before_the_update_has_them(models, case):
+    own = {"minibatches": 1, "epochs": 1} | (NEEDED | SPARED)[case]
+    recipe = recipe_of(models, teacher=None, specialist=own)
+    assert needs_old_logprobs(recipe.specialist) == (case in NEEDED)
+
+
+@pytest.mark.parametrize(("case", "home"), [*((case, "memory") for case in SPARED), ("clip", "disk")])
+def test_a_step_of_one_update_is_the_same_without_a_pass_before_it(models, tmp_path, monkeypatch, case, home):
+    found = []
+    for needed in (True, False):
+        monkeypatch.setattr(grpo, "needs_old_logprobs", lambda config, needed=needed: needed)
+        more = {"prompts_per_step": 12, "group_size": 3, "minibatches": 1, "steps": 2} | SPARED[case]
+        recipe = recipe_of(models, teacher=None, specialist=more, storage={"trajectories": home})
+        out = tmp_path / str(needed)
+        with RunFolder.create(out, recipe) as run:
+            run_stage(recipe, run, "specialist-sort")
+        weights = dict(CausalLM.from_pretrained(out / "specialists" / "sort").weights())
+        found.append((weights, read_metrics(out / "stages" / "specialist-sort" / "metrics.jsonl")))
+    for name, tensor in found[0][0].items():
+        torch.testing.assert_close(found[1][0][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    passing = ("time", "seconds", "wait", "rollout/", "chain", "stall", "bytes")
+    for before, after in zip(found[0][1], found[1][1], strict=True):
+        assert before.keys() == after.keys()
+        assert after["policy/ratio_max"] == 1.0
+        for name, value in before.items():
+            if not any(part in name for part in passing):
+                assert after[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name

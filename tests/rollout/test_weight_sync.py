@@ -40,7 +40,7 @@ def test_update_in_flight_continues_under_the_new_weights(
     engine.pause()
     engine.flush()
     digest = engine.update_weights(perturbed(model), 4)
-    assert digest == model.digest()
+    assert digest == model.quick_digest()
     engine.resume()
     new.load_state_dict(model.module.state_dict())
     responses = collect([*before, *steps])
@@ -92,14 +92,14 @@ def test_a_paused_engine_refuses_to_step_and_loses_nothing(
 def test_updates_need_a_pause_and_a_growing_version(build: Fixture) -> None:
     model, _ = build()
     engine = TorchEngine(model, version=2)
-    digest = model.digest()
+    digest = model.quick_digest()
     with pytest.raises(RolloutError, match="pause"):
         engine.update_weights(perturbed(model), 3)
     engine.pause()
     for version in (1, 2):
         with pytest.raises(RolloutError, match="must grow"):
             engine.update_weights(perturbed(model), version)
-    assert model.digest() == digest
+    assert model.quick_digest() == digest
     assert engine.policy_version == 2
     assert engine.update_weights(perturbed(model), 7) != digest
     assert engine.policy_version == 7

@@ -122,6 +122,30 @@ def test_rows_of_the_cache_spare_the_teachers(teachers, expected, tmp_path):
         again["t0"].close()
 
 
+def test_few_rows_stay_in_memory_and_what_a_killed_step_wrote_is_found(teachers, expected, tmp_path):
+    tokens, row = sum(response for _, response in ranks.LENGTHS), 4 * tiny.LLAMA["hidden_size"]
+    few = 24 * row  # too few for the 16 of t3 beside those of t0 and t1
+    for room in (1 << 20, few):
+        with HiddenStateCache(tmp_path / f"{room}", quota_bytes=10**7) as cache:
+            made = streamed(teachers, prefetch_bytes=30_000)
+            scores = CachedScores(cache, memory_bytes=room)
+            schedule = TeacherSchedule(made, ROUTER, cache=scores)
+            for _ in range(2):  # what stays in memory is let go with the step
+                close(ranks.gradient(schedule, ranks.samples(DOMAINS)), expected)
+            counted = schedule.take_counters()
+            written = cache.take_counters()["bytes_written"]
+            assert counted["teacher_tokens"] + counted["cached_tokens"] == 2 * tokens
+            assert counted["cached_tokens"] == written / row
+            assert written == (16 * row if room == few else 0)
+            made["t0"].close()
+    with HiddenStateCache(tmp_path / f"{few}", quota_bytes=10**7) as cache:
+        again = streamed(teachers, prefetch_bytes=30_000)
+        schedule = TeacherSchedule(again, ROUTER, cache=CachedScores(cache, memory_bytes=1 << 20))
+        close(ranks.gradient(schedule, ranks.samples(DOMAINS)), expected)
+        assert schedule.take_counters()["cached_tokens"] == 16
+        again["t0"].close()
+
+
 def test_another_teacher_dtype_or_response_is_no_hit(teachers, tmp_path):
     with HiddenStateCache(tmp_path / "cache", quota_bytes=10**7) as cache:
         one, two = (LocalTeacher(name, teachers[name][0]) for name in ("t0", "t1"))

@@ -83,8 +83,8 @@ class EngineActor:
         engine.abort(engine.in_flight if uids is None else uids)
 
     def digest(self) -> str:
-        """Digest of the weights it holds."""
-        return self._loaded().model.digest()
+        """Quick digest of the weights it holds."""
+        return self._loaded().model.quick_digest()
 
     def _loaded(self) -> Any:
         if self._engine is None:
