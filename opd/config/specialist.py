@@ -14,6 +14,7 @@ from opd.config.rl import (
     PolicyLoss,
     PolicyLossConfig,
     ReferenceKLConfig,
+    SampledTokenK1,
     ShapingConfig,
 )
 from opd.config.train import BatchConfig, OptimConfig
@@ -193,6 +194,18 @@ class SpecialistConfig(Config):
     def most_prompts(self) -> int:
         """Most prompts of a step, with what `refill` may take."""
         return self.prompts_per_step * (1 if self.refill is None else self.refill.limit)
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether anything needs log-probabilities before the update that computes them anyway. A step of one
+        update learns with the weights it began with: its ratios are to its own log-probabilities.
+        """
+        reference, loss = self.reference_kl, self.policy_loss
+        several = self.minibatches * self.epochs > 1 or self.to_batch is not None
+        k1 = self.opd is not None and isinstance(self.opd.loss, SampledTokenK1)
+        measured = reference.coef > 0 and (reference.placement != "loss" or reference.target is not None)
+        critic = isinstance(self.advantage, GAEAdvantage)
+        return several or k1 or measured or critic or loss.correction is not None
 
     @property
     def critic_warmup(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,9 +20,6 @@ from opd.rollout.kv_cache import Origin, PromptKV, pack, unpack
 from opd.rollout.sampling import SamplingPlan, sample
 from opd.rollout.streams import Streaming
 from opd.types import Chunk, RolloutRequest
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class TorchEngine(Streaming):

@@ -210,10 +210,9 @@ class Distill(Algorithm):
         config = self.config
         if not self._corrects:
             return None, {}
-        # In a step of one update, ratios are to its own log-probabilities.
-        compared = isinstance(config.loss, SampledTokenK1) or config.to_batch is not None
-        correction = policy_loss(config).correction
-        stream = PolicyStream(samples, correction, recompute=compared or correction is not None)
+        correction, compared = policy_loss(config).correction, isinstance(config.loss, SampledTokenK1)
+        recompute = compared or correction is not None or config.to_batch is not None
+        stream = PolicyStream(samples, correction, recompute=recompute)
         if needs_policy_stream(config):
             own = config.advantage
             learned = [sample for sample in samples.samples if self._rl_coefs[sample.domain]]

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.config.rl import GAEAdvantage, SampledTokenK1, SpecialistConfig
+from opd.config.rl import GAEAdvantage, SampledTokenK1
 from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.stages.context import StageContext
@@ -57,20 +57,6 @@ def train_grpo(
     return result | exported | {"stop_ids": student.stop_ids} | measured
 
 
-def needs_old_logprobs(config: SpecialistConfig) -> bool:
-    """Whether anything needs log-probabilities before the update that computes them anyway. A step of one
-    update learns with the weights it began with: its ratios are to its own log-probabilities.
-    """
-    reference = config.reference_kl
-    in_loss = not reference.coef or (reference.placement == "loss" and reference.target is None)
-    compared = config.opd is not None and isinstance(config.opd.loss, SampledTokenK1)
-    one_update = config.minibatches * config.epochs == 1 and config.to_batch is None
-    corrected = config.policy_loss.correction is not None
-    return (
-        not one_update or corrected or compared or not in_loss or isinstance(config.advantage, GAEAdvantage)
-    )
-
-
 class GRPO(Algorithm):
     """Group-relative advantages, with a reference KL and teachers if the recipe asks for them.
 
@@ -103,8 +89,8 @@ class GRPO(Algorithm):
             self.teachers = Teachers(taught, schedule)
             stream = build_distill_term(taught.recipe.distill, schedule, "specialist.opd.loss")
             terms += [stream] if stream else []
-        self._probe = None if needs_old_logprobs(config) else MismatchProbe(context.ranks, shared=True)
-        terms += [] if self._probe is None else [self._probe]
+        self._probe = None if config.needs_old_logprobs else MismatchProbe(context.ranks, shared=True)
+        terms += [self._probe] if self._probe else []
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self._critic = self._open_critic(context, start)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
@@ -220,8 +206,7 @@ class GRPO(Algorithm):
         coef = reference.coef if reference.target is None else step.counters.get(_COEF, reference.coef)
         if self._penalty is not None:
             self._penalty.coef = coef
-        correction = self.config.policy_loss.correction
-        stream = PolicyStream(samples, correction, recompute=self._probe is None)
+        stream = PolicyStream(samples, self.config.policy_loss.correction, recompute=not self._probe)
         if self.teachers is not None:
             self.teachers.enter(stream, samples)
         if self.reference is not None:
@@ -301,11 +286,9 @@ class GRPO(Algorithm):
         return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
 
     def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
-        """Mismatch where the update has found it, the counters of the teachers, if there are any, and the
-        learning curve, where it is asked for.
-        """
+        """Mismatch, if the update has found it, the teachers' counters, and the learning curve, if any."""
         counters = {} if self.teachers is None else self.teachers.take_counters(step, metrics)
-        if self._probe is not None and "grad_norm" in metrics:  # there was something to learn from
+        if self._probe and "grad_norm" in metrics:  # there was something to learn from
             counters |= self._probe.take()
         every, prompts = self.config.evaluate_every, self._recipe.evaluation.curve_prompts
         if not every or (step.index + 1) % every:

@@ -198,7 +198,7 @@ class PolicyStream:
 
     def _of_all(self, seen: MismatchSums, ratio: float, tokens: int) -> dict[str, float]:
         whole, total, count = seen, ratio, tokens
-        if not self._step.holds_all:
+        if self._step.on_disk and not self._step.backend.data.alone:  # else this rank holds all of them
             whole, total, count = self._gathered(seen, ratio, tokens)
         metrics = whole.metrics() if whole.tokens else {}
         if count:

@@ -153,11 +153,6 @@ class StepSamples:
         """Those of `group` whose signals this rank keeps."""
         return group.samples
 
-    @property
-    def holds_all(self) -> bool:
-        """Whether this rank holds all samples, so that nobody has to tell it anything."""
-        return True
-
     def told(self, mine: Any, what: str) -> list[Any]:
         """What each rank says of the samples it holds; one answer where all hold all."""
         return [mine]

@@ -307,10 +307,6 @@ class SamplesOnDisk(StepSamples):
     def holds(self, group: SampleGroup) -> list[Sample]:
         return self.backend.shares.mine(group.samples)
 
-    @property
-    def holds_all(self) -> bool:
-        return self.backend.data.alone
-
     def told(self, mine: Any, what: str) -> list[Any]:
         return self.backend.data.gather_json(mine, what)
 

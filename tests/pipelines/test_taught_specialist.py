@@ -14,6 +14,7 @@ import torch
 from recipes import tiny_recipe
 from transformers import AutoModelForCausalLM
 
+from opd.config.specialist import SpecialistConfig
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.records.results import write_results
@@ -21,10 +22,9 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report.load import load_run
 from opd.pipelines.report.page import render
 from opd.pipelines.run import run_stage
-from opd.pipelines.stages import grpo
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.distill import Distill
-from opd.pipelines.stages.grpo import GRPO, needs_old_logprobs
+from opd.pipelines.stages.grpo import GRPO
 from opd.pipelines.stages.loop import PhaseTimer, Plan, Step
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.supervised import new_base
@@ -437,14 +437,14 @@ SPARED = {
 def test_what_looks_at_log_probabilities_before_the_update_has_them(models, case):
     own = {"minibatches": 1, "epochs": 1} | (NEEDED | SPARED)[case]
     recipe = recipe_of(models, teacher=None, specialist=own)
-    assert needs_old_logprobs(recipe.specialist) == (case in NEEDED)
+    assert recipe.specialist.needs_old_logprobs == (case in NEEDED)
 
 
 @pytest.mark.parametrize(("case", "home"), [*((case, "memory") for case in SPARED), ("clip", "disk")])
 def test_a_step_of_one_update_is_the_same_without_a_pass_before_it(models, tmp_path, monkeypatch, case, home):
     found = []
     for needed in (True, False):
-        monkeypatch.setattr(grpo, "needs_old_logprobs", lambda config, needed=needed: needed)
+        monkeypatch.setattr(SpecialistConfig, "needs_old_logprobs", needed)
         more = {"prompts_per_step": 12, "group_size": 3, "minibatches": 1, "steps": 2} | SPARED[case]
         recipe = recipe_of(models, teacher=None, specialist=more, storage={"trajectories": home})
         out = tmp_path / str(needed)
