@@ -41,7 +41,8 @@ def started_by(words: Sequence[str]) -> Iterator[None]:
     """While the block runs, this process and those that it starts know by which words of a command."""
     before = os.environ.get(_COMMAND)
     if "OPD_SUPERVISOR" not in os.environ:  # else this is a process of the command's
-        os.environ[_COMMAND] = shlex.join(["opd", *(word for word in words if word not in _GOING_ON)])
+        command = shlex.join(["opd", *(word for word in words if word not in _GOING_ON)])
+        os.environ[_COMMAND] = command.replace("\0", "")  # which no environment holds; it is refused later
     try:
         yield
     finally:
