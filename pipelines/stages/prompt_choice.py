@@ -18,6 +18,7 @@ import numpy as np
 
 from opd.config.specialist import CurriculumConfig, SpecialistConfig
 from opd.errors import CheckpointError
+from opd.foreign import shown
 from opd.pipelines.stages.context import StageContext, model_stage
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Step
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _TAKEN = "prompts_taken"
 """Counter: how many of the endless sequence of prompts the steps so far have taken."""
+_MOST = 1 << 53
+"""More were never taken."""
 _WAITING = "replay"
 """What a checkpoint remembers: [domain, index] of the prompts that wait to come again, the oldest first."""
 
@@ -129,8 +132,15 @@ class PromptChoice:
         if not self._in_turn:
             return
         self._step, self._counters = step.index, dict(step.counters)
-        self._next = int(step.counters.get(_TAKEN, 0))
-        self._waiting = dict.fromkeys(map(self._remembered, step.memory.get(_WAITING, [])))
+        taken, waiting = step.counters.get(_TAKEN, 0.0), step.memory.get(_WAITING, [])
+        counted = isinstance(taken, int | float) and 0 <= taken <= _MOST
+        if not counted or not isinstance(waiting, list):
+            raise CheckpointError(
+                f"the checkpoint of {self._stage} holds what no step has left there of its prompts; delete"
+                " it, to go on from the one before."
+            )
+        self._next = int(taken)
+        self._waiting = dict.fromkeys(map(self._remembered, waiting))
         self._asked, self._raw, self._kept = {}, {}, {}
 
     def first(self, step: int) -> list[EncodedPrompt]:
@@ -225,13 +235,14 @@ class PromptChoice:
 
     def _remembered(self, entry: Any) -> tuple[str, int]:
         """Domain and index of a prompt that a checkpoint names."""
-        domain, index = entry
-        if domain not in self._pools or not 0 <= index < len(self._data.domains[domain].train):
-            raise CheckpointError(
-                f"the checkpoint of {self._stage} names training prompt {index} of domain {domain}, which is"
-                " not there; restore the data the run was started with."
-            )
-        return domain, index
+        match entry:
+            case [str(domain), int(index)] if domain in self._pools:
+                if 0 <= index < len(self._data.domains[domain].train):
+                    return domain, index
+        raise CheckpointError(
+            f"the checkpoint of {self._stage} names training prompt {shown(entry)}, which is not there;"
+            " restore the data the run was started with."
+        )
 
     def _take(self, count: int) -> list[EncodedPrompt]:
         """The next `count` of the endless sequence."""

@@ -170,9 +170,26 @@ def place_of(data: DomainSet, prompt: EncodedPrompt) -> list[Any]:
 
 def test_a_checkpoint_that_names_other_prompts_is_refused(data):
     choice = choice_of(data, [True], [], prompts_per_step=4, replay={"share": 0.5})
-    for entry in (["sort", 10_000], ["sort", -1], ["elsewhere", 0]):
+    for entry in (
+        ["sort", 10_000],
+        ["sort", -1],
+        ["elsewhere", 0],
+        ["sort", 1.0],
+        ["sort"],
+        [[], 0],
+        3,
+        None,
+    ):
         with pytest.raises(CheckpointError, match="names training prompt"):
             choice.begin(step_of(1, {}, {"replay": [entry]}))
+    for counters, memory in (
+        ({}, {"replay": 3}),
+        ({"prompts_taken": -1.0}, {}),
+        ({"prompts_taken": math.nan}, {}),
+        ({"prompts_taken": math.inf}, {}),
+    ):
+        with pytest.raises(CheckpointError, match="holds what no step has left there"):
+            choice.begin(step_of(1, counters, memory))
 
 
 def test_easy_prompts_come_first(data):
