@@ -93,16 +93,11 @@ def alone(trained, tmp_path_factory):
     ids=lambda value: value if isinstance(value, str) else value.get("trajectories", "memory"),
 )
 def test_two_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, loss, storage):
-    if launch in ("megatron", "deepspeed"):
-        module = {"megatron": "megatron.core"}.get(launch, launch)
-        pytest.importorskip(module, reason=f"needs the extra {launch}", exc_type=ImportError)
+    skip_without(launch)
     train = {"ranks": 2, **LAUNCHES[launch]}
     recipe = write_recipe(tmp_path / "recipe.yaml", **merge(trained, loss), train=train, storage=storage)
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "opd.pipelines.cli", "distill", str(recipe), "--out", str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command(recipe, out, "distill")
     ours, expected = load_file(out / "merged" / "model.safetensors"), alone(loss)
     start = load_file(trained / "base" / "model.safetensors")
     assert ours.keys() == expected.keys()
@@ -110,6 +105,47 @@ def test_two_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, los
     apart = max(float((ours[name] - expected[name]).abs().max()) for name in expected)
     assert apart <= 1e-2 * moved  # four steps of AdamW: what rounding can become
     assert not list((out / "stages" / "merge").glob("trajectories*"))
+
+
+@pytest.mark.slow
+@pytest.mark.long  # FSDP2 in test_stages_on_ranks, too
+@pytest.mark.parametrize("storage", [{}, DISK], ids=["memory", "disk"])
+@pytest.mark.parametrize("loss", ["k1", "full"])
+@pytest.mark.parametrize("launch", [name for name in LAUNCHES if name != "fsdp"])
+def test_two_ranks_make_a_specialist_that_follows_a_teacher(trained, tmp_path, launch, loss, storage):
+    skip_without(launch)
+    found = []
+    opd = {"teacher": "old", "coef": 0.5, "loss": {"type": loss}}
+    specialist = {"steps": 3, "prompts_per_step": 7, "group_size": 4, "minibatches": 2, "opd": opd}
+    specialist["refill"] = {"limit": 2}
+    for train in ({}, {"ranks": 2, **LAUNCHES[launch]}):
+        changes = merge(trained) | {"teachers": {"old": {"path": str(trained / "specialists" / "sort")}}}
+        changes |= {"specialist": specialist, "train": train, "storage": storage}
+        recipe = write_recipe(tmp_path / "recipe.yaml", **changes)
+        out = tmp_path / ("ranks" if train else "alone")
+        command(recipe, out, "specialist", "--domain", "add3")
+        found.append(load_file(out / "specialists" / "add3" / "model.safetensors"))
+    start = load_file(trained / "base" / "model.safetensors")
+    expected, ours = found
+    assert ours.keys() == expected.keys()
+    moved = max(float((expected[name] - start[name]).abs().max()) for name in expected)
+    assert moved > 0
+    assert max(float((ours[name] - expected[name]).abs().max()) for name in expected) <= 1e-2 * moved
+
+
+def skip_without(launch: str) -> None:
+    """Skip the test where an extra is missing."""
+    if launch in ("megatron", "deepspeed"):
+        module = {"megatron": "megatron.core"}.get(launch, launch)
+        pytest.importorskip(module, reason=f"needs the extra {launch}", exc_type=ImportError)
+
+
+def command(recipe: Path, out: Path, *words: str) -> None:
+    """`opd` in a process of its own."""
+    line = [sys.executable, "-m", "opd.pipelines.cli", words[0], str(recipe), "--out", str(out), *words[1:]]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_sequences_are_shared_by_all_ranks_or_by_none():

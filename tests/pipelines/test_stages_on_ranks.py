@@ -47,10 +47,13 @@ WATCHED = {"specialist": SPECIALIST | {"checkpoint_every": 50}, "watch": RULES}
 TASKS = {
     "specialist": ("specialist-add3", {"specialist": SPECIALIST}),
     "kit": ("specialist-add3", {"specialist": SPECIALIST | KIT, "storage": {"trajectories": "disk"}}),
-    "critic": ("specialist-add3", {"specialist": SPECIALIST | PPO}),
+    "critic": ("specialist-add3", {"specialist": SPECIALIST | PPO | {"opd": {"teacher": "old"}}}),
     "taught": (
         "specialist-add3",
-        {"specialist": SPECIALIST | {"opd": {"teacher": "old", "loss": {"type": "full"}}}},
+        {
+            "specialist": SPECIALIST | {"opd": {"teacher": "old", "loss": {"type": "full"}}},
+            "lora": {"rank": 4, "alpha": 8},
+        },
     ),
     "ahead": (
         "specialist-add3",

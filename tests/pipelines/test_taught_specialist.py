@@ -265,12 +265,13 @@ def test_a_run_of_both_kinds_of_domains(models, tmp_path, kept):
     assert "sort" in render(found)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_run_in_memory_and_on_disk(models, tmp_path, loss):
+@pytest.mark.parametrize(("loss", "critic"), [("k1", False), ("full", False), ("k1", True)])
+def test_a_run_in_memory_and_on_disk(models, tmp_path, loss, critic):
     """The same weights; a reward that says nothing ends no run that has a teacher, and metrics name it."""
     ends = []
     held: dict[str, Any] = {"epochs": 2, "minibatches": 2, "max_steps_without_signal": 1}
     held["reference_kl"] = {"coef": 0.1, "target": 0.02, "estimator": "k1", "placement": "advantage"}
+    held |= {"advantage": {"type": "gae"}, "filter_zero_variance": False} if critic else {}
     for kept in ("memory", "disk"):
         own = taught(LOSSES[loss]) | held
         recipe = recipe_of(models, "alike", teacher=None, specialist=own, storage={"trajectories": kept})
