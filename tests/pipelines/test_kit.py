@@ -8,6 +8,7 @@ import pytest
 from attempts import made_base, stop
 from recipes import tiny_recipe
 
+from opd.config import Recipe
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
@@ -33,9 +34,15 @@ def base(tmp_path_factory) -> Path:
     return made_base(tmp_path_factory.mktemp("base") / "run", tiny_recipe())
 
 
+def recipe_of(base: Path, changes: dict) -> Recipe:
+    """With a teacher that is there to be followed: the base."""
+    settings = {"model": {"path": str(base)}, "teachers": {"start": {"path": str(base)}}}
+    return tiny_recipe(base=None, **settings, specialist=KIT | changes)
+
+
 def outcome(base: Path, path: Path, changes: dict, stop_after: int | None = None):
     """Digest and metrics of the specialist, after an attempt that was stopped if `stop_after` says when."""
-    recipe = tiny_recipe(base=None, model={"path": str(base)}, specialist=KIT | changes)
+    recipe = recipe_of(base, changes)
     with RunFolder.create(path, recipe) as folder:
         if stop_after is not None:
             stop(recipe, folder, STAGE, stop_after)
@@ -65,6 +72,7 @@ PPO = {
     "filter_zero_variance": False,
     "group_size": 2,
     "steps": 3,
+    "opd": {"teacher": "start", "coef": 0.5},
 }
 
 
@@ -94,7 +102,7 @@ def test_a_critic_learns_alone_first_and_then_beside_the_policy(ppo):
 
 def test_a_critic_is_kept_with_the_stage_and_a_damaged_one_is_not_used(base, ppo, tmp_path):
     """The checkpoint whose critic is damaged counts as none: the stage begins again, to the same weights."""
-    recipe = tiny_recipe(base=None, model={"path": str(base)}, specialist=KIT | PPO)
+    recipe = recipe_of(base, PPO)
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         stop(recipe, folder, STAGE, 2)
         (kept,) = folder.checkpoints(STAGE).glob("*/critic_model.safetensors")
