@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from opd.config import Recipe
+from opd.config import Recipe, SpecialistConfig
 from opd.config.load import load_recipe
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
@@ -49,8 +49,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "grpo, equal bounds": _loss(clip_high=0.2),
     "grpo, by response": _loss(aggregation="sequence"),
     "grpo, filtered": {"filter_zero_variance": True},
+    "grpo, refilled": {"filter_zero_variance": True, "refill": {"limit": 3}},
+    "grpo, overlong": {"shaping": {"overlong_buffer": 4}},
 }
-"""Name -> what its specialists have in place of the defaults of `recipe.yaml`. The last three are DAPO's
+"""Name -> what its specialists have in place of the defaults of `recipe.yaml`. The last five are DAPO's
 parts: the default has unequal bounds, a mean over tokens and, but for this study, the filter."""
 
 
@@ -104,13 +106,27 @@ def measure(recipe: Recipe, model: Path, task: str) -> dict[str, float]:
     return {"right": fmean(right), "reward": fmean(rewards)}
 
 
+def fewer_steps(specialist: SpecialistConfig, taken: Sequence[float]) -> int:
+    """In how many steps as many prompts are taken as without refilling, where each took `taken`."""
+    return round(specialist.steps * specialist.prompts_per_step / fmean(taken))
+
+
 def trained(out: Path, recipe: Recipe, task: str) -> dict[str, Any]:
-    """A specialist of `task`: what it reaches, and its mean reward in every step of training."""
+    """A specialist of `task`: what it reaches, and its mean reward in every step of training. Where steps are
+    refilled, fewer of them take as many prompts as the others do: how many, a run with all steps says.
+    """
     stage = f"specialist-{task}"
     folder = run(out, recipe, stage)
     rows = list(read_metrics(folder.stage(stage) / "metrics.jsonl"))
+    if recipe.specialist.refill is not None:
+        fewer = {"steps": fewer_steps(recipe.specialist, [row["refill/taken"] for row in rows])}
+        recipe = recipe.model_copy(update={"specialist": recipe.specialist.model_copy(update=fewer)})
+        folder = run(out.with_name(f"{out.name}-{task}"), recipe, stage)
+        rows = list(read_metrics(folder.stage(stage) / "metrics.jsonl"))
     found: dict[str, Any] = dict(measure(recipe, folder.model(recipe, f"specialist:{task}"), task))
     found["rewards"] = [round(row["reward/mean"], 4) for row in rows]
+    if recipe.specialist.refill is not None:
+        found["taken"] = sum(row["refill/taken"] for row in rows)
     values = [row["critic/explained_variance"] for row in rows if "critic/explained_variance" in row]
     return found | ({"explained": [round(value, 3) for value in values]} if values else {})
 

@@ -55,7 +55,13 @@ def test_all_arms_have_the_same_samples():
     assert recipes["dr_grpo"].policy_loss.aggregation == "constant"
     assert recipes["ppo_gae"].advantage == GAEAdvantage()
     assert [recipes[name].policy_loss.type for name in ("gspo", "cispo")] == ["gspo", "cispo"]
-    assert {name for name, own in recipes.items() if own.filter_zero_variance} == {"grpo, filtered"}
+    filtered = {name for name, own in recipes.items() if own.filter_zero_variance}
+    assert filtered == {"grpo, filtered", "grpo, refilled"}
+    refilled = recipes["grpo, refilled"]
+    assert refilled.refill is not None
+    assert study.fewer_steps(refilled, [refilled.prompts_per_step] * refilled.steps) == refilled.steps
+    assert study.fewer_steps(refilled, [16.0, 24.0, 20.0]) == refilled.steps * 16 / 20
+    assert recipes["grpo, overlong"].shaping.overlong_buffer == 4
     assert recipes["grpo, equal bounds"].policy_loss.clip_high == recipes["grpo"].policy_loss.clip_low
 
 
