@@ -249,7 +249,7 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
                 if mine is None and others is not None:
                     general = {key: side[group][key] for key in others if key in side.get(group, {})}
                     side["domains"][name] = {**side["domains"][name], group: general}
-    return list(changes(*sides))
+    return list(changes(sides[0], sides[1]))
 
 
 def written(recipe: Recipe) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -250,7 +251,7 @@ LEVERS = {
 }
 
 
-def begun(path: Path, recipe: Recipe, state: dict[str, int | dict], stage: str = "specialist-sort") -> None:
+def begun(path: Path, recipe: Recipe, state: dict[str, Any], stage: str = "specialist-sort") -> None:
     """A run of which `stage` has a checkpoint."""
     with RunFolder.create(path, recipe) as folder:
         store = CheckpointStore(folder.checkpoints(stage), owner=folder.owner(stage))
@@ -371,7 +372,7 @@ def test_a_change_that_would_have_no_effect_or_an_odd_one_is_refused(tmp_path: P
 
 def test_a_domain_goes_on_with_a_setting_of_its_own(tmp_path: Path):
     """What it said nothing of before is compared with what was said of all."""
-    domains = {name: {"source": f"procedural:{name}"} for name in ("sort", "add3")}
+    domains: dict[str, Any] = {name: {"source": f"procedural:{name}"} for name in ("sort", "add3")}
     begun(tmp_path / "run", make_recipe(domains=domains), {"step": 6}, "specialist-add3")
     domains["add3"] |= {"specialist": {"optim": LOWER}, "rollout": {"temperature": 0.5}}
     with RunFolder.resume(tmp_path / "run", make_recipe(domains=domains), Accepted(settings=True)) as folder:
