@@ -239,7 +239,7 @@ class _Download:
         """Raise `StorageError` if the new file at `path` is not what the Hub says, and forget it."""
         size, digest = self._listing.sizes[file], self._listing.digests.get(file) or path.resolve().name
         length = path.stat().st_size
-        if (length == size or size < 0) and _digest_like(path, digest) == digest:
+        if (length == size or size < 0) and digest_like(path, digest) == digest:
             return
         path.resolve().unlink(missing_ok=True)
         path.unlink(missing_ok=True)
@@ -249,7 +249,7 @@ class _Download:
         )
 
 
-def _digest_like(path: Path, digest: str) -> str:
+def digest_like(path: Path, digest: str) -> str:
     """The digest of `path` of the kind that `digest` is; `digest` itself where that is of none."""
     if len(digest) == 64 and set(digest) <= set("0123456789abcdef"):
         return file_digest(path)
@@ -370,7 +370,10 @@ def _snapshot(name: HubName) -> Path:
 def _last_commit(name: HubName) -> str | None:
     """What `name`'s revision was when the Hub was last asked."""
     path = _repository(name) / "refs" / name.revision
-    found = path.read_text("utf-8").strip() if path.is_file() else ""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:  # a commit, or whatever has come into its place
+        found = file.read(64).decode("ascii", "replace").strip()
     return found if is_commit(found) else None
 
 

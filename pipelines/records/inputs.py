@@ -157,14 +157,16 @@ def _digests(source: str) -> dict[str, str]:
 
 def _refuse_damaged(folder: Path, digests: Mapping[str, str]) -> None:
     """Raise `CheckpointError` for a file from the Hub that is not what its cache calls it: large ones are
-    kept under their sha256.
+    kept under their sha256, the others under git's sha1.
     """
     from opd.config.hub_names import cached_name
     from opd.errors import CheckpointError
+    from opd.models.hub import digest_like
 
     for name, digest in digests.items() if cached_name(folder) is not None else ():
         kept = (folder / name).resolve()
-        if len(kept.name) == 64 and kept.parent.name == "blobs" and kept.name != digest:
+        found = digest if len(kept.name) == len(digest) else digest_like(kept, kept.name)
+        if kept.parent.name == "blobs" and kept.name != found:
             raise CheckpointError(
                 f"{folder / name} is not what the Hub gave; delete {kept}, and the command fetches it again"
             )

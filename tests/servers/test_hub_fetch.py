@@ -281,6 +281,18 @@ def test_what_is_no_hub_is_said(hub, hub_model):
         fetch(NAME)
 
 
+def test_a_reference_in_the_cache_that_names_no_commit(hub, hub_model, monkeypatch):
+    from huggingface_hub import constants
+
+    hub.add("org/tiny", hub_model)
+    fetch(NAME)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for damage in (b"\xba\xff", b"../../../etc", b""):
+        (hub.cache / "models--org--tiny" / "refs" / "main").write_bytes(damage)
+        with pytest.raises(StorageError, match="not in the cache"):
+            fetch(NAME)
+
+
 def test_refused_models_are_refused_again_from_the_cache(hub, hub_model):
     hub.add("org/tiny", hub_model | {"tokenizer_config.json": b'{"auto_map": {"AutoTokenizer": ["a.B"]}}'})
     for _ in range(2):

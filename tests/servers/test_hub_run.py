@@ -113,11 +113,12 @@ def test_ranks_are_given_what_their_parent_was(hub, recipe, monkeypatch):
     assert hub.server.asked == []
 
 
-def test_weights_in_the_cache_that_are_damaged_are_found(hub, recipe, hub_model, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["model.safetensors", "generation_config.json"])
+def test_files_in_the_cache_that_are_damaged_are_found(hub, recipe, hub_model, tmp_path, capsys, name):
     fetched(load_recipe([recipe]))
-    kept = (hub.cache / "models--org--tiny" / "snapshots").rglob("model.safetensors")
-    damaged = bytearray(hub_model["model.safetensors"])
-    damaged[-1] ^= 1
+    kept = (hub.cache / "models--org--tiny" / "snapshots").rglob(name)
+    damaged = bytearray(hub_model[name])
+    damaged[-1] ^= 1 if name.endswith("safetensors") else ord("\n") ^ ord(" ")
     next(kept).resolve().write_bytes(damaged)
     assert main(["run", str(recipe), "--out", str(tmp_path / "run")]) == 2
     assert "is not what the Hub gave; delete " in capsys.readouterr().err
