@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, MissingExtraError, ModelError, reason_of
 from opd.foreign import is_file_name
-from opd.models.causal_lm import CausalLM, weights_digest
+from opd.models.causal_lm import CausalLM, WeightsDigest, weights_digest
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import (
     ADAPTER_CONFIG,
@@ -81,11 +81,11 @@ class AdaptedLM(CausalLM):
         yield BASE, self._base_digest
         yield from self.adapters()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest | None = None) -> None:
         """Copy adapters, named as by `weights`, in place. `ModelError` if they belong to another base or are
         of another form.
         """
-        super().load_weights(_of_base(weights, self._base_digest))
+        super().load_weights(_of_base(weights, self._base_digest), held)
 
     @torch.no_grad()
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -129,10 +129,10 @@ class MergingLM(CausalLM):
         yield from self._adapters.items()
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest | None = None) -> None:
         """Merge these adapters in place of those merged before. `ModelError` as for `AdaptedLM`."""
         try:
-            super().load_weights(_of_base(weights, self._base_digest))
+            super().load_weights(_of_base(weights, self._base_digest), held)
         finally:  # even a refused tensor leaves those before it copied
             for layer, base in self._base.items():
                 a, b = self._adapters[layer + LORA_A], self._adapters[layer + LORA_B]

@@ -227,9 +227,13 @@ class WeightsDigest:
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """`weights`, as they are."""
         for name, tensor in weights:
-            self._hash.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            self._hash.update(raw_bytes(tensor).numpy().data)
+            self.add(name, tensor)
             yield name, tensor
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The next of the weights."""
+        self._hash.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        self._hash.update(raw_bytes(tensor).numpy().data)
 
     def hex(self) -> str:
         """Of what has passed so far."""
@@ -395,8 +399,9 @@ class CausalLM:
                 yield name, tensor.detach()
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy `weights`, named as by `weights()`, in place.
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest | None = None) -> None:
+        """Copy `weights`, named as by `weights()`, in place; `held` is given what is here then, each tensor
+        while it is still near.
 
         Raises `ModelError` naming a tensor that is unknown, missing or of another shape.
         """
@@ -413,6 +418,8 @@ class CausalLM:
                     f" {list(own[name].shape)}; the models differ in form."
                 )
             own[name].copy_(tensor)
+            if held is not None:
+                held.add(name, own[name])
             missing.discard(name)
         if missing:
             raise ModelError(

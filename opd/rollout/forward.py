@@ -200,7 +200,7 @@ class LeanLayer:
         # Mistral keeps its window in the config, the Qwens in the layer; Llama and Granite have none.
         window = config.sliding_window if config.model_type == "mistral" else None
         return cls(
-            input_norm=layer.input_layernorm.weight.detach().clone(),
+            input_norm=layer.input_layernorm.weight.detach(),
             qkv=DecodeWeight(
                 torch.cat([rearranged(query.weight), rearranged(key.weight), value.weight.detach()])
             ),
@@ -208,10 +208,10 @@ class LeanLayer:
             qk_norms=(rearranged(attention.q_norm.weight), rearranged(attention.k_norm.weight))
             if normed
             else None,
-            output=DecodeWeight(attention.o_proj.weight.detach().clone()),
-            mlp_norm=layer.post_attention_layernorm.weight.detach().clone(),
+            output=DecodeWeight(attention.o_proj.weight.detach()),
+            mlp_norm=layer.post_attention_layernorm.weight.detach(),
             gate_up=DecodeWeight(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()),
-            down=DecodeWeight(mlp.down_proj.weight.detach().clone()),
+            down=DecodeWeight(mlp.down_proj.weight.detach()),
             form=AttentionForm(
                 float(attention.scaling), sliding_window=getattr(attention, "sliding_window", window)
             ),
@@ -246,9 +246,9 @@ class LeanDecoder:
     @torch.no_grad()
     def refresh(self) -> None:
         """Read the model's weights."""
-        self._embedding = self._base.embed_tokens.weight.detach().clone()
+        self._embedding = self._base.embed_tokens.weight.detach()
         self._layers = [LeanLayer.read(x, self._model.config, self.key_order) for x in self._base.layers]
-        self._final_norm = self._base.norm.weight.detach().clone()
+        self._final_norm = self._base.norm.weight.detach()
         self._rotary = self._rotary_table(256)
 
     def step(

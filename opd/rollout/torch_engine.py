@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opd.errors import RolloutError
 from opd.kernels.head import Head
-from opd.models.causal_lm import CausalLM
+from opd.models.causal_lm import CausalLM, WeightsDigest
 from opd.models.hf_folder import positions_of
 from opd.rollout.batch import Limits, RunningBatch, queue_requests
 from opd.rollout.forward import Runner
@@ -174,7 +174,7 @@ class TorchEngine(Streaming):
                 f" {self._version}."
             )
         try:
-            self.model.load_weights(weights)
+            self.model.load_weights(weights, held := WeightsDigest(quick=True))
         finally:
             # Even a refused tensor leaves those before it copied: nothing computed earlier is valid any more.
             self._runner.refresh()
@@ -182,7 +182,7 @@ class TorchEngine(Streaming):
             self._head = self._decode_head()
             self._cached = 0
         self._version = version
-        return self.model.quick_digest()
+        return held.hex()
 
     def resume(self) -> None:
         """Continue sampling."""

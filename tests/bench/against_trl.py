@@ -131,22 +131,20 @@ def recipe_of(case: Case, folder: Path, steps: int) -> dict[str, Any]:
     """What `opd` is told; everything else is its default."""
     optim = {"lr": RATE, "schedule": "constant", "weight_decay": 0.0}
     stage: dict[str, Any] = {"steps": steps, "checkpoint_every": 1_000_000, "optim": optim}
+    domain = {"source": str(folder / "prompts.jsonl"), "reward": "race_reward:of_sample"}
     if case.algorithm == "distill":
-        trained = {"distill": stage | {"prompts_per_domain": case.prompts}}
+        domain["teacher"] = "teacher"
+        trained = {
+            "teachers": {"teacher": {"path": str(folder / "teacher")}},
+            "distill": stage | {"prompts_per_domain": case.prompts},
+        }
     else:
         asked = {"prompts_per_step": case.prompts, "group_size": case.group, "minibatches": 1}
         trained = {"specialist": stage | asked}
     return {
         "name": "race",
         "model": {"path": str(folder / "student")},
-        "teachers": {"teacher": {"path": str(folder / "teacher")}},
-        "domains": {
-            "race": {
-                "source": str(folder / "prompts.jsonl"),
-                "reward": "race_reward:of_sample",
-                "teacher": "teacher",
-            }
-        },
+        "domains": {"race": domain},
         "rollout": {"max_new_tokens": case.new, "max_sequence": case.prompt + case.new},
         **trained,
         "baselines": {"methods": []},
@@ -258,7 +256,7 @@ def race(name: str, rounds: int, python: Path, folder: Path) -> dict[str, Any]:
                 if side == "opd":
                     command, own = run_opd(case, inputs, steps, out), ours
                 else:
-                    parts = [python, HERE, "--trl", name, inputs, steps, out]
+                    parts = [python, "-P", HERE, "--trl", name, inputs, steps, out]
                     command, own = [str(part) for part in parts], theirs
                 seconds, peak = measured(command, own, out.with_suffix(".log"))
                 totals.append(seconds)
