@@ -129,7 +129,7 @@ def answers_asked(recipe: Recipe, domain: str) -> tuple[str, dict[str, float]]:
         f"{config.steps:,} steps of {config.prompts_per_step:,} prompts x {config.group_size:,} answers of at"
         f" most {longest:,} tokens: {answers * longest:,} tokens"
     )
-    numbers = {"answers": answers, "tokens": answers * longest}
+    numbers: dict[str, float] = {"answers": answers, "tokens": answers * longest}
     if config.refill is not None:
         most = config.steps * config.most_prompts * config.group_size
         told += f"; refill takes up to {config.refill.limit} times as many: {most * longest:,}"
