@@ -15,11 +15,12 @@ from opd.config.distill import DistillConfig
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import ConfigError, TeacherError
 from opd.kernels.ops import linear_kl, linear_logprobs, linear_topk
+from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.doctor.checks import check_kinds
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_pipeline
+from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.stages.teachers import ScoreAhead
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine
@@ -195,6 +196,51 @@ def test_a_merge_with_served_teachers_is_the_same(sglang, served_models, tmp_pat
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
         assert one["tokens/student"] == other["tokens/student"]
         assert 0 < other["teacher/sort/wait_share"] <= 1
+
+
+@pytest.mark.parametrize("loss", ["full", pytest.param("k1", marks=pytest.mark.long)])
+def test_a_specialist_follows_a_served_teacher(sglang, served_models, tmp_path, loss, monkeypatch):
+    """As one in this process; also what refills its steps, which the server is asked about as it ends."""
+    begin, score = TeacherSchedule.begin, TeacherSchedule.score
+    early: list[set[str]] = [set()]
+    late: list[set[str]] = []
+
+    def beginning(schedule, samples):
+        early[-1] |= {sample.uid for sample in samples}
+        begin(schedule, samples)
+
+    def scoring(schedule, samples):
+        late.append({sample.uid for sample in samples} - early[-1])
+        score(schedule, samples)
+        early.append(set())
+
+    own = {"steps": 2, "prompts_per_step": 4, "group_size": 3, "minibatches": 1, "refill": {"limit": 3}}
+    own |= {"opd": {"teacher": "big", "coef": 0.5, "loss": {"type": loss}}, "max_steps_without_signal": 3}
+    found = []
+    for server in ({"type": "local"}, {"type": "sglang", "urls": [sglang.url]}):
+        if len(server) > 1:
+            monkeypatch.setattr(TeacherSchedule, "begin", beginning)
+            monkeypatch.setattr(TeacherSchedule, "score", scoring)
+        recipe = tiny_recipe(
+            model={"path": str(served_models["b"])},
+            base=None,
+            rollout={"max_new_tokens": 5, "max_sequence": 32, "temperature": 0.7},
+            teachers={"big": {"path": str(served_models["a"])} | server},
+            specialist=own,
+            baselines={"methods": []},
+        )
+        with RunFolder.create(tmp_path / server["type"], recipe) as folder:
+            run_stage(recipe, folder, "specialist-sort")
+            found.append(read_metrics(folder.metrics("specialist-sort")))
+    here, there = found
+    assert len(here) == len(there) == 2
+    assert any(row["refill/taken"] > 4 for row in there)
+    assert late == [set(), set()]
+    for one, other in zip(here, there, strict=True):
+        assert one["kl/mean"] == pytest.approx(other["kl/mean"], abs=1e-4)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+        assert one["tokens/student"] == other["tokens/student"]
+        assert 0 <= other["teacher/big/wait_share"] <= 1
 
 
 def served_recipe(urls, path, **server):
