@@ -48,6 +48,10 @@ def last_samples(out: Path) -> dict[str, bytes]:
     return {path.parent.name: path.read_bytes() for path in out.glob("stages/*/last_samples.json")}
 
 
+def flags(out: Path) -> dict[str, bytes]:
+    return {path.parent.name: path.read_bytes() for path in out.glob("stages/*/flags.jsonl")}
+
+
 def middle_of(out: Path, stage: str) -> bool:
     """Whether `stage` has begun: steps written, or files made by stages without steps."""
     if stage == MEASURING:
@@ -76,8 +80,10 @@ def assert_all_end(family: dict[int, int]) -> None:
 def test_killed_in_every_stage(tmp_path):
     """With stages side by side, whose processes end with the run, responses on disk, rewards whose scale is
     that of all steps, a coefficient that follows what was measured, prompts that are measured, refilled and
-    asked again, a teacher that specialists follow, and in one domain a critic in its place.
+    asked again, a teacher that specialists follow, in one domain a critic in its place, and a rule that has
+    lowered the rate before every kill.
     """
+    lowered = {"metric": "lr", "above": 0.0, "steps": 2, "action": "lower_rate", "stages": "[!b]*"}
     storage = {"trajectories": "disk"}
     new_base(tiny_recipe(base=None, seed=1), tmp_path / "old")
     held = {"epochs": 2, "reference_kl": {"coef": 0.1, "target": 0.02}}
@@ -99,6 +105,7 @@ def test_killed_in_every_stage(tmp_path):
         tmp_path / "recipe.yaml",
         runtime={"workers": 2},
         storage=storage,
+        watch={"lowered": lowered},
         specialist=shaped_specialist() | held | chosen | followed,
         teachers={"old": {"path": str(tmp_path / "old")}},
         domains=domains,
@@ -129,3 +136,5 @@ def test_killed_in_every_stage(tmp_path):
     assert len(digests(disturbed)) == 10
     assert last_samples(disturbed) == last_samples(tmp_path / "undisturbed")
     assert len(last_samples(disturbed)) == 4
+    assert flags(disturbed) == flags(tmp_path / "undisturbed")
+    assert b'"lowered"' in flags(disturbed)["merge"]
