@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -237,9 +237,10 @@ class Kept:
         name: str,
         settings: Sequence[str],
         count: Callable[[Path], Mapping[str, Any]],
+        cells: Iterable[str] = CELLS,
     ) -> None:
-        """Run and measure all cells of a condition: merges in `out` by the recipe `name` with `settings`."""
-        for cell in CELLS:
+        """Run and measure the cells of a condition: merges in `out` by the recipe `name` with `settings`."""
+        for cell in cells:
 
             def arm(cell: str = cell) -> dict[str, Any]:
                 print(f"{out}: {cell}", flush=True)

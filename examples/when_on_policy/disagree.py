@@ -10,15 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cells import Kept, main, mixed_grpo, recipe_of, run, run_cell, taught, written
+from cells import CELLS, Kept, main, mixed_grpo, recipe_of, run, run_cell, taught, written
 
 from opd.config import Recipe
 
 RECIPE = "recipe-disagree.yaml"
 DOMAINS = ("brief", "tenth", "full", "rounds")
-NORMALISED = {"each teacher alike": "teacher", "each token alike": "token"}
-"""Condition -> `distill.normalise` of its merges."""
-MIXED, OPD = "mixed GRPO", "student/reverse"
+MIXED, SOFT, OPD = "mixed GRPO", "teacher/forward", "student/reverse"
+NORMALISED = {"each teacher alike": ("teacher", tuple(CELLS)), "each token alike": ("token", (SOFT, OPD))}
+"""Condition -> `distill.normalise` of its merges, and which cells there are of them."""
 FORMS = {
     "token": (),
     "response": ("--specialist.policy_loss", '{"aggregation": "sequence"}'),
@@ -71,10 +71,12 @@ def measure(out: Path, seed: int, name: str, kept: Kept) -> None:
     merge = ("--seed", str(seed), *taught(base, teachers))
     recipe = recipe_of(RECIPE, merge)
     if name in NORMALISED:
-        kept.add(name, "start", lambda: counted(recipe, base))
-        kept.add(name, "teacher", lambda: of_specialists(recipe, teachers) | {"tokens": tokens})
-        words = (*merge, "--distill.normalise", NORMALISED[name])
-        kept.add_cells(name, root / NORMALISED[name], RECIPE, words, lambda model: counted(recipe, model))
+        normalise, cells = NORMALISED[name]
+        if cells == tuple(CELLS):
+            kept.add(name, "start", lambda: counted(recipe, base))
+            kept.add(name, "teacher", lambda: of_specialists(recipe, teachers) | {"tokens": tokens})
+        words = (*merge, "--distill.normalise", normalise)
+        kept.add_cells(name, root / normalise, RECIPE, words, lambda model: counted(recipe, model), cells)
         return
     # As many tokens as specialists and the merge, with its defaults, took together.
     _, done = run_cell(root / "teacher", RECIPE, OPD, (*merge, "--distill.normalise", "teacher"))

@@ -10,15 +10,16 @@ from collections.abc import Iterator, Sequence
 from statistics import mean
 from typing import Any
 
-from cells import CELLS
+from cells import ARMS, CELLS
 from matplotlib.figure import Figure
-from study_tables import LABELS, OPD, SOFT, Seeds, figure, joined, lead, main, whole
+from study_tables import LABELS, OPD, SOFT, Seeds, figure, joined, lead, main
 
 SHORT, LONG = ("brief", "tenth"), ("full", "rounds")
 STYLED = ("brief", "full")
 EVERY = (*SHORT, *LONG)
-OPD_TOLD = "OPD, each teacher alike,"
-MIXED = "mixed GRPO"
+USUAL, ALIKE, MIXED = "each teacher alike", "each token alike", "mixed GRPO"
+TOKEN_CELLS = (SOFT, OPD)
+"""Merges with each token alike."""
 FORMS = {
     "token": "mixed GRPO, each token alike",
     "response": "mixed GRPO, each response alike",
@@ -32,24 +33,21 @@ def share(arm: dict[str, Any], domains: Sequence[str], way: str = "sampled") -> 
     return mean(100 * arm[way][domain] / arm["of"] for domain in domains)
 
 
-def merges(seeds: Seeds) -> list[str]:
-    """The conditions that are merges, the default one first."""
-    return sorted(whole(seeds), key=lambda name: "token" in name)
-
-
 def done(seeds: Seeds) -> list[dict[str, Any]]:
     """Condition -> arm, of each seed that is whole."""
-    own, forms = whole(seeds), set(FORMS)
-    having = set.intersection(*map(set, own.values())) if own else set()
-    return [found for seed, found in seeds.items() if seed in having and forms <= found.get(MIXED, {}).keys()]
+    arms = {USUAL: ARMS, ALIKE: TOKEN_CELLS, MIXED: FORMS}
+    return [
+        found
+        for found in seeds.values()
+        if all(set(wanted) <= found.get(name, {}).keys() for name, wanted in arms.items())
+    ]
 
 
-def arms_of(seeds: Seeds) -> Iterator[tuple[str, str, str]]:
+def arms_of() -> Iterator[tuple[str, str, str]]:
     """(what it is called, condition, arm) of every row."""
-    usual, *others = merges(seeds)
-    yield from ((TOLD[arm], usual, arm) for arm in ("start", "teacher"))
-    for name in (usual, *others):
-        yield from ((f"{TOLD[cell]}, {name}", name, cell) for cell in CELLS)
+    yield from ((TOLD[arm], USUAL, arm) for arm in ("start", "teacher"))
+    yield from ((f"{TOLD[cell]}, {USUAL}", USUAL, cell) for cell in CELLS)
+    yield from ((f"{TOLD[cell]}, {ALIKE}", ALIKE, cell) for cell in TOKEN_CELLS)
     yield from ((TOLD[form], MIXED, form) for form in FORMS)
 
 
@@ -59,7 +57,7 @@ def rows(seeds: Seeds) -> Iterator[str]:
     told = [f"`{domain}`" for domain in EVERY]
     yield f"| {len(found)} seeds | {' | '.join(told)} | mean | greedy | right length, `brief` and `full` |"
     yield f"|---|{'---|' * (len(told) + 3)}"
-    for label, name, arm in arms_of(seeds):
+    for label, name, arm in arms_of():
         own = [arms[name][arm] for arms in found]
         values = [mean(share(one, [domain]) for one in own) for domain in EVERY]
         values.append(mean(share(one, EVERY) for one in own))
@@ -70,15 +68,15 @@ def rows(seeds: Seeds) -> Iterator[str]:
 
 def leads(seeds: Seeds) -> Iterator[str]:
     """Lines of Markdown: by how much OPD, each teacher alike, is ahead of the other arms."""
-    found, usual = done(seeds), merges(seeds)[0]
+    found = done(seeds)
     of = {"all four": EVERY, "the short two": SHORT, "the long two": LONG, "`tenth`": ("tenth",)}
-    yield f"| {OPD_TOLD} is ahead of | {' | '.join(of)} |"
+    yield f"| OPD, {USUAL}, is ahead of | {' | '.join(of)} |"
     yield f"|---|{'---|' * len(of)}"
-    for label, name, arm in arms_of(seeds):
-        if (name, arm) in ((usual, OPD), (usual, "start")):
+    for label, name, arm in arms_of():
+        if (name, arm) in ((USUAL, OPD), (USUAL, "start")):
             continue
         cells = [
-            lead([share(a[usual][OPD], domains) - share(a[name][arm], domains) for a in found])
+            lead([share(a[USUAL][OPD], domains) - share(a[name][arm], domains) for a in found])
             for domains in of.values()
         ]
         yield f"| {label} | {' | '.join(cells)} |"
@@ -86,10 +84,10 @@ def leads(seeds: Seeds) -> Iterator[str]:
 
 def costs(seeds: Seeds) -> Iterator[str]:
     """Lines of Markdown: student tokens, mean over seeds."""
-    found, usual = done(seeds), merges(seeds)[0]
+    found = done(seeds)
     spent = {
-        "the specialists": (usual, "teacher"),
-        "the merge": (usual, OPD),
+        "the specialists": (USUAL, "teacher"),
+        "the merge": (USUAL, OPD),
         "mixed GRPO": (MIXED, "token"),
     }
     yield f"| student tokens | {' | '.join(spent)} |"
@@ -113,14 +111,16 @@ def tables(seeds: Seeds) -> str:
 def draw(seeds: Seeds) -> Figure:
     """A line an arm across the domains; a panel of merges each, and one of mixed GRPO."""
     found = done(seeds)
-    usual = merges(seeds)[0]
 
     def across(name: str, arm: str) -> list[tuple[float, float]]:
         return [(x, mean(share(a[name][arm], [domain]) for a in found)) for x, domain in enumerate(EVERY)]
 
-    ends = {arm: across(usual, arm) for arm in ("start", "teacher")}
+    ends = {arm: across(USUAL, arm) for arm in ("start", "teacher")}
     shown = ("teacher/sampled", SOFT, "teacher/reverse", OPD)
-    drawn = {f"merges, {name}": ends | {arm: across(name, arm) for arm in shown} for name in merges(seeds)}
+    drawn = {
+        f"merges, {name}": ends | {arm: across(name, arm) for arm in cells}
+        for name, cells in ((USUAL, shown), (ALIKE, TOKEN_CELLS))
+    }
     drawn[MIXED] = ends | {form: across(MIXED, form) for form in FORMS}
     ticks = ("brief\n4", "tenth\n4", "full\n36", "rounds\n64")
     return figure(
