@@ -251,15 +251,10 @@ class Kept:
             self.add(condition, cell, arm)
 
 
-def main(
-    study: str,
-    measure: Callable[[Path, int, str, Kept], None],
-    conditions: Sequence[str],
-    seeds: Sequence[int] = (0, 1, 2),
-) -> None:
+def main(study: str, measure: Callable[[Path, int, str, Kept], None], conditions: Sequence[str]) -> None:
     """Measure every seed of every condition that the command line asks for; by default all."""
     parser = argparse.ArgumentParser(description=f"The runs of the study {study}.")
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--conditions", nargs="+", choices=conditions, default=list(conditions))
     parser.add_argument("--out", type=Path, default=Path("runs/when-on-policy") / study)
     options = parser.parse_args()

@@ -52,6 +52,23 @@ def leads(seeds: Seeds) -> Iterator[str]:
         yield f"| {name} | {' | '.join(found)} |"
 
 
+def fewer(seeds: Seeds) -> Iterator[str]:
+    """Lines of Markdown: by how much OPD's lead over soft labels is larger with few prompts than with fresh
+    ones.
+    """
+    few, fresh = "0 % wrong, 128 prompts", "0 % wrong"
+    both = [found for seed, found in seeds.items() if seed in whole(seeds).get(few, [])]
+
+    def more(arms: dict[str, Any], way: str, place: int) -> float:
+        ahead = [share(arms[c][OPD], way, place) - share(arms[c][SOFT], way, place) for c in (few, fresh)]
+        return ahead[0] - ahead[1]
+
+    yield f"| place | {' | '.join(map(str, PLACES))} |"
+    yield f"|---|{'---|' * len(PLACES)}"
+    for way in ("sampled", "greedy"):
+        yield f"| {way} | {' | '.join(lead([more(arms, way, at) for arms in both]) for at in PLACES)} |"
+
+
 def tables(seeds: Seeds) -> str:
     """All of it."""
     return joined(
@@ -61,6 +78,8 @@ def tables(seeds: Seeds) -> str:
         cells(seeds, "greedy"),
         "Points by which OPD is ahead (paired by seed, 95 % interval), of what, at which place:",
         leads(seeds),
+        "Points by which OPD's lead over soft labels is larger with 128 prompts than with fresh ones:",
+        fewer(seeds),
     )
 
 
