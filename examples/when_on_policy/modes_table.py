@@ -63,7 +63,7 @@ def draw(seeds: Seeds) -> Figure:
     """The seeds of every arm, a panel a condition; the teacher across."""
 
     def points(name: str, having: list[int]) -> dict[str, list[tuple[float, float]]]:
-        found = {
+        found: dict[str, list[tuple[float, float]]] = {
             arm: [(x, share(seeds[s][name][arm], "sampled")) for s in having] for x, arm in enumerate(CELLS)
         }
         top = mean(share(seeds[s][name]["teacher"], "sampled") for s in having)
