@@ -104,17 +104,11 @@ def write_inputs(case: Case, folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")
     for name, seed in (("student", 0), ("teacher", 1)):
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            **case.config,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        model = LlamaForCausalLM(config)
+        ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+        form: dict[str, Any] = {**case.config, **ids, "max_position_embeddings": 256}
+        model = LlamaForCausalLM(LlamaConfig(**form, tie_word_embeddings=True))
         # The logit of the token that ends a response is about 25 below the others': all are of one length.
-        weight = model.get_input_embeddings().weight.data
+        weight: torch.Tensor = model.model.embed_tokens.weight.data
         weight[:, 0] = 4.0
         weight[count - 1, 0] -= 25.0 / case.config["hidden_size"] ** 0.5
         model.save_pretrained(folder / name)
@@ -164,7 +158,7 @@ def run_opd(case: Case, folder: Path, steps: int, out: Path) -> list[str]:
 def train_with_trl(case: Case, folder: Path, steps: int, out: Path) -> None:
     """What the process of TRL's environment does."""
     import torch
-    from datasets import load_dataset
+    from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
@@ -187,7 +181,10 @@ def train_with_trl(case: Case, folder: Path, steps: int, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "student", padding_side="left")
     student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float32)
     if case.algorithm == "distill":
-        from trl import DistillationConfig, DistillationTrainer
+        from trl import (  # pyright: ignore[reportMissingImports]
+            DistillationConfig,
+            DistillationTrainer,
+        )
 
         teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
         trainer = DistillationTrainer(
@@ -199,7 +196,7 @@ def train_with_trl(case: Case, folder: Path, steps: int, out: Path) -> None:
         )
     else:
         from race_reward import of_completions  # pyright: ignore[reportMissingImports]
-        from trl import GRPOConfig, GRPOTrainer
+        from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
         trainer = GRPOTrainer(
             model=student,

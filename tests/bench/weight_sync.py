@@ -21,7 +21,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from opd.models.attention import ATTENTION_NAME
 from opd.models.causal_lm import CausalLM
@@ -39,9 +39,8 @@ def model_of(hidden: int, layers: int, seed: int) -> CausalLM:
         num_hidden_layers=layers,
         num_attention_heads=hidden // 64,
         tie_word_embeddings=True,
-        attn_implementation=ATTENTION_NAME,
     )
-    return CausalLM(LlamaForCausalLM(config))
+    return CausalLM(AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME))
 
 
 def main() -> None:

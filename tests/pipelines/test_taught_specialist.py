@@ -316,7 +316,7 @@ def test_what_refills_a_step_is_told_to_teachers_at_once(models, tmp_path, monke
     critic = {"advantage": {"type": "gae"}, "filter_zero_variance": False, "critic": {"warmup_steps": 1}}
     chosen = {"refill": {"limit": 3}, "group_filter": "opd.train.advantages:has_signal"}
     own = taught(LOSSES["full"]) | chosen | critic
-    teachers = {name: {"path": str(models / name)} for name in ("t", "u")}
+    teachers: dict[str, Any] = {name: {"path": str(models / name)} for name in ("t", "u")}
     teachers["u"] |= {"type": "sglang", "urls": ["http://127.0.0.1:1"]}  # which nobody asks here
     recipe = recipe_of(models, teacher=None, specialist=own, teachers=teachers)
     with RunFolder.create(tmp_path / "run", recipe) as folder:
