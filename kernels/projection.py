@@ -104,33 +104,29 @@ def speed_up(module: nn.Module) -> None:
 class DecodeWeight:
     """A copy of a weight for products with few rows, laid out once as the faster library wants it."""
 
-    __slots__ = ("_packed", "_transposed")
+    __slots__ = ("_packed", "_weight")
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` `[N, K]`, which nothing else may hold."""
-        self._transposed, self._packed = weight.t(), None
-        if _large(weight, weight):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _FEW)
-            self._transposed = None
+        self._packed = _large(weight, weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _FEW) if self._packed else weight.t()
 
     def times(self, inputs: Tensor) -> Tensor:
         """`inputs` `[M, K]` -> `[M, N]`."""
-        if self._transposed is None:
-            return onednn_linear(inputs, self._packed)
-        return torch.mm(inputs, self._transposed)
+        return onednn_linear(inputs, self._weight) if self._packed else torch.mm(inputs, self._weight)
 
     def added(self, total: Tensor, inputs: Tensor, alpha: float = 1.0) -> Tensor:
         """`total` `[M, N]` plus `alpha` times the product with `inputs` `[M, K]`."""
-        if self._transposed is None:
-            product = onednn_linear(inputs, self._packed)
-            return product.add_(total) if alpha == 1.0 else torch.add(total, product, alpha=alpha)
-        return torch.addmm(total, inputs, self._transposed, alpha=alpha)
+        if not self._packed:
+            return torch.addmm(total, inputs, self._weight, alpha=alpha)
+        product = onednn_linear(inputs, self._weight)
+        return product.add_(total) if alpha == 1.0 else torch.add(total, product, alpha=alpha)
 
     def with_bias(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         """`times` plus `bias` `[N]`."""
-        if self._transposed is None:
-            return onednn_linear(inputs, self._packed, bias)
-        return self.times(inputs) if bias is None else torch.addmm(bias, inputs, self._transposed)
+        if self._packed:
+            return onednn_linear(inputs, self._weight, bias)
+        return self.times(inputs) if bias is None else torch.addmm(bias, inputs, self._weight)
 
 
 _FEW = 16
