@@ -81,12 +81,16 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
         teachers = given_teachers(recipe)
         lost = unreachable(teachers, look)
         findings += told_together(teachers, lost)
+        faulty = set(lost)
         for name, path in teachers.items():
             if name not in lost:
-                findings += attempt(
+                found = attempt(
                     f"teacher {name}", lambda n=name, p=path: _check_teacher(recipe, n, p, models)
                 )
-        findings += _check_streams(recipe, models, lost)
+                findings += found
+                if any(one.level == "error" for one in found):
+                    faulty.add(name)  # of which nothing more is said
+        findings += _check_streams(recipe, models, faulty)
         for name, domain in domains.items():
             findings += attempt(
                 f"prompts {name}", lambda d=domain: check_prompts(recipe, d, models.tokenizer)

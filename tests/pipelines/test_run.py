@@ -67,7 +67,7 @@ def test_results_hold_every_model_and_stage(finished):
 def test_results_say_what_the_run_was_made_with(finished):
     results = json.loads((finished / "results.json").read_text())
     assert results["engine"] == "torch"
-    assert results["kernels"] in ("chunked", "triton")
+    assert results["kernels"].partition(",")[0] in ("chunked", "triton")
     assert {stage["kernels"] for stage in results["stages"]} == {results["kernels"]}
     assert results["extras"] == []
     versions = {name: metadata.version(name) for name in ("transformers", "numpy", "safetensors")}
