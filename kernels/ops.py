@@ -14,7 +14,7 @@ finite. Empty input (no tokens) works. No operation has a second derivative.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -62,15 +62,14 @@ def implementation() -> Any:
         raise ValueError(
             f"OPD_KERNELS is {name!r}; set it to one of {', '.join(IMPLEMENTATIONS)}, or unset it"
         )
+    if name == "auto" and triton_rows.missing() is None:
+        return _compiled("triton")
+    if name == "auto" and tilelang_target.missing("cpu") is None:
+        return _with_large_rows()
+    if name in ("auto", "chunked"):
+        return chunked
     if name == "reference":
         return reference
-    if name == "auto" and triton_rows.missing() is not None:
-        name = "chunked" if tilelang_target.missing("cpu") is not None else "rows"
-    if name == "chunked":
-        return chunked
-    if name == "rows":
-        return _with_large_rows()
-    name = "triton" if name == "auto" else name
     if name == "triton":
         reason = triton_rows.missing()
     else:
@@ -83,16 +82,18 @@ def implementation() -> Any:
 @lru_cache(maxsize=2)
 def _compiled(name: str) -> SimpleNamespace:
     """The operations of `chunked`, those that `name` has kernels for in its way."""
-    own = import_module(_COMPILED[name]).OPERATIONS
-    return SimpleNamespace(name=name, **{op: getattr(chunked, op) for op in chunked.__all__} | own)
+    return _named(name, import_module(_COMPILED[name]).OPERATIONS)
 
 
 @lru_cache(maxsize=1)
 def _with_large_rows() -> SimpleNamespace:
     """The operations of `chunked`, with TileLang's row kernel over large vocabularies."""
     kinds = ("linear_kl", "linear_mixture_kl", "logits_kl", "score_kl")
-    own = {op: partial(getattr(chunked, op), row_kernel=_rows_) for op in kinds}
-    return SimpleNamespace(name="rows", **{op: getattr(chunked, op) for op in chunked.__all__} | own)
+    return _named("rows", {op: partial(getattr(chunked, op), row_kernel=_rows_) for op in kinds})
+
+
+def _named(name: str, own: dict[str, Callable[..., Any]]) -> SimpleNamespace:
+    return SimpleNamespace(name=name, **{op: getattr(chunked, op) for op in chunked.__all__} | own)
 
 
 def _rows_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /) -> Tensor:

@@ -7,7 +7,7 @@ takes about half of its time for most shapes (`tests/bench/matmul.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,9 +111,13 @@ class DecodeWeight:
         self._packed = _large(weight, weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _FEW) if self._packed else weight.t()
 
-    def times(self, inputs: Tensor) -> Tensor:
-        """`inputs` `[M, K]` -> `[M, N]`."""
-        return onednn_linear(inputs, self._weight) if self._packed else torch.mm(inputs, self._weight)
+    def times(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`inputs` `[M, K]` -> `[M, N]`, plus `bias` `[N]`."""
+        if self._packed:
+            return onednn_linear(inputs, self._weight, bias)
+        if bias is None:
+            return torch.mm(inputs, self._weight)
+        return torch.addmm(bias, inputs, self._weight)
 
     def added(self, total: Tensor, inputs: Tensor, alpha: float = 1.0) -> Tensor:
         """`total` `[M, N]` plus `alpha` times the product with `inputs` `[M, K]`."""
@@ -121,12 +125,6 @@ class DecodeWeight:
             return torch.addmm(total, inputs, self._weight, alpha=alpha)
         product = onednn_linear(inputs, self._weight)
         return product.add_(total) if alpha == 1.0 else torch.add(total, product, alpha=alpha)
-
-    def with_bias(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        """`times` plus `bias` `[N]`."""
-        if self._packed:
-            return onednn_linear(inputs, self._weight, bias)
-        return self.times(inputs) if bias is None else torch.addmm(bias, inputs, self._weight)
 
 
 _FEW = 16
@@ -313,7 +311,14 @@ class Gradients:
     def _add_weight(self, total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
         beta, transposed = 0 if self.first else 1, grad_logits.t()
         if not self.narrow and total.numel() >= LARGE and takes_onednn(grad_logits):
-            self._add_tiles(total, grad_logits, hidden.to(grad_logits.dtype))
+            # oneDNN cannot add to what is there, and reads columns of long rows slowly: parts that fit in
+            # the cache are copied before and added after.
+            across = hidden.to(grad_logits.dtype).t()
+            self._add_parts(
+                total,
+                COPIED_COLUMNS,
+                lambda columns: onednn_linear(grad_logits[:, columns].contiguous().t(), across),
+            )
         elif not self.narrow:
             total.addmm_(transposed, hidden.to(grad_logits.dtype), beta=beta)
         elif total.dtype == torch.bfloat16:
@@ -321,21 +326,13 @@ class Gradients:
         elif hidden.is_cuda:
             torch.addmm(total, transposed, hidden, beta=beta, out_dtype=total.dtype, out=total)
         else:
-            for start in range(0, len(total), TILE_ROWS):
-                columns = slice(start, min(start + TILE_ROWS, len(total)))
-                part = transposed[columns] @ hidden
-                if self.first:
-                    total[columns] = part
-                else:
-                    total[columns] += part
+            self._add_parts(total, TILE_ROWS, lambda columns: transposed[columns] @ hidden)
 
-    def _add_tiles(self, total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-        # oneDNN cannot add to what is there, and reads columns of long rows slowly: parts that fit in the
-        # cache are copied before and added after.
-        across = hidden.t()
-        for start in range(0, len(total), COPIED_COLUMNS):
-            columns = slice(start, min(start + COPIED_COLUMNS, len(total)))
-            part = onednn_linear(grad_logits[:, columns].contiguous().t(), across)
+    def _add_parts(self, total: Tensor, size: int, product: Callable[[slice], Tensor]) -> None:
+        """Add `product` of `size` rows of the weight at a time to `total`, or write it the first time."""
+        for start in range(0, len(total), size):
+            columns = slice(start, min(start + size, len(total)))
+            part = product(columns)
             if self.first:
                 total[columns] = part
             else:

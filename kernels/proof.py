@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -10,11 +11,27 @@ from torch import Tensor
 from opd.kernels import divergences
 
 ROWS = 64
+Launch = Callable[[Tensor, Tensor, str, float, Tensor | None, Tensor | None], Tensor]
+
+
+def passed(
+    name: str, where: str, launch: Launch, kind: str, vocabulary: int, device: torch.device, *, rounds: bool
+) -> bool:
+    """Whether the kernel of `name` has no `fault`; a warning says which it has, and `where`."""
+    found = fault(launch, kind, vocabulary, device, rounds=rounds)
+    if found is not None:
+        warnings.warn(
+            f"the {name} kernel of {kind} over {vocabulary} tokens {found} {where}: PyTorch's row kernel is"
+            " used in its place",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    return found is None
 
 
 @torch.no_grad()
 def fault(
-    launch: Callable[[Tensor, Tensor, str, float, Tensor | None, Tensor | None], Tensor],
+    launch: Launch,
     kind: str,
     vocabulary: int,
     device: torch.device,

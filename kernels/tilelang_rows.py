@@ -13,7 +13,6 @@ Once lanes share their maxima their sums add up, and `KL(p || q) = a / sum_p - l
 # No `from __future__ import annotations` where kernels are defined: TileLang evaluates their annotations.
 # pyright: reportInvalidTypeForm=false
 import logging
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -251,17 +250,10 @@ def trusted(kind: str, vocabulary: int) -> bool:
     ) -> Tensor:
         return divergence_(student, teacher, kind, beta, coef)
 
-    fault = proof.fault(launch, kind, vocabulary, torch.device("cpu"), rounds=False)
-    if fault is None:
-        PROVED.add(kind)
-        return True
-    warnings.warn(
-        f"the TileLang kernel of {kind} over {vocabulary} tokens {fault} here: PyTorch's row kernel is used"
-        " in its place",
-        RuntimeWarning,
-        stacklevel=4,
-    )
-    return False
+    if not proof.passed("TileLang", "here", launch, kind, vocabulary, torch.device("cpu"), rounds=False):
+        return False
+    PROVED.add(kind)
+    return True
 
 
 @lru_cache(maxsize=4)

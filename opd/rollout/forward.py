@@ -275,7 +275,7 @@ class LeanDecoder:
     def _qkv(self, hidden: Tensor, layer: LeanLayer, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated query [B, H, d] and key [B, Hkv, d], value [B, Hkv, d]."""
         normed = self._norm(hidden, layer.input_norm)
-        qkv = layer.qkv.with_bias(normed, layer.qkv_bias).view(len(hidden), -1, self._size)
+        qkv = layer.qkv.times(normed, layer.qkv_bias).view(len(hidden), -1, self._size)
         heads, rotated = self._heads, self._heads + self._shared
         if layer.qk_norms is not None:
             qkv[:, :heads] = self._norm(qkv[:, :heads], layer.qk_norms[0])

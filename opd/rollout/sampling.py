@@ -195,14 +195,18 @@ def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 
     `probabilities` [B, V] need not sum to 1; a token of probability 0 is never chosen.
     """
-    long = probabilities.shape[1] >= LONG
-    # Over many tokens a float64 scan costs more than the rest of sampling: sums of blocks, then one block's.
-    blocks = functional.pad(probabilities, (0, -probabilities.shape[1] % CDF_BLOCK)) if long else None
-    if blocks is None:
+    if probabilities.shape[1] < LONG:
         cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    else:
-        blocks = blocks.unflatten(1, (-1, CDF_BLOCK))
-        cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+        return torch.searchsorted(cumulative, _target(cumulative, uniforms), right=True)[:, 0]
+    # Over many tokens a float64 scan costs more than the rest of sampling: sums of blocks, then one block's.
+    blocks = functional.pad(probabilities, (0, -probabilities.shape[1] % CDF_BLOCK))
+    blocks = blocks.unflatten(1, (-1, CDF_BLOCK))
+    cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    return _inside_block(blocks, cumulative, _target(cumulative, uniforms))
+
+
+def _target(cumulative: Tensor, uniforms: Tensor) -> Tensor:
+    """[B, 1]: `uniforms` [B] times the sum of each row, the last of `cumulative` [B, N]."""
     total = cumulative[:, -1:]
     if not math.isfinite(float(total.sum())):
         row = int(torch.nonzero(~torch.isfinite(total[:, 0]))[0])
@@ -211,14 +215,13 @@ def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
             " not usable, go back to an earlier checkpoint or lower the learning rate."
         )
     # The largest float64 below 1 times the total still rounds to less than it: some token exceeds it.
-    found = torch.searchsorted(cumulative, total * uniforms[:, None], right=True)
-    if blocks is None:
-        return found[:, 0]
-    return _inside_block(blocks, cumulative, found, total * uniforms[:, None])
+    return total * uniforms[:, None]
 
 
-def _inside_block(blocks: Tensor, cumulative: Tensor, found: Tensor, target: Tensor) -> Tensor:
-    """[B]: the first token of block `found` [B, 1] at which the sum of all before exceeds `target` [B, 1]."""
+def _inside_block(blocks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
+    """[B]: the first token at which the sum of all up to it exceeds `target` [B, 1]; `cumulative` [B, N] are
+    the sums of all `blocks` [B, N, CDF_BLOCK] up to each."""
+    found = torch.searchsorted(cumulative, target, right=True)
     rows = torch.arange(len(blocks), device=blocks.device)
     inside = blocks[rows, found[:, 0]].double()
     before = functional.pad(cumulative, (1, 0)).gather(1, found)

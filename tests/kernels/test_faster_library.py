@@ -70,8 +70,8 @@ def test_a_weight_for_decode(rows):
     packed = projection.DecodeWeight(w.clone())
     for ours, wanted in (
         (packed.times(x), exact),
-        (packed.with_bias(x, bias), exact + bias.double()),
-        (packed.with_bias(x, None), exact),
+        (packed.times(x, bias), exact + bias.double()),
+        (packed.times(x, None), exact),
         (packed.added(total, x), total.double() + exact),
         (packed.added(total, x, 0.5), total.double() + exact / 2),
     ):
