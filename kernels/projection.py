@@ -1,8 +1,10 @@
 """Matrix products: those around the row kernels (hidden states -> logits, and logits' gradient -> hidden
-states and head), and on a CPU those of linear layers and of decode, by the faster of PyTorch's two libraries.
+states and head), and on a CPU those of linear layers and of decode, in the way this processor is fast in.
 
 PyTorch gives float32 products to MKL. On AMD processors with AVX-512 oneDNN, which PyTorch brings as well,
-takes about half of its time for most shapes (`tests/bench/matmul.py`).
+takes about half of its time for most shapes; and on many processors products of 16-bit numbers take longer
+than those of the same numbers widened to float32 (`tests/bench/matmul.py`). What is chosen is decided by
+the processor, not by a clock, so that every run on a machine has the same bits.
 """
 
 from __future__ import annotations
@@ -23,23 +25,48 @@ if TYPE_CHECKING:
 
 CPU_INFO = Path("/proc/cpuinfo")
 LARGE = 1 << 16
-"""Numbers in a weight from which its products go to the faster library, whose calls cost some 10 us more."""
+"""Numbers in a weight from which its products go to oneDNN where that is faster: a call costs 10 us more."""
+LARGER = 1 << 18
+"""The same where only its own layout makes it faster, for some rows at a time."""
+
+
+def _is_amd() -> bool:
+    return CPU_INFO.exists() and "AuthenticAMD" in CPU_INFO.read_text()
 
 
 @lru_cache(maxsize=1)
-def onednn_is_faster() -> bool:
-    """Whether float32 products should go to oneDNN.
-
-    Decided by the processor, not by a clock, so that every run on a machine has the same bits.
-    """
+def onednn_packs() -> bool:
+    """Whether a float32 weight should be laid out for oneDNN where it is multiplied by few rows at a time."""
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.mkl.is_available()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-        and CPU_INFO.exists()
-        and "AuthenticAMD" in CPU_INFO.read_text()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
+
+
+@lru_cache(maxsize=1)
+def onednn_is_faster() -> bool:
+    """Whether all float32 products should go to oneDNN."""
+    return onednn_packs() and _is_amd()
+
+
+@lru_cache(maxsize=4)
+def widens(dtype: torch.dtype) -> bool:
+    """Whether products of `dtype` should be taken in float32 on this CPU.
+
+    Without an instruction for their products 16-bit numbers are multiplied in plain loops, and Intel's
+    processors with AVX-512's for bfloat16, but without AMX, reach half the rate of their float32.
+    """
+    found = getattr(torch.cpu, "get_capabilities", dict)()
+    if dtype == torch.bfloat16:
+        fast = found.get("amx_bf16") or found.get("bf16") or (found.get("avx512_bf16") and _is_amd())
+    elif dtype == torch.float16:
+        other = found.get("architecture") not in ("x86_64", None)
+        fast = other or found.get("amx_fp16") or found.get("avx512_fp16")
+    else:
+        return False
+    return not fast
 
 
 def takes_onednn(inputs: Tensor) -> bool:
@@ -52,14 +79,27 @@ def onednn_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
 
 
-def _large(inputs: Tensor, weight: Tensor) -> bool:
-    fits = weight.numel() >= LARGE and weight.dtype == torch.float32
-    return fits and inputs.numel() > 0 and takes_onednn(inputs)
+def _other_way(inputs: Tensor, weight: Tensor) -> bool:
+    """Whether a product has another way here than PyTorch's own."""
+    if inputs.numel() == 0 or inputs.dtype != weight.dtype:
+        return False
+    if inputs.dtype == torch.float32:
+        return weight.numel() >= LARGE and takes_onednn(inputs)
+    return inputs.device.type == "cpu" and widens(inputs.dtype)
+
+
+def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`inputs` `[M, K]` times the transposed `weight` `[N, K]`, plus `bias` `[N]`, all of a dtype: by the
+    faster library, in float32 and rounded once.
+    """
+    shift = None if bias is None else bias.float()
+    way = onednn_linear if weight.numel() >= LARGE and onednn_is_faster() else functional.linear
+    return way(inputs.float(), weight.float(), shift).to(inputs.dtype)
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`functional.linear`: `[..., K]` by `weight` `[N, K]`, plus `bias` `[N]`. Differentiable once."""
-    if not _large(inputs, weight) or torch.is_autocast_enabled("cpu"):
+    if not _other_way(inputs, weight) or torch.is_autocast_enabled("cpu"):
         return functional.linear(inputs, weight, bias)
     return _Linear.apply(inputs, weight, bias)
 
@@ -69,7 +109,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         flat = inputs.reshape(-1, inputs.shape[-1])
-        return onednn_linear(flat, weight, bias).view(*inputs.shape[:-1], len(weight))
+        return _product(flat, weight, bias).view(*inputs.shape[:-1], len(weight))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -79,8 +119,8 @@ class _Linear(torch.autograd.Function):
         upstream = upstream.reshape(-1, len(weight))
         flat = inputs.reshape(-1, inputs.shape[-1])
         return (
-            onednn_linear(upstream, weight.t()).view(inputs.shape) if for_inputs else None,
-            onednn_linear(upstream.t(), flat.t()) if for_weight else None,
+            _product(upstream, weight.t()).view(inputs.shape) if for_inputs else None,
+            _product(upstream.t(), flat.t()) if for_weight else None,
             upstream.sum(dim=0) if for_bias else None,
         )
 
@@ -94,25 +134,36 @@ class Linear(nn.Linear):
 
 
 def speed_up(module: nn.Module) -> None:
-    """Let every plain `nn.Linear` in `module` be a `Linear` where that is faster."""
-    if onednn_is_faster():
+    """Let every plain `nn.Linear` in `module` be a `Linear` where that is faster for some dtype."""
+    if onednn_is_faster() or widens(torch.bfloat16) or widens(torch.float16):
         for part in module.modules():
             if type(part) is nn.Linear:
                 part.__class__ = Linear
 
 
 class DecodeWeight:
-    """A copy of a weight for products with few rows, laid out once as the faster library wants it."""
+    """A copy of a weight for products with few rows, laid out once as this processor is fast with it; one of
+    16-bit numbers that are multiplied slowly is float32.
+    """
 
-    __slots__ = ("_packed", "_weight")
+    __slots__ = ("_packed", "_weight", "_wide")
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` `[N, K]`, which nothing else may hold."""
-        self._packed = _large(weight, weight)
+        here, least = weight.device.type == "cpu", LARGE if onednn_is_faster() else LARGER
+        self._wide = here and widens(weight.dtype)
+        if self._wide:
+            weight = weight.float()
+        self._packed = here and weight.numel() >= least and weight.dtype == torch.float32 and onednn_packs()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _FEW) if self._packed else weight.t()
 
     def times(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """`inputs` `[M, K]` -> `[M, N]`, plus `bias` `[N]`."""
+        if self._wide:
+            return self._times(inputs.float(), None if bias is None else bias.float()).to(inputs.dtype)
+        return self._times(inputs, bias)
+
+    def _times(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         if self._packed:
             return onednn_linear(inputs, self._weight, bias)
         if bias is None:
@@ -121,10 +172,11 @@ class DecodeWeight:
 
     def added(self, total: Tensor, inputs: Tensor, alpha: float = 1.0) -> Tensor:
         """`total` `[M, N]` plus `alpha` times the product with `inputs` `[M, K]`."""
-        if not self._packed:
+        if not self._packed and not self._wide:
             return torch.addmm(total, inputs, self._weight, alpha=alpha)
-        product = onednn_linear(inputs, self._weight)
-        return product.add_(total) if alpha == 1.0 else torch.add(total, product, alpha=alpha)
+        product = self._times(inputs.float(), None)
+        sum_ = product.add_(total) if alpha == 1.0 else torch.add(total, product, alpha=alpha)
+        return sum_.to(total.dtype)
 
 
 _FEW = 16
@@ -174,10 +226,7 @@ def narrow_matmul(hidden: Tensor, weight: Tensor) -> bool:
     """Whether this machine multiplies these two faster in bfloat16 than widened to float32."""
     if hidden.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return False
-    if hidden.device.type != "cpu":
-        return True
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+    return hidden.device.type != "cpu" or not widens(torch.bfloat16)
 
 
 def wide_product(hidden: Tensor, weight: Tensor) -> bool:

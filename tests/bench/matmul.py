@@ -1,8 +1,10 @@
-"""Products of float32 weights by MKL and by oneDNN: forward, both gradients, and decode with few rows.
+"""Products of float32 weights by MKL and by oneDNN: forward, both gradients, and decode with few rows;
+and bfloat16 ones as they are, and widened to float32.
 
     python tests/bench/matmul.py [--json FILE]
 
-Processor time of one thread, the best of several, the cases in turn; ratios below 1 are oneDNN's.
+Processor time of one thread, the best of several, the cases in turn; ratios below 1 are oneDNN's, and of
+bfloat16 the widened products'.
 """
 
 from __future__ import annotations
@@ -55,6 +57,24 @@ def training(rows: int, inner: int, outer: int) -> dict[str, float]:
     return {name: found[f"{name} onednn"] / found[name] for name in ("forward", "inputs", "weight")}
 
 
+def widened(rows: int, inner: int, outer: int) -> dict[str, float]:
+    """float32's time, with what it takes to widen and to round, over bfloat16's."""
+    x, weight, upstream = (
+        torch.randn(*shape).bfloat16() for shape in ((rows, inner), (outer, inner), (rows, outer))
+    )
+    found = seconds(
+        {
+            "forward": lambda: x @ weight.t(),
+            "forward widened": lambda: (x.float() @ weight.float().t()).bfloat16(),
+            "inputs": lambda: upstream @ weight,
+            "inputs widened": lambda: (upstream.float() @ weight.float()).bfloat16(),
+            "weight": lambda: upstream.t() @ x,
+            "weight widened": lambda: (upstream.float().t() @ x.float()).bfloat16(),
+        }
+    )
+    return {name: found[f"{name} widened"] / found[name] for name in ("forward", "inputs", "weight")}
+
+
 def decode(rows: int, inner: int, outer: int) -> dict[str, float]:
     """The packed product's time over MKL's, and over oneDNN's with the weight as it is."""
     x, weight = torch.randn(rows, inner), torch.randn(outer, inner)
@@ -81,6 +101,8 @@ def main() -> None:
             for count in TRAINING if outer < 2**15 else ():
                 found = training(count, inner, outer)
                 rows.append({"case": "training", "rows": count, "shape": [outer, inner], **found})
+                found = widened(count, inner, outer)
+                rows.append({"case": "bfloat16", "rows": count, "shape": [outer, inner], **found})
             for count in DECODE:
                 found = decode(count, inner, outer)
                 rows.append({"case": "decode", "rows": count, "shape": [outer, inner], **found})

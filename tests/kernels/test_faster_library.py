@@ -18,6 +18,11 @@ pytestmark = pytest.mark.skipif(
 def onednn(monkeypatch):
     """As on a processor where it is the faster one."""
     monkeypatch.setattr(projection, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(projection, "onednn_packs", lambda: True)
+    monkeypatch.setattr(projection, "widens", lambda dtype: False)
+
+
+WIDENS = projection.widens
 
 
 def normal(*shape):
@@ -81,6 +86,82 @@ def test_a_weight_for_decode(rows):
     assert torch.equal(
         small.added(total[:, :100], x, 0.5), torch.addmm(total[:, :100], x, w[:100].t(), alpha=0.5)
     )
+
+
+PROCESSORS = {
+    "x86-64 of 2013": ("GenuineIntel", {"architecture": "x86_64"}, (True, True)),
+    "Intel, AVX-512's instruction alone": (
+        "GenuineIntel",
+        {"architecture": "x86_64", "avx512_bf16": True, "avx512_fp16": True},
+        (True, False),
+    ),
+    "Intel, AMX": (
+        "GenuineIntel",
+        {"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": True, "avx512_fp16": True},
+        (False, False),
+    ),
+    "AMD, AVX-512's instruction": (
+        "AuthenticAMD",
+        {"architecture": "x86_64", "avx512_bf16": True},
+        (False, True),
+    ),
+    "ARM with bfloat16": ("", {"architecture": "aarch64", "bf16": True}, (False, False)),
+    "ARM without": ("", {"architecture": "aarch64"}, (True, False)),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_which_processors_multiply_16_bit_numbers_in_float32(name, monkeypatch, tmp_path):
+    maker, found, wanted = PROCESSORS[name]
+    (tmp_path / "cpuinfo").write_text(f"vendor_id : {maker}")
+    monkeypatch.setattr(projection, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    ask = WIDENS.__wrapped__
+    assert (ask(torch.bfloat16), ask(torch.float16)) == wanted
+    assert not ask(torch.float32)
+    assert not ask(torch.float64)
+
+
+@pytest.mark.parametrize("library", ["MKL", "oneDNN"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_products_in_float32_are_rounded_once(dtype, library, monkeypatch):
+    monkeypatch.setattr(projection, "widens", lambda asked: asked == dtype)
+    monkeypatch.setattr(projection, "onednn_is_faster", lambda: library == "oneDNN")
+    leaves = [normal(2, 70, 300), normal(257, 300), normal(257)]
+    upstream = normal(2, 70, 257).to(dtype)
+    narrow = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+    exact = [leaf.detach().double().requires_grad_() for leaf in narrow]
+    found, wanted = projection.linear(*narrow), functional.linear(*exact)
+    found.backward(upstream)
+    wanted.backward(upstream.double())
+    half = torch.finfo(dtype).eps / 2
+    pairs = [
+        (found.detach(), wanted.detach()),
+        *((a.grad, b.grad) for a, b in zip(narrow, exact, strict=True)),
+    ]
+    for ours, true in pairs[:-1]:
+        assert ours.dtype == dtype
+        # Half a unit of the last place, and the sum's own error in float32.
+        assert bool(((ours.double() - true).abs() <= half * true.abs() * 1.001 + 2e-4).all())
+    assert pairs[-1][0].dtype == dtype
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_for_decode_of_16_bits_is_kept_in_float32_where_that_is_faster(dtype, packs, monkeypatch):
+    monkeypatch.setattr(projection, "widens", lambda asked: asked == dtype)
+    monkeypatch.setattr(projection, "onednn_packs", lambda: packs)
+    x, w, total, bias = (normal(*s).to(dtype) for s in ((7, 300), (257, 300), (7, 257), (257,)))
+    exact = x.double() @ w.double().t()
+    kept, half = projection.DecodeWeight(w.clone()), torch.finfo(dtype).eps / 2
+    for ours, wanted in (
+        (kept.times(x), exact),
+        (kept.times(x, bias), exact + bias.double()),
+        (kept.added(total, x), total.double() + exact),
+        (kept.added(total, x, 0.5), total.double() + exact / 2),
+    ):
+        assert ours.dtype == dtype
+        assert bool(((ours.double() - wanted).abs() <= half * wanted.abs() * 1.001 + 2e-4).all())
 
 
 def test_layers_that_are_sped_up_stay_what_they_are():
