@@ -169,7 +169,28 @@ def weight_files(folder: Path) -> list[str]:
         raise CheckpointError(
             f"{folder / pickles[0]} is a pickle, which is never read; convert the model to safetensors."
         )
-    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}; copy the model's weights there.")
+    raise CheckpointError(_no_weights(folder))
+
+
+def _no_weights(folder: Path) -> str:
+    """What a folder is that holds no weights."""
+    if (folder / "inputs.json").is_file():
+        models = sorted(
+            {file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/config.json")}
+        )
+        if not models:
+            return f"{folder} is a run's folder, and no model's; it holds no model yet."
+        merged = folder / "merged"
+        return (
+            f"{folder} is a run's folder, and no model's; give one of its models, such as"
+            f" {merged if merged in models else models[0]}."
+        )
+    if (folder / "latest").is_file():
+        return (
+            f"{folder} is a published model, which only teachers are read from (`type: streamed`); give the"
+            " folder that was published."
+        )
+    return f"{folder} holds neither {SINGLE} nor {INDEX}; copy the model's weights there."
 
 
 _KINDS = {

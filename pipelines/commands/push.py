@@ -75,10 +75,6 @@ def _named(repo: str, revision: str | None) -> HubName:
 
 def _checked(model: Path) -> list[str]:
     """The files of a whole model that would be read again, and its card."""
-    if (model / "merged").is_dir() and (model / "inputs.json").is_file():
-        raise CheckpointError(
-            f"{model} is a run's folder; push one of its models, such as {model / 'merged'}."
-        )
     check_folder(model)
     base = adapter_base(model)
     if base is not None:

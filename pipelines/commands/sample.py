@@ -12,7 +12,7 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.config.hub_names import hub_name
-from opd.errors import ConfigError, DataError, ModelError
+from opd.errors import ConfigError, DataError
 from opd.foreign import shown, visible
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import check_folder, described_in, positions_of
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 MOST = 512
 """Tokens of an answer, where nothing else is said."""
+MANY = 8
+"""Held-out prompts of a domain, where nothing else is said."""
 _WIDTH = 76
 """Characters of a prompt above its answers."""
 
@@ -46,8 +48,8 @@ class Asked:
     recipe: Recipe | None = None
     domain: str | None = None
     """Of `recipe`, whose held-out prompts are asked, as it samples."""
-    count: int = 8
-    """How many of them."""
+    count: int | None = None
+    """How many of them; `None`: `MANY`."""
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int = 0
@@ -60,6 +62,8 @@ class Asked:
             )
         if bool(self.prompts) == (self.recipe is not None):
             raise ConfigError("give what is asked: --prompt TEXT, or --recipe R --domain D (one of the two)")
+        if self.recipe is None and self.count is not None:
+            raise ConfigError("--prompts goes with --recipe and --domain; repeat --prompt to ask several")
         if self.recipe is not None and self.system is not None:
             raise ConfigError("--system goes with --prompt; a domain's prompts bring their own messages")
         if self.recipe is not None and self.domain not in self.recipe.domains:
@@ -87,11 +91,12 @@ class Speaker:
         tokenizer = load_tokenizer(folder)
         device, template = "auto", {}
         if asked.recipe is not None and asked.domain is not None:
-            recipe = _of_one_domain(asked.recipe, asked.domain, folder, asked.count)
+            count = MANY if asked.count is None else asked.count
+            recipe = _of_one_domain(asked.recipe, asked.domain, folder, count)
             device, template = recipe.model.device, recipe.model.chat_template_kwargs
             tokenizer = tokenizer_of(recipe, folder)
             data = DomainSet.open(recipe, tokenizer)
-            questions = data.held_out(asked.domain, asked.count, "sample")
+            questions = data.held_out(asked.domain, count, "sample")
             way = ways_of(recipe, tokenizer)[asked.domain]
             sampling, generate, rewards = way.sampling, way.generate, data.rewards
             strings = recipe.rollout.stop if stop_strings(recipe, tokenizer) else []
@@ -198,10 +203,6 @@ def model_folder(model: str) -> Path:
     name = hub_name(model)
     if name is None or name.file is not None:
         folder = Path(model)
-        if (folder / "merged").is_dir() and (folder / "inputs.json").is_file():
-            raise ModelError(
-                f"{folder} is a run's folder and no model's; give one of its models: {folder}/merged."
-            )
         check_folder(folder)
         return folder
     from opd.models.hub import fetch

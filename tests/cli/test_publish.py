@@ -36,6 +36,24 @@ def test_the_command_publishes_once(checkpoint, tmp_path, capsys):
     assert second.out.startswith(f"{checkpoint} was published already: ")
 
 
+def test_what_is_published_and_a_runs_folder_are_named_for_what_they_are(checkpoint, tmp_path, capsys):
+    assert main(["publish", str(checkpoint), str(tmp_path / "store")]) == 0
+    capsys.readouterr()
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("inputs.json", "config.json"):
+        (run / name).write_text("{}")
+    asked = {"sample": ["--prompt", "1"], "publish": [str(tmp_path / "other")], "push": ["me/mine"]}
+    for command, words in asked.items():
+        for place, sentence in ((tmp_path / "store", "is a published model"), (run, "it holds no model yet")):
+            assert main([command, str(place), *words]) == 2
+            assert sentence in capsys.readouterr().err
+    checkpoint.rename(run / "merged")
+    for command, words in asked.items():
+        assert main([command, str(run), *words]) == 2
+        assert f"give one of its models, such as {run}/merged" in capsys.readouterr().err
+
+
 def test_the_manifest_describes_head_tokenizer_and_weights(checkpoint, tmp_path):
     manifest = publish_checkpoint(checkpoint, tmp_path / "store", shards=3).manifest
     assert manifest.head.scale == 0.25

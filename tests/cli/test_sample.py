@@ -149,6 +149,7 @@ def test_the_same_model_twice_answers_the_same(models):
             ["sample", "{0}", "--recipe", "{r}", "--domain", "a", "--system", "x"],
             "--system goes with --prompt",
         ),
+        (["sample", "{0}", "--prompt", "1", "--prompts", "3"], "repeat --prompt to ask several"),
         (["sample", "{0}", "--prompt", "1", "--system", "x"], "needs a model with a chat template"),
         (["sample", "{0}", "--prompt", "abc"], "the tokenizer cannot encode the prompt 'abc'"),
         (["sample", "{0}", "--prompt", ""], "has no tokens"),

@@ -113,7 +113,7 @@ def test_a_run_folder_and_a_damaged_model_are_refused(hub, folder, tmp_path, cap
     (tmp_path / "run" / "merged").mkdir(parents=True)
     (tmp_path / "run" / "inputs.json").write_text("{}")
     assert main(["push", str(tmp_path / "run"), "me/mine"]) == 2
-    assert "is a run's folder; push one of its models" in capsys.readouterr().err
+    assert "is a run's folder, and no model's" in capsys.readouterr().err
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
