@@ -3,129 +3,39 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import difflib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from opd import installed_version
 from opd.config import Recipe
 from opd.config.load import dump_recipe, load_recipe, located
-from opd.config.other_names import refuse_other_name
 from opd.errors import ConfigError, RunFolderError
 from opd.imports import uncollected
 from opd.pipelines.commands.ending import ERROR, ended, one_line, require_address_space, started_by
+from opd.pipelines.options import (
+    ASKED,
+    OF_THEIR_OWN,
+    OTHERS,
+    PLAN_NUMBERS,
+    STAGES,
+    completion,
+    parse,
+    split_overrides,
+)
 
 if TYPE_CHECKING:
     from opd.pipelines.commands.sample import Asked
     from opd.pipelines.records.run_folder import Accepted, HubRecord, RunFolder
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= len(text.lstrip("0")) <= 15:
-        shown = repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
-        raise argparse.ArgumentTypeError(f"give a number of 1 to 15 digits, at least 1, not {shown}")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= float(text) <= 1000:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"give a number from 0 to 1000, not {text!r}")
-
-
-class _Once(argparse.Action):
-    """An option that is given once."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if getattr(namespace, self.dest) is not None:
-            raise ConfigError(f"{option_string} is given twice; keep one of the two")
-        setattr(namespace, self.dest, values)
-
-
-def _place(text: str) -> Path:
-    if not text:  # an unset variable of a shell; as a path it is the folder that one is in
-        raise argparse.ArgumentTypeError("it is empty; give a path")
-    return Path(text)
-
-
-_ACCEPTS = {
-    "--accept-changed-code": "go on although rewards or other code of yours changed; it is recorded",
-    "--accept-changed-settings": "go on with other rates, coefficients, bounds; each is recorded, and what"
-    " a run cannot change in its middle is refused",
-}
-_SWITCHES = {"--help", "--version", "--resume", *_ACCEPTS, "--dry-run", "--parity", "--json"}
-_ASKED = {
-    "recipe": (_place, "with --domain: ask held-out prompts, as this recipe samples, and score the answers"),
-    "domain": (str, "whose prompts are asked"),
-    "prompts": (_count, "how many of them (default: 8)"),
-    "system": (str, "what the system says before each --prompt"),
-    "max-tokens": (_count, "of an answer, at most (default: the recipe's, or 512)"),
-    "temperature": (_temperature, "0 is greedy (default: the recipe's, or 1)"),
-    "seed": (int, "other answers (default: 0)"),
-}
-"""Options of `opd sample`, and of `opd compare` for models: type and help."""
-_OF_THEIR_OWN = ("sample", "compare", "push", "watch")
-"""Commands that take no field of a recipe, whatever their options are called."""
-_PLAN_NUMBERS = {
-    "ranks": (_count, "how many share the work (default: 1)"),
-    "mini-batch": (_count, "trajectories of a step (default: what the recipe samples, or 64)"),
-    "budget-mb": (
-        float,
-        "MiB of a device for activations, a micro-batch's data and the next's (default: 16384)",
-    ),
-    "tflops": (float, "1e12 operations that a device computes in a second (default: 1)"),
-    "read-mb": (float, "MiB of data that a device is given in a second (default: 1000)"),
-    "overhead-ms": (float, "milliseconds that a micro-batch costs however small it is (default: 10)"),
-}
-"""Options of `opd plan`, beside `--store` and `--simulate`: type and help."""
-_WITH_VALUE = {
-    "--out",
-    "--domain",
-    "--pairs",
-    "--shards",
-    "--store",
-    "--simulate",
-    *(f"--{name}" for name in _PLAN_NUMBERS),
-}
-_STAGES = {
-    "run": "the whole pipeline: base, specialists, merge, baselines, evaluation, report",
-    "specialist": "train the specialist of one domain (--domain), or of every domain",
-    "distill": "merge the specialists into one student by on-policy distillation",
-    "evaluate": "measure every model of a run on held-out prompts",
-}
-"""The commands that take `--resume`."""
-_OTHERS = {
-    "doctor": "check a recipe, its models, data and machine before a run",
-    "publish": "write a model into an object store, so that ranks can stream it",
-    "report": "write report.html of a run",
-    "watch": "runs while they train: curves, red flags, samples; a page on this machine, or --terminal",
-    "compare": "several runs in a table and a page; or two models' answers, side by side",
-    "sample": "print what a model answers, as it writes",
-    "push": "upload a model's folder, with its card, to the Hub",
-    "wal": "look into a write-ahead log of tokens",
-    "plan": "print who would train on what, and in which order",
-    "completion": "print what lets bash or zsh complete commands and options",
-}
-
-_WAL_ACTIONS = {
-    "inspect": "what a log holds: files, requests, tokens, how the requests ended",
-    "verify": "read every byte and say whether the log is whole; status 2 if it is damaged",
-    "export": "write every request that has not been retired as one line of JSON",
-    "repair": "give up what comes after a damaged place; the old files are kept as NAME.damaged",
-}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, which `ended` describes."""
     words = list(sys.argv[1:] if argv is None else argv)
     # The first word that names a command; those of a command's options come after it.
-    command = next((word for word in words if word in _STAGES or word in _OTHERS), None)
-    resumes = command in _STAGES and "--dry-run" not in words
+    command = next((word for word in words if word in STAGES or word in OTHERS), None)
+    resumes = command in STAGES and "--dry-run" not in words
     with started_by(words):
         return ended(lambda: _heard(words, command or "opd"), resumes=resumes, last=argv is None)
 
@@ -140,186 +50,11 @@ def _heard(words: list[str], command: str) -> int:
         return _dispatch(words)
 
 
-class _Parser(argparse.ArgumentParser):
-    lists_fields = False
-    """Whether its help ends with every field of a recipe."""
-
-    def format_help(self) -> str:
-        if not self.lists_fields:
-            return super().format_help()
-        from opd.config.schema import listing
-
-        return f"{super().format_help()}\n{listing()}"
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see `{self.prog} --help`")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Every command and option, without the overrides."""
-    parser = _Parser("opd", description="Train specialists and merge them by on-policy distillation.")
-    parser.add_argument("--version", action="version", version=f"opd {installed_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, summary in _STAGES.items():
-        command = _command(commands, name, summary)
-        command.add_argument("--resume", action="store_true", help="continue the run in the folder")
-        for switch, told in _ACCEPTS.items():
-            command.add_argument(switch, action="store_true", help=f"with --resume: {told}")
-        command.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
-        command.add_argument("--out", type=_place, metavar="DIR", help="run folder (default: runs/NAME)")
-        command.lists_fields = name == "run"
-        if name == "specialist":
-            command.add_argument("--domain", action="append", metavar="D", help="may be given several times")
-    doctor = _command(commands, "doctor", _OTHERS["doctor"])
-    doctor.add_argument(
-        "--parity", action="store_true", help="compare what the back ends say of the same samples instead"
-    )
-    doctor.add_argument(
-        "--out", type=_place, metavar="DIR", help="the run folder that `opd run` would be given"
-    )
-    doctor.add_argument(
-        "--pairs",
-        action=_Once,
-        type=_place,
-        metavar="FILE",
-        help="instead: how often a domain's reward prefers `chosen` to `rejected` in these rows",
-    )
-    doctor.add_argument("--domain", action=_Once, metavar="D", help="with --pairs: whose reward")
-    doctor.add_argument("--resume", action="store_true", help="check as for a run that is to go on")
-    doctor.add_argument(
-        "--json", action="store_true", help="one JSON object a line: level, check, finding, numbers"
-    )
-    publish = commands.add_parser("publish", help=_OTHERS["publish"], allow_abbrev=False)
-    publish.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a Hugging Face folder")
-    publish.add_argument("url", metavar="URL", help="a folder, or s3://BUCKET/PREFIX")
-    publish.add_argument("--shards", type=_count, default=1, metavar="N", help="ranks that will read it")
-    report = commands.add_parser("report", help=_OTHERS["report"], allow_abbrev=False)
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    watch = commands.add_parser(
-        "watch",
-        help=_OTHERS["watch"],
-        description="Prints the address of a page that follows the runs until Ctrl-C; only this machine can"
-        " open it. From elsewhere: ssh -L 8000:127.0.0.1:PORT HOST, then http://127.0.0.1:8000/.",
-        allow_abbrev=False,
-    )
-    told = "run folders; one that is not there yet is waited for"
-    watch.add_argument("runs", nargs="+", type=_place, metavar="RUN", help=told)
-    port = "of the page (default: one that the system chooses)"
-    watch.add_argument("--port", action=_Once, type=_count, metavar="N", help=port)
-    watch.add_argument("--terminal", action="store_true", help="show them here instead of in a page")
-    _models_parsers(commands)
-    _wal_parser(commands)
-    _plan_parser(commands)
-    completion = commands.add_parser(
-        "completion",
-        help=_OTHERS["completion"],
-        description="Print it for a shell: "
-        'eval "$(opd completion bash)" in ~/.bashrc, the same with zsh in ~/.zshrc.',
-        allow_abbrev=False,
-    )
-    completion.add_argument("shell", choices=["bash", "zsh"])
-    return parser
-
-
-def _models_parsers(commands: argparse._SubParsersAction) -> None:
-    compare = commands.add_parser(
-        "compare",
-        help=_OTHERS["compare"],
-        description="opd compare RUN RUN ...: results of runs, in a table and a page. "
-        "opd compare MODEL MODEL --prompt TEXT, or --recipe R --domain D: what two models answer.",
-        allow_abbrev=False,
-    )
-    what = "run folders; or two models: folders, or org/name on the Hub"
-    compare.add_argument("places", nargs="+", metavar="RUN_OR_MODEL", help=what)
-    compare.add_argument("--out", action=_Once, type=_place, metavar="FILE", help="the page of runs")
-    sample = commands.add_parser("sample", help=_OTHERS["sample"], allow_abbrev=False)
-    sample.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or org/name on the Hub")
-    for parser in (compare, sample):
-        parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
-        for name, (kind, told) in _ASKED.items():
-            parser.add_argument(f"--{name}", action=_Once, type=kind, metavar=name[0].upper(), help=told)
-    push = commands.add_parser("push", help=_OTHERS["push"], allow_abbrev=False)
-    push.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
-    push.add_argument("repo", metavar="REPO", help="org/name; made, and private, if it is not there")
-    push.add_argument(
-        "--revision", action=_Once, metavar="BRANCH", help="made if it is not there (default: main)"
-    )
-    push.add_argument("--public", action="store_true", help="a repository that is made is for everybody")
-
-
-def _plan_parser(commands: argparse._SubParsersAction) -> None:
-    plan = _command(commands, "plan", _OTHERS["plan"], "*")
-    plan.add_argument("--store", type=Path, metavar="FOLDER", help="plan for the trajectories in this store")
-    plan.add_argument(
-        "--simulate", type=Path, metavar="CLUSTER", help="instead: how long steps of this cluster would take"
-    )
-    for name, (kind, told) in _PLAN_NUMBERS.items():
-        plan.add_argument(f"--{name}", type=kind, metavar="N", help=told)
-
-
-def _wal_parser(commands: argparse._SubParsersAction) -> None:
-    lines = [f"{name}: {summary}." for name, summary in _WAL_ACTIONS.items()]
-    example = "Example: opd wal inspect runs/mine/stages/merge/wal"
-    told = " ".join([*lines, example])
-    wal = commands.add_parser("wal", help=_OTHERS["wal"], description=told, allow_abbrev=False)
-    wal.add_argument("action", choices=list(_WAL_ACTIONS), metavar="ACTION")
-    wal.add_argument("folder", type=Path, metavar="FOLDER")
-    wal.add_argument("--out", type=_place, metavar="FILE", help="where export writes (default: the screen)")
-
-
-def _command(commands: argparse._SubParsersAction, name: str, summary: str, recipes: str = "+") -> _Parser:
-    command = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog="Any field of the recipe is an option: --distill.optim.lr 3e-5, --seed 1;"
-        " `opd run --help` lists them all.",
-        allow_abbrev=False,
-    )
-    command.add_argument("recipe", nargs=recipes, type=Path, metavar="RECIPE", help="YAML; later files win")
-    return command
-
-
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate the command's own words from recipe overrides (`--a.b VALUE`, `--a.b=VALUE`).
-
-    Raises `ConfigError` for another library's option, for a misspelt option of the command, which would
-    swallow the word after it, and for one that is given twice.
-    """
-    own: list[str] = []
-    overrides: list[str] = []
-    words = iter(argv)
-    for word in words:
-        name = word.partition("=")[0]
-        if word != name or word.startswith("--"):
-            refuse_other_name(name)
-        if not word.startswith("--") or name in _SWITCHES:
-            own.append(word)
-            continue
-        target = own if name in _WITH_VALUE else overrides
-        _refuse_misspelt(name)
-        if target is own and name != "--domain" and any(name == given.partition("=")[0] for given in own):
-            raise ConfigError(f"{name} is given twice; keep one of the two")
-        target.append(word)
-        if "=" not in word:
-            target.extend(value for value in [next(words, None)] if value is not None)
-    return own, overrides
-
-
-def _refuse_misspelt(name: str) -> None:
-    options = _SWITCHES | _WITH_VALUE
-    if name in options or "." in name or name.removeprefix("--") in Recipe.model_fields:
-        return
-    close = difflib.get_close_matches(name, sorted(options), n=1, cutoff=0.8)
-    if close:
-        raise ConfigError(f"unknown option {name}; did you mean {close[0]}?")
-
-
 def _dispatch(argv: list[str]) -> int:
-    command = next((word for word in argv if word in _STAGES or word in _OTHERS), None)
-    own, overrides = (list(argv), []) if command in _OF_THEIR_OWN else split_overrides(argv)
+    command = next((word for word in argv if word in STAGES or word in OTHERS), None)
+    own, overrides = (list(argv), []) if command in OF_THEIR_OWN else split_overrides(argv)
     try:
-        options = _parsed(own)
+        options = parse(own)
     except SystemExit:  # of --help and --version; what is wrong is a `ConfigError`
         return 0
     without_recipe = {
@@ -335,7 +70,7 @@ def _dispatch(argv: list[str]) -> int:
     if options.command in without_recipe:
         return without_recipe[options.command](options, overrides)
     if options.command == "completion":
-        print(_completion(options.shell))
+        print(completion(options.shell))
         return 0
     recipe = load_recipe(options.recipe, overrides)
     if options.command != "doctor":
@@ -355,61 +90,6 @@ def _from_hub(recipe: Recipe, path: Path | None = None, resume: bool = False) ->
     from opd.pipelines.records.hub import fetched
 
     return fetched(recipe, path, resume=resume)
-
-
-def _parsed(own: Sequence[str]) -> argparse.Namespace:
-    """Raises `ConfigError` for an option of another command, for a word too many, and for an option without
-    the one that it belongs to.
-    """
-    parser = build_parser()
-    options, rest = parser.parse_known_args(own)
-    if not rest:
-        for switch in _ACCEPTS:
-            if getattr(options, switch[2:].replace("-", "_"), False) and not options.resume:
-                raise ConfigError(f"{switch} is for a run that goes on; give --resume with it")
-        return options
-    word = rest[0].partition("=")[0]
-    at = f"opd {options.command}"
-    takers = [name for name, command in _commands(parser).items() if word in command._option_string_actions]
-    if takers:
-        named = [f"`opd {name}`" for name in takers]
-        others = " and ".join(named if len(named) < 4 else [named[0], "others"])
-        raise ConfigError(f"{at} takes no {word}, which is an option of {others}; leave it out")
-    raise ConfigError(f"{at} does not know what to do with {word!r}; see `{at} --help`")
-
-
-def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of the commands by name."""
-    return next(
-        action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    )
-
-
-def _completion(shell: str) -> str:
-    """A script for `shell`: after a command its options, and with one that takes recipes their fields."""
-    from opd.config.schema import described
-
-    parsers = _commands(build_parser())
-    fields = " ".join(dict.fromkeys(f"--{one.key}" for one in described() if ".NAME" not in one.key))
-    cases = []
-    for name, command in parsers.items():
-        own = " ".join(word for word in command._option_string_actions if word.startswith("--"))
-        taken = any(action.dest == "recipe" for action in command._actions)
-        cases.append(f'    {name}) words="{own}{" $fields" * taken}" ;;')
-    script = f"""_opd() {{
-  local word="${{COMP_WORDS[COMP_CWORD]}}" words="" fields="{fields}"
-  COMPREPLY=()
-  if [ "$COMP_CWORD" -eq 1 ]; then
-    COMPREPLY=($(compgen -W "{" ".join(parsers)} --help --version" -- "$word"))
-    return
-  fi
-  case "${{COMP_WORDS[1]}}" in
-{chr(10).join(cases)}
-  esac
-  case "$word" in -*) COMPREPLY=($(compgen -W "$words" -- "$word")) ;; esac
-}}
-complete -o default -F _opd opd"""
-    return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
 
 
 def _doctor(recipe: Recipe, options: argparse.Namespace) -> int:
@@ -448,7 +128,7 @@ def _watch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Runs, or with something to ask two models. Raises `ConfigError` for what is of the other form."""
-    given = [f"--{name}" for name in ("prompt", *_ASKED) if _said(options, name) is not None]
+    given = [f"--{name}" for name in ("prompt", *ASKED) if _said(options, name) is not None]
     folders = [Path(place) for place in options.places]
     if not given:
         models = [
@@ -531,7 +211,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     if overrides and not options.recipe:
         raise ConfigError(f"opd plan without a recipe takes no settings of one; remove {overrides[0]}")
-    names = [name.replace("-", "_") for name in ("store", *_PLAN_NUMBERS)]
+    names = [name.replace("-", "_") for name in ("store", *PLAN_NUMBERS)]
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.simulate is not None:
         if options.recipe or given:

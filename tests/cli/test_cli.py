@@ -8,7 +8,8 @@ import pytest
 from opd.config.load import load_recipe
 from opd.errors import ConfigError
 from opd.pipelines import cli
-from opd.pipelines.cli import main, split_overrides
+from opd.pipelines.cli import main
+from opd.pipelines.options import split_overrides
 
 RECIPE = """\
 name: demo

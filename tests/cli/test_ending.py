@@ -15,7 +15,7 @@ from recipes import write_recipe
 
 from opd.errors import ConfigError, OpdError, PreemptedError, from_system, reason_of
 from opd.models.checkpoint import save_checkpoint
-from opd.pipelines import cli
+from opd.pipelines import cli, options
 from opd.pipelines.cli import main
 from opd.pipelines.commands.ending import ended, one_line
 from opd.storage.files import atomic_file, atomic_folder
@@ -142,8 +142,8 @@ def test_what_cannot_be_resumed_is_not_told_to(end, capsys):
 def test_every_command_knows_whether_it_can_be_resumed(words, resumes, monkeypatch):
     monkeypatch.setattr(cli, "ended", lambda command, resumes, last: resumes)
     assert main(words) is resumes
-    named = set(cli.build_parser()._subparsers._group_actions[0].choices)
-    assert named == {*cli._STAGES, *cli._OTHERS}
+    named = set(options.build_parser()._subparsers._group_actions[0].choices)
+    assert named == {*options.STAGES, *options.OTHERS}
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opd.pipelines.cli import build_parser, main
+from opd.pipelines.cli import main
+from opd.pipelines.options import build_parser
 from opd.storage.trajectories import TrajectoryRecord, TrajectoryWriter
 from opd.types import Status
 

@@ -12,7 +12,8 @@ import pytest
 from bad_recipes import FAMILIES, Case, cases
 
 from opd.config.load import load_recipe
-from opd.pipelines.cli import main, split_overrides
+from opd.pipelines.cli import main
+from opd.pipelines.options import split_overrides
 
 LONG = os.environ.get("OPD_LONG_TESTS") == "1"
 PATIENCE = 20
