@@ -187,8 +187,9 @@ class RuntimeConfig(Config):
 
     threads: int | None = Field(default=None, gt=0, le=4096)
     """CPU threads per stage. Results are bit-identical only at the same number: `null` is settled when the
-    run is created, and kept by `--resume`. With `model.path` the cores are shared among `workers` and this
-    machine's ranks (with `launch: ray` it is what the trainer asks for); one of `model.config` takes one."""
+    run is created, and kept by `--resume`. With `model.path` the cores are shared among this machine's ranks
+    and `workers` (merge and evaluation, beside which nothing trains, do not share with those; with `launch:
+    ray` it is what the trainer asks for); one of `model.config` takes one."""
     tf32: bool = False
     """Let GPUs round the factors of float32 products to 10 bits: faster, and nothing is exact any more."""
     workers: int = Field(default=1, gt=0, le=4096)

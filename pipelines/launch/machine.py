@@ -43,9 +43,9 @@ def understood(error: BaseException, *, resumes: bool = True) -> OpdError | None
     return OpdError(f"there is no more memory ({said}); {lower if resumes else free}.")
 
 
-def threads_here(recipe: Recipe) -> int:
+def threads_here(recipe: Recipe, *, alone: bool = False) -> int:
     """What `runtime.threads` means on this machine: itself; else one for a model made from a configuration,
-    and for others a share of the cores, at least one.
+    and for others a share of the cores, at least one. `alone`: of a stage beside which none trains.
     """
     if recipe.runtime.threads is not None:
         return recipe.runtime.threads
@@ -54,7 +54,7 @@ def threads_here(recipe: Recipe) -> int:
     if recipe.launch.type == "ray":
         return max(1, int(recipe.launch.trainer.cpus))
     ranks = recipe.train.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, cores() // (recipe.runtime.workers * ranks))
+    return max(1, cores() // (ranks if alone else recipe.runtime.workers * ranks))
 
 
 def cores() -> int:

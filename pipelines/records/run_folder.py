@@ -297,10 +297,13 @@ class RunFolder:
         """What tells the files of a stage from those of other stages and runs."""
         return f"{self.identity}/{stage}"
 
-    def threads(self, recipe: Recipe) -> int:
-        """CPU threads of a stage: what `recipe` says, else what was settled when the run was created."""
-        settled = None if self._inputs is None else self._inputs.get("threads")
-        return recipe.runtime.threads or settled or threads_here(recipe)
+    def threads(self, recipe: Recipe, *, alone: bool = False) -> int:
+        """CPU threads of a stage: what `recipe` says, else what was settled when the run was created, for all
+        or for those that are `alone`.
+        """
+        inputs = self._inputs or {}
+        settled = inputs.get("threads_alone" if alone and "threads_alone" in inputs else "threads")
+        return recipe.runtime.threads or settled or threads_here(recipe, alone=alone)
 
     @property
     def results(self) -> Path:
@@ -506,6 +509,7 @@ class RunFolder:
             "given": given_inputs(recipe),
             "hub": hub,
             "threads": config["runtime"]["threads"],
+            "threads_alone": threads_here(recipe, alone=True),
         }
         write_sealed(self.path / _INPUTS, inputs)
         self._write_config(config)

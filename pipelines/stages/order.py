@@ -38,6 +38,8 @@ class Stage:
     """Whether several ranks share the work; else one of them does all of it."""
     model: str | None = None
     """What it makes, as `StageContext.model_path` knows it."""
+    alone: bool = False
+    """Whether no stage that trains can run beside it."""
 
 
 def plan(recipe: Recipe) -> dict[str, Stage]:
@@ -45,7 +47,7 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
     stages: list[Stage] = []
     base: tuple[str, ...] = ()
     if recipe.trains_base or recipe.model.config is not None or _is_adapter(recipe):
-        stages.append(Stage("base", (), _base, model="base"))
+        stages.append(Stage("base", (), _base, model="base", alone=True))
         base = ("base",)
     specialists = tuple(specialist_stage(domain) for domain in recipe.specialist_domains())
     for domain in recipe.specialist_domains():
@@ -56,19 +58,14 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
             stages.append(Stage(needs[0], base, run, model=f"sft:{domain}"))
         run = partial(_specialist, domain=domain)
         stages.append(Stage(specialist_stage(domain), needs, run, model=f"specialist:{domain}"))
-    stages.append(Stage("merge", base + specialists, _merge, model="merged"))
-    baselines = [
-        Stage(
-            f"baseline-{method}",
-            base + specialists if method in WEIGHT_MERGES else ("merge",),
-            partial(_baseline, method=method),
-            method not in WEIGHT_MERGES,
-            method,
-        )
-        for method in baseline_methods(recipe)
-    ]
+    stages.append(Stage("merge", base + specialists, _merge, model="merged", alone=True))
+    baselines = []
+    for method in baseline_methods(recipe):
+        trained = method not in WEIGHT_MERGES
+        needs, run = ("merge",) if trained else base + specialists, partial(_baseline, method=method)
+        baselines.append(Stage(f"baseline-{method}", needs, run, trained, method))
     stages += baselines
-    stages.append(Stage("evaluate", ("merge", *(stage.name for stage in baselines)), evaluate, False))
+    stages.append(Stage("evaluate", ("merge", *(one.name for one in baselines)), evaluate, False, alone=True))
     return {stage.name: stage for stage in stages}
 
 

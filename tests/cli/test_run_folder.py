@@ -612,12 +612,18 @@ def test_threads_are_settled_when_a_run_is_created_and_kept(tmp_path: Path, monk
     monkeypatch.setattr(run_folder, "given_inputs", lambda recipe: {})
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         assert folder.threads(recipe) == folder.read_config()["runtime"]["threads"] == 12
+    shared = recipe.model_copy(update={"runtime": recipe.runtime.model_copy(update={"workers": 5})})
+    with RunFolder.create(tmp_path / "shared", shared) as folder:
+        assert (folder.threads(shared), folder.threads(shared, alone=True)) == (2, 12)
     monkeypatch.setattr(machine, "cores", lambda: 3)
+    with RunFolder.resume(tmp_path / "shared", shared) as folder:
+        assert (folder.threads(shared), folder.threads(shared, alone=True)) == (2, 12)
     with RunFolder.resume(tmp_path / "run", recipe) as folder:
         assert folder.threads(recipe) == folder.read_config()["runtime"]["threads"] == 12
     assert RunFolder.attach(tmp_path / "run").threads(recipe) == 12, "in a worker, a rank, an actor"
     four = recipe.model_copy(update={"runtime": recipe.runtime.model_copy(update={"threads": 4})})
     with RunFolder.resume(tmp_path / "run", four) as folder:
+        assert folder.threads(four, alone=True) == 4
         assert folder.threads(four) == folder.read_config()["runtime"]["threads"] == 4
     with RunFolder.resume(tmp_path / "run", recipe) as folder:
         assert folder.threads(recipe) == 12

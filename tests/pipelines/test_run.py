@@ -37,6 +37,18 @@ def finished(tmp_path_factory):
     return path
 
 
+def test_a_stage_is_alone_where_no_other_that_trains_can_run_beside_it():
+    stages = plan(tiny_recipe())
+    before = {name: {stage.name for stage in with_needs(stages, name)} for name in stages}
+    for name, stage in stages.items():
+        beside = {
+            other
+            for other, its in stages.items()
+            if its.trained and other not in before[name] and name not in before[other]
+        }
+        assert stage.alone == (not beside), (name, beside)
+
+
 def test_every_model_is_a_hugging_face_folder(finished):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
