@@ -6,7 +6,8 @@ whole, or its vocabulary spread over ranks; beside a shard each teacher's head i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Protocol
@@ -114,12 +115,17 @@ class MetricSums:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
+        self._minima: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
 
     def add(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add `total`, which stands for `weight` units."""
         self._sums[name] = self._sums.get(name, 0.0) + float(total)
         self._weights[name] = self._weights.get(name, 0.0) + float(weight)
+
+    def least(self, name: str, value: Tensor | float) -> None:
+        """Keep the smallest value."""
+        self._minima[name] = min(self._minima.get(name, float("inf")), float(value))
 
     def peak(self, name: str, value: Tensor | float) -> None:
         """Keep the largest value."""
@@ -133,36 +139,58 @@ class MetricSums:
         """Add all that `other` holds."""
         for name, total in other._sums.items():
             self.add(name, total, other._weights[name])
+        for name, value in other._minima.items():
+            self.least(name, value)
         for name, value in other._maxima.items():
             self.peak(name, value)
 
     def parts(self) -> list[dict[str, float]]:
         """Everything it holds, for `merged` on another rank."""
-        return [self._sums, self._weights, self._maxima]
+        return [self._sums, self._weights, self._minima, self._maxima]
 
     @classmethod
     def merged(cls, ranks: Sequence[list[dict[str, float]]]) -> MetricSums:
         """The sums over all ranks from the `parts` of each."""
         whole = cls()
-        for sums, weights, maxima in ranks:
+        for sums, weights, minima, maxima in ranks:
             for name, total in sums.items():
                 whole.add(name, total, weights[name])
+            for name, value in minima.items():
+                whole.least(name, value)
             for name, value in maxima.items():
                 whole.peak(name, value)
         return whole
 
     def means(self) -> dict[str, float]:
-        """Sum divided by weight for every name whose weight is not 0, and every maximum."""
+        """Sum divided by weight for every name whose weight is not 0, and every minimum and maximum."""
         means = {
             name: total / self._weights[name] for name, total in self._sums.items() if self._weights[name]
         }
-        return means | self._maxima
+        return means | self._minima | self._maxima
 
 
 def shares(sums: dict[str, float]) -> dict[str, float]:
     """`sums` divided by their total; all 0 if the total is."""
     total = sum(sums.values())
     return {name: value / total if total else 0.0 for name, value in sums.items()}
+
+
+_OUTERMOST = {"policy/ratio_min": min, "policy/ratio_max": max}
+
+
+def of_updates(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its updates: of each the mean over the updates that have it, the
+    smallest or largest ratio of all. A teacher of whom an update has no token has no share in it.
+    """
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for one in found for name in one):
+        values = [one[name] for one in found if name in one]
+        if name in _OUTERMOST:
+            metrics[name] = _OUTERMOST[name](values)
+        else:
+            of = len(found) if name.startswith(("token_share/", "grad_share/")) else len(values)
+            metrics[name] = math.fsum(values) / of
+    return metrics
 
 
 def masked_mean(values: Tensor, weight: Tensor, sums: MetricSums, name: str) -> None:
@@ -207,9 +235,11 @@ class PolicyTerm:
             with calling(f"policy_loss.path {self._path}", TrainingError):
                 per_token = per_token_loss(self._custom(*inputs, **more), student.logprobs, self._path)
         for name, value in stats.metrics().items():
-            if name == "policy/ratio_max":
+            if name == "policy/ratio_min":
+                sums.least(name, value)
+            elif name == "policy/ratio_max":
                 sums.peak(name, value)
-            elif name != "policy/ratio_min":
+            else:
                 sums.add(name, value * stats.tokens, stats.tokens)
         masked_mean(student.entropy, weight, sums, "entropy")
         loss = (weight * per_token).sum()

@@ -19,6 +19,7 @@ from opd.train.backend import Backend, Training, learning_rate
 from opd.train.backends import open_backend
 from opd.train.critic import GAE, ValueTerm, own_values, with_value_head
 from opd.train.loss_weights import policy_scales, weigh
+from opd.train.terms import of_updates
 from opd.types import Sample, TokenTerms
 
 
@@ -71,7 +72,7 @@ class Critic:
         gradient is not finite.
         """
         rate = learning_rate(self.config.optim, step.index, step.progress)
-        means: dict[str, float] = {}
+        steps: list[dict[str, float]] = []
         for part in parts:
             scales = policy_scales([sample.trainable_tokens for sample in part], "token")
             scale = {sample.uid: value for sample, value in zip(part, scales, strict=True)}
@@ -84,7 +85,5 @@ class Critic:
 
             found = self.backend.accumulate(part, samples.batches(part, terms))
             taken = self.backend.step(rate)
-            found |= {"critic/lr": taken["lr"], "critic/grad_norm": taken["grad_norm"]}
-            for name, value in found.items():
-                means[name] = means.get(name, 0.0) + value / len(parts)
-        return means
+            steps.append(found | {"critic/lr": taken["lr"], "critic/grad_norm": taken["grad_norm"]})
+        return of_updates(steps)

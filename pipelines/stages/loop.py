@@ -22,6 +22,7 @@ from opd.pipelines.stages.last_samples import LastSamples
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.watch import Watch
 from opd.train.backend import Backend, Read, learning_rate
+from opd.train.terms import of_updates
 from opd.types import RolloutBatch, Sample
 
 _log = logging.getLogger(__name__)
@@ -241,14 +242,12 @@ def _one_step(
             last.write(step.index + 1, samples)
         with step.timer("train"):
             plan = algorithm.plan(samples, step)
-            means: dict[str, float] = {}
+            taken: list[dict[str, float]] = []
             for update in plan.updates:
                 found = backend.accumulate(update.samples, update.read)
                 update.done()
-                found |= backend.step(algorithm.rate(step) * step.rate)
-                for name, value in found.items():
-                    means[name] = means.get(name, 0.0) + value / len(plan.updates)
-            metrics |= plan.metrics | means
+                taken.append(found | backend.step(algorithm.rate(step) * step.rate))
+            metrics |= plan.metrics | of_updates(taken)
     with step.timer("sync"):
         source.learnt(step.index + 1, changed=bool(plan.updates))
     metrics |= source.take_counters(step.counters)

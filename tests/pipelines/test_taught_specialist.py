@@ -462,3 +462,21 @@ def test_a_step_of_one_update_is_the_same_without_a_pass_before_it(models, tmp_p
         for name, value in before.items():
             if not any(part in name for part in passing):
                 assert after[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_what_few_updates_have_is_not_watered_down(models, tmp_path):
+    """Entropy and ratios are of what rewards teach, which not every mini-batch has; teachers each have some."""
+    found = []
+    for parts in (1, 12):
+        own = taught(LOSSES["full"], teacher={"t": 0.5, "u": 0.5}) | {"steps": 1, "minibatches": parts}
+        own |= {"optim": {"lr": 1e-9}}
+        recipe = recipe_of(models, teacher=None, specialist=own)
+        with RunFolder.create(tmp_path / str(parts), recipe) as folder:
+            run_stage(recipe, folder, "specialist-sort")
+        (row,) = read_metrics(tmp_path / str(parts) / "stages/specialist-sort/metrics.jsonl")
+        found.append(row)
+    assert 0.2 < found[0]["frac_reward_zero_std"] < 0.8  # mini-batches without signal
+    for name in ("entropy", "kl/t", "kl/u", "policy/ratio_mean"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=0.15), name
+    for name in ("token_share", "grad_share"):
+        assert found[1][f"{name}/t"] + found[1][f"{name}/u"] == pytest.approx(1.0)
