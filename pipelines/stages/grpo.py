@@ -223,9 +223,12 @@ class GRPO(Algorithm):
         metrics = stream.measure()
         if "log_ratio" in metrics:
             metrics |= {"kl/mean": metrics.pop("log_ratio")} | self._by_teacher(stream, samples)
-        if reference.target is not None:
+        if self.reference is not None and (self._penalty is None or reference.target is not None):
             measured = stream.mean_log_ratio("reference", samples.samples)
-            metrics |= self._hold(measured, coef, step)
+            if self._penalty is None and measured is not None:  # else its loss says how far
+                metrics["reference_kl"] = measured
+            if reference.target is not None:
+                metrics |= self._hold(measured, coef, step)
         return stream, metrics
 
     def _by_teacher(self, stream: PolicyStream, samples: StepSamples) -> dict[str, float]:

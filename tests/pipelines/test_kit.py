@@ -93,6 +93,7 @@ def test_a_critic_learns_alone_first_and_then_beside_the_policy(ppo):
     assert all(row["policy/kl_old"] >= 0 for row in rows[1:])
     assert rows[1]["reference_kl/measured"] == pytest.approx(0.0, abs=1e-6)  # nothing has moved yet
     assert rows[2]["reference_kl/measured"] != 0.0
+    assert all(row["reference_kl"] == row["reference_kl/measured"] for row in rows)  # no loss says it
     assert rows[0]["critic/value_mean"] == 0.0
     for row in rows:
         assert {"critic/loss", "critic/return_mean", "critic/explained_variance"} <= row.keys()

@@ -38,7 +38,7 @@ def run(path: Path, stage: str, **settings) -> list[dict]:
     ("changes", "metric"),
     [
         ({"advantage": {"type": "dr_grpo"}, "policy_loss": {"aggregation": "constant"}}, "policy/clip_ratio"),
-        ({"advantage": {"type": "rloo"}, "policy_loss": {"aggregation": "sequence"}}, "policy/clip_ratio"),
+        ({"advantage": {"type": "rloo"}, "policy_loss": {"aggregation": "sequence"}}, "policy/ratio_min"),
         ({"policy_loss": {"dual_clip": 3.0}, "entropy_coef": 0.01}, "policy/dual_clip"),
         (
             {"policy_loss": {"type": "cispo"}, "advantage": {"type": "rloo", "whiten": True}},
@@ -46,7 +46,7 @@ def run(path: Path, stage: str, **settings) -> list[dict]:
         ),
         ({"reference_kl": {"coef": 0.1, "estimator": "k2"}}, "reference_kl"),
         ({"reference_kl": {"coef": 0.1, "estimator": "k3"}}, "reference_kl"),
-        ({"reference_kl": {"coef": 0.1, "estimator": "k1", "placement": "advantage"}}, "policy/clip_ratio"),
+        ({"reference_kl": {"coef": 0.1, "estimator": "k1", "placement": "advantage"}}, "reference_kl"),
         ({"filter_zero_variance": False}, "frac_reward_zero_std"),
         ({"policy_loss": {"correction": {"type": "seq_mask_tis"}}}, "correction/ess"),
     ],
