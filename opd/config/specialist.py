@@ -172,11 +172,13 @@ class SpecialistConfig(Config):
     @model_validator(mode="after")
     def _refuse_a_choice_without_signal(self) -> SpecialistConfig:
         if not self.filter_zero_variance and self.group_filter is None:
+            compares = self.advantage.compares or (self.advantage.type == "custom" and self.group_size > 1)
+            way = "set filter_zero_variance to true, " if compares else ""
             for name in ("refill", "replay"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name} chooses prompts by what a filter drops, and there is none; set"
-                        f" filter_zero_variance to true, give a group_filter, or leave {name} out"
+                        f"{name} chooses prompts by what a filter drops, and there is none; {way}give a"
+                        f" group_filter, or leave {name} out"
                     )
         if self.replay is not None and not self.replay.prompts(self.prompts_per_step):
             raise ValueError(

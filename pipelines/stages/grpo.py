@@ -317,7 +317,8 @@ class GRPO(Algorithm):
         """The error for `steps` steps in a row that nothing could be learned from."""
         last = "last step" if steps == 1 else f"last {steps} steps"
         why = f"every group of the {last} had equal rewards"
-        way = "check the reward function, raise group_size, set specialist.refill or take a better base"
+        more = "set specialist.refill" if self.config.refill is None else "raise specialist.refill.limit"
+        way = f"check the reward function, raise group_size, {more} or take a better base"
         if self._cut:
             why = f"all responses of the {last} were cut, which shaping.mask_truncated masks"
             way = "raise rollout.max_new_tokens"

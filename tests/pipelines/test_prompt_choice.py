@@ -451,7 +451,7 @@ def test_prompts_without_any_signal_end_with_a_sentence(base, tmp_path):
     specialist = {"steps": 3, "prompts_per_step": 2, "group_size": 2, "max_steps_without_signal": 2}
     recipe = recipe_of(base, specialist | {"refill": {"limit": 2}}, domains=domains)
     with (
-        pytest.raises(TrainingError, match="every group of the last 2 steps had equal rewards"),
+        pytest.raises(TrainingError, match="last 2 steps had equal rewards.* raise specialist.refill.limit"),
         RunFolder.create(tmp_path / "run", recipe) as run,
     ):
         run_stage(recipe, run, "specialist-sort")
@@ -469,6 +469,10 @@ def never(sample) -> float:
         (
             {"specialist": {"refill": {}, "filter_zero_variance": False}},
             "refill chooses prompts by what a fi",
+        ),
+        (
+            {"specialist": {"refill": {}, "filter_zero_variance": False, "advantage": {"type": "gae"}}},
+            "there is none; give a group_filter, or leave refill out",  # the other filter is refused there
         ),
         (
             {"specialist": {"replay": {}, "filter_zero_variance": False}},
