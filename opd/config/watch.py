@@ -97,8 +97,8 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
     ),
     "dead_groups": _rule(
         "frac_reward_zero_std",
-        "nearly all groups have equal rewards and teach nothing: raise specialist.group_size, or take prompts"
-        " that the base answers right now and then",
+        "nearly all groups have equal rewards and teach nothing: raise specialist.group_size, set"
+        " specialist.refill or difficulty, or take prompts that the base answers right now and then",
         above=0.9,
         also=_UNSOLVED,
         steps=5,
@@ -232,7 +232,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
     "stalled_teacher": _rule(
         "kl/*",
         "the student does not come nearer to this teacher: raise distill.optim.lr, the domain's weight or"
-        " prompts_per_domain",
+        " prompts_per_domain; of a specialist its learning rate or specialist.opd.coef",
         above=0.9,
         form="ratio",
         first=10,
