@@ -162,6 +162,8 @@ class ServedReward(Config):
         return urls
 
 
+HOW_ASKED = ("api_key_env", "timeout", "attempts", "patience", "concurrency", "cache")
+"""Settings of a `ServedReward` that decide no number."""
 PLACES = ("prompt", "context", "answer", "label")
 """What a template may name in braces."""
 

@@ -119,7 +119,7 @@ def _tell(settings: JudgeReward, missing: Sequence[str | None], asked: int) -> N
     if settings.unreadable is None:
         raise EndpointError(
             f"{said}; mend the template, pattern, range or max_tokens, or set the reward's `unreadable` to"
-            " what such an answer is worth."
+            " what such an answer is worth, also with --resume --accept-changed-settings."
         )
     key = json.dumps(settings.model_dump(mode="json"), sort_keys=True)
     if key not in _told:

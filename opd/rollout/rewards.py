@@ -293,8 +293,8 @@ class Job:
             if printed > _CHATTY:  # each line is searched for secrets, and waits for whoever reads it
                 advice = f"it has printed {printed:,} characters in that time: print less, or make it faster."
             raise RewardError(
-                f"{self._what()} took longer than {self._timeout:g} s, the rollout.reward_timeout that a new"
-                f" run may raise; {advice}"
+                f"{self._what()} took longer than {self._timeout:g} s (rollout.reward_timeout, which --resume"
+                f" --accept-changed-settings lets you raise); {advice}"
             )
         if self._failure is not None:
             raise self._failure

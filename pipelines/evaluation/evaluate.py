@@ -200,8 +200,8 @@ def _identity(context: StageContext, path: Path) -> str:
     """What changes when another model lies at `path`, or rewards or how answers are drawn are others; models
     from elsewhere are compared by the run itself.
     """
-    changes: list[Any] = context.folder.code_changes
-    changes += [asdict(own) for own in context.folder.setting_changes if "rollout." in own.field]
+    settings = context.folder.setting_changes
+    changes = [*context.folder.code_changes, *(asdict(own) for own in settings if own.measures_otherwise)]
     return _model_identity(context, path) + (f" {digest_of(changes)}" if changes else "")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from opd.config import Recipe
 from opd.config.hub_names import told
 from opd.config.load import path_keys
+from opd.config.rewards import HOW_ASKED
 from opd.errors import RunFolderError
 from opd.redact import redacted
 
@@ -41,6 +42,8 @@ _DRAWN = r"temperature|top_p|top_k"
 _LATE = r"max_ahead|max_staleness|reward_timeout"
 _MEASURED = r"every|curve_prompts|base_kl_every"
 _SFT = rf"{_OPTIM}|checkpoint_every|evaluate_every"
+_REWARD = "|".join(("unreadable", "urls", *(name for name in HOW_ASKED if name != "cache")))
+_JUDGES = re.compile(r"\.reward\.(unreadable|urls)$")
 _SWITCHED = re.compile(r"(^|\.)(kl_coef|rl_coef)$")
 """What at 0 is no stream at all, and so no matter of a number."""
 
@@ -74,6 +77,11 @@ class Change:
     def draws(self) -> bool:
         """Whether responses that were written before it are not those that would be written now."""
         return bool(re.fullmatch(_DRAWN, self.path[-1])) and "rollout" in self.path[:-1]
+
+    @property
+    def judges(self) -> bool:
+        """Whether an answer may be given another reward than before it."""
+        return _JUDGES.search(self.name) is not None
 
     def sides(self) -> tuple[str, str]:
         """What it was and what it is, in words."""
@@ -113,9 +121,11 @@ def _place(recipe: Recipe, path: tuple[str, ...]) -> tuple[_Place, str]:
             ("domains", name, "sft"): _Place(_SFT, (f"sft-{name}", *own)),
             ("domains", name, "rollout"): _Place(_DRAWN, (*own, "merge", "baseline-", "evaluate")),
             ("domains", name, "distill"): _Place("kl_coef|rl_coef", ("merge",)),
+            ("domains", name, "reward"): _Place(_REWARD, (*own, "merge", "baseline-", "evaluate")),
         }
     for name in recipe.evaluation.sets:
-        places[("evaluation", "sets", name, "rollout")] = _Place(_DRAWN, ("evaluate",))
+        for group, may in (("rollout", _DRAWN), ("reward", _REWARD)):
+            places[("evaluation", "sets", name, group)] = _Place(may, ("evaluate",))
     for length in range(len(path) - 1, 0, -1):
         if path[:length] in places:
             return places[path[:length]], ".".join(path[length:])
@@ -150,8 +160,8 @@ def hindrance(recipe: Recipe, change: Change, progress: Progress) -> str | None:
             stage.startswith("specialist-")
             and recipe.for_domain(stage.removeprefix("specialist-")).specialist.difficulty
         )
-        if change.draws and step and measured:
-            return f"at which {stage} has measured the difficulty of its prompts"
+        if (change.draws or change.judges) and step and measured:
+            return f"by which {stage} has measured the difficulty of its prompts"
     return None
 
 
@@ -181,6 +191,11 @@ class Recorded:
     """Stages that go on with it, and how many steps each had taken."""
     done: list[str]
     """Stages that read it and were done before."""
+
+    @property
+    def measures_otherwise(self) -> bool:
+        """Whether an evaluation would find other numbers with it."""
+        return "rollout." in self.field or _JUDGES.search(self.field) is not None
 
     @classmethod
     def of(cls, recipe: Recipe, change: Change, progress: Progress, time: str) -> Recorded:

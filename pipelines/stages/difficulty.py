@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
+from opd.config.rewards import HOW_ASKED
 from opd.config.specialist import DifficultyConfig
 from opd.errors import DataError, RunFolderError
 from opd.pipelines.evaluation.measure import is_right
@@ -201,7 +202,7 @@ class Asked:
         question = {
             "stage": context.folder.owner(context.stage),
             "model": digest_of(model_digests(start)),
-            "reward": digest_of(redacted(own["reward"])),
+            "reward": digest_of(redacted(_decisive(own["reward"]))),
             "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens],
             "samples": config.samples,
             "seed": recipe.seed,
@@ -241,6 +242,11 @@ class Asked:
         """All of it."""
         right = {index: count for index, (_, count) in zip(self.order, rows, strict=True)}
         return Rates(self.domain, self.samples, right, tokens)
+
+
+def _decisive(reward: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The settings of a reward that its numbers depend on."""
+    return reward and {name: value for name, value in reward.items() if name not in HOW_ASKED}
 
 
 def _order(recipe: Recipe, domain: Domain, config: DifficultyConfig) -> list[int]:

@@ -13,10 +13,14 @@ from attempts import made_base, stop
 from recipes import tiny_recipe, write_recipe
 from reward_server import RewardServer, completion, reward_server
 
+from opd.config import Recipe
+from opd.errors import RewardError, RunFolderError
+from opd.config import Recipe
+from opd.errors import RewardError, RunFolderError
 from opd.metrics import read_metrics
 from opd.pipelines.cli import main
 from opd.pipelines.doctor.checks import check_domains, check_rewards
-from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.records.run_folder import Accepted, RunFolder
 from opd.pipelines.run import run_stage
 
 pytest.importorskip("aiohttp")
@@ -78,6 +82,38 @@ def test_resumed_and_repeated_nothing_is_asked_twice(base, tmp_path):
             second = folder.stage_done(STAGE) or {}
         assert (second["digest"], rows_of(tmp_path / "second")) == (first["digest"], rows)
         assert len(server.asked) == done
+
+
+def test_a_run_that_a_reply_has_stopped_goes_on_with_what_such_replies_are_worth(base, tmp_path):
+    """What was said is kept, so it would stop again; and the server may be elsewhere by then."""
+
+    def silent(path: str, body: dict[str, Any]) -> Any:
+        return completion("I cannot say." if len(server.asked) > 20 else f"Score: {len(server.asked) % 11}")
+
+    def run(recipe: Recipe, resume: bool = True) -> None:
+        accepted = Accepted(settings=resume)
+        opened = RunFolder.resume(path, recipe, accepted) if resume else RunFolder.create(path, recipe)
+        with opened as folder:
+            run_stage(recipe, folder, STAGE)
+
+    path = tmp_path / "run"
+    with reward_server(silent) as server:
+        recipe = recipe_of(server, base, tmp_path / "cache", unreadable=None)
+        with pytest.raises(RewardError, match=r"no number .* also with --resume --accept-changed-settings"):
+            run(recipe, resume=False)
+        with pytest.raises(RewardError, match="no number that can be read"):
+            run(recipe)
+        for name, value in (("pattern", "[0-9]"), ("range", [0, 20])):
+            with pytest.raises(RunFolderError, match=f"domains.sort.reward.{name}.* stays as it is"):
+                run(recipe_of(server, base, tmp_path / "cache", unreadable=0.0, **{name: value}))
+    with reward_server(silent) as server:
+        run(recipe_of(server, base, tmp_path / "cache", unreadable=0.25, timeout=5.0))
+        rows = read_metrics(path / "stages" / STAGE / "metrics.jsonl")
+        assert len(rows) == 4
+        assert rows[-1]["reward/sort/unreadable"] > 0
+    changed = {own.field.rpartition(".")[2]: own for own in RunFolder.attach(path).setting_changes}
+    assert changed.keys() == {"urls", "unreadable", "timeout"}
+    assert {name for name, own in changed.items() if own.measures_otherwise} == {"urls", "unreadable"}
 
 
 def test_the_doctor_asks_the_server_and_does_not_wait_for_one_that_is_not_there(base, tmp_path):
