@@ -160,7 +160,7 @@ ROWS = (
         ("max_steps",),
         ("trainer.total_training_steps",),
     ),
-    Row((f"{_GRPO}.epochs",), "", (), ("num_iterations",), (f"{_ACTOR}.ppo_epochs",)),
+    Row((f"{_GRPO}.epochs",), "", (), ("num_iterations", "num_ppo_epochs"), (f"{_ACTOR}.ppo_epochs",)),
     Row(
         (f"{_CLIP}.type",),
         "`clip`, `gspo`, `cispo`",
@@ -168,12 +168,19 @@ ROWS = (
         ("importance_sampling_level",),
         (f"{_ACTOR}.policy_loss.loss_mode",),
     ),
-    Row((f"{_CLIP}.clip_low",), "", ("eps-clip",), ("epsilon",), (f"{_ACTOR}.clip_ratio_low",)),
+    Row(
+        (f"{_CLIP}.clip_low",),
+        "",
+        ("eps-clip",),
+        ("epsilon", "cliprange"),
+        (f"{_ACTOR}.clip_ratio_low",),
+    ),
     Row((f"{_CLIP}.clip_high",), "", ("eps-clip-high",), ("epsilon_high",), (f"{_ACTOR}.clip_ratio_high",)),
-    Row((f"{_CLIP}.dual_clip",), "", ("eps-clip-c",), (), (f"{_ACTOR}.clip_ratio_c",)),
+    Row((f"{_CLIP}.dual_clip",), "", ("eps-clip-c",), ("delta",), (f"{_ACTOR}.clip_ratio_c",)),
     Row(
         (f"{_CLIP}.aggregation",),
-        "",
+        "`token` (`dapo`, `token-mean` there), `sequence` (`grpo`, `seq-mean-token-mean`) or `constant`"
+        " (`dr_grpo`, `seq-mean-token-sum-norm`); TRL's `cispo` is `policy_loss.type`",
         ("calculate-per-token-loss",),
         ("loss_type",),
         (f"{_ACTOR}.loss_agg_mode",),
@@ -198,12 +205,25 @@ ROWS = (
     ),
     Row(
         (f"{_GRPO}.reference_kl.target",),
-        "nats a token, not a response",
+        "nats a token, not a response; `null` is the fixed coefficient",
         (),
         (),
-        ("algorithm.kl_ctrl.target_kl",),
+        ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.type"),
     ),
-    Row((f"{_GRPO}.reference_kl.estimator",), "", ("kl-loss-type",), (), (f"{_ACTOR}.kl_loss_type",)),
+    Row(
+        (f"{_GRPO}.reference_kl.gain",),
+        "the responses of a step, divided by the horizon, there",
+        (),
+        (),
+        ("algorithm.kl_ctrl.horizon",),
+    ),
+    Row(
+        (f"{_GRPO}.reference_kl.estimator",),
+        "",
+        ("kl-loss-type",),
+        ("kl_estimator",),
+        (f"{_ACTOR}.kl_loss_type", "algorithm.kl_penalty"),
+    ),
     Row((f"{_GRPO}.entropy_coef",), "", ("entropy-coef",), (), (f"{_ACTOR}.entropy_coeff",)),
     Row(
         (f"{_GRPO}.group_filter", f"{_GRPO}.filter_zero_variance"),
@@ -222,6 +242,12 @@ ROWS = (
     ),
     Row((f"{_GRPO}.shaping.weights",), "of a reward in parts", (), ("reward_weights",)),
     Row((f"{_GRPO}.shaping.mask_truncated",), "", (), ("mask_truncated_completions",)),
+    Row(
+        (f"{_GRPO}.shaping.truncated_reward",),
+        "the most that a cut response is rewarded with, in place of a deduction",
+        (),
+        ("missing_eos_penalty",),
+    ),
     Row(
         (f"{_GRPO}.shaping.overlong_buffer", f"{_GRPO}.shaping.overlong_penalty"),
         "",
