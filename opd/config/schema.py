@@ -143,7 +143,10 @@ def _sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) ->
     if kind in ("literal_error", "union_tag_invalid"):
         return _choice(item, key)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"`{key}` is {_short(item['input'])}, but takes a mapping of keys to values"
+        given = item["input"]
+        named = [tag(model) for model in models(follow(schema, map(str, path)))]
+        hint = f": write {{type: {given}}}" if isinstance(given, str) and given in named else ""
+        return f"`{key}` is {_short(given)}, but takes a mapping of keys to values{hint}"
     return f"`{key}` is {_short(item['input'])}: {_lower(str(item['msg']))}"
 
 
