@@ -15,8 +15,6 @@ from reward_server import RewardServer, completion, reward_server
 
 from opd.config import Recipe
 from opd.errors import RewardError, RunFolderError
-from opd.config import Recipe
-from opd.errors import RewardError, RunFolderError
 from opd.metrics import read_metrics
 from opd.pipelines.cli import main
 from opd.pipelines.doctor.checks import check_domains, check_rewards

@@ -465,7 +465,7 @@ def test_a_step_of_one_update_is_the_same_without_a_pass_before_it(models, tmp_p
 
 
 def test_what_few_updates_have_is_not_watered_down(models, tmp_path):
-    """Entropy and ratios are of what rewards teach, which not every mini-batch has; teachers each have some."""
+    """Entropy and ratios are of what rewards teach, which not every mini-batch has; each teacher has some."""
     found = []
     for parts in (1, 12):
         own = taught(LOSSES["full"], teacher={"t": 0.5, "u": 0.5}) | {"steps": 1, "minibatches": parts}
