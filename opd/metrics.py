@@ -53,6 +53,24 @@ class PhaseTimer:
         return {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
 
 
+_OUTERMOST = {"policy/ratio_min": min, "policy/ratio_max": max}
+
+
+def of_updates(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its updates: of each the mean over the updates that have it, the
+    smallest or largest ratio of all. A teacher of whom an update has no token has no share in it.
+    """
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for one in found for name in one):
+        values = [one[name] for one in found if name in one]
+        if name in _OUTERMOST:
+            metrics[name] = _OUTERMOST[name](values)
+        else:
+            of = len(found) if name.startswith(("token_share/", "grad_share/")) else len(values)
+            metrics[name] = math.fsum(values) / of
+    return metrics
+
+
 def row_of(step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> dict[str, int | float]:
     """What a line says: `step`, `time` (if `seconds` since the stage began are given), then the metrics in
     alphabetical order. Raises `TrainingError` naming the key of a number that is not finite, or of a value

@@ -198,9 +198,9 @@ ROWS = (
     ),
     Row(
         (f"{_GRPO}.reference_kl.coef",),
-        "TRL's `beta`",
+        "",
         ("use-kl-loss", "kl-loss-coef", "kl-coef"),
-        (),
+        ("beta",),
         (f"{_ACTOR}.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"),
     ),
     Row(

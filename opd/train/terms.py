@@ -6,8 +6,7 @@ whole, or its vocabulary spread over ranks; beside a shard each teacher's head i
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Protocol
@@ -173,24 +172,6 @@ def shares(sums: dict[str, float]) -> dict[str, float]:
     """`sums` divided by their total; all 0 if the total is."""
     total = sum(sums.values())
     return {name: value / total if total else 0.0 for name, value in sums.items()}
-
-
-_OUTERMOST = {"policy/ratio_min": min, "policy/ratio_max": max}
-
-
-def of_updates(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: of each the mean over the updates that have it, the
-    smallest or largest ratio of all. A teacher of whom an update has no token has no share in it.
-    """
-    metrics: dict[str, float] = {}
-    for name in dict.fromkeys(name for one in found for name in one):
-        values = [one[name] for one in found if name in one]
-        if name in _OUTERMOST:
-            metrics[name] = _OUTERMOST[name](values)
-        else:
-            of = len(found) if name.startswith(("token_share/", "grad_share/")) else len(values)
-            metrics[name] = math.fsum(values) / of
-    return metrics
 
 
 def masked_mean(values: Tensor, weight: Tensor, sums: MetricSums, name: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from opd.config.rl import GAEAdvantage
 from opd.config.specialist import CriticConfig
+from opd.metrics import of_updates
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.loop import Step
 from opd.pipelines.stages.policy_stream import PolicyStream
@@ -19,7 +20,6 @@ from opd.train.backend import Backend, Training, learning_rate
 from opd.train.backends import open_backend
 from opd.train.critic import GAE, ValueTerm, own_values, with_value_head
 from opd.train.loss_weights import policy_scales, weigh
-from opd.train.terms import of_updates
 from opd.types import Sample, TokenTerms
 
 

@@ -223,12 +223,8 @@ class GRPO(Algorithm):
         metrics = stream.measure()
         if "log_ratio" in metrics:
             metrics |= {"kl/mean": metrics.pop("log_ratio")} | self._by_teacher(stream, samples)
-        if self.reference is not None and (self._penalty is None or reference.target is not None):
-            measured = stream.mean_log_ratio("reference", samples.samples)
-            if self._penalty is None and measured is not None:  # else its loss says how far
-                metrics["reference_kl"] = measured
-            if reference.target is not None:
-                metrics |= self._hold(measured, coef, step)
+        if self.reference is not None:
+            metrics |= self._apart(stream.mean_log_ratio("reference", samples.samples), coef, step)
         return stream, metrics
 
     def _by_teacher(self, stream: PolicyStream, samples: StepSamples) -> dict[str, float]:
@@ -239,14 +235,16 @@ class GRPO(Algorithm):
         found = {f"kl/{name}": stream.mean_log_ratio("teacher", lot) for name, lot in lots.items()}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _hold(self, measured: float | None, coef: float, step: Step) -> dict[str, float]:
-        """Note the coefficient of the next step, where a checkpoint keeps it; metrics of this one."""
-        if measured is None:
-            return {_COEF: coef}
+    def _apart(self, measured: float | None, coef: float, step: Step) -> dict[str, float]:
+        """How far the reference is, unless a loss says it. With a target the coefficient of the next step is
+        noted, where a checkpoint keeps it.
+        """
+        found = {} if measured is None or self._penalty is not None else {"reference_kl": measured}
         reference = self.config.reference_kl
-        assert reference.target is not None
+        if reference.target is None or measured is None:
+            return found if reference.target is None else {_COEF: coef}
         step.counters[_COEF] = next_coefficient(coef, measured, reference.target, reference.gain)
-        return {_COEF: coef, "reference_kl/measured": measured}
+        return found | {_COEF: coef, "reference_kl/measured": measured}
 
     def _reference_logprobs(self, samples: Sequence[Sample]) -> list[Any]:
         assert self.reference is not None

@@ -16,13 +16,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from opd.config import OptimConfig
-from opd.metrics import PhaseTimer
+from opd.metrics import PhaseTimer, of_updates
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.last_samples import LastSamples
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.watch import Watch
 from opd.train.backend import Backend, Read, learning_rate
-from opd.train.terms import of_updates
 from opd.types import RolloutBatch, Sample
 
 _log = logging.getLogger(__name__)

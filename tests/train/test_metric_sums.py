@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from opd.config.rl import PolicyLossConfig
+from opd.metrics import of_updates
 from opd.train.losses import clipped_policy_loss
-from opd.train.terms import MetricSums, of_updates
+from opd.train.terms import MetricSums
 
 
 def sums_of(*micro_batches: dict[str, tuple[float, float, float]]) -> MetricSums:
