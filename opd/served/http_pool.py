@@ -164,7 +164,8 @@ class HTTPClient:
             async with session.request(method, server.url + path, json=body, allow_redirects=False) as answer:
                 content = await _content(answer, most)
         except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
-            raise UnavailableError(f"{server.url}{path} {_broken(trouble)}", answered=False) from None
+            broken = _broken(trouble, self.options.patience.timeout)
+            raise UnavailableError(f"{server.url}{path} {broken}", answered=False) from None
         where = f"{server.url}{path} answered {answer.status}"
         if answer.status in RETRIED:
             raise UnavailableError(where, answered=True)
@@ -201,7 +202,7 @@ class HTTPClient:
                     raise RefusedError(f"{where} answered {answer.status} {text}".rstrip(), answer.status)
                 yield _lines(answer, where, most, lines)
         except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
-            raise UnavailableError(f"{where} {_broken(trouble)}", answered=False) from None
+            raise UnavailableError(f"{where} {_broken(trouble, limits.timeout)}", answered=False) from None
 
     async def close(self) -> None:
         """Close the connections."""
@@ -269,9 +270,9 @@ async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes:
     return b"".join(parts)
 
 
-def _broken(trouble: Exception) -> str:
+def _broken(trouble: Exception, timeout: float) -> str:
     if isinstance(trouble, TimeoutError):
-        return "timed out"
+        return f"timed out: `timeout` is {timeout:g} s"
     return f"failed ({type(trouble).__name__}: {trouble})"
 
 

@@ -222,7 +222,7 @@ class PolicyTerm:
                 sums.peak(name, value)
             else:
                 sums.add(name, value * stats.tokens, stats.tokens)
-        masked_mean(student.entropy, weight, sums, "entropy")
+        masked_mean(student.entropy, counted | (micro.kl_weight != 0), sums, "entropy")  # of all that learns
         loss = (weight * per_token).sum()
         if self.entropy_coef:
             loss = loss - self.entropy_coef * (weight * student.entropy).sum()

@@ -195,7 +195,7 @@ def test_a_slow_server_is_given_up_and_asked_again(tmp_path):
         assert scores(settings(server, tmp_path, timeout=0.2, **LENGTH), "abc") == [0.3]
         server.faults = ["slow"] * 9
         config = settings(server, tmp_path, timeout=0.1, patience=0, **LENGTH)
-        with pytest.raises(RewardError, match="timed out"):
+        with pytest.raises(RewardError, match=r"timed out: `timeout` is [0-9.]+ s\)"):
             scores(config, "abcd")
 
 
