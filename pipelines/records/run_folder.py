@@ -44,6 +44,7 @@ from opd.metrics import FILE_NAME, FLAGS, read_metrics
 from opd.models.hf_folder import CHECKSUMS, adapter_base, check_folder, check_small_files
 from opd.pipelines.launch.machine import threads_here
 from opd.pipelines.records.inputs import changed_files, given_inputs, user_code, with_changes
+from opd.pipelines.records.responses import forget, forget_later
 from opd.pipelines.records.settings import (
     FREE,
     Change,
@@ -201,7 +202,7 @@ class RunFolder:
             started, settings, code = folder._require_same(recipe, accepted)
             folder._keep(recipe, started, settings, accepted)
             if code:
-                folder._record_code(code)
+                folder._record_code(recipe, code)
                 accepted.tell("code", changed_files(folder.code_changes[-1]))
             folder._remove_left_over()
         except BaseException:
@@ -346,9 +347,12 @@ class RunFolder:
 
     def stage(self, stage: str) -> Path:
         """The folder of a stage, made if it is not there."""
-        folder = self.path / "stages" / safe_name(stage)
+        folder = self._place(stage)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    def _place(self, stage: str) -> Path:
+        return self.path / "stages" / safe_name(stage)
 
     @property
     def published(self) -> Path:
@@ -437,7 +441,7 @@ class RunFolder:
         return self._read_lines(stage, FLAGS)
 
     def _read_lines(self, stage: str, file: str) -> list[dict[str, Any]]:
-        path = self.path / "stages" / safe_name(stage) / file
+        path = self._place(stage) / file
         record = self._record(stage)
         known = {} if record is None else record["files"]
         name = path.relative_to(self.path).as_posix()
@@ -485,7 +489,7 @@ class RunFolder:
         return config if changed is None else config | fixed(changed) | {"watch": changed["watch"]}
 
     def _record(self, stage: str) -> dict[str, Any] | None:
-        path = self.path / "stages" / safe_name(stage) / DONE
+        path = self._place(stage) / DONE
         if not path.exists():
             return None
         mend = "delete it to run the stage again"
@@ -552,9 +556,12 @@ class RunFolder:
         assert self._inputs is not None
         progress, now = self._progress(recipe), datetime.now(UTC).isoformat(timespec="seconds")
         found = [Recorded.of(recipe, change, progress, now) for change in changes]
+        steering = [own for change, own in zip(changes, found, strict=True) if change.steers(recipe)]
+        for stage, step in {stage: step for own in steering for stage, step in own.stages.items()}.items():
+            forget_later(self._place(stage), step)
         for change, own in zip(changes, found, strict=True):
             for stage in own.stages if change.draws else ():
-                self._forget_responses(stage)
+                forget(self._place(stage))
         digests = [*self._inputs.get("recipes", []), digest_of(fixed(config))]
         changed = [*self._inputs.get("setting_changes", []), *map(asdict, found)]
         record = {"setting_changes": changed, "recipes": digests, "config": config}
@@ -566,22 +573,13 @@ class RunFolder:
 
         found: dict[str, Mapping[str, Any] | None] = {}
         for stage in plan(recipe):
-            own = self.path / "stages" / safe_name(stage)
-            newest = None
+            own, newest = self._place(stage), None
             if not (own / DONE).exists() and (own / "checkpoints").is_dir():
                 newest = CheckpointStore(own / "checkpoints", owner=self.owner(stage)).latest()
             found[stage] = {} if newest is None else {**newest.state, "step": newest.step}
             if (own / DONE).exists():
                 found[stage] = None
         return found
-
-    def _forget_responses(self, stage: str) -> None:
-        """Drop what a stage has written since its checkpoint: it would be written otherwise now."""
-        for folder in (self.wal(stage), self.trajectories(stage)):
-            for own in (folder, *folder.parent.glob(f"{folder.name}-rank-*")):
-                shutil.rmtree(own, ignore_errors=True)
-        for file in self.stage(stage).glob("in_flight*.safetensors*"):
-            file.unlink(missing_ok=True)
 
     def _require_given(self, recipe: Recipe, accept_code: bool) -> _Changed:
         """What of the user's own code is no longer what it was; nothing else may be."""
@@ -605,7 +603,7 @@ class RunFolder:
                 )
         return changed
 
-    def _record_code(self, changed: _Changed) -> None:
+    def _record_code(self, recipe: Recipe, changed: _Changed) -> None:
         assert self._inputs is not None
         stages = [path for path in sorted(self.path.glob("stages/*")) if any(path.iterdir())]
         change = {
@@ -614,6 +612,13 @@ class RunFolder:
             "under_way": [path.name for path in stages if not (path / DONE).exists()],
             "files": changed,
         }
+        # What asks or writes otherwise makes other requests under the same names.
+        anew = any(where.endswith((".source", "rollout.generate")) for where in changed)
+        for stage, state in self._progress(recipe).items():
+            if state is not None and anew:
+                forget(self._place(stage))
+            elif state is not None:
+                forget_later(self._place(stage), int(state.get("step", 0)))
         write_sealed(self.path / _INPUTS, {**self._inputs, "code_changes": [*self.code_changes, change]})
         del self._inputs  # read again when it is asked for
 

@@ -44,6 +44,8 @@ _MEASURED = r"every|curve_prompts|base_kl_every"
 _SFT = rf"{_OPTIM}|checkpoint_every|evaluate_every"
 _REWARD = "|".join(("unreadable", "urls", *(name for name in HOW_ASKED if name != "cache")))
 _JUDGES = re.compile(r"\.reward\.(unreadable|urls)$")
+_ASIDE = re.compile("|".join((_OFTEN, _MEASURED, "reward_timeout", *HOW_ASKED)))
+"""Settings that change what is measured, kept or waited for, and no weight."""
 _SWITCHED = re.compile(r"(^|\.)(kl_coef|rl_coef)$")
 """What at 0 is no stream at all, and so no matter of a number."""
 
@@ -82,6 +84,16 @@ class Change:
     def judges(self) -> bool:
         """Whether an answer may be given another reward than before it."""
         return _JUDGES.search(self.name) is not None
+
+    def steers(self, recipe: Recipe) -> bool:
+        """Whether the weights that are learnt from now on are others, with `recipe`: what was written since a
+        checkpoint was then written, but for its first step, by weights that do not come again.
+        """
+        if self.path[0] != "watch":
+            return not _ASIDE.fullmatch(self.path[-1])
+        rule = (recipe.watch or {}).get(self.path[1]) if len(self.path) > 1 else None
+        said = json.dumps([side for side in (self.old, self.new) if side is not NOTHING])
+        return "lower_rate" in said or (rule is not None and rule.action == "lower_rate")
 
     def sides(self) -> tuple[str, str]:
         """What it was and what it is, in words."""

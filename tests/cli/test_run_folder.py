@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -24,6 +25,8 @@ from opd.pipelines.records import run_folder
 from opd.pipelines.records.run_folder import Accepted, RunFolder, default_path
 from opd.pipelines.stages.context import StageContext
 from opd.storage.checkpoints import CheckpointStore
+from opd.storage.wal import TokenWAL, read_log
+from opd.types import Chunk, RolloutRequest, SamplingParams
 
 
 def make_recipe(**changes) -> Recipe:
@@ -242,6 +245,42 @@ def test_changed_code_is_accepted_where_asked_and_recorded(tmp_path: Path, monke
     data.write_text('{"prompt": "a"}\n{"prompt": "c"}\n')
     with pytest.raises(RunFolderError, match=r"prompts\.jsonl is not .* restore it, or start a new run"):
         RunFolder.resume("run", recipe, accepted)
+
+
+def log_of(folder: Path, versions: dict[str, int]) -> None:
+    """A log with a response of one token to each request, by weights of these versions."""
+    with TokenWAL(folder) as log:
+        for uid, version in versions.items():
+            log.open(RolloutRequest(uid, np.ones(1, np.int32), SamplingParams(), 0), {})
+            token = np.ones(1, np.int32)
+            log.append(Chunk([uid], np.zeros(1, np.int32), token, np.zeros(1, np.float32), version, {}))
+
+
+@pytest.mark.parametrize(
+    ("file", "kept"), [("mended_reward.py", {"old", "now"}), ("mended_source.py", set())]
+)
+def test_mended_code_keeps_what_the_checkpoints_own_weights_have_written(
+    tmp_path: Path, monkeypatch, file, kept
+):
+    """With other rewards later steps do not come again; with another source prompts are others."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("mended_reward.py").write_text("def f(sample):\n    return 0.0\n")
+    Path("mended_source.py").write_text(
+        "from opd.data.procedural import Sort\n\n\nclass Mine(Sort):\n    pass\n"
+    )
+    recipe = make_recipe(
+        domains={"own": {"source": "procedural:mended_source:Mine", "reward": "mended_reward:f"}}
+    )
+    begun(Path("run"), recipe, {"step": 6}, "specialist-own")
+    with RunFolder.resume("run", recipe) as folder:
+        log_of(folder.wal("specialist-own"), {"old": 5, "now": 6, "later": 7})
+        log_of(folder.stage("specialist-own") / "wal-rank-1", {"now": 6, "later": 8})
+    Path(file).write_text(Path(file).read_text() + "# mended\n")
+    with RunFolder.resume("run", recipe, Accepted(code=True)) as folder:
+        for name, own in (("wal", kept), ("wal-rank-1", kept - {"old"})):
+            log = folder.stage("specialist-own") / name
+            assert (set(read_log(log).uids()) if log.exists() else set()) == own
 
 
 LOWER = {"lr": 1e-4, "schedule": "linear"}

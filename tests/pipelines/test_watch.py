@@ -261,6 +261,30 @@ def test_at_another_temperature_no_response_of_the_old_one_is_learnt_from(base, 
     assert rows[3]["entropy"] < 0.8 * rows[2]["entropy"]
 
 
+@pytest.mark.parametrize("trajectories", ["memory", "disk"])
+@pytest.mark.parametrize("lever", ["rate", "rule", "steps"])
+def test_no_response_of_weights_that_do_not_come_again_is_learnt_from(base, tmp_path, trajectories, lever):
+    """The log held those of two steps beyond the checkpoint; what its weights have written stays."""
+    recipe = watched(base, 7, faster=RULES["slower"] | {"factor": 0.9}).model_copy(
+        update={"storage": tiny_recipe().storage.model_copy(update={"trajectories": trajectories})}
+    )
+    optim = recipe.specialist.optim.model_copy(update={"lr": 0.03})
+    changed = {
+        "rate": {"specialist": recipe.specialist.model_copy(update={"optim": optim})},
+        "rule": {"watch": None},
+        "steps": {"specialist": recipe.specialist.model_copy(update={"steps": 6})},
+    }[lever]
+    other = recipe.model_copy(update=changed)
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        stop(recipe, folder, STAGE, 5)
+    with RunFolder.resume(tmp_path / "run", other, Accepted(settings=True)) as folder:
+        run_stage(other, folder, STAGE)
+        rows = folder.read_metrics(STAGE)
+    assert max(row["mismatch/mean_abs"] for row in rows) < 1e-4
+    assert [row["rollout/replayed_requests"] for row in rows[4:]] == [0.0] * len(rows[4:])
+    assert trajectories == "disk" or rows[3]["rollout/replayed_requests"] == 16
+
+
 def test_a_warning_is_a_line_of_the_terminal_of_the_file_and_of_the_report(base, tmp_path, capsys):
     settings = {"metric": "reward/add3", "above": -1, "steps": 2, "lever": "do <b>this</b>"}
     recipe = watched(base, mine=settings)
