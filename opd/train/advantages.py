@@ -93,6 +93,10 @@ class Reinforce:
         return broadcast(finite_rewards(group), group)
 
 
+ROUNDING = 1e-12
+"""Share of their mean by which equal numbers may seem to differ: float64, and means of very many."""
+
+
 @dataclass(slots=True)
 class Moments:
     """How many numbers there are, their mean and the sum of their squared deviations from it.
@@ -125,15 +129,20 @@ class Moments:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation (divisor `N`); 0 without numbers."""
-        return (self.squares / max(self.count, 1)) ** 0.5
+        """The standard deviation (divisor `N`); 0 without numbers, and where they differ by rounding alone:
+        the mean of equal numbers need not be that number.
+        """
+        found = (self.squares / max(self.count, 1)) ** 0.5
+        return found if found > ROUNDING * abs(self.mean) else 0.0
 
     def whitened(self, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """`[R]` float32: less the mean, over the standard deviation (at least 1e-8), 0 where `mask` is
         False. Over the numbers that were added the mean is 0 and the variance 1, or all are 0.
         """
-        deviation = max(self.deviation, 1e-8)
-        return np.where(mask, (advantages.astype(np.float64) - self.mean) / deviation, 0.0).astype(np.float32)
+        if not self.deviation:
+            return np.zeros(len(mask), np.float32)
+        centred = advantages.astype(np.float64) - self.mean
+        return np.where(mask, centred / max(self.deviation, 1e-8), 0.0).astype(np.float32)
 
 
 def finite_rewards(group: SampleGroup) -> np.ndarray:

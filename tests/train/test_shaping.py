@@ -123,6 +123,16 @@ def test_equal_rewards_are_not_divided_by_nothing() -> None:
     assert shaped(sample("1", 2.0), sample("2", 2.0), running_std=True) == [2.0, 2.0]
 
 
+@given(st.floats(-1e9, 1e9), st.lists(st.integers(1, 50), min_size=1, max_size=5))
+def test_equal_rewards_are_not_divided_by_what_rounding_makes_of_them(reward, counts) -> None:
+    """The mean of three times 0.1 is not 0.1: divided by such a deviation they were 10^16."""
+    counters: dict[str, float] = {}
+    for count in counts:
+        group = SampleGroup("g", "d", [sample(str(n), reward) for n in range(count)])
+        shape([group], ShapingConfig(running_std=True), lambda domain: LIMIT, counters)
+        assert list(group.rewards) == [reward] * count
+
+
 @pytest.mark.parametrize(
     "config",
     [
