@@ -2,7 +2,8 @@
 some again whose groups carried signal, and more of them until a batch does.
 
 What is chosen is a function of rewards and of what a checkpoint holds (`Step.counters`, `Step.memory`), so a
-resumed stage asks the same prompts again, under the same uids.
+resumed stage asks the same prompts again, under the same uids. Where rewards are not the same again, as
+of a judge that nobody keeps a record of, it asks others under other uids: none stands for two prompts.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ class PromptChoice:
         replay = self._config.replay
         again = list(self._waiting)[: replay.prompts(count)] if replay is not None else []
         prompts = []
-        for place, (domain, index) in enumerate(again):
-            uid = f"{self._stage}/{domain}/again-{step}-{place}"
+        for domain, index in again:
+            uid = f"{self._stage}/{domain}/again-{step}-{index}"
             self._asked[step][uid] = (domain, index)
             prompts.append(self._data.training(domain, index, uid))
         return prompts + self._take(count - len(again))
@@ -237,7 +238,9 @@ class PromptChoice:
         """Domain and index of a prompt that a checkpoint names."""
         match entry:
             case [str(domain), int(index)] if domain in self._pools:
-                if 0 <= index < len(self._data.domains[domain].train):
+                rates = self._rates.get(domain)
+                known = range(len(self._data.domains[domain].train)) if rates is None else rates.right
+                if index in known:
                     return domain, index
         raise CheckpointError(
             f"the checkpoint of {self._stage} names training prompt {shown(entry)}, which is not there;"
@@ -259,6 +262,8 @@ class PromptChoice:
             domain = self._domains[place]
             (index,) = self._cursor(domain, step).take(own, 1)
             uid = f"{self._stage}/{domain}/{own}"
+            if self._config.curriculum is not None:  # by which a number is another prompt in another step
+                uid += f"-{index}"
             self._asked[step][uid] = (domain, index)
             prompts.append(self._data.training(domain, index, uid))
         return prompts

@@ -163,6 +163,33 @@ def test_prompts_with_signal_come_again_and_a_resumed_stage_asks_the_same(
     assert len({prompt.uid for prompt in asked}) == len(asked)
 
 
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=20),
+    st.lists(st.booleans(), min_size=1, max_size=20),
+    st.booleans(),
+    st.booleans(),
+)
+def test_no_uid_stands_for_two_prompts_where_rewards_are_not_the_same_again(
+    data, first, second, refill, curriculum
+):
+    """Else the log, which holds what an attempt that was killed has asked, would refuse the next one."""
+    config: dict[str, Any] = {"prompts_per_step": 4, "steps": 6, "replay": {"share": 0.5}}
+    config |= {"refill": {"limit": 3}} if refill else {}
+    config |= {"difficulty": {}, "curriculum": {"start": 0.2, "until": 1.0}} if curriculum else {}
+    known: dict[str, str] = {}
+    for signal in (first, second):
+        asked: list[EncodedPrompt] = []
+        choice, counters, memory = choice_of(data, signal, asked, **config), {}, {}
+        for domain in ("sort", "add3") if curriculum else ():
+            choice._rates[domain] = Rates(domain, 8, dict.fromkeys(range(60), 4))
+            choice._pools[domain] = range(60)
+        for index in range(5):
+            take_step(choice, asked, step_of(index, counters, memory), np.random.default_rng(0))
+        for prompt in asked:
+            text = prompt.metadata["prompt"]
+            assert known.setdefault(prompt.uid, text) == text
+
+
 def place_of(data: DomainSet, prompt: EncodedPrompt) -> list[Any]:
     texts = [known.text for known in data.domains[prompt.domain].train]
     return [prompt.domain, texts.index(prompt.metadata["prompt"])]
@@ -190,6 +217,16 @@ def test_a_checkpoint_that_names_other_prompts_is_refused(data):
     ):
         with pytest.raises(CheckpointError, match="holds what no step has left there"):
             choice.begin(step_of(1, counters, memory))
+
+
+def test_a_checkpoint_that_names_a_prompt_without_a_rate_is_refused(data):
+    """Of those that were not measured nobody knows how hard they are."""
+    config = {"prompts_per_step": 4, "replay": {"share": 0.5}, "difficulty": {"prompts": 3}}
+    choice = choice_of(data, [True], [], **config)
+    choice._rates["sort"] = Rates("sort", 8, {0: 4, 5: 4, 7: 4})
+    choice.begin(step_of(1, {}, {"replay": [["sort", 5]]}))
+    with pytest.raises(CheckpointError, match="names training prompt"):
+        choice.begin(step_of(1, {}, {"replay": [["sort", 6]]}))
 
 
 def test_easy_prompts_come_first(data):
