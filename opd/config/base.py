@@ -23,7 +23,7 @@ _LONGEST = 100
 def check_name(name: str) -> str:
     """`name`, if it can name a folder, part of a metric and part of a sample's uid. Raises `ValueError`."""
     wrong = None
-    if name in ("mean", "floor"):
+    if name in ("mean", "std", "floor"):
         wrong = "it is the name of a metric"
     elif not name or name.startswith((".", "-")):
         wrong = "names are not empty and do not begin with a dot or a dash"

@@ -255,6 +255,8 @@ def structured() -> Iterator[Case]:
         "a+b",
         "a\\b",
         "mean",
+        "std",
+        "floor",
         "x" * 101,
         "é" * 60,
         "\t",
