@@ -6,6 +6,7 @@ its digest, asks for the page's inside again and puts in what has changed; witho
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from base64 import b64encode
@@ -247,13 +248,20 @@ def _stages(run: LiveRun) -> str:
 
 
 def _row(stage: LiveStage) -> str:
-    when = datetime.fromtimestamp(stage.changed).strftime("%H:%M:%S") if stage.changed else ""
+    when = _clock(stage.changed) if stage.changed else ""
     cells = [str(stage.step or ""), amount(stage.tokens) if stage.tokens else "", duration(stage.seconds)]
     cells += [f"done {when}".strip() if stage.done else when]
     values = dict(numbers(stage))
     cells += [values.get(told, "") for _, told in _KEYS]
     told = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
     return f'<tr><th scope="row">{escape(stage_label(stage.name))}</th>{told}</tr>'
+
+
+def _clock(seconds: float) -> str:
+    """A time of the day; empty for one that no calendar has, as a file may be given any."""
+    with contextlib.suppress(ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(seconds).strftime("%H:%M:%S")
+    return ""
 
 
 def _every(run: LiveRun) -> str:

@@ -182,6 +182,13 @@ def test_a_run_that_comes_grows_resumes_and_goes(tmp_path):
     assert run.version > before
 
 
+@pytest.mark.parametrize("when", [-(1 << 40), 1 << 40, 1 << 55])
+def test_a_file_of_any_time_is_shown(tmp_path, when):
+    folder = make(tmp_path / "run", steps=3)
+    os.utime(folder / "stages" / "merge" / "metrics.jsonl", (0, when))
+    assert "at step 3" in Board([seen(folder)]).page(0)
+
+
 def test_nothing_new_is_no_news(tmp_path):
     run = seen(make(tmp_path / "run"))
     before = run.version
