@@ -6,7 +6,7 @@ whole, or its vocabulary spread over ranks; beside a shard each teacher's head i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Protocol
@@ -296,12 +296,21 @@ class MismatchProbe:
     are kept, not tokens.
     """
 
-    def __init__(self, ranks: Ranks | None = None, *, entropy: bool = False, shared: bool = False) -> None:
+    def __init__(
+        self,
+        ranks: Ranks | None = None,
+        *,
+        entropy: bool = False,
+        shared: bool = False,
+        apart: Collection[str] = (),
+    ) -> None:
         """`ranks`: those whose tokens the metrics are of; `entropy`: keep the student's mean entropy too,
-        where no `PolicyTerm` does; `shared`: take the log-probabilities that a `PolicyTerm` asks for.
+        where no `PolicyTerm` does; `shared`: take the log-probabilities that a `PolicyTerm` asks for;
+        `apart`: domains whose tokens are drawn at another temperature than they are trained at: what they
+        differ by says nothing of the engine.
         """
         self._ranks = Ranks() if ranks is None else ranks
-        self._entropy, self._shared = entropy, shared
+        self._entropy, self._shared, self._apart = entropy, shared, frozenset(apart)
         self._seen = MismatchSums()
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
@@ -316,25 +325,25 @@ class MismatchProbe:
                     temperature=student.temperature,
                     chunk=student.chunk,
                 )
-        rollout, mask = (
-            np.concatenate([getattr(sample, name) for sample in micro.samples])
-            for name in ("rollout_logprobs", "loss_mask")
-        )
+        compared = [sample.loss_mask & (sample.domain not in self._apart) for sample in micro.samples]
+        drawn = [sample.rollout_logprobs for sample in micro.samples]
+        masks = [sample.loss_mask for sample in micro.samples]
+        rollout, seen, mask = map(np.concatenate, (drawn, compared, masks))
         if micro.kept is not None:
             kept = micro.kept.cpu().numpy()
-            rollout, mask = rollout[kept], mask[kept]
-        self._seen.add(rollout, logprobs.float().cpu().numpy(), mask)
+            rollout, seen, mask = rollout[kept], seen[kept], mask[kept]
+        self._seen.add(rollout, logprobs.float().cpu().numpy(), seen)
         if self._entropy and mask.any():
             sums.add("entropy", float(entropy.double().cpu().numpy()[mask].sum()), int(mask.sum()))
         return logprobs.new_zeros(())
 
     def take(self) -> dict[str, float]:
-        """The metrics of the tokens seen since the last call."""
+        """The metrics of the tokens seen since the last call; empty where all are of domains `apart`."""
         mine, self._seen = self._seen, MismatchSums()
         whole = MismatchSums()
         for said in self._ranks.gather_json(asdict(mine), "the mismatch metrics"):
             whole.include(MismatchSums(**said))
-        return whole.metrics()
+        return whole.metrics() if whole.tokens or not self._apart else {}
 
 
 class CrossEntropyTerm:

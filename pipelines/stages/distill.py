@@ -138,7 +138,9 @@ class Distill(Algorithm):
         self._corrects = needs_correction(config)
         self._given = config.prefixes == "teacher"
         self._answers: list[list[Sample]] = []
-        self.probe = MismatchProbe(context.ranks, entropy=not needs_policy_stream(config))
+        heat = recipe.rollout.temperature
+        apart = [n for n in recipe.domains if recipe.for_domain(n).rollout.temperature != heat]
+        self.probe = MismatchProbe(context.ranks, entropy=not needs_policy_stream(config), apart=apart)
         terms = [*loss_terms(config, self.schedule), self.probe]
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self.data = DomainSet.open(recipe, self.student.tokenizer)

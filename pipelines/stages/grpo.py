@@ -243,7 +243,8 @@ class GRPO(Algorithm):
         reference = self.config.reference_kl
         if reference.target is None or measured is None:
             return found if reference.target is None else {_COEF: coef}
-        step.counters[_COEF] = next_coefficient(coef, measured, reference.target, reference.gain)
+        if step.index >= self.config.critic_warmup:  # before, the policy stays and no coefficient moves it
+            step.counters[_COEF] = next_coefficient(coef, measured, reference.target, reference.gain)
         return found | {_COEF: coef, "reference_kl/measured": measured}
 
     def _reference_logprobs(self, samples: Sequence[Sample]) -> list[Any]:

@@ -101,8 +101,8 @@ class Source(Protocol):
         """The samples of step `index`, for as long as the block runs."""
         ...
 
-    def learnt(self, version: int, *, changed: bool = True) -> None:
-        """The learner has reached `version`: give the engine its weights, if they have `changed`."""
+    def learnt(self, version: int) -> None:
+        """The learner has reached `version`: give the engine its weights, which may be the same."""
 
     def consumed(self) -> None:
         """A checkpoint holds what was learnt from every step so far: its samples may be forgotten."""
@@ -248,7 +248,7 @@ def _one_step(
                 taken.append(found | backend.step(algorithm.rate(step) * step.rate))
             metrics |= plan.metrics | of_updates(taken)
     with step.timer("sync"):
-        source.learnt(step.index + 1, changed=bool(plan.updates))
+        source.learnt(step.index + 1)
     metrics |= source.take_counters(step.counters)
     return metrics | algorithm.ended(step, metrics), tokens
 

@@ -61,7 +61,7 @@ class Given:
         groups = [SampleGroup(sample.uid, sample.domain, [sample]) for sample in self._make(index)]
         return nullcontext(StepSamples(groups, self._backend, self._ranks))
 
-    def learnt(self, version: int, *, changed: bool = True) -> None:
+    def learnt(self, version: int) -> None:
         """No engine waits for the weights."""
 
     def idle(self) -> AbstractContextManager[None]:
@@ -109,8 +109,8 @@ class Rollouts(ABC):
     def _take(self, index: int) -> list[SampleGroup]: ...
 
     @abstractmethod
-    def learnt(self, version: int, *, changed: bool = True) -> None:
-        """The learner has reached `version`: give the engine its weights, if they have `changed`."""
+    def learnt(self, version: int) -> None:
+        """The learner has reached `version`: give the engine its weights."""
 
     @abstractmethod
     def idle(self) -> AbstractContextManager[None]:
@@ -147,9 +147,8 @@ class InTurn(Rollouts):
     def _take(self, index: int) -> list[SampleGroup]:
         return self.write(self._rollouts.engine, index)
 
-    def learnt(self, version: int, *, changed: bool = True) -> None:
-        if changed:
-            self._student.sync(version)
+    def learnt(self, version: int) -> None:
+        self._student.sync(version)
 
     def idle(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -185,10 +184,9 @@ class InParallel(Rollouts):
     def _take(self, index: int) -> list[SampleGroup]:
         return self.ahead.take(index)
 
-    def learnt(self, version: int, *, changed: bool = True) -> None:
+    def learnt(self, version: int) -> None:
         with self.ahead.steps.between():
-            if changed:
-                self._student.sync(version)
+            self._student.sync(version)
             self.ahead.learnt(version)
 
     def idle(self) -> AbstractContextManager[None]:
@@ -216,19 +214,19 @@ class OneAhead(InParallel):
     So weights that were learnt wait until the batch that was begun before them is written.
     """
 
-    _pending: tuple[int, bool] | None = None
+    _pending: int | None = None
 
     def _take(self, index: int) -> list[SampleGroup]:
         self._hand_over()
         return super()._take(index)
 
-    def learnt(self, version: int, *, changed: bool = True) -> None:
-        self._pending = (version, changed)
+    def learnt(self, version: int) -> None:
+        self._pending = version
 
     @contextmanager
     def idle(self) -> Iterator[None]:
         if self._pending is not None:
-            self.ahead.wait(self._pending[0])  # else its writer could be held before it begins
+            self.ahead.wait(self._pending)  # else its writer could be held before it begins
         with self.ahead.idle():
             self._hand_over()
             yield
@@ -236,10 +234,9 @@ class OneAhead(InParallel):
     def _hand_over(self) -> None:
         if self._pending is None:
             return
-        (version, changed), self._pending = self._pending, None
+        version, self._pending = self._pending, None
         self.ahead.wait(version)
-        if changed:
-            self._student.sync(version)
+        self._student.sync(version)
         self.ahead.learnt(version)
 
 

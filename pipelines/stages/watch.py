@@ -268,12 +268,13 @@ class Beginning:
         self, recipe: Recipe, start: Path, batch: BatchConfig, loaded: CausalLM | None = None
     ) -> None:
         self._every, self._batch = recipe.evaluation.base_kl_every, batch
-        self._temperature = recipe.rollout.temperature
+        self._temperatures = {name: recipe.for_domain(name).rollout.temperature for name in recipe.domains}
         self._model = load_model(recipe, start) if self._every and loaded is None else loaded
 
     def measure(self, step: StepSamples, index: int) -> dict[str, float]:
         """`base_kl` of every so many steps: over the tokens of `step`, which are dealt out, the mean of how
-        much likelier the engine found them than that model does (k1, nats a token).
+        much likelier the engine found them than that model does (k1, nats a token), each at the temperature
+        that it was drawn at.
         """
         if not self._every or (index + 1) % self._every:
             return {}
@@ -290,4 +291,9 @@ class Beginning:
 
     def _logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         assert self._model is not None  # else nothing is measured
-        return response_logprobs(self._model, samples, self._temperature, self._batch)
+        found: dict[str, np.ndarray] = {}
+        for heat in dict.fromkeys(self._temperatures[sample.domain] for sample in samples):
+            own = [sample for sample in samples if self._temperatures[sample.domain] == heat]
+            values = response_logprobs(self._model, own, heat, self._batch)
+            found |= {sample.uid: one for sample, one in zip(own, values, strict=True)}
+        return [found[sample.uid] for sample in samples]

@@ -34,15 +34,15 @@ def base(tmp_path_factory) -> Path:
     return made_base(tmp_path_factory.mktemp("base") / "run", tiny_recipe())
 
 
-def recipe_of(base: Path, changes: dict) -> Recipe:
+def recipe_of(base: Path, changes: dict, **more) -> Recipe:
     """With a teacher that is there to be followed: the base."""
-    settings = {"model": {"path": str(base)}, "teachers": {"start": {"path": str(base)}}}
+    settings = {"model": {"path": str(base)}, "teachers": {"start": {"path": str(base)}}} | more
     return tiny_recipe(base=None, **settings, specialist=KIT | changes)
 
 
-def outcome(base: Path, path: Path, changes: dict, stop_after: int | None = None):
+def outcome(base: Path, path: Path, changes: dict, stop_after: int | None = None, **more):
     """Digest and metrics of the specialist, after an attempt that was stopped if `stop_after` says when."""
-    recipe = recipe_of(base, changes)
+    recipe = recipe_of(base, changes, **more)
     with RunFolder.create(path, recipe) as folder:
         if stop_after is not None:
             stop(recipe, folder, STAGE, stop_after)
@@ -50,7 +50,7 @@ def outcome(base: Path, path: Path, changes: dict, stop_after: int | None = None
         done = folder.stage_done(STAGE)
     assert done is not None
     rows = read_metrics(path / "stages" / STAGE / "metrics.jsonl")
-    kept = ("reward/", "policy/", "reference_kl", "entropy", "grad_norm", "critic/")
+    kept = ("reward/", "policy/", "reference_kl", "entropy", "grad_norm", "critic/", "staleness/")
     return done["digest"], [{k: v for k, v in row.items() if k.startswith(kept)} for row in rows]
 
 
@@ -92,9 +92,11 @@ def test_a_critic_learns_alone_first_and_then_beside_the_policy(ppo):
     assert "policy/kl_old" not in rows[0]
     assert all(row["policy/kl_old"] >= 0 for row in rows[1:])
     assert rows[1]["reference_kl/measured"] == pytest.approx(0.0, abs=1e-6)  # nothing has moved yet
+    assert rows[0]["reference_kl/coef"] == rows[1]["reference_kl/coef"] == 0.1  # nor could it have
     assert rows[2]["reference_kl/measured"] != 0.0
     assert all(row["reference_kl"] == row["reference_kl/measured"] for row in rows)  # no loss says it
     assert rows[0]["critic/value_mean"] == 0.0
+    assert rows[2]["reference_kl/coef"] == pytest.approx(0.098)
     for row in rows:
         assert {"critic/loss", "critic/return_mean", "critic/explained_variance"} <= row.keys()
         assert {"critic/clip_ratio", "critic/lr", "critic/grad_norm"} <= row.keys()
@@ -113,6 +115,29 @@ def test_a_critic_is_kept_with_the_stage_and_a_damaged_one_is_not_used(base, ppo
         kept.write_bytes(data)
         run_stage(recipe, folder, STAGE)
         assert (folder.stage_done(STAGE) or {})["digest"] == ppo[0]
+
+
+def now_and_then(sample) -> float:
+    """The same for every answer of each second step, which so has no signal."""
+    number = sample.uid.split("/")[2]
+    return 0.0 if number.isdigit() and int(number) // KIT["prompts_per_step"] % 2 == 0 else ones(sample)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reward"), [(PPO | {"critic": {"warmup_steps": 2}}, "ones"), ({}, "now_and_then")]
+)
+def test_weights_that_stay_as_they_are_do_not_age(base, tmp_path, changes, reward):
+    """In a critic's warm-up, and in a step without signal: what is written next is as new as can be."""
+    domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+    domains["add3"]["reward"] = f"{__name__}:{reward}"
+    rollout = tiny_recipe().rollout.model_dump(mode="json") | {"max_staleness": 0}
+    more = {"domains": domains, "rollout": rollout}
+    whole = outcome(base, tmp_path / "whole", changes, **more)
+    assert not [row for row in whole[1] if any(name.startswith("staleness/") for name in row)]
+    learnt = [row.get("grad_norm", row.get("critic/grad_norm", 0.0)) > 0 for row in whole[1]]
+    assert learnt == ([True] * 3 if changes else [False, True, False, True])
+    for after in (1, 3 if not changes else 2):
+        assert outcome(base, tmp_path / f"killed-{after}", changes, after, **more) == whole
 
 
 def ones(sample) -> float:
