@@ -273,7 +273,7 @@ async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes:
 def _broken(trouble: Exception, timeout: float) -> str:
     if isinstance(trouble, TimeoutError):
         return f"timed out: `timeout` is {timeout:g} s"
-    return f"failed ({type(trouble).__name__}: {trouble})"
+    return f"failed ({type(trouble).__name__}: {shown(trouble, 300)})"  # a server's own bytes may be in it
 
 
 async def _lines(answer: aiohttp.ClientResponse, where: str, most: int, lines: int) -> AsyncIterator[bytes]:

@@ -110,7 +110,9 @@ class Rollouts(ABC):
 
     @abstractmethod
     def learnt(self, version: int) -> None:
-        """The learner has reached `version`: give the engine its weights."""
+        """The learner has reached `version`: give the engine its weights, also where they have not
+        changed: one that kept the older version would write older tokens than that of a resumed stage.
+        """
 
     @abstractmethod
     def idle(self) -> AbstractContextManager[None]:

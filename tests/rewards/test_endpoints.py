@@ -149,6 +149,7 @@ FAULTS = [
     "shorter",
     "longer",
     "closes",
+    "boasts",
 ]
 OF_JUDGES = ['says {"choices": []}', 'says {"choices": [{"message": {"content": 7}}]}', "says []"]
 OF_SCORERS = [

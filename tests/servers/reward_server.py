@@ -81,8 +81,9 @@ class RewardServer:
         elif kind == "longer":  # more is promised than comes, and the connection ends
             send(handler, whole[:-2], 200, {"Content-Length": str(len(whole))})
             handler.connection.shutdown(socket.SHUT_RDWR)
-        elif kind == "shorter":
-            send(handler, whole, 200, {"Content-Length": str(len(whole) - 5)})
+        elif kind in ("shorter", "boasts"):
+            odd = {"shorter": {"Content-Length": str(len(whole) - 5)}, "boasts": {"X-Said": "b" * 60_000}}
+            send(handler, whole, 200, odd[kind])
         elif kind == "closes":
             handler.connection.shutdown(socket.SHUT_RDWR)
         else:
