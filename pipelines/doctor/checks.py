@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from opd.rollout.prompts import Domain, Prompt
     from opd.served.http_pool import HTTPPool, Server
 
+    Answer = tuple[Prompt, str]
+    """A prompt, and what was written to it."""
+
 _PEEK = 64
 """Prompts a procedural source makes for a check: enough to see their form."""
 
@@ -423,10 +426,11 @@ def _check_publishing(recipe: Recipe) -> list[Finding]:
 
 
 def check_rewards(
-    recipe: Recipe, domains: Mapping[str, Domain], written: Mapping[str, Sequence[str]] | None = None
+    recipe: Recipe, domains: Mapping[str, Domain], written: Mapping[str, Sequence[Answer]] | None = None
 ) -> list[Finding]:
     """What each domain's reward says of an empty answer, one of one token and the label; or else of what was
-    `written` by the base. A reward that raises is an error, one that says the same of all these a warning.
+    `written` by the base, each to its own prompt. A reward that raises is an error, one that says the same of
+    all these a warning.
     """
     findings: list[Finding] = []
     for name, domain in domains.items():
@@ -443,20 +447,21 @@ def _simple_answers(domain: Domain) -> dict[str, str]:
     return {"an empty answer": "", "'0'": "0"} | own
 
 
-def _check_reward(recipe: Recipe, domain: Domain, title: str, written: Sequence[str] | None) -> list[Finding]:
+def _check_reward(
+    recipe: Recipe, domain: Domain, title: str, written: Sequence[Answer] | None
+) -> list[Finding]:
     simple = _simple_answers(domain)
-    answers = simple if written is None else {repr(text[:20]): text for text in written}
+    asked = [(domain.train[0], text) for text in simple.values()]
+    answers = asked if written is None else list(written)
+    names = list(simple) if written is None else [repr(text[:20]) for _, text in answers]
     if not answers:
         return []
     _reach(recipe.domains[domain.name].reward)
-    scored = _scores(recipe, domain, answers.values())
+    scored = _scores(recipe, domain, answers)
     _check_weights(recipe, domain.name, {part for _, parts in scored for part in parts})
     scores = [score for score, _ in scored]
-    said = ", ".join(f"{score:g} for {name}" for name, score in zip(answers, scores, strict=True))
-    if (
-        written is None
-        or len({*scores, *(score for score, _ in _scores(recipe, domain, simple.values()))}) > 1
-    ):
+    said = ", ".join(f"{score:g} for {name}" for name, score in zip(names, scores, strict=True))
+    if written is None or len({*scores, *(score for score, _ in _scores(recipe, domain, asked))}) > 1:
         return [Finding("ok", title, said)]
     detail = (
         f"{said}, and the same for {', '.join(simple)}: where every answer is worth the same, GRPO has no"
@@ -492,15 +497,14 @@ def _check_weights(recipe: Recipe, name: str, parts: set[str]) -> None:
 
 
 def _scores(
-    recipe: Recipe, domain: Domain, answers: Iterable[str]
+    recipe: Recipe, domain: Domain, answers: Sequence[Answer]
 ) -> list[tuple[float, Mapping[str, float]]]:
     """The reward of each of `answers`, and its parts."""
     from opd.rewards.kinds import reward_of
     from opd.rollout.rewards import Job
 
     function = reward_of(recipe.domains[domain.name], domain)
-    prompt = domain.train[0]
-    samples = [answer_to(repr(text[:20]), prompt, text) for text in answers]
+    samples = [answer_to(repr(text[:20]), prompt, text) for prompt, text in answers]
     job = Job(function, samples, recipe.rollout.reward_timeout, "answer")
     job.start()
     return list(job.result())

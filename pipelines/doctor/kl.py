@@ -51,13 +51,12 @@ def check_base(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) ->
     from opd.pipelines.stages.student import load_model
 
     student = load_model(recipe, Path(recipe.model.path))
-    written = {
-        name: [
-            tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
-            for sample in sample_responses(recipe, domain, student, tokenizer)[:_ANSWERS]
-        ]
-        for name, domain in domains.items()
-    }
+    written = {}
+    for name, domain in domains.items():
+        samples = sample_responses(recipe, domain, student, tokenizer)[:_ANSWERS]
+        texts = [tokenizer.decode(own.response_ids.tolist(), skip_special_tokens=True) for own in samples]
+        prompts = [domain.held_out[int(own.uid.rpartition("/")[2])] for own in samples]
+        written[name] = list(zip(prompts, texts, strict=True))
     return check_rewards(recipe, domains, written)
 
 
@@ -90,7 +89,9 @@ def _check(
 
 
 def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenizer: Any) -> list[Sample]:
-    """The student's responses to a few held-out prompts, sampled as the recipe does."""
+    """The student's responses to a few held-out prompts, sampled as the recipe does; a uid ends with the
+    place of its prompt among them.
+    """
     from opd.pipelines.stages.domains import prompt_room
     from opd.pipelines.stages.student import sampling_params
     from opd.rollout.collect import responses

@@ -198,10 +198,13 @@ def test_what_a_reward_gives_is_shown():
     (finding,) = check_rewards(recipe, loaded)
     assert finding.level == "ok"
     assert finding.detail == "0 for an empty answer, 1 for '0', 3 for its label"
-    (of_base,) = check_rewards(recipe, loaded, {"sort": ["12345"]})
+    (of_base,) = check_rewards(recipe, loaded, {"sort": [(loaded["sort"].train[0], "12345")]})
     assert (of_base.level, of_base.detail) == ("ok", "5 for '12345'")
     assert of_base.title != finding.title
     sys.modules["early_rewards"].calls.clear()
+    right = [(prompt, prompt.label) for prompt in loaded["sort"].held_out[:3]]
+    (checker,) = check_rewards(tiny_recipe(domains=domains()), loaded, {"sort": right})
+    assert checker.detail.count("1 for '") == 3, "each answer is scored by its own prompt's label"
     (checker,) = check_rewards(tiny_recipe(domains=domains()), loaded)
     assert checker.detail == "0 for an empty answer, 0 for '0', 1 for its label"
 
@@ -222,7 +225,8 @@ def test_a_reward_that_says_the_same_of_every_answer_is_a_warning(name, written,
     recipe, loaded = tiny_recipe(domains=domains(**own)), {}
     check_domains(recipe, loaded)
     assert [finding.level for finding in check_rewards(recipe, loaded)] == ["ok"], "a base may be asked yet"
-    findings = check_rewards(recipe, loaded, {"sort": written})
+    prompt = loaded["sort"].train[0]
+    findings = check_rewards(recipe, loaded, {"sort": [(prompt, text) for text in written]})
     assert [finding.level for finding in findings] == ([] if level is None else [level])
     if level == "warning":
         told = (
