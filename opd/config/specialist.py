@@ -178,17 +178,17 @@ class SpecialistConfig(Config):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name} chooses prompts by what a filter drops, and there is none; {way}give a"
-                        f" group_filter, or leave {name} out"
+                        f" group_filter, or set {name} to null"
                     )
         if self.replay is not None and not self.replay.prompts(self.prompts_per_step):
             raise ValueError(
                 f"a replay.share of {self.replay.share:g} of {self.prompts_per_step} prompts_per_step comes"
-                " to no prompt; give more of either, or leave replay out"
+                " to no prompt; give more of either, or set replay to null"
             )
         if self.curriculum is not None and self.difficulty is None:
             raise ValueError(
-                "curriculum orders prompts by what difficulty measures; give difficulty, too, or leave"
-                " curriculum out"
+                "curriculum orders prompts by what difficulty measures; give difficulty, too, or set"
+                " curriculum to null"
             )
         return self
 
@@ -228,13 +228,13 @@ class SpecialistConfig(Config):
                     " to the policy; give less"
                 )
             return self
-        for name, given in (
-            ("critic", self.critic is not None),
-            ("reference_kl.placement reward", self.reference_kl.placement == "reward"),
+        for name, given, other in (
+            ("critic", self.critic is not None, "null"),
+            ("reference_kl.placement reward", self.reference_kl.placement == "reward", "advantage"),
         ):
             if given:
                 raise ValueError(
-                    f"{name} has no effect with advantage {self.advantage.type}; leave it out, or set"
+                    f"{name} has no effect with advantage {self.advantage.type}; set it to {other}, or"
                     " advantage to {type: gae}"
                 )
         return self

@@ -509,7 +509,7 @@ def never(sample) -> float:
         ),
         (
             {"specialist": {"refill": {}, "filter_zero_variance": False, "advantage": {"type": "gae"}}},
-            "there is none; give a group_filter, or leave refill out",  # the other filter is refused there
+            "there is none; give a group_filter, or set refill to null",  # the other filter is refused there
         ),
         (
             {"specialist": {"replay": {}, "filter_zero_variance": False}},

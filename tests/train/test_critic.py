@@ -243,7 +243,7 @@ GAE_ = {"advantage": {"type": "gae"}, "filter_zero_variance": False}
     ("settings", "message"),
     [
         ({"advantage": {"type": "gae"}}, "set filter_zero_variance to false"),
-        ({"critic": {}}, "critic has no effect with advantage grpo"),
+        ({"critic": {}}, "critic has no effect with advantage grpo; set it to null, or"),
         (GAE_ | {"to_batch": "a.b:c"}, "to_batch cannot say what the critic"),
         (GAE_ | {"steps": 5, "critic": {"warmup_steps": 5}}, "leaves none of the 5 steps to the policy"),
         (
