@@ -25,7 +25,12 @@ _PREFIX = struct.Struct("<8sIIQ32s16s")
 KEY_BYTES = 32
 _MAX_HEADER = 1 << 24
 _ALIGNMENT = 64
-_DTYPES = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
+_DTYPES = {
+    "bfloat16": np.dtype("<u2"),
+    "float16": np.dtype("<f2"),
+    "float32": np.dtype("<f4"),
+    "uint8": np.dtype("u1"),
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -70,7 +75,7 @@ class CacheRecord:
     rows: int = 0
     width: int = 0
     dtype: str = ""
-    """`bfloat16`, `float16` or `float32`."""
+    """`bfloat16`, `float16` or `float32`; `uint8` of plain bytes."""
     checksum: str = ""
     """xxh3-128 of the array's bytes, in hex."""
 
@@ -83,7 +88,7 @@ def describe(rows: np.ndarray, record: CacheRecord) -> CacheRecord:
     name = _NAMES.get(rows.dtype)
     if rows.ndim != 2 or name is None:
         raise ValueError(
-            f"rows are {rows.dtype} {list(rows.shape)}; give [R, D] as float32, float16,"
+            f"rows are {rows.dtype} {list(rows.shape)}; give [R, D] as float32, float16, uint8,"
             " or uint16 holding bfloat16"
         )
     checksum = xxhash.xxh3_128_hexdigest(bytes_of(rows))

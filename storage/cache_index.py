@@ -50,7 +50,7 @@ _SCANS = 16
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ODD = (errno.EISDIR, errno.ENXIO)
 """In a segment's place is a link, a pipe or a folder."""
-_NAME = re.compile(r"\d{6,}")
+_NAME = re.compile(r"\d{6,12}")
 _PLACE = struct.Struct("<QQQ")
 _RANGE = struct.Struct(">QQ")
 _NUMBER = struct.Struct("<Q")
@@ -355,6 +355,13 @@ class SegmentIndex:
             os.close(self._users)
 
 
+def _refuse_links(root: Path) -> None:
+    """Raises `OSError` if a link is in the place of one of the cache's folders: it would be followed."""
+    for folder in (root, root / "segments", root / "index"):
+        if folder.is_symlink():
+            raise OSError(errno.ENXIO, f"{folder.name} is a link", str(folder))
+
+
 def _refuse_odd(path: Path) -> None:
     """Raises `OSError` if something else than a file is at `path`: LMDB would follow it or wait for it."""
     with contextlib.suppress(FileNotFoundError):
@@ -401,11 +408,18 @@ def _as_os_errors() -> Iterator[None]:
 class CacheFolder:
     """Room for blobs, their names and their removal, shared by the processes and threads of a node."""
 
-    def __init__(self, folder: str | os.PathLike[str], quota_bytes: int) -> None:
-        """Sweep what dead writers left and evict down to `quota_bytes`. Raises `OSError`."""
+    def __init__(
+        self, folder: str | os.PathLike[str], quota_bytes: int, kept_since: int | None = None
+    ) -> None:
+        """Sweep what dead writers left and evict down to `quota_bytes`. Raises `OSError`.
+
+        What was used after `kept_since` (Unix time in ns) is never evicted.
+        """
         self.root = Path(folder) / "v2"
+        _refuse_links(self.root)
         self.root.mkdir(parents=True, exist_ok=True)
         self.quota_bytes = quota_bytes
+        self._kept_since = kept_since
         self.evictions = 0
         self._untidy = False
         """What was given up is still noted as being written."""
@@ -509,9 +523,10 @@ class CacheFolder:
             self.ranges.release(place.range_key, os.getpid())
 
     def remove(self, key: bytes, place: Place) -> None:
-        """Take a damaged blob out of service."""
+        """Take a damaged blob out of service, and its bytes, which an index made anew would find again."""
         with self.index.change() as txn:
             self._index.unname(txn, key, place)
+        self._sweep()
 
     def close(self) -> None:
         """End all leases of this object."""
@@ -566,9 +581,12 @@ class CacheFolder:
         """Order the candidates by their last use."""
         found = []
         for key, place in self.index.entries():
-            found.append((key, place, os.pread(self._index.file(place.segment), 8, place.offset)))
-        found.sort(key=lambda candidate: int.from_bytes(candidate[2], "little"))
-        self._candidates = deque(found)
+            stamp = os.pread(self._index.file(place.segment), _NUMBER.size, place.offset)
+            used = int.from_bytes(stamp, "little")
+            if self._kept_since is None or not self._kept_since <= used <= time.time_ns():
+                found.append((used, key, place, stamp))
+        found.sort()
+        self._candidates = deque(candidate[1:] for candidate in found)
 
 
 os.register_at_fork(after_in_child=lambda: setattr(SegmentIndex, "_opening", threading.Lock()))

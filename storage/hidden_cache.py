@@ -78,6 +78,9 @@ class HiddenStateCache:
             blob, so that damage done to it later goes unseen.
         durable: Flush every blob before it gets its name: it survives a power cut. Without, a power cut may
             cost blobs, which their checksums then show; a killed process never does.
+        kept_since: What was used after this (Unix time in ns) is never evicted: a put that would need its
+            room is turned down. A cache that is read in circles, and is too small for the circle, would else
+            always have evicted what comes next.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class HiddenStateCache:
         quota_bytes: int,
         verify: Literal["always", "first"] = "always",
         durable: bool = True,
+        kept_since: int | None = None,
     ) -> None:
         """Raises `StorageError` if the folder cannot be used."""
         if quota_bytes < 1 or verify not in ("always", "first"):
@@ -103,7 +107,7 @@ class HiddenStateCache:
         self._known: set[tuple[bytes, Place]] = set()
         """Whole when this process first used them."""
         with self._reporting("opened"):
-            self._files = CacheFolder(self.folder, quota_bytes)
+            self._files = CacheFolder(self.folder, quota_bytes, kept_since)
 
     def get(self, key: bytes) -> Lease | None:
         """The array put under `key`, held until its lease is released; None if it is not here or was damaged.
@@ -126,8 +130,28 @@ class HiddenStateCache:
         self._count(hits=1, bytes_read=lease.rows.nbytes)
         return lease
 
+    def read_into(self, key: bytes, into: memoryview, checksum: bytes) -> bool:
+        """Fill `into` with the bytes of the array put under `key`; whether it is here, as long as `into`, and
+        has this xxh3-128 (16 bytes). What has not is given up and counted as corrupt.
+
+        Nothing is mapped, and what is compared are the bytes in `into`. Raises as `get` does.
+        """
+        check_key(key)
+        with self._reporting("read"):
+            table, found = self._files.leases, False
+            if table.acquire(key):  # or it is being evicted
+                try:
+                    found = self._filled(key, into, checksum)
+                finally:
+                    table.release(key, os.getpid())
+        if found:
+            self._count(hits=1, bytes_read=len(into))
+        else:
+            self._missed()
+        return found
+
     def put(self, key: bytes, rows: np.ndarray, record: CacheRecord) -> bool:
-        """Keep `rows` (`[R, D]`: float32, float16, or uint16 holding bfloat16) under `key`.
+        """Keep `rows` (`[R, D]`: float32, float16, uint8, or uint16 holding bfloat16) under `key`.
 
         Returns whether the cache now has an array under `key`. One that is there already is kept, since equal
         keys mean equal rows. False if quota and leases, or the disk, leave no room. `uid`, `teacher` and
@@ -224,6 +248,22 @@ class HiddenStateCache:
             verify_payload(data, record, start)
         self._known.add((key, place))
         return array_view(data, record, start), record
+
+    def _filled(self, key: bytes, into: memoryview, checksum: bytes) -> bool:
+        place = self._files.index.find(key)
+        if place is None:
+            return False
+        try:
+            _Blob(self._files, key, place).read_into(into, place.size - len(into))
+            whole = xxhash.xxh3_128_digest(into) == checksum
+        except OSError:  # cut short, or a disk that cannot read it
+            whole = False
+        if whole:
+            self._files.touch(place)
+        else:
+            self._files.remove(key, place)
+            self._count(corrupt=1)
+        return whole
 
     def _missed(self) -> None:
         self._count(misses=1)

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from opd.storage.blobs import CacheRecord
+from opd.storage.files import open_plain
 
 
 class LeaseTable:
@@ -43,6 +44,20 @@ class LeaseTable:
             if self._holds[place] == 0 and not self._set(fcntl.F_RDLCK, place):
                 return False
             self._holds[place] += 1
+            return True
+
+    def claim(self, key: bytes) -> bool:
+        """Hold `key` alone; False while anybody holds it, this process too. `release` gives it back.
+
+        For tables whose keys are claimed and never acquired.
+        """
+        self._after_fork()
+        place = _place(key)
+        with self._mutex:
+            self._settle()
+            if self._holds[place] or not self._set(fcntl.F_WRLCK, place):
+                return False
+            self._holds[place] = 1
             return True
 
     def release(self, key: bytes, owner: int) -> None:
@@ -96,7 +111,7 @@ class LeaseTable:
                 self._descriptor = -1
 
     def _open(self) -> None:
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._descriptor = open_plain(self._path, os.O_RDWR | os.O_CREAT)
         self._owner = os.getpid()
         self._mutex = threading.Lock()
         self._holds: Counter[int] = Counter()

@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from opd.errors import StorageError, way_out
 from opd.foreign import decoding, object_path, require_memory, shown, whole
@@ -154,6 +154,12 @@ Chunks = Callable[[], Iterator[bytes | memoryview]]
 """Makes the content of an object anew at every call, piece by piece, so that a write can be repeated."""
 
 
+def folder_of(url: str | Path) -> Path | None:
+    """The folder that `url` names, a path or `file://`; `None` where it names a store elsewhere."""
+    protocol, separator, rest = str(url).partition("://")
+    return Path(rest if separator else protocol) if not separator or protocol == "file" else None
+
+
 class ObjectStore(ABC):
     """Objects below `url`; paths are relative to it, with `/` between their parts. Safe between threads.
 
@@ -161,6 +167,9 @@ class ObjectStore(ABC):
     `StorageError` in one sentence with object, range and cause. Faults that may pass (unreachable, reset,
     stalled, 5xx, short body) are retried first, as `StoreOptions` says.
     """
+
+    near: ClassVar[bool] = False
+    """Whether its objects are files of this machine, so that a copy of them saves nothing."""
 
     def __init__(self, url: str, options: StoreOptions) -> None:
         self.url = url.rstrip("/")
@@ -176,10 +185,10 @@ class ObjectStore(ABC):
         S3 takes endpoint, credentials and region from the usual AWS variables and files. Nothing is read
         yet. Raises `StorageError` for an unknown protocol, `MissingExtraError` without s3fs.
         """
-        text, chosen = str(url), options or StoreOptions()
-        protocol, separator, rest = text.partition("://")
-        if not separator or protocol == "file":
-            return LocalStore(Path(rest if separator else text), chosen)
+        text, chosen, folder = str(url), options or StoreOptions(), folder_of(url)
+        if folder is not None:
+            return LocalStore(folder, chosen)
+        protocol, _, rest = text.partition("://")
         if protocol in ("s3", "s3a"):
             from opd.storage.s3_store import S3Store
 
@@ -323,6 +332,8 @@ _MAX_VIEWS = 1024
 
 class LocalStore(ObjectStore):
     """Objects as files below `folder`; reads go by `preadv` straight into the caller's buffer."""
+
+    near = True
 
     def __init__(self, folder: Path, options: StoreOptions) -> None:
         self.folder = folder.expanduser().absolute()

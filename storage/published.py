@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -27,18 +30,43 @@ from opd.storage.manifest import (
 )
 from opd.storage.object_store import ObjectStore, Range, StoreOptions
 
+if TYPE_CHECKING:
+    from opd.storage.shard_cache import ShardCache
+
 _log = logging.getLogger(__name__)
 
 _PROBED = 16
 """Shard files whose size is asked for when a model is opened; of more, each before it is first read."""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece(Range):
+    """A block of a unit: where it lies in the store, and where it is wanted."""
+
+    unit: Unit
+    index: int
+    """Of the block in its unit."""
+
+    @property
+    def checksum(self) -> bytes:
+        """[16] bytes, which the block must have."""
+        return self.unit.block_checksum(self.index)
+
+
 class PublishedModel:
     """A model in an object store. Safe between threads; close it, or use `with`."""
 
-    def __init__(self, store: ObjectStore, manifest: Manifest, folder: str) -> None:
-        """`folder` is where the version lies in `store`: "" if the store's URL is the version's own."""
+    def __init__(
+        self, store: ObjectStore, manifest: Manifest, folder: str, cache: ShardCache | None = None
+    ) -> None:
+        """`folder` is where the version lies in `store`: "" if the store's URL is the version's own. A store
+        that is near needs no `cache`.
+        """
         self.store = store
+        self.cached_bytes = 0
+        """Bytes taken from `cache` so far, in the place of the store."""
+        self._cache = None if store.near else cache
+        self._counting = threading.Lock()
         self.manifest = manifest
         self._folder = folder
         self._sized: set[int] = set()
@@ -46,18 +74,25 @@ class PublishedModel:
         """Units whose bytes once had the checksum that the digest covers; the blocks' are then right too."""
 
     @classmethod
-    def open(cls, source: str | Path | ObjectStore, *, options: StoreOptions | None = None) -> PublishedModel:
+    def open(
+        cls,
+        source: str | Path | ObjectStore,
+        *,
+        options: StoreOptions | None = None,
+        cache: ShardCache | None = None,
+    ) -> PublishedModel:
         """The model at a URL, path or store: its latest version, or the version whose own folder it is.
 
         Reads `latest` and the manifest alone, and asks for the sizes of shard files. Raises `StorageError` if
         there is no published model, or if its manifest is incomplete, corrupt, of a newer format, or speaks
-        of other files than are there.
+        of other files than are there. Parts of units are looked for in `cache` first, and kept there, unless
+        the store is a folder.
         """
         if isinstance(source, ObjectStore):
-            return cls(source, *_find(source))._probed()
+            return cls(source, *_find(source), cache)._probed()
         store = ObjectStore.open(source, options=options)
         try:
-            return cls(store, *_find(store))._probed()
+            return cls(store, *_find(store), cache)._probed()
         except BaseException:
             store.close()
             raise
@@ -91,15 +126,17 @@ class PublishedModel:
 
     def read_parts(self, units: Sequence[str], rank: int, world: int, into: Sequence[memoryview]) -> None:
         """`read_part` of several units at once, which keeps every connection busy also for small parts."""
-        blocks: dict[tuple[str, int], tuple[Unit, int]] = {}
-        ranges = []
+        pieces: list[Piece] = []
         for name, buffer in zip(units, into, strict=True):
-            for block, index in self._blocks(name, rank, world, buffer):
-                ranges.append(block)
-                blocks[block.path, block.start] = self.manifest.unit(name), index
+            pieces += self._pieces(name, rank, world, buffer)
         # Units' parts lie side by side in a shard file: in its order they share requests.
-        ranges.sort(key=lambda block: (block.path, block.start))
-        self.store.read_ranges(ranges, lambda block: self._verify(block, *blocks[block.path, block.start]))
+        pieces.sort(key=lambda piece: (piece.path, piece.start))
+        if self._cache is None:
+            self._fetch(pieces)
+        else:
+            cached = self._cache.fill(self.manifest.digest, pieces, self._fetch)
+            with self._counting:
+                self.cached_bytes += cached
         if world == 1:
             for name, buffer in zip(units, into, strict=True):
                 self._prove(name, buffer)
@@ -127,8 +164,19 @@ class PublishedModel:
     def _path(self, below_url: str) -> str:
         return below_url if self._folder else below_url.partition("/")[2]
 
-    def _blocks(self, name: str, rank: int, world: int, into: memoryview) -> Iterator[tuple[Range, int]]:
-        """What to read, block by block, and the number of each."""
+    def _fetch(self, pieces: Sequence[Piece], kept: Callable[[Piece], None] | None = None) -> None:
+        """Read `pieces` from the store, and tell `kept` of each that was verified."""
+
+        def arrived(piece: Range) -> None:
+            assert isinstance(piece, Piece)
+            self._verify(piece)
+            if kept is not None:
+                kept(piece)
+
+        self.store.read_ranges(pieces, arrived)
+
+    def _pieces(self, name: str, rank: int, world: int, into: memoryview) -> Iterator[Piece]:
+        """What to read, block by block."""
         unit = self.manifest.unit(name)
         start, stop = unit.part(rank, world)
         buffer = _as_bytes(into)
@@ -143,22 +191,22 @@ class PublishedModel:
             for index in range(extent.start // unit.block_bytes, -(-extent.stop // unit.block_bytes)):
                 low, high = unit.block(index)
                 at = extent.offset + low - extent.start
-                yield Range(path, at, buffer[low - start : high - start]), index
+                yield Piece(path, at, buffer[low - start : high - start], unit, index)
 
-    def _verify(self, block: Range, unit: Unit, index: int) -> None:
+    def _verify(self, block: Piece) -> None:
         """Read a block with a wrong checksum again, a few times."""
-        if block_checksum(block.into) == unit.block_checksum(index):
+        if block_checksum(block.into) == block.checksum:
             return
         for _ in range(self.store.options.rereads):
             where = f"{self.store.name(block.path)} bytes {block.start}-{block.stop}"
             _log.warning("%s came with a wrong checksum and are read again; look at the network", where)
             self.store.read_range(block)
-            if block_checksum(block.into) == unit.block_checksum(index):
+            if block_checksum(block.into) == block.checksum:
                 return
         raise StorageError(
-            f"{self.store.name(block.path)} bytes {block.start}-{block.stop} ({unit.name}, block {index}) are"
-            f" corrupt: the checksum differs in each of {1 + self.store.options.rereads} reads; delete the"
-            " object and publish the model again."
+            f"{self.store.name(block.path)} bytes {block.start}-{block.stop} ({block.unit.name}, block"
+            f" {block.index}) are corrupt: the checksum differs in each of {1 + self.store.options.rereads}"
+            " reads; delete the object and publish the model again."
         )
 
     def _probed(self) -> PublishedModel:

@@ -20,6 +20,8 @@ from opd.protocols import Teacher
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from opd.storage.shard_cache import ShardCache
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -46,6 +48,8 @@ class Opening:
     """Name -> folder or URL, in the form that `TeacherSettings.reads` asks for."""
     group: dist.ProcessGroup | None = None
     """Ranks that read teachers together, all of which open the same ones; `None`: this process alone."""
+    cache: ShardCache | None = None
+    """This node's copies of what is read from object stores."""
 
 
 def nothing_to_check(name: str, settings: Any, recipe: Recipe) -> Iterable[str | OpdError]:

@@ -28,6 +28,7 @@ from opd.errors import OpdError, TeacherError, reason_of
 
 if TYPE_CHECKING:
     from opd.storage.published import PublishedModel
+    from opd.storage.shard_cache import ShardCache
 
 _HAS_READ, _FAILED, _LEAVES = 0, 1, 2
 # The older name warns where the newer one is there.
@@ -333,6 +334,7 @@ class LayerStream:
         device: Where the bytes go.
         group: The ranks that share the reading, each 1/N. The background thread uses it alone: make one with
             `torch.distributed.new_group`. Every rank must ask for the same units in the same order.
+        cache: This node's copies of what its teachers read from object stores.
     """
 
     def __init__(
@@ -341,8 +343,10 @@ class LayerStream:
         prefetch_bytes: int = 2**28,
         device: str | torch.device = "cpu",
         group: dist.ProcessGroup | None = None,
+        cache: ShardCache | None = None,
     ) -> None:
         self.prefetch_bytes = prefetch_bytes
+        self.cache = cache
         self.gather = UnitGather(torch.device(device), group)
         self.meter = ByteMeter()
         """Its buffer, and whatever its teachers add: converted layers and heads."""

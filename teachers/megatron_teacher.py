@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from itertools import accumulate, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,9 @@ from opd.teachers.skeleton import is_published, small_files, unit_tensors
 from opd.train.packing import pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
 
+if TYPE_CHECKING:
+    from opd.storage.shard_cache import ShardCache
+
 
 class WeightSource(Protocol):
     """A model's weights, read piece by piece."""
@@ -67,6 +70,11 @@ class WeightSource(Protocol):
     @property
     def bytes_read(self) -> int:
         """Bytes of weights this rank has read so far."""
+        ...
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of weights this rank has taken from the node's copies, in the place of the store."""
         ...
 
     def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, Tensor]]:
@@ -91,6 +99,7 @@ class FolderSource:
         shapes = {name: entry.shape for name, entry in self._tensors.items()}
         check_tensors(self.form, shapes, str(self.folder))
         self.bytes_read = 0
+        self.cached_bytes = 0
         self._digest: str | None = None
 
     @property
@@ -133,9 +142,11 @@ class PublishedSource:
     slices and drop the rest: every byte leaves the store once, and beyond the slices one unit is in memory.
     """
 
-    def __init__(self, url: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, url: str, group: dist.ProcessGroup | None, device: torch.device, cache: ShardCache | None = None
+    ) -> None:
         """Raises `StorageError` if nothing is published there, `ModelError` for an unknown form."""
-        self.published = PublishedModel.open(url)
+        self.published = PublishedModel.open(url, cache=cache)
         try:
             self.form = _published_form(self.published)
             units = self.published.manifest.units.values()
@@ -157,6 +168,11 @@ class PublishedSource:
     def bytes_read(self) -> int:
         """Manifest and repeated reads included."""
         return self.published.bytes_read
+
+    @property
+    def cached_bytes(self) -> int:
+        """What came from the node's copies."""
+        return self.published.cached_bytes
 
     def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, Tensor]]:
         """Raises `StorageError` from the reader, and `TeacherError` if another rank could not read."""
@@ -180,9 +196,11 @@ class PublishedSource:
         return tensors
 
 
-def open_source(source: str, group: dist.ProcessGroup, device: torch.device) -> WeightSource:
+def open_source(
+    source: str, group: dist.ProcessGroup, device: torch.device, cache: ShardCache | None = None
+) -> WeightSource:
     """The weights at a URL of a published model, or in a Hugging Face folder."""
-    return PublishedSource(source, group, device) if is_published(source) else FolderSource(source)
+    return PublishedSource(source, group, device, cache) if is_published(source) else FolderSource(source)
 
 
 def _unit(piece: Piece) -> str:
@@ -360,6 +378,11 @@ class MegatronTeacher:
         """Bytes of weights this rank has read for it."""
         return self.source.bytes_read
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes this rank has taken from the node's copies for it, in the place of the store."""
+        return self.source.cached_bytes
+
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> HiddenStates:
         """Last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order.
@@ -391,7 +414,12 @@ class MegatronTeacher:
 
 @contextmanager
 def megatron_teachers(
-    sources: Mapping[str, str], placement: Placement, *, tensor_parallel: int = 1, keep: bool = False
+    sources: Mapping[str, str],
+    placement: Placement,
+    *,
+    tensor_parallel: int = 1,
+    keep: bool = False,
+    cache: ShardCache | None = None,
 ) -> Iterator[dict[str, MegatronTeacher]]:
     """Teachers by name, while the block runs; those of one form take turns on one module.
 
@@ -400,6 +428,7 @@ def megatron_teachers(
         placement: Dtype, device, packing and vocabulary.
         tensor_parallel: Ranks that share each teacher; see `model_parallel`.
         keep: Keep every teacher's slices in host memory; see `WeightTags`.
+        cache: This node's copies of what is read from object stores.
 
     Raises `MissingExtraError` without Megatron-Core, `TeacherError` if the process group does not fit,
     `ModelError` if a teacher cannot run on it, and what opening the sources raises.
@@ -410,7 +439,7 @@ def megatron_teachers(
         modules: dict[MegatronForm, WeightTags] = {}
         teachers = {}
         for name, where in sources.items():
-            source = open_source(where, group, device)
+            source = open_source(where, group, device, cache)
             stack.callback(source.close)
             if source.form not in modules:
                 module = MegatronModule(source.form, group, dtype, device)
@@ -434,7 +463,10 @@ def _open(
     with ExitStack() as stack:
         found: dict[str, MegatronTeacher] = {}
         for (ranks, keep), sources in alike.items():
-            made = megatron_teachers(sources, opening.placement, tensor_parallel=ranks, keep=keep)
+            cache = None if keep else opening.cache  # what stays in memory is read once
+            made = megatron_teachers(
+                sources, opening.placement, tensor_parallel=ranks, keep=keep, cache=cache
+            )
             found |= stack.enter_context(made)
         yield found
 

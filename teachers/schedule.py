@@ -175,6 +175,8 @@ class ScheduleCounters:
     """Response tokens whose hidden states came from the cache."""
     bytes_read: int = 0
     """Bytes this process read from the stores of its teachers."""
+    cached_bytes: int = 0
+    """Bytes of teachers' weights this process took from the node's copies, in the place of their stores."""
     stall_seconds: float = 0.0
     """How long scoring and training waited for layers and heads."""
     weight_bytes_peak: int = 0
@@ -182,17 +184,12 @@ class ScheduleCounters:
 
 
 class ScheduleMeter:
-    """Counters of one schedule, with those its teachers and heads keep themselves.
-
-    Args:
-        teachers: By name.
-        heads: The resident ones.
-    """
+    """Counters of one schedule, with those that its teachers, by name, and resident heads keep themselves."""
 
     def __init__(self, teachers: Mapping[str, Teacher], heads: ResidentHeads) -> None:
         self._teachers, self._heads = teachers, heads
         self._waited: dict[str, float] = {}
-        self._taken: dict[str, tuple[int, float]] = {}
+        self._taken: dict[tuple[str, str], float] = {}
         self.counters = ScheduleCounters()
 
     def waited(self, teacher: str, seconds: float) -> None:
@@ -207,13 +204,12 @@ class ScheduleMeter:
         taken.resident_heads_peak, heads.resident_peak = heads.resident_peak, 0
         taken.prefetched_heads_peak, heads.prefetched_peak = heads.prefetched_peak, 0
         for name, teacher in self._teachers.items():
+            for what in ("bytes_read", "cached_bytes", "stall_seconds"):
+                now, before = getattr(teacher, what, 0), self._taken.get((name, what), 0)
+                setattr(taken, what, getattr(taken, what) + now - before)
+                self._taken[name, what] = now
             if isinstance(teacher, Prefetching):
-                now = (teacher.bytes_read, teacher.stall_seconds)
-                before = self._taken.get(name, (0, 0.0))
-                taken.bytes_read += now[0] - before[0]
-                taken.stall_seconds += now[1] - before[1]
                 taken.weight_bytes_peak = max(taken.weight_bytes_peak, teacher.take_weight_bytes_peak())
-                self._taken[name] = now
         waited, self._waited = self._waited, {}
         seconds = {f"teacher/{name}/wait_seconds": value for name, value in waited.items()}
         return {name: float(value) for name, value in asdict(taken).items()} | seconds

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -52,6 +52,9 @@ from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Opening, Placement, TeacherKind
 from opd.teachers.skeleton import is_published, read_head, small_files
 from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
+
+if TYPE_CHECKING:
+    from opd.storage.shard_cache import ShardCache
 
 EXACT, HALF = 1e-3, 0.25
 """Nats by which log-probabilities of the same model may differ: served in float32, and in anything less."""
@@ -295,17 +298,25 @@ class SGLangTeacher:
         config: Servers and signal.
         asked: Temperature and size of a top-k support.
         placement: Dtype and device of hidden states and head, and the tokenizer's vocabulary.
+        cache: This node's copies of what is read from object stores: the head.
 
     Raises `ConfigError` for a signal that cannot be had at the temperature, or for a padded vocabulary.
     """
 
     def __init__(
-        self, name: str, url: str, config: SGLangTeacherConfig, *, asked: Asked, placement: Placement
+        self,
+        name: str,
+        url: str,
+        config: SGLangTeacherConfig,
+        *,
+        asked: Asked,
+        placement: Placement,
+        cache: ShardCache | None = None,
     ) -> None:
         self.name, self.url = name, url
         self.signal, self._asked, self._placement = config.signal, asked, placement
         check_temperature(name, config.signal, asked.temperature)
-        self.published = PublishedModel.open(url)
+        self.published = PublishedModel.open(url, cache=cache)
         self._head = self.published.manifest.head
         rows = self._head.vocabulary
         self._vocabulary = placement.vocabulary or rows
@@ -328,6 +339,16 @@ class SGLangTeacher:
         self.connect()
         named = f"{self.published.manifest.digest} served as {self._expected.weight_version}"
         return hashlib.sha256(named.encode()).hexdigest()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes this process has read from the store for it."""
+        return self.published.bytes_read
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of heads that came from the node's copies."""
+        return self.published.cached_bytes
 
     def connect(self) -> None:
         """Check one server now. Raises `TeacherError` if none answers or the wrong model does."""
@@ -498,7 +519,7 @@ def _open(
             check_signal(name, settings, recipe)
             url = opening.sources[name]
             found[name] = teacher = SGLangTeacher(
-                name, url, settings, asked=asked, placement=opening.placement
+                name, url, settings, asked=asked, placement=opening.placement, cache=opening.cache
             )
             stack.callback(teacher.close)
         yield found

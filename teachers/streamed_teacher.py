@@ -43,6 +43,8 @@ from opd.types import HiddenStates, Sample
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from opd.storage.shard_cache import ShardCache
+
 
 class StreamedTeacher:
     """A model written by `opd publish`, read layer by layer for every call of `score`.
@@ -72,7 +74,7 @@ class StreamedTeacher:
     @cached_property
     def published(self) -> PublishedModel:
         """The published model. Raises `StorageError` if it is missing or incomplete."""
-        return PublishedModel.open(self.url)
+        return PublishedModel.open(self.url, cache=self.stream.cache)
 
     @cached_property
     def skeleton(self) -> Skeleton:
@@ -98,6 +100,11 @@ class StreamedTeacher:
     def bytes_read(self) -> int:
         """Bytes this process has read from the store for it, repeated reads included."""
         return self.published.bytes_read if "published" in self.__dict__ else 0
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes this process has taken from the node's copies for it, in the place of the store."""
+        return self.published.cached_bytes if "published" in self.__dict__ else 0
 
     @property
     def stall_seconds(self) -> float:
@@ -330,6 +337,11 @@ class LoRATeacher:
         return self.adapter.bytes_read + (self.base.bytes_read if first else 0)
 
     @property
+    def cached_bytes(self) -> int:
+        """Bytes of the base that came from the node's copies, for the first of its teachers."""
+        return self.base.cached_bytes if self.base.members[0] is self else 0
+
+    @property
     def stall_seconds(self) -> float:
         """How long callers have waited; waits for the base count for the first of its teachers."""
         return self.base.stall_seconds if self.base.members[0] is self else 0.0
@@ -396,12 +408,15 @@ def streamed_teachers(
     *,
     prefetch_bytes: int = 2**28,
     group: dist.ProcessGroup | None = None,
+    cache: ShardCache | None = None,
 ) -> dict[str, StreamedTeacher | LoRATeacher]:
     """Teachers by name, whole models and adapters alike, that share one stream and so its memory.
 
-    Adapters on one base share that base. `group` is the ranks that share the reading; see `LayerStream`.
+    Adapters on one base share that base. `group` is the ranks that share the reading, `cache` the node's
+    copies of what is read; see `LayerStream`.
     """
-    stream = LayerStream(prefetch_bytes=prefetch_bytes, device=torch_device(placement.device), group=group)
+    device = torch_device(placement.device)
+    stream = LayerStream(prefetch_bytes=prefetch_bytes, device=device, group=group, cache=cache)
     bases: dict[str, SharedBase] = {}
     found: dict[str, StreamedTeacher | LoRATeacher] = {}
     for name, url in urls.items():
@@ -424,6 +439,7 @@ def _open(
         opening.placement,
         prefetch_bytes=opening.recipe.storage.prefetch_mb << 20,
         group=opening.group,
+        cache=opening.cache,
     )
     with ExitStack() as stack:
         for teacher in made.values():

@@ -197,6 +197,7 @@ def path_keys(recipe: Recipe) -> list[KeyPath]:
     return [
         ("run_dir",),
         ("storage", "published"),
+        ("runtime", "weights_cache"),
         *model_keys(recipe),
         *(("domains", name, "source") for name in files),
         *(("evaluation", "sets", name, "source") for name in sets),

@@ -202,5 +202,11 @@ class RuntimeConfig(Config):
     warning."""
     keep_checkpoints: int = Field(default=2, gt=0)
     """Newest checkpoints that a running stage keeps; the older ones are deleted."""
+    weights_cache_mb: int | None = Field(default=None, ge=0)
+    """Disk of each node for weights of teachers in an object store, which is then read once in a run and not
+    at every step (MiB); `null` is as much as they take, 0 none. Teachers in folders need none."""
+    weights_cache: str | None = Field(default=None, min_length=1)
+    """Folder for them on each node's own disk, which keeps them for other runs; `null` is in the run folder,
+    until the run has ended. Name one where the run folder is on a network file system."""
     grace_seconds: float = Field(default=30.0, gt=0)
     """How long a run that is told to stop (SIGTERM) may take to put away what it holds."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from opd.config import BatchConfig, Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.foreign import machine_memory
-from opd.pipelines.doctor.checks import Finding, existing_parent
+from opd.pipelines.doctor.checks import Finding, existing_parent, unwritable
 from opd.pipelines.doctor.models import Models, Shape
 from opd.pipelines.stages.precision import (
     WIDTH,
@@ -19,20 +19,25 @@ from opd.pipelines.stages.precision import (
     model_dtype,
     some_weights,
 )
+from opd.storage.object_store import folder_of
 
 _ACTIVATIONS = 17
 """Values a decoder layer keeps per token and hidden unit for its backward pass, with fused attention
 (Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4: 34 bytes in half precision)."""
 _TIGHT = 0.8
 _MIB = 1 << 20
+_WEIGHTS = "copies of teachers in object stores"
 _PLACES = {
     "published teachers": "published",
     "fetched teachers": "downloaded",
     "hidden states": "stages/merge/cache",
+    _WEIGHTS: "weights_cache",
     "log of teachers' answers": "stages/merge/wal",
     "log of off_policy's answers": "stages/baseline-off_policy/wal",
 }
 """Where parts of the disk that are written once lie in a run folder."""
+_SMALLER = {_WEIGHTS: "lower runtime.weights_cache_mb", "hidden states": "lower storage.cache_mb"}
+"""What makes room where one of these parts alone is too much."""
 
 Parts = dict[str, int]
 """Bytes by what they are for."""
@@ -244,12 +249,12 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
     }
     used = {*recipe.used_teachers(), *teachers}
     streamed = {name for name in used if recipe.teacher(name).streams}
+    ours = len(streamed - set(teachers))
+    published = ((weights + ours * learns * own) if lora else ours * weights) * bool(ours) + sum(
+        shape.stored for name, shape in teachers.items() if name in streamed and not shape.published
+    )
     if streamed and recipe.storage.published is None:
-        ours = len(streamed - set(teachers))
-        own_teachers = (weights + ours * learns * own) if lora else ours * weights
-        parts["published teachers"] = own_teachers * bool(ours) + sum(
-            shape.stored for name, shape in teachers.items() if name in streamed and not shape.published
-        )
+        parts["published teachers"] = published
     whole = recipe.distill.prefixes == "teacher" or {*methods} & {*WEIGHT_MERGES, "off_policy"}
     fetched = used if whole else used - streamed
     if fetched:
@@ -258,11 +263,30 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
         )
     if streamed:
         parts["hidden states"] = _caches(recipe) * recipe.storage.cache_mb * _MIB
+    if kept := _kept_weights(recipe, teachers, published):
+        parts[_WEIGHTS] = kept
     if recipe.distill.prefixes == "teacher" and recipe.rollout.log is not None:
         parts["log of teachers' answers"] = answers_held(recipe)[1]
     if "off_policy" in methods and recipe.rollout.log is not None:
         parts["log of off_policy's answers"] = answers_held(recipe)[1]
     return parts
+
+
+def _kept_weights(recipe: Recipe, teachers: Mapping[str, Shape], published: int) -> int:
+    """Bytes of weights that a node keeps of what it reads in object stores; `published`: of the teachers that
+    the run publishes.
+    """
+    ours, most = recipe.storage.published, recipe.runtime.weights_cache_mb
+    found = {"": published if ours is not None and folder_of(ours) is None else 0}
+    for name, shape in teachers.items():
+        settings = recipe.teacher(name)
+        if shape.digest and settings.streams:
+            size = shape.stored
+            if settings.elsewhere:  # the head alone is read here
+                size = size * shape.vocabulary * shape.hidden_size // max(shape.parameters, 1)
+            found[shape.digest] = max(found.get(shape.digest, 0), size)
+    total = sum(found.values())
+    return total if most is None else min(total, most * _MIB)
 
 
 def _caches(recipe: Recipe) -> int:
@@ -290,7 +314,7 @@ def disk_left(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], run
     led = ["merge", *followers]
     needed_by = {part: ["merge"] for part in _PLACES} | {"fetched teachers": [*stages]}
     needed_by["log of off_policy's answers"] = ["baseline-off_policy"]
-    needed_by |= {"published teachers": led, "hidden states": led}
+    needed_by |= {"published teachers": led, "hidden states": led, _WEIGHTS: led}
     for part, place in _PLACES.items():
         if part in parts:
             wanted = any(stage in undone for stage in needed_by[part])
@@ -367,10 +391,26 @@ def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Findi
         return []
     memory = memory_parts(recipe, models.student, models.teachers)
     disk = disk_left(recipe, models.student, models.teachers, run_dir)
+    apart = [] if recipe.runtime.weights_cache is None else [_check_copies(recipe, disk.pop(_WEIGHTS, 0))]
     return [
         _compare("memory", memory, available_memory(recipe.model.device)),
         _compare("disk", disk, shutil.disk_usage(existing_parent(run_dir)).free),
+        *apart,
     ]
+
+
+def _check_copies(recipe: Recipe, size: int) -> Finding:
+    """Whether the folder that the recipe names for copies of teachers can take so many bytes."""
+    title, given = "runtime.weights_cache", str(recipe.runtime.weights_cache)
+    if "://" in given:
+        return Finding("error", title, f"{given} is no folder; give one on each node's own disk")
+    folder = Path(given).expanduser()
+    parent = existing_parent(folder)
+    wrong = unwritable(parent)
+    if wrong is not None:
+        detail = f"{parent} cannot be written ({wrong}), so nothing is kept there; choose another place"
+        return Finding("warning", title, detail)
+    return _compare(title, {_WEIGHTS: max(0, size - _size(folder))}, shutil.disk_usage(parent).free)
 
 
 def available_memory(device: str) -> int:
@@ -402,8 +442,8 @@ def _compare(title: str, parts: Parts, free: int) -> Finding:
     text = f"about {readable(needed)} of {readable(free)} free ({listed})"
     numbers = {"needed": needed, "free": free, **parts}
     if needed > free:
-        cache = needed - parts.get("hidden states", 0) <= free
-        smaller = "lower storage.cache_mb" if cache else "use a smaller model or batch"
+        enough = [name for name in _SMALLER if needed - parts.get(name, 0) <= free]
+        smaller = _SMALLER[enough[0]] if enough else "use a smaller model or batch"
         text = f"{text}; this does not fit, {smaller}, or free some"
         return Finding("error", title, text, numbers)
     return Finding("warning" if needed > _TIGHT * free else "ok", title, text, numbers)

@@ -48,6 +48,8 @@ class Shape:
     """Bytes of its weights where they lie."""
     published: bool = False
     """Whether they lie where `opd publish` writes."""
+    digest: str = ""
+    """Of what is read of it from an object store: adapters on one base have one digest."""
 
     @property
     def layers(self) -> int:
@@ -257,7 +259,7 @@ def _check_teacher_files(recipe: Recipe, name: str, source: str, path: Path, mod
     title = f"teacher {name}"
     config = read_config(path)
     shape = _shape(config, str(path))
-    models.teachers[name] = replace(shape, **_stored(source, shape))
+    models.teachers[name] = replace(shape, **_stored(source))
     return [
         Finding("ok", title, f"{config.model_type}, {shape.parameters:,} parameters"),
         *_check_rows(title, config, models.tokenizer, _SAME_TOKENS),
@@ -422,14 +424,20 @@ def _form(config: Any) -> dict[str, Any]:
     return {key: value for key, value in form.items() if not key.startswith("_") and key not in _NAMES}
 
 
-def _stored(source: str, shape: Shape) -> dict[str, Any]:
+def _stored(source: str) -> dict[str, Any]:
     """How much disk the weights of a teacher take where they are, and whether they were published."""
     from opd.models.hf_folder import described_in
+    from opd.storage.object_store import folder_of
     from opd.storage.publish import read_headers
+    from opd.storage.published import PublishedModel
+    from opd.teachers.published_adapter import PublishedAdapter, is_adapter
     from opd.teachers.skeleton import is_published
 
     if is_published(source):
-        return {"stored": shape.parameters * 4, "published": True}  # at most: nothing more is fetched for it
+        url = PublishedAdapter.open(source).base if is_adapter(source) else source
+        with PublishedModel.open(url) as model:
+            digest = model.manifest.digest if folder_of(url) is None else ""
+            return {"stored": sum(model.manifest.sizes), "published": True, "digest": digest}
     folder = described_in(Path(source))  # of an adapter, its base: what it adds is small
     return {"stored": sum(tensor.nbytes for tensor in read_headers(folder).values())}
 

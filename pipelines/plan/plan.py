@@ -13,7 +13,7 @@ import numpy as np
 from opd.config import Recipe
 from opd.errors import ConfigError, DataError
 from opd.pipelines.doctor.checks import number_of
-from opd.pipelines.doctor.estimate import answers_asked, answers_held, memory_parts, readable
+from opd.pipelines.doctor.estimate import answers_asked, answers_held, disk_parts, memory_parts, readable
 from opd.pipelines.stages.precision import WIDTH, model_dtype
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryStore
 from opd.train.plan import CostModel, DeviceBudget, PlanSettings, TrainingPlan, Workload, make_plan
@@ -205,13 +205,17 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[_Model, _Task | None]:
 
 
 def _beside(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> list[str]:
-    """What specialists write at most, and what the stage holds in memory that takes the most of it."""
+    """What specialists write at most, what the stage holds in memory that takes the most of it, and the disk
+    that the run takes.
+    """
     lines = [
         f"answers   specialist {name}: {answers_asked(recipe, name)[0]}" for name in recipe.grpo_domains()
     ]
-    parts = memory_parts(recipe, student, teachers)
-    listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
-    return [*lines, f"memory    at most {readable(sum(parts.values()))} of a stage ({listed})"]
+    memory, disk = memory_parts(recipe, student, teachers), disk_parts(recipe, student, teachers)
+    for what, parts, of in (("memory", memory, "a stage"), ("disk", disk, "the run")):
+        listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
+        lines.append(f"{what:10}at most {readable(sum(parts.values()))} of {of} ({listed})")
+    return lines
 
 
 def describe(

@@ -14,6 +14,7 @@ base/  sft/DOMAIN/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging F
 published/TEACHER/               what the merge streams, unless storage.published says elsewhere
 downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, where needed whole;
                                  written again unless they are what was published
+weights_cache/NODE/              what a node has read of teachers in object stores, until the run has ended
 logs/ACTOR.log                   what each actor of `launch: ray` said
 results.json  report.html
 
@@ -26,6 +27,7 @@ is told what is not.
 from __future__ import annotations
 
 import contextlib
+import platform
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,6 +75,7 @@ from opd.storage.files import (
 
 DONE, LAST_SAMPLES = "done.json", "last_samples.json"
 _LOCK, _CONFIG, _INPUTS = ".lock", "config.json", "inputs.json"
+_WEIGHTS = "weights_cache"
 _ANEW = "restore it, or start a new run with --out"
 ACCEPT_CODE = "--resume --accept-changed-code"
 """How a command is told to go on with code of the user's own that is no longer what it was."""
@@ -249,7 +252,9 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:  # else somebody goes on with --resume, and with what was read
+            shutil.rmtree(self.path / _WEIGHTS, ignore_errors=True)
         self.close()
 
     @property
@@ -361,6 +366,12 @@ class RunFolder:
     def downloaded(self, teacher: str) -> Path:
         """Where a published teacher of the recipe is kept as a Hugging Face folder."""
         return self.path / "downloaded" / safe_name(teacher)
+
+    def weights_cache(self, recipe: Recipe) -> Path:
+        """Where this node keeps what it has read of teachers in object stores."""
+        given = recipe.runtime.weights_cache
+        root = self.path / _WEIGHTS if given is None else Path(given).expanduser()
+        return root / safe_name(platform.node() or "node")
 
     def cache(self, stage: str) -> Path:
         return self.stage(stage) / "cache"

@@ -53,6 +53,7 @@ COUNTS = {
 }
 BYTES = {
     "bytes_read": "Read from the stores",
+    "cached_bytes": "Taken from copies on the node in place of the stores",
     "weight_bytes_peak": "Weights in memory at once, at most",
     "rollout/kv_saved_bytes": "Keys and values kept",
 }

@@ -39,6 +39,7 @@ from opd.rollout.ledger import Tokens, Transcript
 from opd.rollout.streams import several
 from opd.storage.files import digest_of, open_plain
 from opd.storage.hidden_cache import HiddenStateCache
+from opd.storage.shard_cache import ShardCache
 from opd.teachers.kinds import Opening, Placement, open_kinds
 from opd.teachers.published_adapter import publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
@@ -241,8 +242,19 @@ def open_teachers(
     placement = Placement(
         model_dtype(recipe), recipe.model.device, batch.max_tokens, vocabulary, batch.sequence_chunk
     )
-    opening = Opening(recipe, placement, _sources(context, names), group)
+    opening = Opening(recipe, placement, _sources(context, names), group, _weights_cache(context, stack))
     return stack.enter_context(open_kinds(names, opening))
+
+
+def _weights_cache(context: StageContext, stack: ExitStack) -> ShardCache | None:
+    """What this node keeps of teachers in object stores, until `stack` ends."""
+    most = context.recipe.runtime.weights_cache_mb
+    if most == 0:
+        return None
+    folder = context.folder.weights_cache(context.recipe)
+    cache = ShardCache(folder, None if most is None else most * MIB)
+    stack.callback(cache.close)
+    return cache
 
 
 def cache_variant(recipe: Recipe, name: str) -> str:

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import re
 import shutil
 import threading
@@ -754,6 +755,48 @@ def test_a_reward_that_goes_elsewhere_and_closes_the_output_hinders_nothing(
     assert "reward sort, the base: 1 for" in said
     assert "0 errors" in said
     assert Path.cwd() == Path("/")
+
+
+def test_the_estimate_counts_copies_of_teachers_in_object_stores(tmp_path, monkeypatch):
+    """Once for each base, however many adapters it has; of a served teacher the head."""
+    paths = {name: f"s3://x/{name}" for name in "abc"} | {"near": "file:///x/near", "here": "/models/here"}
+    teachers = {name: {"path": path} for name, path in paths.items()}
+    served = {"type": "sglang", "path": "s3://x/d", "urls": ["http://127.0.0.1:1"]}
+    domains = {"sort": {"source": "procedural:sort", "teacher": dict.fromkeys([*paths, "served"], 1.0)}}
+    shape = replace(SHAPE, published=True)
+    shapes = {name: replace(shape, digest=digest) for name, digest in zip("abc", "112", strict=True)}
+    shapes |= {"served": replace(shape, digest="3"), "near": shape, "here": SHAPE}
+    part, given = "copies of teachers in object stores", teachers | {"served": served}
+
+    def recipe_of(published=None, **runtime):
+        settings = {"model": {"config": LLAMA}, "domains": domains, "baselines": {"methods": []}}
+        storage = {"published": published, "cache_mb": 3}
+        return make_recipe(Path("unused"), **settings, teachers=given, storage=storage, runtime=runtime)
+
+    recipe = recipe_of()
+    read = 2 * 2000 + 2000 * 10 * 4 // 1000
+    assert disk_parts(recipe, SHAPE, shapes)[part] == read
+    assert disk_parts(recipe_of(published="s3://x"), SHAPE, shapes)[part] == read + 2000  # `here` too
+    assert part not in disk_parts(recipe_of(weights_cache_mb=0), SHAPE, shapes)
+    large = {name: replace(own, stored=800 << 20) for name, own in shapes.items() if name in "abc"}
+    assert disk_parts(recipe_of(weights_cache_mb=9), SHAPE, large)[part] == 9 << 20
+    models = Models(student=SHAPE, teachers=large)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1, free=1500 << 20))
+    found = find(check_resources(recipe, models, tmp_path), "error")
+    assert "copies of teachers in object stores 1.6 GiB" in found["disk"]
+    assert "lower runtime.weights_cache_mb, or free" in found["disk"]
+    elsewhere = recipe_of(weights_cache=str(tmp_path / "node" / "disk"))
+    found = find(check_resources(elsewhere, models, tmp_path), "error")
+    assert found.keys() == {"runtime.weights_cache"}
+    (tmp_path / "node" / "disk").mkdir(parents=True)
+    (tmp_path / "node" / "disk" / "copies").write_bytes(b"")
+    os.truncate(tmp_path / "node" / "disk" / "copies", 900 << 20)  # that much of it is there
+    assert find(check_resources(elsewhere, models, tmp_path), "error") == {}
+    (tmp_path / "file").touch()
+    for place, level in (("file/copies", "warning"), ("s3://x/copies", "error")):
+        place = place if "s3" in place else str(tmp_path / place)
+        found = find(check_resources(recipe_of(weights_cache=place), models, tmp_path), level)
+        assert found.keys() == {"runtime.weights_cache"}
 
 
 def test_a_cache_that_does_not_fit_is_to_be_made_smaller(tmp_path, monkeypatch):

@@ -96,7 +96,7 @@ def test_what_specialists_ask_and_a_stage_holds_is_told(recipe: str, capsys) -> 
     words = ["--specialist.refill.limit", "4", "--specialist.difficulty.samples", "6"]
     words += ["--evaluation.base_kl_every", "5", "--specialist.steps", "10", "--rollout.max_new_tokens", "50"]
     assert main(["plan", recipe, *words]) == 0
-    *_, sort, reverse, memory = capsys.readouterr().out.splitlines()
+    *_, sort, reverse, memory, disk = capsys.readouterr().out.splitlines()
     assert sort == reverse.replace("reverse", "sort")
     answers = "10 steps of 64 prompts x 8 answers of at most 50 tokens: 256,000 tokens"
     assert sort == (
@@ -105,6 +105,7 @@ def test_what_specialists_ask_and_a_stage_holds_is_told(recipe: str, capsys) -> 
     )
     assert re.match(r"memory    at most [\d.]+ MiB of a stage \(weights", memory)
     assert "frozen copy of the start" in memory
+    assert re.match(r"disk      at most [\d.]+ GiB of the run \(model folders", disk)
 
 
 def test_the_fixed_cost_of_a_micro_batch_is_told_and_can_be_set(store: str, capsys) -> None:

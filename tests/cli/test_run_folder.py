@@ -508,6 +508,7 @@ def test_what_is_no_relative_path_stays_as_it_is(given):
 def test_no_path_of_the_schema_is_forgotten():
     """Keys that may hold a path by their name are paths, dotted paths, or known to be neither."""
     named = {"path", "folder", "published", "run_dir", "tokenizer", "chat_template", "source", "dir"}
+    named.add("weights_cache")
     settings = {
         "teachers": {"math": {"path": "x"}},
         "domains": {
@@ -685,3 +686,19 @@ def test_one_place_decides_about_tf32():
         assert tiny_recipe().runtime.tf32 is False
     finally:
         machine.settle(threads, False)
+
+
+def test_copies_of_weights_stay_for_whoever_goes_on_with_the_run(tmp_path: Path):
+    recipe = make_recipe()
+    folder = RunFolder.create(tmp_path / "run", recipe)
+    copies = folder.weights_cache(recipe)
+    copies.mkdir(parents=True)
+    folder.__exit__(KeyboardInterrupt)
+    assert copies.is_dir()
+    with RunFolder.resume(tmp_path / "run", recipe) as folder:
+        assert folder.weights_cache(recipe) == copies
+    assert not copies.parent.exists()
+    elsewhere = make_recipe(runtime={"threads": 1, "weights_cache": str(tmp_path / "node")})
+    with RunFolder.resume(tmp_path / "run", elsewhere) as folder:  # on a machine with other disks
+        folder.weights_cache(elsewhere).mkdir(parents=True)
+    assert (tmp_path / "node" / copies.name).is_dir()

@@ -2,9 +2,10 @@
 
     python merge_ranks.py RANK WORLD FOLDER
 
-Runs the merge of `FOLDER/recipe.yaml` twice, in the run folders `FOLDER/MODE-RANK`:
+Runs the merge of `FOLDER/recipe.yaml` three times, in the run folders `FOLDER/MODE-RANK`:
 
 replicated: every rank makes the whole step; only the reading of the teachers is shared.
+copied: the same, with the node's copies of what was read, in `FOLDER/copies`.
 parallel: every rank scores and trains its own samples; the gradients are added up.
 """
 
@@ -59,17 +60,20 @@ class ParallelMerge(distill.Distill):
         self.schedule.score, backend.accumulate = score_mine, train_mine
 
 
-MODES = {"replicated": distill.Distill, "parallel": ParallelMerge}
+MODES = {"replicated": distill.Distill, "copied": distill.Distill, "parallel": ParallelMerge}
 
 
 def main() -> None:
-    """Join the group and run both merges."""
+    """Join the group and run the merges."""
     with joined(seconds=120) as (rank, folder):
-        recipe = Recipe.model_validate(yaml.safe_load((folder / "recipe.yaml").read_text()))
+        given = yaml.safe_load((folder / "recipe.yaml").read_text())
         # What a launcher of several ranks would pass to the stage.
         distill.open_schedule = partial(teachers.open_schedule, group=dist.group.WORLD)
         for mode, merge in MODES.items():
             distill.Distill = merge
+            most = None if mode == "copied" else 0
+            runtime = {"weights_cache_mb": most, "weights_cache": str(folder / "copies")}
+            recipe = Recipe.model_validate(given | {"runtime": given["runtime"] | runtime})
             with RunFolder.create(folder / f"{mode}-{rank}", recipe) as own:
                 run_stage(recipe, own, "merge")
             dist.barrier()

@@ -19,7 +19,7 @@ from opd.pipelines.run import run_stage
 from opd.pipelines.stages.supervised import new_base
 from opd.storage.published import PublishedModel
 
-pytestmark = pytest.mark.slow  # two processes beside this one, and four merges
+pytestmark = pytest.mark.slow  # two processes beside this one, and seven merges
 STEPS, PROMPTS = 3, 2
 NAMES = [f"domain{i}" for i in range(10)]
 SETTINGS = {
@@ -34,7 +34,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def merges(s3, tmp_path_factory):
-    """The folder of a merge with everything in memory, `loaded`, and of both merges of two ranks."""
+    """The folder of a merge with everything in memory, `loaded`, and of the merges of two ranks."""
     folder = tmp_path_factory.mktemp("merges")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in aws_environment(s3.endpoint).items():
@@ -53,9 +53,11 @@ def merges(s3, tmp_path_factory):
         with RunFolder.create(folder / "loaded", recipe) as own:
             run_stage(recipe, own, "merge")
         run_ranks(merge_ranks.__file__, 2, folder)
-        with PublishedModel.open(f"s3://models/ten/{NAMES[0]}") as model:
-            manifest = model.manifest
-    return folder, manifest
+        manifests = []
+        for name in NAMES:
+            with PublishedModel.open(f"s3://models/ten/{name}") as model:
+                manifests.append(model.manifest)
+    return folder, manifests
 
 
 def student(run: Path) -> dict[str, torch.Tensor]:
@@ -73,10 +75,11 @@ def test_the_merge_changes_every_weight(merges):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_reading_together_changes_no_bit_of_the_student(merges, rank):
+@pytest.mark.parametrize("mode", ["replicated", "copied"])
+def test_reading_together_changes_no_bit_of_the_student(merges, mode, rank):
     folder, _ = merges
-    assert done(folder / f"replicated-{rank}")["digest"] == done(folder / "loaded")["digest"]
-    counters = done(folder / f"replicated-{rank}")["counters"]
+    assert done(folder / f"{mode}-{rank}")["digest"] == done(folder / "loaded")["digest"]
+    counters = done(folder / f"{mode}-{rank}")["counters"]
     assert counters["head_loads"] == STEPS * len(NAMES)
     assert counters["resident_heads_peak"] == 1
 
@@ -91,13 +94,30 @@ def test_two_ranks_with_half_of_the_samples_each_end_with_the_same_student(merge
 
 
 def test_every_rank_reads_half_of_the_layers(merges):
-    folder, manifest = merges
+    folder, (manifest, *_) = merges
     head = manifest.units["head"].nbytes
     body = manifest.nbytes - head
-    for mode in merge_ranks.MODES:
+    for mode in ("replicated", "parallel"):
         for rank in range(2):
             counters = done(folder / f"{mode}-{rank}")["counters"]
             layers = counters["bytes_read"] - counters["head_loads"] * head
             # Beside the steps: manifests, and the first teacher's layers ahead of a step that never comes.
             assert layers >= STEPS * len(NAMES) * body / 2 * 0.99
             assert layers <= (STEPS * len(NAMES) * body / 2 + body / 2) * 1.01 + len(NAMES) * 60_000
+
+
+def test_a_node_reads_each_teacher_once(merges):
+    """After the first step nothing comes from the store."""
+    folder, manifests = merges
+    first = 0
+    for rank in range(2):
+        lines = (folder / f"copied-{rank}" / "stages/merge/metrics.jsonl").read_text().splitlines()
+        steps = [row for row in map(json.loads, lines) if "bytes_read" in row]
+        assert len(steps) == STEPS
+        assert [row["bytes_read"] for row in steps[1:]] == [0] * (STEPS - 1)
+        assert all(row["cached_bytes"] > 0 for row in steps[1:])
+        first += steps[0]["bytes_read"]
+    assert all(manifest.head.tied for manifest in manifests)  # its bytes are the embedding's
+    weights = sum(manifest.nbytes - manifest.units["head"].nbytes for manifest in manifests)
+    small = 2 * len(NAMES) * 60_000  # manifests, by each rank
+    assert weights <= first <= weights + small

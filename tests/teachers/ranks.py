@@ -9,6 +9,7 @@ rank, and `FOLDER/NAME-R.safetensors` holds its gradient.
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 
 from opd.config import DistillConfig
 from opd.storage.published import PublishedModel
+from opd.storage.shard_cache import ShardCache
 from opd.teachers.kinds import Placement
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.schedule import Router, TeacherSchedule
@@ -33,9 +35,10 @@ LENGTHS = [(3, 4), (5, 6), (2, 3), (7, 12), (1, 1), (4, 9), (2, 2), (6, 1)]
 
 
 def samples(domains: list[str]) -> list[Sample]:
-    """The samples of all ranks; `domains` cycle through them."""
-    names = [domains[i % len(domains)] for i in range(len(LENGTHS))]
-    made = tiny.samples(LENGTHS, teachers=names)
+    """The samples of all ranks, at least one of each of `domains`, which cycle through them."""
+    lengths = LENGTHS * -(-len(domains) // len(LENGTHS))
+    names = [domains[i % len(domains)] for i in range(len(lengths))]
+    made = tiny.samples(lengths, teachers=names)
     for sample in made:
         sample.teacher = None
     return made
@@ -67,17 +70,26 @@ def gradient(schedule: TeacherSchedule, mine: list[Sample]) -> dict[str, torch.T
 def one_step(rank: int, task: dict, folder: Path) -> dict:
     """The gradient summed over ranks, and the counters."""
     urls = task["urls"][rank] if isinstance(task["urls"], list) else task["urls"]
+    cache = ShardCache(task["copies"]) if "copies" in task else None
     teachers = streamed_teachers(
-        urls, Placement(max_tokens=16), prefetch_bytes=task["prefetch_bytes"], group=dist.new_group()
+        urls,
+        Placement(max_tokens=16),
+        prefetch_bytes=task["prefetch_bytes"],
+        group=dist.new_group(),
+        cache=cache,
     )
     if task.get("dies") == rank:
         Skeleton.layer = lambda *_: os._exit(0)
+    if task.get("killed") == rank:
+        ShardCache._keep = killing(ShardCache._keep)
     router = Router({name: {name: 1.0} for name in urls}, "one_hot")
     schedule = TeacherSchedule(teachers, router, group=dist.group.WORLD)
     mine = [s for i, s in enumerate(samples(task["domains"])) if task["owner"][i] == rank]
     opened = {name: teacher.bytes_read for name, teacher in teachers.items() if teacher.digest}
+    came = [read_by(teachers)]
     for _ in range(task["steps"]):
         grads = gradient(schedule, mine)
+        came.append(read_by(teachers))
     for grad in grads.values():
         dist.all_reduce(grad)
     dist.barrier()
@@ -85,7 +97,27 @@ def one_step(rank: int, task: dict, folder: Path) -> dict:
     counters = schedule.take_counters()
     read = {name: teacher.bytes_read - opened[name] for name, teacher in teachers.items()}
     next(iter(teachers.values())).close()
-    return {"counters": counters, "read": read}
+    if cache is not None:
+        cache.close()
+    return {"counters": counters, "read": read, "came": came}
+
+
+def read_by(teachers: dict) -> list[int]:
+    """Bytes from the stores, and from the node's copies, so far."""
+    return [sum(getattr(t, what) for t in teachers.values()) for what in ("bytes_read", "cached_bytes")]
+
+
+def killing(keep):
+    """`keep`, which ends the process at its 20th call, in the middle of a teacher."""
+    calls = []
+
+    def kept(*words) -> None:
+        calls.append(words)
+        if len(calls) == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        keep(*words)
+
+    return kept
 
 
 def one_leaves(rank: int, task: dict, folder: Path) -> dict:

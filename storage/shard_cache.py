@@ -1,0 +1,208 @@
+"""A node's copies of published weights: an object store is read once per node and run.
+
+Kept are the blocks of a model's manifest, in the checkpoint's dtype, in segments with an index like those of
+the cache of hidden states. The manifest alone is believed: a block is here if its bytes, where they are
+wanted, have the checksum that the manifest gives. Of what is missing each process claims what nobody else is
+fetching, reads and keeps that, and waits for what others fetch; a claim is a lock of the kernel's and ends
+with its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from opd.errors import StorageError
+from opd.storage.blobs import KEY_BYTES
+from opd.storage.hidden_cache import CacheRecord, HiddenStateCache
+from opd.storage.leases import LeaseTable
+
+if TYPE_CHECKING:
+    from opd.storage.published import Piece
+
+_log = logging.getLogger(__name__)
+
+_UNLIMITED = 1 << 62
+_LOT = 128
+"""Pieces that are claimed at a time, so that processes which want the same share the reading of it."""
+_PATIENCE = 30.0
+"""Seconds without a piece from the others after which theirs are read here too."""
+_LOOK = 0.02
+"""Seconds between two looks at what others are fetching."""
+
+Fetch = Callable[[Sequence["Piece"], Callable[["Piece"], None]], None]
+"""Fills and verifies pieces, and calls the function with each of them, in any thread. May raise."""
+_Named = tuple[bytes, "Piece"]
+
+
+class ShardCache:
+    """Blocks of published models on a disk of this node, for all processes and threads given its folder.
+
+    Nothing is made before a block is asked for. Where the folder cannot be used, or not any more, one warning
+    says so and everything comes from the store; so does what has no room.
+
+    Args:
+        folder: This user's own, or not there yet. What is in it may be damaged, or of anybody's making.
+        budget_bytes: Most bytes of disk; `None`: as many as are asked for. What was not used for longest goes
+            first, what was used since this object was made stays.
+    """
+
+    def __init__(self, folder: str | Path, budget_bytes: int | None = None) -> None:
+        self.folder = Path(folder)
+        self._budget = budget_bytes or _UNLIMITED
+        self._since = time.time_ns()
+        self._opening = threading.Lock()
+        self._tried = False
+        self._files: HiddenStateCache | None = None
+        self._claims: LeaseTable | None = None
+        self._held = contextlib.ExitStack()
+        self._told: set[str] = set()
+
+    def fill(self, digest: str, pieces: Sequence[Piece], fetch: Fetch) -> int:
+        """Fill all `pieces` of the model of that digest; returns how many bytes came from here.
+
+        What is not here is read by `fetch`, and kept. Raises what `fetch` raises.
+        """
+        self._open()
+        left = self._missing([(_key(digest, piece), piece) for piece in pieces])
+        fetched, since = 0, time.monotonic()
+        while left:
+            claims = self._claims
+            mine, others = self._claimed(left, claims)
+            fetched += self._fetch(mine, claims, fetch)
+            left = self._missing(others)
+            if mine or len(left) < len(others):
+                since = time.monotonic()
+            elif time.monotonic() - since > _PATIENCE:  # who fetches them hangs
+                fetched += self._read(left, fetch)
+                break
+            else:
+                time.sleep(_LOOK)
+        return sum(len(piece.into) for piece in pieces) - fetched
+
+    def close(self) -> None:
+        """Let the folder go; from now on everything comes from the store."""
+        with self._opening:
+            self._tried, self._files, self._claims = True, None, None
+            self._held.close()
+
+    def _open(self) -> None:
+        with self._opening:
+            if self._tried:
+                return
+            self._tried = True
+            try:
+                _make_own(self.folder)
+                # The index is made anew from the blobs, unless another process is at work with it.
+                (self.folder / "v2" / "index.sum").unlink(missing_ok=True)
+                files = HiddenStateCache(
+                    self.folder, quota_bytes=self._budget, durable=False, kept_since=self._since
+                )
+                self._held.callback(files.close)
+                claims = LeaseTable(self.folder / "claims")
+                self._held.callback(claims.close)
+                self._files, self._claims = files, claims
+            except (StorageError, OSError) as error:
+                self._give_up(error)
+
+    def _missing(self, named: Sequence[_Named]) -> list[_Named]:
+        """Those of `named` that are not here; the others are filled."""
+        return [(key, piece) for key, piece in named if not self._take(key, piece)]
+
+    def _take(self, key: bytes, piece: Piece) -> bool:
+        files = self._files
+        if files is None:
+            return False
+        try:
+            found = files.read_into(key, piece.into, piece.checksum)
+        except (StorageError, OSError) as error:
+            self._give_up(error)
+            return False
+        if not found and files.counters.corrupt:
+            self._tell("damage", "holds what is not what was published, which is read from the store again")
+        return found
+
+    def _claimed(
+        self, named: Sequence[_Named], claims: LeaseTable | None
+    ) -> tuple[list[_Named], list[_Named]]:
+        """A lot of `named` that nobody else fetches from now on, and the rest of them."""
+        mine: list[_Named] = []
+        others: list[_Named] = []
+        for key, piece in named:
+            try:
+                free = claims is None or (len(mine) < _LOT and claims.claim(key))
+            except OSError as error:
+                self._give_up(error)
+                free = True
+            (mine if free else others).append((key, piece))
+        return mine, others
+
+    def _fetch(self, mine: Sequence[_Named], claims: LeaseTable | None, fetch: Fetch) -> int:
+        """Read what was claimed, unless it has come since, and let others claim it; returns its bytes."""
+        try:
+            return self._read(self._missing(mine), fetch)
+        finally:
+            for key, _ in mine:
+                if claims is not None:
+                    claims.release(key, os.getpid())
+
+    def _read(self, named: Sequence[_Named], fetch: Fetch) -> int:
+        keys = {id(piece): key for key, piece in named}
+        if named:
+            fetch([piece for _, piece in named], lambda piece: self._keep(keys[id(piece)], piece))
+        return sum(len(piece.into) for _, piece in named)
+
+    def _keep(self, key: bytes, piece: Piece) -> None:
+        files = self._files
+        if files is None or "full" in self._told:
+            return
+        try:
+            record = CacheRecord(piece.unit.name, "", piece.index)
+            kept = files.put(key, np.frombuffer(piece.into, np.uint8)[None], record)
+        except (StorageError, OSError) as error:
+            self._give_up(error)
+            return
+        if not kept:
+            self._tell(
+                "full",
+                "has no room for all of them, by runtime.weights_cache_mb or on its disk; the rest is read"
+                " from the store each time",
+            )
+
+    def _give_up(self, error: Exception) -> None:
+        self._files = self._claims = None
+        self._tell("error", f"is not used, {error}; they are read from the store each time")
+
+    def _tell(self, kind: str, what: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            _log.warning("the cache of teachers' weights %s %s", self.folder, what)
+
+
+def _key(digest: str, piece: Piece) -> bytes:
+    """The 32-byte name of a block's bytes. A tied head is the embedding's, and has its name."""
+    unit, (start, stop) = piece.unit, piece.unit.block(piece.index)
+    name = hashlib.blake2b(digest_size=KEY_BYTES, person=b"opd.weights.1")
+    name.update(f"{digest} {unit.checksum} {start} {stop} ".encode() + piece.checksum)
+    return name.digest()
+
+
+def _make_own(folder: Path) -> None:
+    """Make `folder` unless it is there. Raises `StorageError` if it is not this user's alone."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    if not own or (folder / "v2").is_symlink():
+        raise StorageError("it is a link, somebody else's, or others may write to it: remove it")
