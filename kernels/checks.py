@@ -106,7 +106,8 @@ def check_ids(ids: Tensor, tokens: int, vocabulary: int) -> None:
         raise ValueError(
             f"ids have shape {list(ids.shape)}; {tokens} tokens ask for [{tokens}] or [{tokens}, K]"
         )
-    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
+    least, most = torch.stack(ids.aminmax()).tolist() if ids.numel() else (0, 0)  # read once
+    if least < 0 or most >= vocabulary:
         bad = ((ids < 0) | (ids >= vocabulary)).nonzero()[0].tolist()
         raise ValueError(f"ids{bad} is {int(ids[tuple(bad)])}; the vocabulary has ids 0 to {vocabulary - 1}")
 

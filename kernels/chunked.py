@@ -30,7 +30,16 @@ from opd.kernels.divergences import (
     token_statistics_,
 )
 from opd.kernels.head import Head, statistics_dtype
-from opd.kernels.projection import Gradients, Rows, blocks_with_slope, chunks, matmul_rows, take, write_logits
+from opd.kernels.projection import (
+    Gradients,
+    Rows,
+    blocks_with_slope,
+    chunks,
+    matmul_rows,
+    some_of,
+    take,
+    write_logits,
+)
 
 __all__ = [
     "geometric_floor",
@@ -71,8 +80,8 @@ def _run(
 ) -> tuple[Tensor, Gradients]:
     """Per-token divergence `[T]` and the gradient of `sum(token_weight * divergence)`, chunk by chunk."""
     values = torch.zeros(hidden.shape[0], dtype=spec.dtype, device=hidden.device)
-    counted = token_weight != 0
-    gradients = Gradients(hidden, head, needs, spec.dtype, single=int(counted.sum()) <= spec.chunk)
+    counted, tokens = some_of(token_weight != 0)
+    gradients = Gradients(hidden, head, needs, spec.dtype, single=tokens <= spec.chunk)
     shape = (matmul_rows(min(spec.chunk, len(hidden)), spec.chunk), head.vocabulary)
     student_buffer = torch.empty(shape, dtype=spec.dtype, device=hidden.device)
     teacher_buffer = torch.empty_like(student_buffer)
@@ -157,11 +166,13 @@ def _rescale(gradients: Gradients, upstream: Tensor, token_weight: Tensor) -> bo
         if gradients.hidden is not None:
             gradients.hidden.mul_(ratio.unsqueeze(1))
         return bool(torch.isfinite(ratio).all())
-    common = ratio[token_weight.abs().argmax()]
+    common = ratio.index_select(0, token_weight.abs().argmax(keepdim=True))
     expected = common * token_weight
-    if not bool(((upstream - expected).abs() <= PROPORTIONAL * expected.abs()).all()):
+    proportional = ((upstream - expected).abs() <= PROPORTIONAL * expected.abs()).all()
+    holds, factor = torch.cat([proportional.to(common.dtype).unsqueeze(0), common]).tolist()  # read once
+    if not holds:
         return False
-    if float(common) != 1.0:
+    if factor != 1.0:
         for gradient in (gradients.hidden, gradients.weight, gradients.bias):
             if gradient is not None:
                 gradient.mul_(common)
@@ -313,11 +324,11 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_entropy = None
         if grad_entropy is not None:
             counted |= grad_entropy != 0
-        single = int(counted.sum()) <= chunk
-        gradients = Gradients(hidden, head, tuple(ctx.needs_input_grad[:3]), dtype, single)
+        some, tokens = some_of(counted)
+        gradients = Gradients(hidden, head, tuple(ctx.needs_input_grad[:3]), dtype, single=tokens <= chunk)
         buffer = _buffer(len(hidden), chunk, head, hidden, dtype)
         chain = head.scale / settings.temperature
-        for rows in chunks(len(hidden), chunk, counted):
+        for rows in chunks(len(hidden), chunk, some):
             part, part_ids = take(hidden, rows, chunk), take(ids, rows, chunk)
             logits = write_logits(part, head, settings.temperature, buffer[: len(part)])
             part_grad = take(grad_logprobs, rows, chunk) * chain

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opd.kernels.projection import linear
+from opd.kernels.projection import linear, wide_product
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,6 +90,8 @@ class Head:
         rows = slice(0, self.vocabulary)
         if self.allow_bf16_logits and hidden.dtype == self.weight.dtype == torch.bfloat16:
             logits = (hidden @ self.weight[rows].t()).to(dtype)
+        elif wide_product(hidden, self.weight) and not torch.is_grad_enabled():
+            logits = torch.mm(hidden, self.weight[rows].t(), out_dtype=dtype)
         else:
             logits = linear(hidden.to(dtype), self.weight[rows].to(dtype))
         if self.bias is not None:

@@ -198,11 +198,17 @@ ROW_TILE = 64
 
 def chunks(tokens: int, size: int, counted: Tensor | None = None) -> Iterator[Rows]:
     """Cut the tokens (those that are `counted` `[N]` bool, if given) into chunks of at most `size`."""
-    if counted is None or bool(counted.all()):
+    if counted is None:
         for start in range(0, tokens, size):
             yield slice(start, min(start + size, tokens))
     else:
         yield from (rows for rows in counted.nonzero().squeeze(1).split(size) if rows.numel())
+
+
+def some_of(counted: Tensor) -> tuple[Tensor | None, int]:
+    """`counted` `[N]` bool for `chunks`, `None` where all are, and how many: read once."""
+    tokens = int(counted.sum())
+    return None if tokens == len(counted) else counted, tokens
 
 
 def matmul_rows(tokens: int, chunk: int) -> int:

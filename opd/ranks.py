@@ -339,7 +339,8 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
     """This process among the ranks torchrun's variables speak of, while the block runs; alone without them.
 
     `device` is the recipe's; with CUDA each rank takes the device of its `LOCAL_RANK`. A rank waits at most
-    `timeout_seconds` for another. Raises `RanksError` if they do not find each other.
+    `timeout_seconds` for another. Raises `RanksError` if they do not find each other, or `device` is that of
+    another rank.
     """
     if asked_for() == 1:
         yield Ranks()
@@ -347,7 +348,7 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
     wait = timedelta(seconds=timeout_seconds)
     cuda = device != "cpu" and torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_own_number(device))
     with gloo_towards(os.environ.get("MASTER_ADDR", "localhost")):
         try:
             store, rank, size = _find_others(wait)
@@ -366,6 +367,19 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
             # After an error the others may be gone or waiting; leaving tells them.
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
+
+
+def _own_number(device: str) -> int:
+    """The number of this rank's GPU."""
+    own = int(os.environ.get("LOCAL_RANK", "0"))
+    named = None if device == "auto" else torch.device(device).index
+    if named not in (None, own):
+        rank = os.environ.get("RANK", "?")
+        raise RanksError(
+            f"model.device is {device}, but rank {rank} works on cuda:{own}, as each needs a GPU of its own;"
+            " set model.device to auto or cuda."
+        )
+    return own
 
 
 def _find_others(wait: timedelta) -> tuple[Store, int, int]:

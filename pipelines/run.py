@@ -97,7 +97,7 @@ def execute(
     """
     for need in stage.needs:
         folder.stage_done(need)  # what it left is what the others will read
-    settle(folder.threads(recipe, alone=stage.alone), recipe.runtime.tf32)
+    settle(folder.threads(recipe, alone=stage.alone), recipe.runtime.tf32, recipe.model.device)
     started = time.perf_counter()
     listening = Preemption(recipe.runtime.grace_seconds).listen() if preemption is None else None
     with listening or nullcontext(preemption) as asked:

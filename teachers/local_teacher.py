@@ -15,7 +15,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.long_sequence import LayerMemory
 from opd.teachers.kinds import Opening, TeacherKind
 from opd.teachers.score_cache import RowPieces, row_pieces
-from opd.train.packing import pack_tokens, split_by_tokens
+from opd.train.packing import pack_tokens, sent, split_by_tokens
 from opd.types import HiddenStates, Sample
 
 
@@ -68,7 +68,7 @@ class LocalTeacher:
         """Last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order."""
         parts = [rows for _, rows in self.score_pieces(samples)]
         if not parts:
-            return HiddenStates(torch.zeros(0, self.model.config.hidden_size))
+            return HiddenStates(torch.zeros(0, self.model.config.hidden_size, device=self.model.device))
         return HiddenStates(torch.cat(parts))
 
     def score_pieces(self, samples: Sequence[Sample]) -> RowPieces:
@@ -77,7 +77,8 @@ class LocalTeacher:
         memory = LayerMemory(chunk=self.sequence_chunk)
         for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._max_tokens):
             part = samples[start:stop]
-            input_ids, position_ids, cu_seqlens, _ = (t.to(self.model.device) for t in pack_tokens(part))
+            *given, cu_seqlens, _ = pack_tokens(part)
+            input_ids, position_ids = sent(given, self.model.device)
             with torch.no_grad():
                 hidden = self.model.hidden(input_ids, position_ids, cu_seqlens, memory)
             yield from row_pieces(part, hidden, self.sequence_chunk)

@@ -340,7 +340,7 @@ class TeacherSchedule:
             raise TeacherError(
                 f"sample {missing.args[0][1]} was not scored by teacher {teacher}; call score() on it first."
             ) from None
-        rows = rows if self._device is None else [own.to(self._device) for own in rows]
+        rows = rows if self._device is None else [own.to(self._device, non_blocking=True) for own in rows]
         # One sample's stay where they are, mapped, so that only the rows in use are in memory.
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 

@@ -260,7 +260,7 @@ class CachedScores:
         """The disk is full: what was written is taken back, the rest stays in memory too."""
         self.cache.written(0)
         before = torch.from_numpy(writer.give_up()).view(rows.dtype).view(-1, rows.shape[1])
-        return torch.cat([before, rows, *parts])
+        return torch.cat([before.to(rows.device), rows, *parts])
 
     def release(self) -> None:
         """End the leases: what `find` and `store` returned may be evicted from now on."""

@@ -308,7 +308,7 @@ class Skeleton:
         cu_seqlens: Tensor | Sequence[int],
         chunk: int | None = None,
     ) -> PackedWork:
-        """A micro-batch of sequences packed end to end: [T], [T] and [B + 1] on the skeleton's device.
+        """A micro-batch of sequences packed end to end: [T] and [T] on the skeleton's device, and [B + 1].
 
         One of more than `chunk` tokens goes through the layers in pieces of so many.
         """

@@ -37,7 +37,7 @@ from opd.teachers.skeleton import (
     read_head,
     unit_tensors,
 )
-from opd.train.packing import pack_tokens, split_by_tokens
+from opd.train.packing import pack_tokens, sent, split_by_tokens
 from opd.types import HiddenStates, Sample
 
 if TYPE_CHECKING:
@@ -195,7 +195,8 @@ class StreamedTeacher:
         batches = []
         for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._placement.max_tokens):
             part = samples[start:stop]
-            input_ids, position_ids, cu_seqlens, _ = (t.to(self._device) for t in pack_tokens(part))
+            *given, cu_seqlens, _ = pack_tokens(part)
+            input_ids, position_ids = sent(given, self._device)
             work = self.skeleton.work(input_ids, position_ids, cu_seqlens, self.sequence_chunk)
             batches.append((work, part))
         return batches

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("KMP_BLOCKTIME", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -52,6 +53,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="takes minutes; add --long"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture
+def pretended() -> Iterator[Any]:
+    """A CUDA device that is not there; see `pretend_cuda.py`."""
+    import pretend_cuda
+
+    with pretend_cuda.gpu() as made:
+        yield made
+
+
+@pytest.fixture(params=["pretended", pytest.param("real", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> Any:
+    """A CUDA device: `pretended`, and with `-m gpu` one that is there."""
+    if request.param == "pretended":
+        return request.getfixturevalue("pretended")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    import pretend_cuda
+
+    return pretend_cuda.RealGpu()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -247,8 +247,10 @@ def buckets_of(lengths: list[int], device: torch.device) -> tuple[list[Bucket], 
         filled = np.flatnonzero(real.ravel())
         places[source[filled]] = offset + filled
         offset += source.size
-        buckets.append(Bucket((len(members), longest), torch.from_numpy(source).to(device)))
-    return buckets, torch.from_numpy(places).to(device)
+        buckets.append(
+            Bucket((len(members), longest), torch.from_numpy(source).to(device, non_blocking=True))
+        )
+    return buckets, torch.from_numpy(places).to(device, non_blocking=True)
 
 
 def pad(packed: Tensor, bucket: Bucket) -> Tensor:

@@ -64,7 +64,7 @@ class PrefillAttention:
 
     def __call__(self, call: AttentionCall) -> Tensor:
         cache = self._cache.layer(call.layer_index, call.key, call.value)
-        index = self._index = self._index.to(call.key.device)
+        index = self._index = self._index.to(call.key.device, non_blocking=True)
         key = call.key if self._key_order is None else call.key.index_select(-1, self._key_order)
         for packed, cached in ((key, cache.keys), (call.value, cache.values)):
             slots = packed[0].index_select(1, index).unflatten(1, (-1, self._longest))
@@ -82,7 +82,8 @@ class DecodeAttention:
         self._longest = int(positions.max()) + 1
         self._equal = int(positions.min()) + 1 == self._longest
         self._window = cache.window(self._longest)
-        self._positions = torch.from_numpy(positions).to(device)
+        self.positions = torch.from_numpy(positions).to(device, non_blocking=True)
+        """[B] int64, on the device."""
         self._slots = None if self._equal else torch.arange(self._rows, device=device)
         self._biases: dict[tuple[int | None, int], Tensor | None] = {}
 
@@ -107,8 +108,8 @@ class DecodeAttention:
             window.keys.select(2, self._longest - 1).copy_(key)
             window.values.select(2, self._longest - 1).copy_(value)
         else:
-            window.keys[self._slots, :, self._positions] = key
-            window.values[self._slots, :, self._positions] = value
+            window.keys[self._slots, :, self.positions] = key
+            window.values[self._slots, :, self.positions] = value
         return attend_cached(query, window, self._bias(form.sliding_window, window.keys), form)
 
     def _bias(self, sliding_window: int | None, keys: Tensor) -> Tensor | None:
@@ -124,7 +125,7 @@ class DecodeAttention:
         if self._equal and sliding_window is None and self._window == self._longest:
             return None
         column = torch.arange(self._window, device=keys.device)
-        last = self._positions[:1, None] if self._equal else self._positions[:, None]
+        last = self.positions[:1, None] if self._equal else self.positions[:, None]
         hidden = column > last
         if sliding_window is not None:
             hidden |= column <= last - sliding_window
@@ -247,7 +248,9 @@ class LeanDecoder:
     def refresh(self) -> None:
         """Read the model's weights."""
         self._embedding = self._base.embed_tokens.weight.detach()
-        self._layers = [LeanLayer.read(x, self._model.config, self.key_order) for x in self._base.layers]
+        self._layers: list[LeanLayer] = []  # the old copies go before the new ones come
+        for layer in self._base.layers:
+            self._layers.append(LeanLayer.read(layer, self._model.config, self.key_order))
         self._final_norm = self._base.norm.weight.detach()
         self._rotary = self._rotary_table(256)
 
@@ -258,11 +261,11 @@ class LeanDecoder:
 
         `ids` and `positions` [B] integers.
         """
-        device = self._embedding.device
         if int(positions.max()) >= len(self._rotary):
             self._rotary = self._rotary_table(2 * int(positions.max()))
-        rotary = self._rotary.index_select(0, torch.from_numpy(positions).to(device))[:, None]
-        hidden = self._embedding.index_select(0, torch.from_numpy(ids.astype(np.int64)).to(device))
+        rotary = self._rotary.index_select(0, attention.positions)[:, None]
+        given = torch.from_numpy(ids.astype(np.int64)).to(self._embedding.device, non_blocking=True)
+        hidden = self._embedding.index_select(0, given)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         for index, layer in enumerate(self._layers):
@@ -384,7 +387,7 @@ class Runner:
         attention = DecodeAttention(self.cache, positions, self.model.device)
         if self.lean is not None:
             return self.lean.step(ids, positions, self.cache, attention)
-        return self.model.run(self._tensor(ids), self._tensor(positions), attention)
+        return self.model.run(self._tensor(ids), attention.positions, attention)
 
     def prefill(self, batch: RunningBatch, start: int, upcoming: bytes | None) -> Tensor:
         """[R, D]: compute all known tokens of the slots `start ... batch.size`; one row per slot.
@@ -453,4 +456,4 @@ class Runner:
             )
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self.model.device)
+        return torch.from_numpy(values.astype(np.int64)).to(self.model.device, non_blocking=True)

@@ -137,9 +137,14 @@ class KVCache:
 
     def move(self, source: np.ndarray, target: np.ndarray, length: int) -> None:
         """Copy the first `length` positions of the slots `source` to the slots `target`."""
+        if not self._layers:
+            return
+        device = next(iter(self._layers.values())).keys.device
+        # Sent once: with an index on the host every layer would wait for the device.
+        rows = torch.from_numpy(np.stack([source, target])).to(device, non_blocking=True)
         for cache in self._layers.values():
             for x in (cache.keys, cache.values):
-                x[target, :, :length] = x[source, :, :length]
+                x[rows[1], :, :length] = x[rows[0], :, :length]
 
     def read(self, row: int, length: int) -> PromptKV:
         """A copy of one slot."""

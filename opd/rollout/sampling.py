@@ -5,7 +5,6 @@ Shapes: `B` requests, `V` vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -117,7 +116,7 @@ class NoiseTable:
 
 LONG, CDF_BLOCK = 16384, 128
 """Vocabulary from which a distribution is inverted in two steps, and the tokens of a block."""
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES, CHUNK_BYTES_GPU = 64 * 2**20, 2**30
 """Bound on the float64 cumulative sums held at once; long vocabularies are done some rows at a time."""
 
 
@@ -141,7 +140,7 @@ class SamplingPlan:
         """From `[B]` arrays in the conventions of `SamplingParams` (temperature 0 greedy, top-k 0 off)."""
 
         def column(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device)[:, None]
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)[:, None]
 
         greedy = temperature == 0
         heat = np.where(greedy, 1.0, temperature).astype(np.float32)
@@ -164,10 +163,11 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
 
     `logits` [B, V] float32, `uniforms` [B] float64 in [0, 1). The token is the first whose cumulative
     probability, in the order of token ids, exceeds the uniform. Log-probabilities are at the sampling
-    temperature (1 for greedy requests), before any top-k or top-p cut. Raises `RolloutError` if a row of
-    logits is not finite.
+    temperature (1 for greedy requests), before any top-k or top-p cut; NaN where a row of logits is not
+    finite (see `check_finite`).
     """
-    rows = max(1, CHUNK_BYTES // (8 * logits.shape[1]))
+    most = CHUNK_BYTES if logits.device.type == "cpu" else CHUNK_BYTES_GPU
+    rows = max(1, most // (8 * logits.shape[1]))
     if len(logits) <= rows:
         return _sample_rows(logits, uniforms, plan)
     parts = [
@@ -190,38 +190,44 @@ def _sample_rows(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[
     return ids, logprobs.gather(1, ids[:, None])[:, 0]
 
 
-def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """[B] int64: the first token whose cumulative probability exceeds `uniforms` times the row's sum.
-
-    `probabilities` [B, V] need not sum to 1; a token of probability 0 is never chosen.
-    """
-    if probabilities.shape[1] < LONG:
-        cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-        return torch.searchsorted(cumulative, _target(cumulative, uniforms), right=True)[:, 0]
-    # Over many tokens a float64 scan costs more than the rest of sampling: sums of blocks, then one block's.
-    blocks = functional.pad(probabilities, (0, -probabilities.shape[1] % CDF_BLOCK))
-    blocks = blocks.unflatten(1, (-1, CDF_BLOCK))
-    cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    return _inside_block(blocks, cumulative, _target(cumulative, uniforms))
-
-
-def _target(cumulative: Tensor, uniforms: Tensor) -> Tensor:
-    """[B, 1]: `uniforms` [B] times the sum of each row, the last of `cumulative` [B, N]."""
-    total = cumulative[:, -1:]
-    if not math.isfinite(float(total.sum())):
-        row = int(torch.nonzero(~torch.isfinite(total[:, 0]))[0])
+def check_finite(logprobs: np.ndarray) -> None:
+    """Raise `RolloutError` if one of the sampled tokens' `logprobs` [B] is of logits that are not finite."""
+    if not np.isfinite(logprobs).all():
+        row = int(np.flatnonzero(~np.isfinite(logprobs))[0])
         raise RolloutError(
             f"the model gave logits that are not finite for row {row} of the decode batch; its weights are"
             " not usable, go back to an earlier checkpoint or lower the learning rate."
         )
+
+
+def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """[B] int64: the first token whose cumulative probability exceeds `uniforms` times the row's sum.
+
+    `probabilities` [B, V] need not sum to 1; a token of probability 0 is never chosen. Of a row with NaN
+    it is any token: nothing is read back here, as a device would be waited for.
+    """
+    if probabilities.shape[1] < LONG:
+        cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+        found = torch.searchsorted(cumulative, _target(cumulative, uniforms), right=True)[:, 0]
+        return found.clamp_(max=probabilities.shape[1] - 1)
+    # Over many tokens a float64 scan costs more than the rest of sampling: sums of blocks, then one block's.
+    blocks = functional.pad(probabilities, (0, -probabilities.shape[1] % CDF_BLOCK))
+    blocks = blocks.unflatten(1, (-1, CDF_BLOCK))
+    cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    found = _inside_block(blocks, cumulative, _target(cumulative, uniforms))
+    return found.clamp_(max=probabilities.shape[1] - 1)
+
+
+def _target(cumulative: Tensor, uniforms: Tensor) -> Tensor:
+    """[B, 1]: `uniforms` [B] times the sum of each row, the last of `cumulative` [B, N]."""
     # The largest float64 below 1 times the total still rounds to less than it: some token exceeds it.
-    return total * uniforms[:, None]
+    return cumulative[:, -1:] * uniforms[:, None]
 
 
 def _inside_block(blocks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
     """[B]: the first token at which the sum of all up to it exceeds `target` [B, 1]; `cumulative` [B, N] are
     the sums of all `blocks` [B, N, CDF_BLOCK] up to each."""
-    found = torch.searchsorted(cumulative, target, right=True)
+    found = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     rows = torch.arange(len(blocks), device=blocks.device)
     inside = blocks[rows, found[:, 0]].double()
     before = functional.pad(cumulative, (1, 0)).gather(1, found)

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from opd.errors import RolloutError, reason_of
 from opd.foreign import decoding
-from opd.models.causal_lm import raw_bytes, weights_digest
+from opd.models.causal_lm import raw_bytes, torch_device, weights_digest
 from opd.ranks import gloo_device, host_store
 from opd.rollout.sglang_proof import Proof, check_config, check_form
 from opd.rollout.weight_sync import WeightFolder, Weights, buckets
@@ -133,12 +133,14 @@ class TensorPush:
     def __init__(self, host: str = "127.0.0.1", bucket_bytes: int = BUCKET_BYTES) -> None:
         self._host, self._size = host, bucket_bytes
         self._newest: list[tuple[str, Tensor]] = []
+        self._device = torch.device("cpu")
+        """The trainer's, by its number: the threads that send work on the first one."""
         self._groups: dict[str, tuple[str, Any, torch.device]] = {}
         """URL -> name of the group, its back end, where it sends from."""
 
     def prepare(self, weights: Weights, version: int) -> list[tuple[str, Tensor]]:
         """See `Push`."""
-        self._newest = _copies(weights)
+        self._newest, self._device = _copies(weights), torch_device("auto")
         return self._newest
 
     async def load(self, ask: Ask, server: Server, name: str) -> None:
@@ -213,7 +215,7 @@ class TensorPush:
         if answer.done() and answer.exception() is not None:
             met.cancel()
         _check(server, member.name, await answer)
-        return member.name, await met, torch.device("cuda" if cuda else "cpu")
+        return member.name, await met, self._device if cuda else torch.device("cpu")
 
 
 def _copies(weights: Weights) -> list[tuple[str, Tensor]]:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from opd.errors import RolloutError
 from opd.kernels.head import Head
+from opd.kernels.projection import wide_product
 from opd.models.causal_lm import CausalLM, WeightsDigest
 from opd.models.hf_folder import positions_of
 from opd.rollout.batch import Limits, RunningBatch, queue_requests
 from opd.rollout.forward import Runner
 from opd.rollout.kv_cache import Origin, PromptKV, pack, unpack
-from opd.rollout.sampling import SamplingPlan, sample
+from opd.rollout.sampling import SamplingPlan, check_finite, sample
 from opd.rollout.streams import Streaming
 from opd.types import Chunk, RolloutRequest
 
@@ -237,9 +238,9 @@ class TorchEngine(Streaming):
         return Origin(self.model.digest(), self._version, self._runner.lean is not None)
 
     def _decode_head(self) -> Head:
-        """The model's head, in float32: `Head.logits` would convert half-precision weights at every step."""
+        """The model's head, in float32 where `Head.logits` would convert 16-bit weights at every step."""
         head = self.model.head(self._vocab_size)
-        if head.weight.dtype not in (torch.float16, torch.bfloat16):
+        if head.weight.dtype not in (torch.float16, torch.bfloat16) or wide_product(head.weight, head.weight):
             return head
         return replace(head, weight=head.weight.detach()[: head.vocabulary].float(), vocab_size=None)
 
@@ -267,9 +268,11 @@ class TorchEngine(Streaming):
             self._plan = SamplingPlan.build(
                 batch.temperature[:size], batch.top_p[:size], batch.top_k[:size], logits.device
             )
-        uniforms = torch.from_numpy(batch.noise.at(batch.position[: batch.size])).to(logits.device)
-        ids, logprobs = sample(logits, uniforms, self._plan)
-        return self._commit(ids.cpu().numpy(), logprobs.cpu().numpy())
+        noise = torch.from_numpy(batch.noise.at(batch.position[: batch.size]))
+        drawn = sample(logits, noise.to(logits.device, non_blocking=True), self._plan)
+        ids, logprobs = (values.cpu().numpy() for values in drawn)
+        check_finite(logprobs)
+        return self._commit(ids, logprobs)
 
     def _forward(self) -> Tensor:
         """[B, D]: the hidden states that predict the next token of every running request."""

@@ -247,7 +247,8 @@ def _statistics(
     and the dual bound hold.
     """
     if mask is not None:
-        log_ratio, ratio = log_ratio[mask], ratio[mask]
+        counted = mask.nonzero().squeeze(1)  # once: a device is waited for here
+        log_ratio, ratio = log_ratio[counted], ratio[counted]
         held = (held[0] & mask, held[1] & mask, held[2] & mask)
     if not ratio.numel():
         return PolicyStats()

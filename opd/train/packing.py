@@ -61,7 +61,7 @@ def of_packed(
     results: list[np.ndarray] = []
     for start, stop in split_by_tokens(lengths, [None] * len(lengths), max_tokens):
         part = samples[start:stop]
-        values = compute(*(t.to(device) for t in pack_tokens(part)))
+        values = compute(*sent(pack_tokens(part), device))
         ends = np.cumsum([len(s.response_ids) for s in part])[:-1]
         results.extend(np.split(values.float().cpu().numpy(), ends))
     return results
@@ -71,20 +71,23 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
     """One micro-batch of all `pairs`; see `MicroBatch` for the shapes and a worked example."""
     samples = [sample for sample, _ in pairs]
     terms = [term for _, term in pairs]
-    input_ids, position_ids, cu_seqlens, rows = pack_tokens(samples)
+    on_host = pack_tokens(samples)
+    targets = on_host[0][on_host[3] + 1]
+    input_ids, position_ids, cu_seqlens, rows, targets = sent([*on_host, targets], device)
 
     def stream(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([getattr(term, name) for term in terms])).to(device)
+        whole = torch.from_numpy(np.concatenate([getattr(term, name) for term in terms]))
+        return whole.to(device, non_blocking=True)
 
     def if_all(name: str) -> torch.Tensor | None:
         return None if any(getattr(term, name) is None for term in terms) else stream(name)
 
     return MicroBatch(
-        input_ids=input_ids.to(device),
-        position_ids=position_ids.to(device),
-        cu_seqlens=cu_seqlens.to(device),
-        rows=rows.to(device),
-        targets=input_ids[rows + 1].to(device),
+        input_ids=input_ids,
+        position_ids=position_ids,
+        cu_seqlens=cu_seqlens,
+        rows=rows,
+        targets=targets,
         advantages=stream("advantages"),
         old_logprobs=if_all("old_logprobs"),
         policy_weight=stream("policy_weight"),
@@ -119,6 +122,13 @@ def pack_tokens(
         torch.from_numpy(cu_seqlens),
         torch.from_numpy(rows),
     )
+
+
+def sent(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """`tensors` of the CPU on `device`, which is not waited for: CUDA takes what is not pinned out of the
+    host's memory before the call returns.
+    """
+    return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

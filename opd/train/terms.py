@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -109,42 +109,50 @@ class StudentRows:
 
 
 class MetricSums:
-    """Weighted sums over micro-batches that end as means: never a mean of means."""
+    """Weighted sums over micro-batches that end as means: never a mean of means.
+
+    Numbers on a device are read when somebody asks for what was added, all at once: to read one is to wait
+    until the device has done all that it was given.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
         self._minima: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
+        self._unread: list[tuple[Literal["sum", "least", "peak"], str, Tensor | float, Tensor | float]] = []
+        """What was added since, in order: what to do with it, its name, value and weight."""
 
     def add(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add `total`, which stands for `weight` units."""
-        self._sums[name] = self._sums.get(name, 0.0) + float(total)
-        self._weights[name] = self._weights.get(name, 0.0) + float(weight)
+        self._unread.append(("sum", name, _held(total), _held(weight)))
 
     def least(self, name: str, value: Tensor | float) -> None:
         """Keep the smallest value."""
-        self._minima[name] = min(self._minima.get(name, float("inf")), float(value))
+        self._unread.append(("least", name, _held(value), 1.0))
 
     def peak(self, name: str, value: Tensor | float) -> None:
         """Keep the largest value."""
-        self._maxima[name] = max(self._maxima.get(name, float("-inf")), float(value))
+        self._unread.append(("peak", name, _held(value), 1.0))
 
     def sums(self, prefix: str) -> dict[str, float]:
         """The raw sums of every name that starts with `prefix`, without the prefix."""
+        self._read()
         return {name[len(prefix) :]: v for name, v in self._sums.items() if name.startswith(prefix)}
 
     def include(self, other: MetricSums) -> None:
         """Add all that `other` holds."""
-        for name, total in other._sums.items():
-            self.add(name, total, other._weights[name])
-        for name, value in other._minima.items():
+        sums, weights, minima, maxima = other.parts()
+        for name, total in sums.items():
+            self.add(name, total, weights[name])
+        for name, value in minima.items():
             self.least(name, value)
-        for name, value in other._maxima.items():
+        for name, value in maxima.items():
             self.peak(name, value)
 
     def parts(self) -> list[dict[str, float]]:
         """Everything it holds, for `merged` on another rank."""
+        self._read()
         return [self._sums, self._weights, self._minima, self._maxima]
 
     @classmethod
@@ -162,10 +170,37 @@ class MetricSums:
 
     def means(self) -> dict[str, float]:
         """Sum divided by weight for every name whose weight is not 0, and every minimum and maximum."""
+        self._read()
         means = {
             name: total / self._weights[name] for name, total in self._sums.items() if self._weights[name]
         }
         return means | self._minima | self._maxima
+
+    def _read(self) -> None:
+        """Take over what was added since, in its order."""
+        unread, self._unread = self._unread, []
+        on_device = [value for entry in unread for value in entry[2:] if isinstance(value, Tensor)]
+        numbers = iter(torch.stack(on_device).tolist() if on_device else ())
+
+        def number(value: Tensor | float) -> float:
+            return next(numbers) if isinstance(value, Tensor) else value
+
+        for kind, name, given, of in unread:
+            value, weight = number(given), number(of)
+            if kind == "least":
+                self._minima[name] = min(self._minima.get(name, float("inf")), value)
+            elif kind == "peak":
+                self._maxima[name] = max(self._maxima.get(name, float("-inf")), value)
+            else:
+                self._sums[name] = self._sums.get(name, 0.0) + value
+                self._weights[name] = self._weights.get(name, 0.0) + weight
+
+
+def _held(value: Tensor | float) -> Tensor | float:
+    """`value` as it is now: a number, or of one on a device a copy there, float64."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach().to(torch.float64, copy=True).reshape(())
+    return float(value)
 
 
 def shares(sums: dict[str, float]) -> dict[str, float]:

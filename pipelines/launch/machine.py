@@ -134,16 +134,21 @@ def git_state(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def settle(threads: int, tf32: bool) -> None:
-    """Fix the number of CPU threads and whether GPUs may round float32 factors to TF32, which nothing else
-    decides; and keep freed memory for the next tensor.
+def settle(threads: int, tf32: bool, device: str = "auto") -> None:
+    """Fix the number of CPU threads, the GPU this process works on (of `model.device`) and whether GPUs may
+    round float32 factors to TF32, which nothing else decides; and keep freed memory for the next tensor.
 
     By default glibc gives every large block back to the kernel, which then zeroes it page by page for the
     next one: up to half of the time of a small model's training step where processes share the machine.
     """
     import torch
 
+    from opd.models.causal_lm import torch_device
+
     torch.set_num_threads(threads)
+    here = torch_device(device)
+    if here.type == "cuda":  # what is told no number takes the current one: FSDP does
+        torch.cuda.set_device(here)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     if not sys.platform.startswith("linux"):

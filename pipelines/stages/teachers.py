@@ -21,7 +21,7 @@ from opd.config import Recipe, SampledTokenK1, SampledTokenK2
 from opd.config.rl import CorrectionConfig, DistillLoss
 from opd.config.teachers import Reads
 from opd.models.adapters import has_adapter, read_adapter
-from opd.models.causal_lm import CausalLM
+from opd.models.causal_lm import CausalLM, torch_device
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import adapter_base, made_once
 from opd.models.tokenizers import load_tokenizer
@@ -226,7 +226,9 @@ def open_schedule(
             )
             memory = recipe.storage.hidden_memory_mb * MIB
             cache = CachedScores(stack.enter_context(files), variants=cached, memory_bytes=memory)
-        yield TeacherSchedule(teachers, router, cache=cache, group=group)
+        # What the cache has is mapped, and so on the CPU.
+        device = torch_device(recipe.model.device)
+        yield TeacherSchedule(teachers, router, cache=cache, device=device, group=group)
 
 
 def open_teachers(

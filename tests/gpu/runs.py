@@ -61,8 +61,8 @@ def run(*command: str, seconds: float) -> tuple[int, str]:
 
 
 def tests(place: Place) -> dict[str, Any]:
-    """`pytest -m gpu`."""
-    folders = ("tests/kernels", "tests/gpu")
+    """`pytest -m gpu`: of kernels, attention, engine, teachers, a training step, and one rank of NCCL."""
+    folders = ("tests/kernels", "tests/gpu", *sorted(map(str, (ROOT / "tests").glob("*/test_on_cuda.py"))))
     flags = (
         "-q",
         "--maxfail=12",

@@ -1,13 +1,19 @@
 """Where tensors go on a machine with several GPUs, as far as a machine without one can tell."""
 
+import asyncio
 import threading
 
 import pytest
 import torch
 
+from opd import ranks
+from opd.errors import RanksError
 from opd.models import attention
 from opd.models.attention import AttentionCall, causal_attention, kernels_share_heads
 from opd.models.causal_lm import torch_device
+from opd.pipelines.launch.machine import settle
+from opd.rollout import sglang_workers
+from opd.served.http_pool import Server
 from opd.teachers.layer_stream import LayerStream, in_background
 
 
@@ -17,7 +23,7 @@ def gpus(monkeypatch):
     own, chosen = threading.local(), []
 
     def choose(device):
-        own.index = torch.device(device).index
+        own.index = device if isinstance(device, int) else torch.device(device).index
         chosen.append(own.index)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -62,3 +68,54 @@ def test_repeated_keys_give_what_shared_ones_give(monkeypatch):
     shared = causal_attention(query, key, value, call)
     monkeypatch.setattr(attention, "kernels_share_heads", lambda *_: False)
     torch.testing.assert_close(causal_attention(query, key, value, call), shared, rtol=1e-5, atol=1e-6)
+
+
+def test_a_process_works_on_the_device_that_the_recipe_names(gpus, monkeypatch):
+    """What is told no number, FSDP for one, takes the current device."""
+    threads = torch.get_num_threads()
+    settle(threads, False, "cuda:2")
+    assert gpus == [2]
+    settle(threads, False, "auto")
+    assert gpus == [2, 2]
+    settle(threads, False, "cpu")
+    assert gpus == [2, 2]
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
+def test_a_rank_takes_the_gpu_of_its_number(gpus, monkeypatch, device):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(ranks, "_find_others", alone)
+    with pytest.raises(RanksError, match="found no others"), ranks.joined(device, 1.0):
+        pass
+    assert gpus == [1]
+
+
+def test_ranks_do_not_share_a_gpu(gpus, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    said = "model.device is cuda:0, but rank 1 works on cuda:1.*set model.device to auto"
+    with pytest.raises(RanksError, match=said), ranks.joined("cuda:0", 1.0):
+        pass
+
+
+def alone(*_):
+    raise RuntimeError("nobody")
+
+
+def test_a_served_worker_is_sent_weights_from_the_ranks_device(gpus, monkeypatch):
+    """Whatever thread sends them."""
+    torch.cuda.set_device("cuda:2")
+    push = sglang_workers.TensorPush()
+    push.prepare([], 1)
+    monkeypatch.setattr(sglang_workers, "weight_group", lambda *_: None)
+
+    async def ask(server, method, path, body):
+        return {"device": "cuda", "tp_size": 1, "success": True}
+
+    def join():
+        return asyncio.run(push._join(ask, Server("http://127.0.0.1:1")))[2]
+
+    assert in_background("loop", join, torch.device("cpu")).result() == torch.device("cuda", 2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from opd.errors import RolloutError
 from opd.rollout import sampling
-from opd.rollout.sampling import SamplingPlan, invert_cdf, sample
+from opd.rollout.sampling import SamplingPlan, check_finite, invert_cdf, sample
 
 
 def plan_of(rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingPlan:
@@ -116,7 +116,7 @@ def test_logits_that_are_not_finite_are_an_error_naming_the_row(bad: float) -> N
     logits = torch.zeros(3, 5)
     logits[1, 2] = bad
     with pytest.raises(RolloutError, match="row 1"):
-        sample(logits, torch.full((3,), 0.5, dtype=torch.float64), plan_of(3))
+        check_finite(sample(logits, torch.full((3,), 0.5, dtype=torch.float64), plan_of(3))[1].numpy())
 
 
 @pytest.mark.parametrize("vocabulary", [1, 127, 128, 129, 1000])
@@ -134,6 +134,10 @@ def test_two_steps_find_what_one_scan_finds(vocabulary: int, monkeypatch: pytest
     # At the last uniform below 1 it is rounding that chooses among tokens of less than 1e-16.
     assert torch.equal(torch.cat([found[:40], found[80:]]), torch.cat([scanned[:40], scanned[80:]]))
     assert bool((probabilities.gather(1, found[:, None]) > 0).all())
-    probabilities[7, 0] = float("nan")
+    spoiled = logits.clone()
+    spoiled[7, 0] = float("nan")
+    ids, logprobs = sample(spoiled, uniforms, plan_of(400))
+    assert bool(((ids >= 0) & (ids < vocabulary)).all())
+    assert logprobs.isnan().nonzero().flatten().tolist() == [7]
     with pytest.raises(RolloutError, match="row 7"):
-        invert_cdf(probabilities, uniforms)
+        check_finite(logprobs.numpy())

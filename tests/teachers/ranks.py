@@ -20,6 +20,7 @@ from rank_processes import do_tasks
 from safetensors.torch import save_file
 
 from opd.config import DistillConfig
+from opd.models.causal_lm import CausalLM
 from opd.storage.published import PublishedModel
 from opd.storage.shard_cache import ShardCache
 from opd.teachers.kinds import Placement
@@ -55,7 +56,11 @@ def batch_of(mine: list[Sample]) -> RolloutBatch:
 
 def gradient(schedule: TeacherSchedule, mine: list[Sample]) -> dict[str, torch.Tensor]:
     """The gradient of a tiny student that follows its teachers on `mine`."""
-    student = tiny.model(seed=77)
+    return gradient_of(tiny.model(seed=77), schedule, mine)
+
+
+def gradient_of(student: CausalLM, schedule: TeacherSchedule, mine: list[Sample]) -> dict[str, torch.Tensor]:
+    """That of `student`."""
     term = build_distill_term(DistillConfig(), schedule)
     assert term is not None
     backend = TorchBackend(student, tiny.training([term], 0.7, max_tokens=16))

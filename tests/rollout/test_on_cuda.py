@@ -1,0 +1,142 @@
+"""The engine on a device: what it writes, what a decode step waits for, and how many launches it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opd.errors import RolloutError
+from opd.rollout import sampling
+from opd.rollout.torch_engine import TorchEngine
+from opd.types import RolloutRequest, SamplingParams
+
+Fixture = Callable[..., Any]
+FAMILIES = ["llama", "mistral", "qwen3", "gemma2"]
+
+
+def engine_on(gpu: Any, model: Any, **options: Any) -> TorchEngine:
+    return TorchEngine(gpu.model(model), **options)
+
+
+def long_requests(count: int, **settings: Any) -> list[RolloutRequest]:
+    rng = np.random.default_rng(0)
+    params = SamplingParams(max_new_tokens=40, **settings)
+    return [
+        RolloutRequest(str(i), rng.integers(0, 24, 3 + i % 5).astype(np.int32), params) for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_writes_what_a_cpu_writes(
+    gpu, family, dtype, build: Fixture, collect: Fixture, requests_of: Fixture
+) -> None:
+    requests = requests_of(9, samples=2)
+    model, other = (build(family)[0] for _ in range(2))
+    for one in (model, other):
+        one.module.to(dtype)
+    expected = collect(TorchEngine(model, max_running=7).generate(requests))
+    found = collect(engine_on(gpu, other, max_running=7).generate(requests))
+    assert found.keys() == expected.keys()
+    for uid, response in found.items():
+        assert response.token_ids == expected[uid].token_ids
+        np.testing.assert_allclose(response.logprobs, expected[uid].logprobs, atol=1e-5)
+
+
+LAUNCHES = {"llama": 47, "qwen3": 55, "gemma2": 157}
+"""Of a decode step of two layers, sampling included."""
+
+
+@pytest.mark.parametrize("family", LAUNCHES)
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}], ids=["plain", "cut"]
+)
+def test_a_decode_step_waits_for_its_tokens_alone(gpu, family, settings, build: Fixture) -> None:
+    engine = engine_on(gpu, build(family)[0])
+    engine.submit(long_requests(6, **settings))
+    engine.step()
+    engine.step()
+    for _ in range(4):
+        with gpu.counted() as seen:
+            engine.step()
+        assert len(seen.waits) <= 2, seen
+        if not settings:  # on a real device none are counted
+            assert seen.launches.total() <= LAUNCHES[family], seen
+
+
+def test_requests_that_end_cost_no_wait_a_layer(gpu, build: Fixture) -> None:
+    engine = engine_on(gpu, build("llama")[0])
+    requests = [
+        RolloutRequest(str(i), np.array([1, 2], np.int32), SamplingParams(max_new_tokens=2 + i))
+        for i in range(6)
+    ]
+    engine.submit(requests)
+    engine.step()
+    moved = 0
+    for _ in range(6):
+        with gpu.counted() as seen:
+            step = engine.step()
+        moved += bool(step and step.finished)
+        assert len(seen.waits) <= 2, seen
+    assert moved >= 4
+
+
+def test_sampling_in_parts_waits_no_more(gpu, build: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "CHUNK_BYTES_GPU", 2 * 24 * 8)
+    monkeypatch.setattr(sampling, "LONG", 1)
+    engine = engine_on(gpu, build("llama")[0])
+    engine.submit(long_requests(9))
+    engine.step()
+    with gpu.counted() as seen:
+        engine.step()
+    assert len(seen.waits) <= 2, seen
+
+
+def test_a_prefill_waits_for_its_tokens_alone(gpu, build: Fixture, requests_of: Fixture) -> None:
+    engine = engine_on(gpu, build("llama")[0])
+    engine.submit(requests_of(9, samples=2))
+    with gpu.counted() as seen:
+        engine.step()
+    assert len(seen.waits) <= 2, seen
+
+
+def test_new_weights_and_saved_keys(gpu, build: Fixture, collect: Fixture) -> None:
+    requests = long_requests(4)
+    plain, engine = TorchEngine(build("llama")[0]), engine_on(gpu, build("llama")[0])
+    fresh, _ = build("llama", seed=1)
+    texts = []
+    for one in (plain, engine):
+        one.submit(requests)
+        steps = [one.step() for _ in range(3)]
+        one.pause()
+        saved = one.snapshot()
+        assert all(tensor.device.type == "cpu" for tensor in saved.values())
+        one.flush()
+        assert one.restore(saved) == 4
+        one.resume()
+        steps += [one.step() for _ in range(3)]
+        assert one.restored_tokens > 0
+        one.pause()
+        assert one.update_weights(fresh.weights(), 1) == fresh.quick_digest()
+        one.release()
+        one.resume()
+        while (step := one.step()) is not None:
+            steps.append(step)
+        texts.append(collect(steps))
+    assert {uid: r.token_ids for uid, r in texts[0].items()} == {
+        uid: r.token_ids for uid, r in texts[1].items()
+    }
+
+
+def test_logits_that_are_not_finite_are_named(gpu, build: Fixture) -> None:
+    model, _ = build("llama")
+    with torch.no_grad():
+        model.module.get_output_embeddings().weight.fill_(float("nan"))
+    engine = engine_on(gpu, model)
+    engine.submit(long_requests(2))
+    with pytest.raises(RolloutError, match="not finite for row 0"):
+        engine.step()

@@ -1,0 +1,176 @@
+"""A training step on a device: the CPU's numbers, what a micro-batch waits for, and its launches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from opd.config import FullVocabularyKL, PolicyLossConfig
+from opd.config.rl import CISPOLoss, GSPOLoss, ReferenceKLConfig, TopKKL
+from opd.kernels.head import Head
+from opd.train.backend import TorchBackend
+from opd.train.distill_terms import FullVocabularyTerm, K2Term, TeacherView, TopKTerm
+from opd.train.terms import CrossEntropyTerm, MetricSums, MismatchProbe, PolicyTerm, ReferenceTerm
+from opd.types import MicroBatch, RolloutBatch, TokenTerms
+
+LENGTHS = [(3, 4), (5, 1), (2, 7), (6, 3), (1, 5)]
+WAITS = 20
+"""Most of a micro-batch, forward and backward."""
+
+
+def batch(copies: int = 1) -> RolloutBatch:
+    """Samples of one teacher, every third token left out of every loss."""
+    samples = tiny.samples(LENGTHS * copies, teachers=["a"] * len(LENGTHS) * copies)
+    rng = np.random.default_rng(1)
+    terms = []
+    for sample in samples:
+        n = len(sample.response_ids)
+        weight = np.where(np.arange(n) % 3 == 2, 0, 1 / 20).astype(np.float32)
+        term = TokenTerms.zeros(n)
+        term.advantages = rng.normal(size=n).astype(np.float32)
+        term.old_logprobs = rng.normal(-2.5, 0.3, size=n).astype(np.float32)
+        term.ref_logprobs = rng.normal(-2.5, 0.3, size=n).astype(np.float32)
+        term.policy_weight = term.kl_weight = term.ce_weight = weight
+        terms.append(term)
+    return RolloutBatch(samples, terms)
+
+
+class Teacher:
+    """Hands out hidden states of a width of its own, where the micro-batch is."""
+
+    def __init__(self, put=lambda value: value) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self._rows = put(torch.randn(1000, 24, generator=generator))
+        self._head = Head(put(torch.randn(len(tiny.tokenizer()), 24, generator=generator)))
+
+    def __call__(self, micro: MicroBatch) -> list[TeacherView]:
+        return [TeacherView("a", 1.0, self._rows[: len(micro.targets)], self._head)]
+
+
+TERMS = {
+    "full vocabulary": lambda teacher: [FullVocabularyTerm(teacher, "one_hot", FullVocabularyKL())],
+    "k2": lambda teacher: [K2Term(teacher, "one_hot")],
+    "top k": lambda teacher: [TopKTerm(teacher, "one_hot", TopKKL(k=3, form="hybrid"))],
+    "policy": lambda _: [PolicyTerm(PolicyLossConfig(), entropy_coef=0.1)],
+    "gspo": lambda _: [PolicyTerm(GSPOLoss())],
+    "cispo": lambda _: [PolicyTerm(CISPOLoss())],
+    "policy and reference": lambda _: [
+        PolicyTerm(PolicyLossConfig()),
+        ReferenceTerm(ReferenceKLConfig(coef=0.1, placement="loss", estimator="k2")),
+    ],
+    "cross-entropy": lambda _: [CrossEntropyTerm()],
+    "distillation that is watched": lambda teacher: [
+        FullVocabularyTerm(teacher, "one_hot", FullVocabularyKL()),
+        MismatchProbe(entropy=True),
+    ],
+}
+
+
+def two_steps(backend: TorchBackend) -> tuple[list[dict[str, float]], torch.Tensor]:
+    """Their metrics, and the weights after them, end to end."""
+    metrics = [backend.forward_backward(batch()) | backend.step(1e-2) for _ in range(2)]
+    return metrics, torch.cat([tensor.flatten() for _, tensor in backend.weights()])
+
+
+FORMS = [{"max_tokens": 12}, {"recompute_layers": True}, {"sequence_chunk": 4}]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in TERMS] + [("full vocabulary", form) for form in FORMS],
+    ids=str,
+)
+def test_two_steps_are_those_of_a_cpu(gpu, name, options) -> None:
+    limits = {"max_tokens": 1000} | options
+    plain = TorchBackend(tiny.model(), tiny.training(TERMS[name](Teacher()), 0.7, **limits))
+    expected, weights = two_steps(plain)
+    backend = TorchBackend(
+        gpu.model(tiny.model()), tiny.training(TERMS[name](Teacher(gpu.put)), 0.7, **limits)
+    )
+    found, moved = two_steps(backend)
+    assert moved.device == gpu.device
+    torch.testing.assert_close(gpu.get(moved), weights, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_micro_batch_waits_a_bounded_number_of_times(gpu, name) -> None:
+    seen = []
+    for copies in (1, 3):
+        limits = {"max_tokens": sum(map(sum, LENGTHS)), "kl_chunk": 4}
+        terms = TERMS[name](Teacher(gpu.put))
+        backend = TorchBackend(gpu.model(tiny.model()), tiny.training(terms, 0.7, **limits))
+        with gpu.counted() as counts:
+            backend.forward_backward(batch(copies))
+        seen.append(counts)
+    assert len(seen[1].waits) - len(seen[0].waits) <= 2 * WAITS, seen[0]
+    with gpu.counted() as counts:
+        backend.step(1e-3)
+    assert len(counts.waits) <= 1, counts
+
+
+LAUNCHES = {"layer": 138, "beside": 156, "update": 10}
+"""Of a micro-batch of full-vocabulary distillation, forward and backward, and of an update of all weights."""
+
+
+def test_launches_of_a_micro_batch_and_of_an_update(pretended) -> None:
+    totals = []
+    for layers in (2, 4):
+        term = FullVocabularyTerm(Teacher(pretended.put), "one_hot", FullVocabularyKL())
+        model = pretended.model(tiny.model(num_hidden_layers=layers))
+        backend = TorchBackend(model, tiny.training([term], 0.7, max_tokens=1000))
+        backend.forward_backward(batch())
+        with pretended.counted() as forward:
+            backend.forward_backward(batch())
+        backend.step(1e-3)
+        backend.forward_backward(batch())
+        with pretended.counted() as update:
+            backend.step(1e-3)
+        totals.append((forward.launches, update.launches))
+    layer = (totals[1][0] - totals[0][0]).total() / 2
+    assert layer <= LAUNCHES["layer"], totals[1][0] - totals[0][0]
+    assert totals[0][0].total() - 2 * layer <= LAUNCHES["beside"], totals[0][0]
+    assert totals[1][1].total() <= LAUNCHES["update"], totals[1][1]
+
+
+def test_what_is_resumed_goes_on_as_before(gpu) -> None:
+    def backend() -> TorchBackend:
+        terms = TERMS["policy"](None)
+        return TorchBackend(gpu.model(tiny.model()), tiny.training(terms, 0.7, max_tokens=1000))
+
+    first, second = backend(), backend()
+    two_steps(first)
+    saved = {name: {k: v.cpu() for k, v in part.items()} for name, part in first.state().items()}
+    second.load_state(saved)
+    assert two_steps(second)[0] == two_steps(first)[0]
+
+
+def test_log_probabilities_of_packs(gpu) -> None:
+    samples = batch().samples
+    plain = TorchBackend(tiny.model(), tiny.training([], 0.7, max_tokens=16)).logprobs(samples)
+    backend = TorchBackend(gpu.model(tiny.model()), tiny.training([], 0.7, max_tokens=16))
+    for ours, theirs in zip(backend.logprobs(samples), plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_metrics_are_read_once_a_step_and_are_what_they_were(gpu) -> None:
+    here, plain = MetricSums(), MetricSums()
+    values = torch.arange(12.0).sin()
+    with gpu.counted() as seen:
+        for value in gpu.put(values):
+            here.add("mean", value, gpu.put(torch.tensor(3)))
+            here.add("count", 2.0)
+            here.peak("most", value)
+            value.fill_(100.0)  # what was added is the number it was
+        assert not seen.waits, seen
+        means = here.means()
+    assert len(seen.waits) == 1, seen
+    for value in values:
+        plain.add("mean", value, torch.tensor(3))
+        plain.add("count", 2.0)
+        plain.peak("most", value)
+    assert means == plain.means()
+    assert here.parts() == plain.parts()
