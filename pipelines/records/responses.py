@@ -10,9 +10,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from opd.storage.trajectories import TrajectoryWriter
-from opd.storage.wal import TokenWAL
-
 
 def forget(stage: Path) -> None:
     """Drop all of it, in the folder of the stage, of every rank: it would be written otherwise now."""
@@ -26,6 +23,10 @@ def forget_later(stage: Path, step: int) -> None:
     """Drop each response of which weights of a later version than `step` have written a token. Raises
     `StorageError` where a log or a store cannot be read.
     """
+    # Only here: a command that has no room for numpy opens run folders, too, and says so.
+    from opd.storage.trajectories import TrajectoryWriter
+    from opd.storage.wal import TokenWAL
+
     for own in _of_ranks(stage, "wal"):
         with TokenWAL(own) as log:
             known = ((uid, log.find(uid)) for uid in log.uids())
