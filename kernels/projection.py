@@ -157,6 +157,15 @@ class DecodeWeight:
         self._packed = here and weight.numel() >= least and weight.dtype == torch.float32 and onednn_packs()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _FEW) if self._packed else weight.t()
 
+    @property
+    def address(self) -> int:
+        """Where its numbers lie."""
+        return self._weight.data_ptr()
+
+    def copy_(self, other: DecodeWeight) -> None:
+        """Take over the numbers of `other`, of the same shape, in place. Not for a layout of oneDNN's."""
+        self._weight.copy_(other._weight)
+
     def times(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """`inputs` `[M, K]` -> `[M, N]`, plus `bias` `[N]`."""
         if self._wide:

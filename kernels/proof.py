@@ -1,4 +1,4 @@
-"""What a compiled row kernel has to show before anything is trained with it."""
+"""What a compiled kernel has to show before anything is trained with it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ ROWS = 64
 Launch = Callable[[Tensor, Tensor, str, float, Tensor | None, Tensor | None], Tensor]
 
 
+def accepted(subject: str, found: str | None, where: str, instead: str) -> bool:
+    """Whether nothing was `found` wrong with a kernel; else a warning says what, and what is used then."""
+    if found is not None:
+        warnings.warn(f"{subject} {found} {where}: {instead} used in its place", RuntimeWarning, stacklevel=6)
+    return found is None
+
+
 def passed(
     name: str, where: str, launch: Launch, kind: str, vocabulary: int, device: torch.device, *, rounds: bool
 ) -> bool:
-    """Whether the kernel of `name` has no `fault`; a warning says which it has, and `where`."""
+    """Whether the row kernel of `name` has no `fault`; a warning says which it has, and `where`."""
     found = fault(launch, kind, vocabulary, device, rounds=rounds)
-    if found is not None:
-        warnings.warn(
-            f"the {name} kernel of {kind} over {vocabulary} tokens {found} {where}: PyTorch's row kernel is"
-            " used in its place",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-    return found is None
+    subject = f"the {name} kernel of {kind} over {vocabulary} tokens"
+    return accepted(subject, found, where, "PyTorch's row kernel is")
 
 
 @torch.no_grad()

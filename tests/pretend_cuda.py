@@ -10,7 +10,10 @@ Every operation on such a tensor passes through `Gpu.run`, which holds it to wha
 devices do not meet, a device without a number is the one that the *thread* works on (the first, until the
 thread is told another), and the host waits where it reads a number, asks how many there are of something, or
 copies memory that is not pinned and does not say `non_blocking`. Waits and launches are counted; the numbers
-are the CPU's. What no such machine shows: times, memory, the order of streams, and what kernels CUDA has.
+are the CPU's. A copy between pinned memory and the device that says `non_blocking` is done as late as CUDA
+may do it: when its stream is waited for, by the host or by another stream, or has work behind it. Who reads
+or writes such memory too early gets other numbers. What no such machine shows: times, memory, the order of
+kernels on several streams, and what kernels CUDA has.
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pretend_graph import Recording
 from torch import Tensor, nn
 from torch.utils import _device, _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,6 +70,10 @@ class Counts:
     """Kernels by operation, each operation as one: views, memory and copies to and from the host are none."""
     copies: Counter[str] = field(default_factory=Counter)
     """To and from the device."""
+    unpinned_bytes: int = 0
+    """Copied from or to memory of the host that is not pinned."""
+    stream_waits: int = 0
+    """How often one stream was told to wait for another: the host does not."""
 
     def __str__(self) -> str:
         parts = [f"{len(self.waits)} waits", *self.waits, f"{self.launches.total()} launches {self.launches}"]
@@ -155,11 +164,41 @@ class Gpu:
         self.device = torch.device("cuda", number)
         self._thread = threading.local()
         self.by_thread: dict[str, Counts] = {}
+        self.default = _Stream(self.device)
+        self._pinned: list[Tensor] = []
+        self.pools: list[object] = []
+        self.lock = threading.RLock()
+        """Of what all streams have still to do."""
+
+    @property
+    def stream(self) -> _Stream:
+        """The one that this thread's work goes to."""
+        return getattr(self._thread, "stream", self.default)
+
+    @contextmanager
+    def on_stream(self, stream: _Stream | None) -> Iterator[None]:
+        """`torch.cuda.stream`."""
+        before = self.stream
+        self._thread.stream = stream or before
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    def pinned(self, value: Tensor) -> bool:
+        """Whether `value`, of the CPU, lies in pinned memory."""
+        place = value.untyped_storage().data_ptr()
+        return any(place == known.untyped_storage().data_ptr() for known in self._pinned)
 
     @property
     def current(self) -> int:
         """The device that this thread works on."""
         return getattr(self._thread, "number", 0)
+
+    def new_pool(self) -> object:
+        """`torch.cuda.graph_pool_handle`."""
+        self.pools.append(object())
+        return self.pools[-1]
 
     def choose(self, device: Any) -> None:
         """`torch.cuda.set_device`."""
@@ -194,6 +233,8 @@ class Gpu:
 
     def wait(self, reason: str) -> None:
         """The host waits for the device."""
+        if self.recording is not None:
+            self.recording.refuse(reason)
         here = [
             f"{Path(f.filename).relative_to(ROOT)}:{f.lineno}" for f in traceback.extract_stack() if _ours(f)
         ]
@@ -205,7 +246,8 @@ class Gpu:
             return OnDevice(value.detach().clone(), self.device)
 
     def get(self, value: Tensor) -> Tensor:
-        """What `value` holds, uncounted."""
+        """What `value` holds for this thread's stream, uncounted."""
+        self.stream.finish()
         return value.host if isinstance(value, OnDevice) else value.detach()
 
     def model(self, model: Any) -> Any:
@@ -242,8 +284,31 @@ class Gpu:
         if asked is None:
             _check(name, args, kwargs, mine)
         self._count(func, name, args, kwargs)
-        out = _compute(func, name, *_hosts(args, kwargs))
-        return _back(out, mine, where)
+        if name not in ALLOCATES and not func.is_view:
+            self.stream.finish()
+        return _back(self._do(func, name, *_hosts(args, kwargs)), mine, where)
+
+    @property
+    def recording(self) -> Recording | None:
+        """What this thread captures."""
+        return getattr(self._thread, "recording", None)
+
+    @recording.setter
+    def recording(self, value: Recording | None) -> None:
+        self._thread.recording = value
+
+    def _do(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Compute, and record what is captured."""
+        run = partial(_compute, func, name)
+        if self.recording is None:
+            return run(args, kwargs)
+        return self.recording.do(
+            lambda *args, **kwargs: run(args, kwargs), args, kwargs, allocates=name in ALLOCATES
+        )
+
+    def _launch(self, name: str) -> None:
+        if self.recording is None:
+            self.counts.launches[name] += 1
 
     def _place(self, asked: torch.device | None, mine: list[OnDevice]) -> torch.device:
         """Where results go."""
@@ -255,8 +320,12 @@ class Gpu:
 
     def _on_host(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func._schema.name in ("aten::_pin_memory", "aten::pin_memory"):
-            return args[0].clone()
-        return func(*args, **kwargs | ({"pin_memory": False} if kwargs.get("pin_memory") else {}))
+            self._pinned.append(args[0].clone())
+            return self._pinned[-1]
+        if not kwargs.get("pin_memory"):
+            return func(*args, **kwargs)
+        self._pinned.append(func(*args, **kwargs | {"pin_memory": False}))
+        return self._pinned[-1]
 
     def _copy(
         self, func: Any, name: str, asked: torch.device | None, args: tuple, kwargs: dict[str, Any]
@@ -272,14 +341,22 @@ class Gpu:
         if where.type == "cuda" and isinstance(source, OnDevice):
             if where != source.device:
                 raise RuntimeError(f"a tensor is copied from {source.device} to {where}")
-            self.counts.launches[name] += 1
+            self._launch(name)
         else:
             way = "to the device" if where.type == "cuda" else "to the host"
             self.counts.copies[way] += 1
+            if self.recording is not None:
+                self.recording.refuse(f"copy {way}")
             if waits or (way == "to the host" and name == "_to_copy"):
                 self.wait(f"copy {way}")
         on_host, options = _hosts(args, kwargs)
-        out = func(*on_host, **options)
+        near = [x for x in args[:2] if isinstance(x, Tensor) and not isinstance(x, OnDevice)]
+        if not waits and name == "copy_" and near and self.pinned(near[0]):
+            self.stream.later(lambda: func(*on_host, **options))
+            return args[0]
+        self.counts.unpinned_bytes += sum(x.nbytes for x in near if not self.pinned(x))
+        self.stream.finish()
+        out = self._do(func, name, on_host, options)
         if name == "copy_":
             return args[0]
         return OnDevice(out, where) if where.type == "cuda" else out
@@ -296,7 +373,7 @@ class Gpu:
                 elif index is not None and index.dtype in (torch.bool, torch.uint8):
                     self.wait("the size of a mask")
         if name not in (*ALLOCATES, *READS) and not func.is_view:
-            self.counts.launches[name] += 1
+            self._launch(name)
 
 
 def _check(name: str, args: tuple, kwargs: dict[str, Any], mine: list[OnDevice]) -> None:
@@ -389,43 +466,115 @@ def current() -> Gpu:
 
 
 class _Stream:
-    """`torch.cuda.Stream`: everything is done in its order anyway."""
+    """`torch.cuda.Stream`: kernels are done at once, copies of pinned memory when somebody waits for them."""
 
     def __init__(self, device: Any = None) -> None:
         assert device is None or torch.device(device).index is not None, (
             "a stream on a device without a number"
         )
+        self._waiting: list[Callable[[], object]] = []
+        self._done = 0
+
+    @property
+    def left(self) -> int:
+        """How much of it is not done."""
+        return len(self._waiting)
+
+    @property
+    def given(self) -> int:
+        """How much it was given to do so far."""
+        return self._done + len(self._waiting)
+
+    def later(self, call: Callable[[], object]) -> None:
+        """Give it `call` to do."""
+        with current().lock:
+            self._waiting.append(call)
+
+    def finish(self, given: int | None = None) -> None:
+        """Do what it was given first, or all, in its order."""
+        with current().lock, no_modes():
+            while self._waiting and (given is None or self._done < given):
+                call = self._waiting.pop(0)
+                self._done += 1
+                call()
 
     def synchronize(self) -> None:
         current().wait("a stream")
+        self.finish()
 
-    def wait_stream(self, other: Any) -> None:
-        del other
+    def wait_stream(self, other: _Stream) -> None:
+        self.wait_event(other.record_event())
 
-    def wait_event(self, event: Any) -> None:
-        del event
+    def wait_event(self, event: _Event) -> None:
+        current().counts.stream_waits += 1
+        self.later(event.finish)
 
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
+    def record_event(self, event: _Event | None = None) -> _Event:
+        made = event or _Event()
+        made.record(self)
+        return made
+
+
+class _Graph:
+    """`torch.cuda.CUDAGraph`; see `pretend_graph`."""
+
+    def __init__(self) -> None:
+        self._recording: Recording | None = None
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        gpu = current()
+        assert pool in gpu.pools, "a pool of another device"
+        assert gpu.recording is None, "a capture in a capture"
+        assert capture_error_mode == "thread_local", "other threads would break the capture, or it them"
+        if gpu.stream is gpu.default or gpu.current != gpu.device.index:
+            raise RuntimeError("CUDA graphs must be captured on a stream of their own, on their device")
+        gpu.recording = Recording()
+
+    def capture_end(self) -> None:
+        gpu = current()
+        recording, gpu.recording = gpu.recording, None
+        assert recording is not None
+        with no_modes():
+            recording.end()
+        if recording.broken:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self._recording = recording
+
+    def replay(self) -> None:
+        gpu = current()
+        assert self._recording is not None, "a graph that holds nothing"
+        gpu._launch("graph")
+        gpu.stream.finish()
+        with no_modes():
+            self._recording.replay()
 
 
 class _Event:
     """`torch.cuda.Event`."""
 
     def __init__(self, **_: Any) -> None:
-        pass
+        self._point: tuple[_Stream, int] | None = None
 
-    def record(self, stream: Any = None) -> None:
-        del stream
+    def record(self, stream: _Stream | None = None) -> None:
+        at = stream or current().stream
+        self._point = at, at.given
 
-    def wait(self, stream: Any = None) -> None:
-        del stream
+    def finish(self) -> None:
+        """Do all that its stream was given before it."""
+        if self._point is not None:
+            stream, given = self._point
+            stream.finish(given)
+
+    def wait(self, stream: _Stream | None = None) -> None:
+        (stream or current().stream).wait_event(self)
 
     def query(self) -> bool:
+        self.finish()
         return True
 
     def synchronize(self) -> None:
         current().wait("an event")
+        self.finish()
 
 
 @contextmanager
@@ -463,9 +612,8 @@ def _pretend(patch: pytest.MonkeyPatch, made: Gpu) -> None:
         with _Mode(made):
             run(thread)
 
-    stream = _Stream(made.device)
     patch.setattr(threading.Thread, "run", run_on)
-    patch.setattr(attention, "scaled_dot_product_attention", pretend_kernels.fused_attention)
+    patch.setattr(attention, "scaled_dot_product_attention", pretend_kernels.one_kernel)
     patch.setattr(_foreach_utils, "_foreach_supported_types", [Tensor, OnDevice])
     patch.setattr(_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "meta"])
     for name, value in {
@@ -478,10 +626,12 @@ def _pretend(patch: pytest.MonkeyPatch, made: Gpu) -> None:
         "device_of": made.chosen,
         "Stream": _Stream,
         "Event": _Event,
-        "stream": lambda _: nullcontext(),
-        "current_stream": lambda _=None: stream,
-        "default_stream": lambda _=None: stream,
-        "synchronize": lambda _=None: made.wait("the device"),
+        "stream": made.on_stream,
+        "CUDAGraph": _Graph,
+        "graph_pool_handle": made.new_pool,
+        "current_stream": lambda _=None: made.stream,
+        "default_stream": lambda _=None: made.default,
+        "synchronize": lambda _=None: (made.wait("the device"), made.stream.finish()),
         "empty_cache": lambda: None,
         "get_device_capability": lambda _=None: (9, 0),
         "get_device_name": lambda _=None: NAME,

@@ -1,16 +1,19 @@
-"""What stands in for the kernels of a GPU that is not there: fused attention, and Triton's rows."""
+"""What stands in for the kernels of a GPU that is not there: attention, and Triton's rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from pretend_cuda import OnDevice, current, no_modes
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex_module
 
 from opd.kernels import divergences, triton_rows
+from opd.models import fused_attention
 
 
 class _Fused(torch.autograd.Function):
@@ -36,7 +39,7 @@ class _Fused(torch.autograd.Function):
         return (*(OnDevice(x, upstream.device) for x in found), None, None)
 
 
-def fused_attention(
+def one_kernel(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
     """`scaled_dot_product_attention` where CUDA has a fused kernel; where it would write the scores
@@ -98,3 +101,103 @@ def install_triton(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(triton_rows, "missing", lambda: None)
     patch.setattr(triton_rows, "trusted", lambda *_: True)
     patch.setattr(triton_rows, "_kernel", _Kernel)
+
+
+def flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    ends_of_keys: Tensor,
+    longest: int,
+    longest_of_keys: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
+    *,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+    **unused: Any,
+) -> tuple[Tensor, ...]:
+    """What CUDA's flash attention computes of `[T, H, d]`, for tensors of the CPU; and what it refuses."""
+    assert query.dtype in (torch.float16, torch.bfloat16)
+    assert query.dtype == key.dtype == value.dtype
+    assert query.shape[-1] == value.shape[-1] <= 256
+    assert query.shape[-1] % 8 == 0
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    assert ends.dtype == ends_of_keys.dtype == torch.int32
+    assert longest == longest_of_keys == int(ends.diff().max())
+    assert (dropout, debug, *unused.values()) == (0.0, False, *[None] * len(unused))
+    right = 0 if causal else window_size_right
+    assert right == 0
+    lengths, groups = ends.diff().tolist(), query.shape[1] // key.shape[1]
+    parts = []
+    for q, k, v in zip(*(x.double().split(lengths) for x in (query, key, value)), strict=True):
+        k, v = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        seen = (distance >= 0) & ((distance <= window_size_left) if window_size_left >= 0 else True)
+        scores = (q.transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
+        parts.append((scores.softmax(-1) @ v).transpose(0, 1))
+    output = torch.cat(parts).to(query.dtype)
+    nothing = query.new_empty(0)
+    return output, query.new_empty(query.shape[:2][::-1], dtype=torch.float32), nothing, nothing, nothing
+
+
+@contextmanager
+def flash_on_cpu() -> Iterator[None]:
+    """PyTorch's operator of flash attention has `flash_forward` for the CPU, where it has nothing."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", flash_forward, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+class _Flex(torch.autograd.Function):
+    """Flex attention as one kernel forward and one backward, of what `fused_attention.attend` is given."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rest: tuple) -> Tensor:
+        first, blocks, cap, scaling = rest
+        assert {x.dtype for x in (first, *blocks)} == {torch.int32}
+        assert {x.device for x in (first, *blocks)} == {query.device}
+        with no_modes(), torch.inference_mode(False), torch.enable_grad():
+            given = [current().get(x).clone().requires_grad_() for x in (query, key, value)]
+            groups = query.shape[1] // key.shape[1]
+            q, k, v = (x.float() for x in given)
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+            scores = q @ k.transpose(-1, -2) * float(scaling)
+            if cap is not None:
+                scores = cap.host * torch.tanh(scores / cap.host)
+            column = torch.arange(q.shape[2])
+            seen = (column >= first.host[:, None]) & (column <= column[:, None])
+            ctx.given = given
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            ctx.output = (weights @ v).to(query.dtype).transpose(1, 2)
+        current().counts.launches["flex"] += 1
+        return OnDevice(ctx.output.detach(), query.device)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        with no_modes(), torch.enable_grad():
+            found = torch.autograd.grad(ctx.output, ctx.given, current().get(upstream))
+        current().counts.launches["flex_backward"] += 2  # sums of output and gradient first
+        return (*(OnDevice(x, upstream.device) for x in found), None)
+
+
+def allow_gradients(patch: pytest.MonkeyPatch) -> None:
+    """Let flex attention differentiate on a CPU: it can where it is not compiled, and refuses."""
+    patch.setattr(flex_module, "_validate_device", lambda *_: None)
+    patch.setattr(flex_module, "_warn_once", lambda *_, **__: None)  # that it is not compiled
+
+
+@contextmanager
+def attention_kernels(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let packed attention find its kernels on the device that is not there."""
+    patch.setattr(triton_rows, "missing", lambda: None)
+    patch.setattr(fused_attention, "trusted", lambda _: True)
+    patch.setattr(fused_attention, "compiled", lambda: lambda q, k, v, *rest: _Flex.apply(q, k, v, rest))
+    with flash_on_cpu():
+        yield

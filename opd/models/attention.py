@@ -15,14 +15,11 @@ The softmax is accumulated over blocks of keys with a running maximum and sum (M
 "Online normalizer calculation for softmax"; Rabe and Staats 2021, "Self-attention Does Not Need O(n^2)
 Memory"); the backward recomputes each block from the rows' log-sum-exp (Dao et al. 2022, FlashAttention,
 appendix B.4). Blocks that a causal order or a window hides are never computed, so a window makes the time
-linear. Plain PyTorch: it knows softcaps and windows, and queries that are the end of a longer sequence.
+linear. Plain PyTorch: it knows softcaps and windows, queries that are the end of a longer sequence, and keys
+that come a part at a time.
 
 Shapes: `H` query heads, `Hkv` key-value heads, `G = H / Hkv`, `C` queries, `S` keys, `d` head size. The
-queries are the last `C` of the `S` positions.
-
-Attention of some tokens of packed sequences on keys of all of them.
-
-Shapes: `t` queries, `T` packed tokens, `H` heads, `Hkv` key-value heads, `d` head size.
+queries are the last `C` of the `S` positions, unless a call says where the first of them lies.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -61,9 +58,20 @@ class AttentionCall:
     sliding_window: int | None = None
     """Position `i` sees positions `j` with `i - sliding_window < j <= i`."""
 
+    @property
+    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [H, T, d], key and value [Hkv, T, d]."""
+        return self.query[0], self.key[0], self.value[0]
+
+    @property
+    def scores(self) -> Scores:
+        """How the scores of a pair are computed."""
+        return Scores(self.scaling, self.softcap, self.sliding_window)
+
 
 _MASKED = 1024
 """Sequences up to this length get an explicit [L, L] mask where they need one."""
+T = TypeVar("T")
 Attend = Callable[[AttentionCall], Tensor]
 """Computes one layer's attention: `attend(call) -> [1, T, H, d]`."""
 
@@ -128,22 +136,42 @@ class PackedAttention:
             )
         self.bounds: list[int] = list(bounds)
         self.tokens = bounds[-1]
-        self._lengths = [length for length in lengths if length]
-        self._equal = len(set(self._lengths)) == 1
-        self._index: tuple[list[Bucket], Tensor] | None = None
+        self.lengths = [length for length in lengths if length]
+        """Of the sequences that are not empty."""
+        self._equal = len(set(self.lengths)) == 1
+        self._kept: dict[Any, Any] = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """[1, T, H, d]. Raises `ModelError` if the call holds another number of tokens than `cu_seqlens`."""
+        """[1, T, H, d]: on a GPU by one kernel where there is one (`fused_attention.py`), else `exact`.
+
+        Raises `ModelError` if the call holds another number of tokens than `cu_seqlens`.
+        """
         tokens = call.query.shape[2]
         if tokens != self.tokens:
             raise ModelError(f"cu_seqlens describes {self.tokens} tokens but the model was given {tokens}.")
         if tokens == 0:
             return call.query.transpose(1, 2)
+        if call.query.is_cuda:  # what compiles is imported where it is wanted
+            from opd.models.fused_attention import fused
+
+            output = fused(self, call)
+            if output is not None:
+                return output
+        return self.exact(call)
+
+    def kept(self, key: Any, make: Callable[[], T]) -> T:
+        """What `make` gave for `key` the first time: all layers share what depends on the packing alone."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def exact(self, call: AttentionCall) -> Tensor:
+        """[1, T, H, d] by PyTorch's attention of equal lengths, for all dtypes, sizes and devices."""
         packed = self._equal_lengths(call) if self._equal else self._bucketed(call)
         return packed.unsqueeze(0)
 
     def _equal_lengths(self, call: AttentionCall) -> Tensor:
-        shape = (-1, self._lengths[0])
+        shape = (-1, self.lengths[0])
         query, key, value = (
             x[0].unflatten(1, shape).transpose(0, 1) for x in (call.query, call.key, call.value)
         )
@@ -151,9 +179,7 @@ class PackedAttention:
 
     def _bucketed(self, call: AttentionCall) -> Tensor:
         device = call.query.device
-        if self._index is None or self._index[1].device != device:
-            self._index = buckets_of(self._lengths, device)
-        buckets, places = self._index
+        buckets, places = self.kept(("buckets", device), lambda: buckets_of(self.lengths, device))
         outputs = []
         for bucket in buckets:
             query, key, value = (pad(x[0], bucket) for x in (call.query, call.key, call.value))
@@ -308,22 +334,46 @@ class _BlockAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
-        gradients = tuple(torch.zeros_like(x, dtype=logsumexp.dtype) for x in (key, value))
-        of_query = attend_backward(query, key, value, (output, logsumexp, upstream), gradients, ctx.scores)
-        return of_query, gradients[0].to(key.dtype), gradients[1].to(value.dtype), None
+        gradients = [torch.zeros_like(x, dtype=logsumexp.dtype) for x in (query, key, value)]
+        attend_backward((query, key, value), (output, logsumexp, upstream), gradients, ctx.scores)
+        return (*(x.to(like.dtype) for x, like in zip(gradients, (query, key, value), strict=True)), None)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     """`block_attention` and the rows' log-sum-exp [H, C] (float32 at least), without a gradient."""
-    heads, count = query.shape[:2]
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    output = value.new_empty(heads, count, value.shape[-1])
-    logsumexp = query.new_empty(heads, count, dtype=dtype)
-    for queries, blocks in _blocks(query, key, scores):
+    found = nothing_seen(query, value, value.dtype)
+    attend_more(query, key, value, scores, found)
+    return found
+
+
+def nothing_seen(query: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output [H, C, dv] of `dtype` and log-sum-exp [H, C] of queries that have seen no key yet."""
+    shape = query.shape[:2]
+    statistics = torch.promote_types(query.dtype, torch.float32)
+    output = value.new_zeros(*shape, value.shape[-1], dtype=dtype)
+    return output, query.new_full(shape, _HIDDEN, dtype=statistics)
+
+
+def attend_more(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Scores,
+    found: tuple[Tensor, Tensor],
+    first: int | None = None,
+) -> None:
+    """Let queries see more keys: `found`, their output and log-sum-exp so far, is updated in place.
+
+    The softmax over several parts of the keys is the mean of those over each, weighted by their sums. `first`
+    is where the first query lies among these keys, `S - C` if left out; from `S` on it comes after them all.
+    """
+    output, logsumexp = found
+    dtype = logsumexp.dtype
+    for queries, blocks in _blocks(query, key, scores, first):
         rows = _rows(query, queries, key, dtype)
-        highest = rows.new_full((*rows.shape[:2], 1), _HIDDEN)
-        total = torch.zeros_like(highest)
-        sums = rows.new_zeros(*rows.shape[:2], value.shape[-1])
+        highest = _rows(logsumexp[..., None], queries, key, dtype)
+        total = (highest > _HIDDEN).to(dtype)
+        sums = _rows(output, queries, key, dtype)
         for block in blocks:
             weights = _scores(rows, key[:, block.keys].to(dtype), block, scores)
             above = torch.maximum(highest, weights.amax(-1, keepdim=True))
@@ -332,27 +382,26 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[T
             total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
             sums.mul_(rescale).baddbmm_(weights, value[:, block.keys].to(dtype))
             highest = above
-        output[:, queries] = (sums / total).view(heads, -1, value.shape[-1]).to(output.dtype)
-        logsumexp[:, queries] = (highest + total.log()).view(heads, -1)
-    return output, logsumexp
+        output[:, queries] = (sums / total).view(len(output), -1, value.shape[-1]).to(output.dtype)
+        logsumexp[:, queries] = (highest + total.log()).view(len(logsumexp), -1)
 
 
 def attend_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
     ahead: tuple[Tensor, Tensor, Tensor],
-    gradients: tuple[Tensor, ...],
+    gradients: Sequence[Tensor],
     scores: Scores,
-) -> Tensor:
-    """Gradient of `attend` in `query`; those in `key` and `value` are added to `gradients`, of their shapes.
+    first: int | None = None,
+) -> None:
+    """Add the gradients of `attend_more` in its query, key and value (`inputs`) to `gradients`, one of each.
 
-    `ahead` is the output [H, C, dv], the log-sum-exp [H, C] and the gradient [H, C, dv] that arrives.
+    `ahead` is the output [H, C, dv], the log-sum-exp [H, C] and the gradient [H, C, dv] that arrives; where
+    keys came a part at a time, output and log-sum-exp are those of all. `first` as in `attend_more`.
     """
+    query, key, value = inputs
     output, logsumexp, upstream = ahead
     dtype = logsumexp.dtype
-    of_query = torch.empty_like(query)
-    for queries, blocks in _blocks(query, key, scores):
+    for queries, blocks in _blocks(query, key, scores, first):
         rows, slope = (_rows(x, queries, key, dtype) for x in (query, upstream))
         inner = (slope * _rows(output, queries, key, dtype)).sum(-1, keepdim=True)
         level = _rows(logsumexp[..., None], queries, key, dtype)
@@ -361,15 +410,14 @@ def attend_backward(
             keys, values = (x[:, block.keys].to(dtype) for x in (key, value))
             capped = _scores(rows, keys, block, scores)
             weights = (capped - level).exp_()
-            gradients[1][:, block.keys].baddbmm_(weights.transpose(1, 2), slope)
+            gradients[2][:, block.keys].baddbmm_(weights.transpose(1, 2), slope)
             change = (slope @ values.transpose(1, 2)).sub_(inner).mul_(weights)
             if scores.softcap is not None:  # a hidden pair's score is no tanh, but its weight is 0
                 change.mul_(1 - (capped / scores.softcap).clamp_(-1, 1).square_())
             change.mul_(scores.scaling)
             of_rows.baddbmm_(change, keys)
-            gradients[0][:, block.keys].baddbmm_(change.transpose(1, 2), rows)
-        of_query[:, queries] = of_rows.view(query.shape[0], -1, query.shape[-1]).to(query.dtype)
-    return of_query
+            gradients[1][:, block.keys].baddbmm_(change.transpose(1, 2), rows)
+        gradients[0][:, queries] += of_rows.view(len(query), -1, query.shape[-1])
 
 
 def _rows(packed: Tensor, queries: slice, key: Tensor, dtype: torch.dtype) -> Tensor:
@@ -394,87 +442,24 @@ def _scores(rows: Tensor, keys: Tensor, block: _Block, scores: Scores) -> Tensor
     return found
 
 
-def _blocks(query: Tensor, key: Tensor, scores: Scores) -> Iterator[tuple[slice, list[_Block]]]:
-    """Blocks of queries, each with the blocks of keys that one of them sees."""
+def _blocks(
+    query: Tensor, key: Tensor, scores: Scores, first: int | None = None
+) -> Iterator[tuple[slice, list[_Block]]]:
+    """Blocks of queries, each with the blocks of keys that one of them sees; none that sees no key."""
     heads, count, size = query.shape[0], query.shape[1], key.shape[1]
-    offset = size - count
+    first = size - count if first is None else first
     scored = _SCORES if query.device.type == "cpu" else _SCORES_GPU
     side = max(32, 1 << int((scored / heads) ** 0.5).bit_length() - 1)
     if scores.window is not None:  # larger blocks would be mostly hidden
         side = min(side, max(64, 1 << (scores.window - 1).bit_length()))
     for start in range(0, count, side):
         stop = min(start + side, count)
-        first, last = offset + start, offset + stop - 1
-        lowest = 0 if scores.window is None else max(0, first - scores.window + 1)
+        begins, last = first + start, first + stop - 1
+        lowest = 0 if scores.window is None else max(0, begins - scores.window + 1)
         blocks = []
-        for begin in range(lowest, last + 1, side):
-            end = min(begin + side, last + 1)
-            masked = end - 1 > first or (scores.window is not None and last - begin >= scores.window)
-            blocks.append(_Block(slice(start, stop), slice(begin, end), first, masked))
-        yield slice(start, stop), blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Queries of one rank that lie in one sequence, and the keys they may see."""
-
-    queries: slice
-    """Of the rank's own tokens."""
-    keys: slice
-    """Of all packed tokens: from the start of the sequence to the last query."""
-
-    def seen(self, scores: Scores) -> slice:
-        """The keys that a window leaves."""
-        if scores.window is None:
-            return self.keys
-        first = self.keys.stop - (self.queries.stop - self.queries.start)
-        return slice(max(self.keys.start, first - scores.window + 1), self.keys.stop)
-
-
-def cut_segments(segments: Sequence[Segment], span: slice) -> tuple[Segment, ...]:
-    """The `segments` of the queries in `span`, counted from its start."""
-    cut = []
-    for segment in segments:
-        first, last = max(segment.queries.start, span.start), min(segment.queries.stop, span.stop)
-        if first < last:
-            keys = slice(segment.keys.start, segment.keys.stop - (segment.queries.stop - last))
-            cut.append(Segment(slice(first - span.start, last - span.start), keys))
-    return tuple(cut)
-
-
-def attend_segments(
-    query: Tensor, keys: Tensor, values: Tensor, segments: Sequence[Segment], scores: Scores
-) -> tuple[Tensor, Tensor]:
-    """`query` [H, t, d] on `keys` [Hkv, T, d] and `values` [Hkv, T, dv], without a gradient.
-
-    Returns the output [H, t, dv] and the rows' log-sum-exp [H, t] (float32 at least).
-    """
-    output = values.new_empty(*query.shape[:2], values.shape[-1])
-    logsumexp = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-    for segment in segments:
-        own, seen = segment.queries, segment.seen(scores)
-        output[:, own], logsumexp[:, own] = attend(query[:, own], keys[:, seen], values[:, seen], scores)
-    return output, logsumexp
-
-
-def attend_segments_backward(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    ahead: tuple[Tensor, Tensor, Tensor],
-    gradients: Sequence[Tensor],
-    segments: Sequence[Segment],
-    scores: Scores,
-) -> Tensor:
-    """Gradient of `attend_segments` in the query of `inputs` (query, keys, values); those in keys and values
-    are added to `gradients`, of their shapes.
-
-    `ahead` is the output, the log-sum-exp and the gradient that arrives.
-    """
-    query, keys, values = inputs
-    of_query = torch.empty_like(query)
-    for segment in segments:
-        own, seen = segment.queries, segment.seen(scores)
-        added = tuple(gradient[:, seen] for gradient in gradients)
-        part = (query[:, own], keys[:, seen], values[:, seen])
-        behind = (ahead[0][:, own], ahead[1][:, own], ahead[2][:, own])
-        of_query[:, own] = attend_backward(*part, behind, added, scores)
-    return of_query
+        for begin in range(lowest, min(last + 1, size), side):
+            end = min(begin + side, last + 1, size)
+            masked = end - 1 > begins or (scores.window is not None and last - begin >= scores.window)
+            blocks.append(_Block(slice(start, stop), slice(begin, end), begins, masked))
+        if blocks:
+            yield slice(start, stop), blocks

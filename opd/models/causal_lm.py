@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _MULTIPLY_BY_LOGITS_SCALING = ("hyperclovax",)
 
 PROBE_LOGIT = 40.0
 """Size of the largest logit in the probe: large enough that a missing softcap shows at random weights."""
+_PROBED_ROWS = 1 << 13
 
 
 def head_form(config: Any) -> tuple[float, float | None]:
@@ -77,17 +79,18 @@ def head_of(module: Any, config: Any, vocab_size: int | None = None) -> Head:
 
 @torch.no_grad()
 def check_head(model: CausalLM) -> None:
-    """Compare `model.head()` with the model's own logits on a few tokens.
+    """Compare the head, all its rows, with the model's own logits on a few tokens.
 
     The last hidden states are scaled up inside the probe so that the largest logit is about `PROBE_LOGIT`:
     a softcap that is missing or extra then shows even at random weights. Raises `ModelError` if they differ.
     """
-    head = model.head()
+    head = head_of(model.module, model.config)
     ids = torch.arange(8, device=model.device) % model.vocab_size
     positions = torch.arange(8, device=model.device)
     hidden = model.run(ids, positions, PackedAttention([0, 8]))
-    linear = hidden.double() @ head.weight.double().T
-    gain = PROBE_LOGIT / max(float(linear.abs().max()) * abs(head.scale), 1e-6)
+    rows = head.weight.split(_PROBED_ROWS)  # all of them in float64 would be twice the weight
+    largest = max(float((hidden.double() @ some.double().T).abs().max()) for some in rows)
+    gain = PROBE_LOGIT / max(largest * abs(head.scale), 1e-6)
 
     seen: list[Tensor] = []
 
@@ -146,6 +149,7 @@ def check_attention(model: CausalLM) -> None:
             f"{type(model.module).__name__} gives other hidden states for packed sequences than one by one"
             f" (difference {difference:.3g}); this architecture cannot be used."
         )
+    model.kv_numbers = recorder.kept // sum(lengths)
     _check_windows(model, recorder.windows)
     if recorder.again is not None:
         raise ModelError(
@@ -160,6 +164,8 @@ class _Recorder:
     def __init__(self, attend: PackedAttention) -> None:
         self.attend = attend
         self.windows: dict[int, int | None] = {}
+        self.kept = 0
+        """Numbers in all keys and values."""
         self.again: int | None = None
         """A layer that attended twice."""
 
@@ -167,6 +173,7 @@ class _Recorder:
         if call.layer_index in self.windows:
             self.again = call.layer_index
         self.windows[call.layer_index] = call.sliding_window
+        self.kept += call.key.numel() + call.value.numel()
         return self.attend(call)
 
 
@@ -216,65 +223,155 @@ def check_pieces(model: CausalLM) -> None:
     model.pieces_checked = True
 
 
-PART_BYTES = 1 << 19
-"""Of a tensor, copied and digested at a time: two of them are in a core's own cache."""
+PART_BYTES = 1 << 18
+"""Of a tensor, copied and digested at a time: what is sent and held of it are in a core's own cache."""
+STAGED_BYTES = 1 << 21
+"""Of a tensor on CUDA, in pinned memory at a time, twice."""
 
 
 class WeightsDigest:
     """The digest of weights that pass by: sha256, or with `quick` xxh3-128, which is as fast as memory and
     tells what an accident has changed, not what somebody wants to hide.
+
+    Weights on CUDA are digested by the host, as everywhere: engines on other machines and without a GPU must
+    come to the same digest, and devices have no xxh3.
     """
 
     def __init__(self, *, quick: bool = False) -> None:
         self._hash = xxhash.xxh3_128() if quick else hashlib.sha256()
 
-    def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """`weights`, as they are."""
-        for name, tensor in weights:
-            self.add(name, tensor)
-            yield name, tensor
-
     def add(self, name: str, tensor: Tensor) -> None:
         """The next of the weights."""
         self._begin(name, tensor)
-        self._hash.update(raw_bytes(tensor).numpy().data)
+        self._content(tensor)
 
-    def add_copied(self, name: str, target: Tensor, source: Tensor) -> None:
-        """Copy `source` into `target` of its shape, which is the next of the weights."""
+    def add_copied(
+        self, name: str, target: Tensor, source: Tensor, sent: WeightsDigest | None = None
+    ) -> None:
+        """Copy `source` into `target` of its shape, which is the next of the weights; `source` is the next
+        of those of `sent`.
+        """
         self._begin(name, target)
-        shared = target.device.type == source.device.type == "cpu" and target.is_contiguous()
-        if not (shared and source.is_contiguous()):
-            target.copy_(source)
-            self._hash.update(raw_bytes(target).numpy().data)
+        if sent is not None:
+            sent._begin(name, source)
+        if target.dtype == source.dtype and _in_order(target) and _in_order(source):
+            self._copied(_bytes(target), _bytes(source), sent)
             return
-        # Read again while it is in the cache: a pass over all of it less.
-        step = PART_BYTES // target.element_size()
-        for part, given in zip(target.view(-1).split(step), source.reshape(-1).split(step), strict=True):
-            part.copy_(given)
-            self._hash.update(raw_bytes(part).numpy().data)
+        if sent is not None:
+            sent._content(source)
+        target.copy_(source)
+        self._content(target)
+
+    def _copied(self, target: memoryview, source: memoryview, sent: WeightsDigest | None) -> None:
+        # Both are digested while they are in the cache: the memory is gone through once, as by a copy.
+        for start in range(0, len(target), PART_BYTES):
+            part = slice(start, start + PART_BYTES)
+            if sent is not None:
+                sent._hash.update(source[part])
+            target[part] = source[part]
+            self._hash.update(target[part])
 
     def _begin(self, name: str, tensor: Tensor) -> None:
         self._hash.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+
+    def _content(self, tensor: Tensor) -> None:
+        if tensor.device.type == "cuda":
+            for part in _staged(tensor):
+                self._hash.update(part)
+        else:
+            self._hash.update(_bytes(tensor))
 
     def hex(self) -> str:
         """Of what has passed so far."""
         return self._hash.hexdigest()
 
 
+class Watched:
+    """Named tensors that are walked once, each of them added to `digest` before it is handed over, or by
+    whoever takes them, beside a copy.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], digest: WeightsDigest) -> None:
+        self._weights = iter(weights)
+        self._digest = digest
+        self._taken = False
+
+    def take_digest(self) -> WeightsDigest:
+        """The digest, to which the caller adds every tensor from now on."""
+        self._taken = True
+        return self._digest
+
+    def __iter__(self) -> Watched:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        name, tensor = next(self._weights)
+        if not self._taken:
+            self._digest.add(name, tensor)
+        return name, tensor
+
+
 def weights_digest(weights: Iterable[tuple[str, Tensor]], *, quick: bool = False) -> str:
     """`WeightsDigest` (hex) over the names, shapes, dtypes and bytes of `weights`, in their order."""
     digest = WeightsDigest(quick=quick)
-    for _ in digest.watch(weights):
-        pass
+    for name, tensor in weights:
+        digest.add(name, tensor)
     return digest.hex()
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
     """[nbytes] uint8 on the CPU: the bytes of `tensor`, shared where it lies there in order."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return _flat(tensor.detach().cpu())
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """[nbytes] uint8 on its device."""
+    flat = tensor.contiguous().reshape(-1)
+    # One number is in order whatever its stride is, but seen as bytes only with a stride of 1.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return raw_bytes(tensor).numpy().data
+
+
+def _in_order(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _staged(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor on CUDA, in order; each part is valid until the next, which is on its way."""
+    flat = _flat(tensor.detach())
+    parts = flat.split(STAGED_BYTES) if len(flat) else ()
+    room = [torch.empty(len(part), dtype=torch.uint8, pin_memory=True) for part in parts[:2]]
+    done = [torch.cuda.Event() for _ in room]
+
+    def begin(index: int) -> None:
+        room[index % 2][: len(parts[index])].copy_(parts[index], non_blocking=True)
+        done[index % 2].record()
+
+    for index in range(len(parts)):
+        if index == 0:
+            begin(0)
+        if index + 1 < len(parts):
+            begin(index + 1)
+        done[index % 2].synchronize()
+        yield room[index % 2][: len(parts[index])].numpy().data
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Where the weights lie that a model does not hold yet."""
+
+    folder: Path
+    """A Hugging Face folder, or an adapter's."""
+    device: torch.device
+    """Where they are to be."""
+    stored: dict[str, str]
+    """The module's name of each tensor -> the name it has in the folder's files."""
 
 
 class CausalLM:
@@ -283,16 +380,31 @@ class CausalLM:
     Always in evaluation mode: dropout would make recomputed log-probabilities differ from the policy's.
     """
 
-    def __init__(self, module: Any) -> None:
-        """Check `module` on a few tokens; `ModelError` if its attention or head is of an unknown form."""
+    def __init__(self, module: Any, unread: Unread | None = None) -> None:
+        """Check `module` on a few tokens, unless its weights are `unread`; `ModelError` if its attention or
+        head is of an unknown form.
+        """
         speed_up(module)
         self.module = module.eval()
         self.decoder = module.get_decoder()
         self.config = module.config.get_text_config()
         self.vocabulary: int | None = None
         """Tokens the tokenizer has; set it where a model pads its head, so that padding is never sampled."""
+        self.kv_numbers = 0
+        """Numbers in the keys and values of a token, all layers together; as seen by the check."""
         self.pieces_checked = False
         """Whether it was seen to give the same in pieces as whole; see `check_pieces`."""
+        self.unread = unread
+        """Set while the parameters are on the meta device; see `sharded.fill`."""
+        if unread is None:
+            self.check()
+
+    def filled(self) -> None:
+        """The weights are there, of this rank its share; all ranks call it together."""
+        self.unread = None
+
+    def check(self) -> None:
+        """Try the model on a few tokens; `ModelError` if its attention or head is of an unknown form."""
         check_attention(self)
         check_head(self)
 
@@ -344,7 +456,7 @@ class CausalLM:
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return next(self.module.parameters()).device if self.unread is None else self.unread.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -428,6 +540,7 @@ class CausalLM:
         """
         own = dict(self.weights())
         missing = set(own)
+        sent = weights.take_digest() if held is not None and isinstance(weights, Watched) else None
         for name, tensor in weights:
             if name not in own:
                 raise ModelError(
@@ -441,7 +554,7 @@ class CausalLM:
             if held is None:
                 own[name].copy_(tensor)
             else:
-                held.add_copied(name, own[name], tensor)
+                held.add_copied(name, own[name], tensor, sent)
             missing.discard(name)
         if missing:
             raise ModelError(

@@ -37,7 +37,7 @@ LOADED = frozenset(
     {"config.json", "generation_config.json", "adapter_config.json", SINGLE, INDEX, *TOKENIZER_FILES}
 )
 """Names that loaders look for by themselves."""
-_MEND = f"copy it again, or delete {CHECKSUMS} if you changed it on purpose."
+MEND = f"copy it again, or delete {CHECKSUMS} if you changed it on purpose."
 _DESCRIPTIONS = (
     "config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json",
     "preprocessor_config.json",
@@ -46,16 +46,18 @@ _OWN_CODE = "auto_map"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def check_folder(folder: Path) -> None:
-    """Raise `CheckpointError` naming the first file that is missing, truncated, corrupt or a pickle."""
+def check_folder(folder: Path, *, digests: bool = True) -> None:
+    """Raise `CheckpointError` naming the first file that is missing, truncated, corrupt or a pickle. Without
+    `digests` the weights are not read, only their headers.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; download the model first and give its path.")
     base = adapter_base(folder)
     if base is not None:
         check_shard(folder / ADAPTER_WEIGHTS, None)
-        check_folder(base)
+        check_folder(base, digests=digests)
         return
-    checksums = read_checksums(folder)
+    checksums = read_checksums(folder) if digests else {}
     for name in weight_files(folder):
         check_shard(folder / name, checksums.get(name))
     check_small_files(folder)
@@ -65,7 +67,7 @@ def check_small_files(folder: Path) -> None:
     """Raise `CheckpointError` naming the first file beside the weights that is not what `CHECKSUMS` says."""
     checksums = read_checksums(folder)
     large = {name for name in checksums if name.endswith(".safetensors")}
-    check_files(folder, {name: checksums[name] for name in checksums.keys() - large}, _MEND, CheckpointError)
+    check_files(folder, {name: checksums[name] for name in checksums.keys() - large}, MEND, CheckpointError)
     for name in sorted(large):
         refuse_absent(folder / name)
     if "config.json" in checksums:  # else only its weights were listed

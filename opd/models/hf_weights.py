@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
@@ -37,6 +38,7 @@ from opd.models.hf_folder import (
     read_object,
     weight_files,
 )
+from opd.storage.tensors import TensorParts
 
 PREFIX = "base_model.model."
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
@@ -132,6 +134,48 @@ def adapter_pairs(adapters: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Ten
     return pairs
 
 
+def empty_module(folder: Path, dtype: torch.dtype) -> Any:
+    """What `load_module` gives, with its parameters on the meta device and its buffers as they are computed
+    from the configuration; an adapter of peft's is only compared with its base. Raises what `load_module`
+    raises.
+    """
+    module = load_module(folder, dtype=dtype, device_map="meta")
+    with meta_parameters(), quiet():
+        made: Any = AutoModelForCausalLM.from_config(
+            module.config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+        )
+    for (name, part), (_, twin) in zip(module.named_modules(), made.named_modules(), strict=True):
+        for buffer, value in twin.named_buffers(recurse=False):
+            if not hasattr(part, buffer):
+                raise ModelError(f"{folder} has no buffer {name}.{buffer}; train it with one rank.")
+            part._buffers[buffer] = value
+    return module
+
+
+_BUILDING = threading.Lock()
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """In this thread, put every parameter on the meta device as soon as its module gets it.
+
+    A model built under `torch.device("meta")` loses its buffers too, and with them the rotary frequencies.
+    """
+    original, builder = nn.Module.register_parameter, threading.get_ident()
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and threading.get_ident() == builder:
+            param = nn.Parameter(param.data.to("meta"), requires_grad=False)
+        original(self, name, param)
+
+    with _BUILDING:
+        nn.Module.register_parameter = register
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original
+
+
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias|(^|\.)position_ids)$")
 """Buffers that older releases saved and that follow from the configuration."""
@@ -215,8 +259,8 @@ def _refuse_untied(folder: Path, module: Any) -> None:
     names = {id(part): name for name, part in module.named_modules()}
     pair = [f"{names[id(part)]}.weight" for part in (head, embedding)]
     if head.weight.is_meta:
-        found = _tensors(folder, pair)
-        if len(found) < len(pair) or torch.equal(*found):  # under other names: loading tells
+        parts = TensorParts(folder / file for file in weight_files(folder))
+        if any(name not in parts for name in pair) or _equal(parts, *pair):  # other names: loading tells
             return
     raise CheckpointError(
         f"{folder}/config.json ties {pair[0]} to {pair[1]}, but the weights hold two different ones; set"
@@ -224,12 +268,19 @@ def _refuse_untied(folder: Path, module: Any) -> None:
     )
 
 
-def _tensors(folder: Path, names: Collection[str]) -> list[torch.Tensor]:
-    found = []
-    for file in weight_files(folder):
-        with safe_open(folder / file, framework="pt") as shard:
-            found += [shard.get_tensor(name) for name in shard.keys() if name in names]  # noqa: SIM118
-    return found
+def _equal(parts: TensorParts, one: str, other: str) -> bool:
+    """Whether two stored tensors are the same; a few rows of each are in memory."""
+    if (parts.shape(one), parts.dtype(one)) != (parts.shape(other), parts.dtype(other)):
+        return False
+    rows = [torch.empty(1 << 18, dtype=parts.dtype(one)) for _ in range(2)]
+    size = math.prod(parts.shape(one))
+    for start in range(0, size, len(rows[0])):
+        mine, theirs = (row[: size - start] for row in rows)
+        parts.read(one, start, mine)
+        parts.read(other, start, theirs)
+        if not torch.equal(mine, theirs):
+            return False
+    return True
 
 
 def _formats(folder: Path) -> dict[str, str]:

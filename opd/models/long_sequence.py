@@ -116,14 +116,14 @@ class LayerPieces(ABC):
         assert given.grad is not None
         return given.grad
 
-    def keys(self, piece: Tensor, call: LayerCall, span: slice) -> tuple[Tensor, ...]:
-        """Keys `[Hkv, t, d]` and values of a piece of the hidden states; nothing after them is computed.
-        Empty if the layer has no attention.
+    def projected(self, piece: Tensor, call: LayerCall, span: slice) -> AttentionCall | None:
+        """What a layer attends with for a piece of the hidden states; nothing after that is computed. `None`
+        if the layer has no attention.
         """
-        known = _Keys()
-        with suppress(_KeysKnownError):
-            call.layer(piece, **self.cut(call.arguments, span, known))
-        return known.found
+        projected = _Projected()
+        with suppress(_ProjectedError):
+            call.layer(piece, **self.cut(call.arguments, span, projected))
+        return projected.found
 
     def cut(self, arguments: dict[str, Any], span: slice, attention: Attend | None) -> dict[str, Any]:
         """The arguments of a layer for one piece: what has a row per token is cut to its rows."""
@@ -139,18 +139,18 @@ class LayerPieces(ABC):
         return value
 
 
-class _KeysKnownError(Exception):
-    """Ends a layer early: its keys and values were all that was wanted."""
+class _ProjectedError(Exception):
+    """Ends a layer early: what it attends with was all that was wanted."""
 
 
-class _Keys:
-    """An `attend` that keeps keys and values, and ends the layer."""
+class _Projected:
+    """An `attend` that keeps what it is called with, and ends the layer."""
 
-    found: tuple[Tensor, ...] = ()
+    found: AttentionCall | None = None
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        self.found = (call.key[0], call.value[0])
-        raise _KeysKnownError
+        self.found = call
+        raise _ProjectedError
 
 
 class _Recomputed(torch.autograd.Function):
@@ -267,9 +267,11 @@ class _PieceAttention(torch.autograd.Function):
         query, output, logsumexp = ctx.saved_tensors
         key, value = ctx.cache.until(ctx.place)
         sums = ctx.cache.gradients_until(ctx.place)
-        of_query = attend_backward(query, key, value, (output, logsumexp, upstream), sums, ctx.scores)
+        of_query = torch.zeros_like(query, dtype=logsumexp.dtype)
+        gradients = (of_query, *sums)
+        attend_backward((query, key, value), (output, logsumexp, upstream), gradients, ctx.scores)
         own = (x[:, ctx.place].to(like.dtype) for x, like in zip(sums, (key, value), strict=True))
-        return of_query, *own, None, None, None
+        return of_query.to(query.dtype), *own, None, None, None
 
 
 @dataclass(slots=True)
@@ -280,9 +282,7 @@ class _PieceAttend:
     piece: Piece
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        scores = Scores(call.scaling, call.softcap, call.sliding_window)
-        inputs = (call.query[0], call.key[0], call.value[0])
-        return _PieceAttention.apply(*inputs, self.cache, self.piece, scores).transpose(0, 1)[None]
+        return _PieceAttention.apply(*call.packed, self.cache, self.piece, call.scores).transpose(0, 1)[None]
 
 
 class ChunkedLayers(LayerPieces):
@@ -291,6 +291,8 @@ class ChunkedLayers(LayerPieces):
     def __init__(self, cu_seqlens: Sequence[int], chunk: int) -> None:
         self.pieces = pieces_of(cu_seqlens, chunk)
         super().__init__(cu_seqlens[-1], [piece.span for piece in self.pieces])
+        # Shared by all layers, as are the indices that they make.
+        self._whole = {p: PackedAttention(list(p.bounds)) for p in self.pieces if p.sequence is None}
 
     def attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
         """Those of one sequence share a cache, which goes with the last."""
@@ -299,7 +301,7 @@ class ChunkedLayers(LayerPieces):
         for piece in self.pieces:
             if piece.sequence is None:
                 cache = None
-                yield piece.span, PackedAttention(list(piece.bounds))
+                yield piece.span, self._whole[piece]
                 continue
             if cache is None or (cache.start, cache.stop) != piece.sequence:
                 cache = _Cache(piece.sequence)
@@ -309,7 +311,7 @@ class ChunkedLayers(LayerPieces):
         gradient = torch.empty_like(hidden)
         caches: dict[tuple[int, int], _Cache] = {}
         for piece in reversed(self.pieces):
-            attention: Attend = PackedAttention(list(piece.bounds))
+            attention: Attend | None = self._whole.get(piece)
             if piece.sequence is not None:
                 if piece.sequence not in caches:
                     caches = {piece.sequence: self._filled(hidden, call, piece.sequence)}
@@ -322,9 +324,9 @@ class ChunkedLayers(LayerPieces):
         """The keys and values of all pieces of `sequence` but the last, which computes its own."""
         cache = _Cache(sequence)
         for piece in [piece for piece in self.pieces if piece.sequence == sequence][:-1]:
-            found = self.keys(hidden[:, piece.span], call, piece.span)
-            if found:
-                cache.put(piece, *found)
+            found = self.projected(hidden[:, piece.span], call, piece.span)
+            if found is not None:
+                cache.put(piece, found.key[0], found.value[0])
         return cache
 
 

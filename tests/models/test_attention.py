@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from packed import bounds, make_call, reference
 
 from opd.errors import ModelError
-from opd.models.attention import SHORT, AttentionCall, PackedAttention, buckets_of, opd_attention
-
-
-def reference(call: AttentionCall, lengths: list[int]) -> Tensor:
-    """[1, T, H, d] float64: one softmax over everything, with a mask that says who sees whom."""
-    query, key, value = (x[0].double() for x in (call.query, call.key, call.value))
-    groups = query.shape[0] // key.shape[0]
-    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-    scores = query @ key.transpose(1, 2) * call.scaling
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    position = torch.arange(len(owner))
-    visible = (owner[:, None] == owner[None]) & (position[:, None] >= position[None])
-    if call.sliding_window is not None:
-        visible &= position[:, None] - position[None] < call.sliding_window
-    scores = scores.masked_fill(~visible, float("-inf"))
-    return (torch.softmax(scores, -1) @ value).transpose(0, 1)[None]
-
-
-def make_call(tokens: int, kv_heads: int, head_major: bool, seed: int, **options) -> AttentionCall:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(heads: int, size: int) -> Tensor:
-        if head_major:
-            tensor = torch.randn(1, heads, tokens, size, generator=generator)
-        else:
-            tensor = torch.randn(1, tokens, heads, size, generator=generator).transpose(1, 2)
-        return tensor.requires_grad_()
-
-    query, key, value = draw(4, 6), draw(kv_heads, 6), draw(kv_heads, 5)
-    return AttentionCall(0, query, key, value, scaling=0.7, **options)
-
-
-def bounds(lengths: list[int]) -> list[int]:
-    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-
+from opd.models.attention import (
+    SHORT,
+    PackedAttention,
+    attend_backward,
+    attend_more,
+    buckets_of,
+    nothing_seen,
+    opd_attention,
+)
 
 lengths_of = st.one_of(
     st.lists(st.integers(0, 9), min_size=1, max_size=8),
@@ -78,6 +52,42 @@ def test_values_and_gradients_equal_the_masked_softmax(lengths, kv_heads, head_m
     theirs = torch.autograd.grad(expected, inputs, upstream.double())
     for mine, exact in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, exact, atol=2e-5, rtol=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 90),
+    cuts=st.sets(st.integers(1, 89), max_size=4),
+    kv_heads=st.sampled_from([1, 4]),
+    softcap=st.sampled_from([None, 1.5]),
+    window=st.sampled_from([None, 1, 3, 40]),
+    data=st.data(),
+)
+def test_keys_that_come_in_parts_and_in_any_order_give_the_same(
+    tokens, cuts, kv_heads, softcap, window, data
+):
+    call = make_call(tokens, kv_heads, True, tokens, softcap=softcap, sliding_window=window)
+    inputs = tuple(x.detach() for x in call.packed)
+    ends = [0, *sorted(cut for cut in cuts if cut < tokens), tokens]
+    parts = data.draw(st.permutations([slice(*pair) for pair in pairwise(ends)]))
+    first_query = data.draw(st.integers(0, tokens - 1))
+    query = inputs[0][:, first_query:]
+    found = nothing_seen(query, inputs[2], torch.float32)
+    for part in parts:
+        attend_more(query, *(x[:, part] for x in inputs[1:]), call.scores, found, first_query - part.start)
+    expected = reference(call, [tokens])[:, first_query:]
+    torch.testing.assert_close(found[0].transpose(0, 1)[None].double(), expected, atol=1e-5, rtol=1e-5)
+
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    theirs = torch.autograd.grad(expected, (call.query, call.key, call.value), upstream.double())
+    gradients = [torch.zeros_like(x) for x in inputs]
+    ahead = (*found, upstream[0].transpose(0, 1))
+    for part in parts:
+        seen = (query, *(x[:, part] for x in inputs[1:]))
+        added = [gradients[0][:, first_query:], *(x[:, part] for x in gradients[1:])]
+        attend_backward(seen, ahead, added, call.scores, first_query - part.start)
+    for mine, exact in zip(gradients, theirs, strict=True):
+        torch.testing.assert_close(mine[None], exact, atol=2e-5, rtol=1e-4)
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,7 +11,9 @@ import torch
 from opd.errors import ModelError
 from opd.models.attention import AttentionCall, PackedAttention
 from opd.models.causal_lm import CausalLM, check_attention, check_head
+from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import layer_windows, positions_of
+from opd.models.sharded import open_empty
 
 LENGTHS = [3, 11, 1, 7, 40]
 
@@ -55,6 +57,21 @@ def test_a_configuration_tells_how_far_each_layer_sees(family: CausalLM):
     with torch.no_grad():
         family.run(ids, positions, noted)
     assert list(layer_windows(family.module.config)) == seen
+
+
+def test_a_model_without_weights_has_the_buffers_of_one_with_them(family: CausalLM, tmp_path):
+    folder = save_checkpoint(family, tiny.tokenizer(), tmp_path / "m", {})
+    for dtype in ("float32", "bfloat16"):
+        empty, whole = open_empty(folder, dtype=dtype), CausalLM.from_pretrained(folder, dtype=dtype)
+        buffers = dict(empty.module.named_buffers())
+        for name, theirs in whole.module.named_buffers():
+            assert torch.equal(buffers.pop(name), theirs), name
+        assert not buffers
+        parameters = dict(empty.module.named_parameters())
+        for name, theirs in whole.module.named_parameters():
+            mine = parameters.pop(name)
+            assert (mine.dtype, mine.shape, mine.is_meta) == (theirs.dtype, theirs.shape, True), name
+        assert not parameters
 
 
 def test_gradients_equal_one_by_one(family: CausalLM):
@@ -109,6 +126,15 @@ def test_head_is_the_models_own(family: CausalLM):
     torch.testing.assert_close(head.logits(hidden).detach(), own, atol=3e-5, rtol=1e-5)
     torch.testing.assert_close(sliced, own[:, :5], atol=3e-5, rtol=1e-5)
     assert head.weight is family.module.get_output_embeddings().weight
+
+
+def test_a_head_with_more_rows_than_the_tokenizer_has_tokens_is_checked_whole():
+    model = tiny.model()
+    model.vocabulary = model.vocab_size - 3
+    model.check()
+    model.config.logit_scale = 1.5
+    with pytest.raises(ModelError, match=r"not of a known form.*scale 1.5"):
+        model.check()
 
 
 def test_an_unknown_scale_is_refused():

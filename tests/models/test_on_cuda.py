@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pretend_cuda
+import pretend_kernels
 import pytest
 import tiny
 import torch
 
-from opd.models import attention
+from opd.models import attention, causal_lm
 from opd.models.attention import AttentionCall, PackedAttention
-from opd.models.causal_lm import CausalLM
+from opd.models.causal_lm import CausalLM, Watched, WeightsDigest, weights_digest
 from opd.models.checkpoint import save_checkpoint
 from opd.models.long_sequence import LayerMemory
 
@@ -62,6 +63,59 @@ def test_packed_attention(gpu, monkeypatch, dtype, shared, call, masked):
         assert difference < EXACT[dtype]
 
 
+LONGER = (5, 120, 3, 400, 120)
+"""More than a block, with blocks that are seen whole."""
+
+
+@pytest.fixture
+def kernels(gpu, monkeypatch):
+    """The device has kernels of packed attention: its own, or such as are not there."""
+    if not isinstance(gpu, pretend_cuda.Gpu):
+        yield gpu
+        return
+    with pretend_kernels.attention_kernels(monkeypatch):
+        yield gpu
+
+
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize(
+    "call",
+    [{}, {"sliding_window": 300}, {"softcap": 2.0}, {"softcap": 2.0, "sliding_window": 8}],
+    ids=str,
+)
+def test_packed_attention_is_one_kernel(kernels, monkeypatch, dtype, call):
+    monkeypatch.setitem(globals(), "LENGTHS", LONGER)
+    given = leaves(dtype, 4, 2)
+    exact = attend([x.double() for x in given], **call)
+    here = [kernels.put(x) for x in given]
+    attend(here, **call)  # where a kernel is compiled, it is tried too
+    with kernels.counted() as seen:
+        found = attend(here, **call)
+    assert not seen.waits, seen
+    if isinstance(kernels, pretend_cuda.Gpu):
+        assert (seen.launches["flex"], seen.launches["flex_backward"]) == (1, 2), seen
+        assert seen.launches.total() == 6 + ("softcap" in call), seen  # three are the clones here
+    for ours, theirs in zip(found, exact, strict=True):
+        assert (kernels.get(ours).double() - theirs).norm() / theirs.norm() < EXACT[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("call", [{}, {"sliding_window": 8}], ids=str)
+def test_prefill_is_one_kernel_that_nothing_compiles(kernels, dtype, call):
+    given = leaves(dtype, 4, 2)[:3]
+    bounds = np.concatenate([[0], np.cumsum(LENGTHS)])
+    exact = PackedAttention(bounds)(AttentionCall(0, *(x.double() for x in given), scaling=0.3, **call))
+    here = [kernels.put(x) for x in given]
+    with torch.inference_mode():
+        PackedAttention(bounds)(AttentionCall(0, *here, scaling=0.3, **call))
+        with kernels.counted() as seen:
+            found = PackedAttention(bounds)(AttentionCall(0, *here, scaling=0.3, **call))
+    assert not seen.waits, seen
+    if isinstance(kernels, pretend_cuda.Gpu):
+        assert seen.launches == {"torch_attn::_varlen_attn": 1}, seen
+    assert (kernels.get(found).double() - exact).norm() / exact.norm() < EXACT[dtype]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_folder_is_loaded_onto_the_device_and_checked_there(gpu, tmp_path, dtype):
     folder = save_checkpoint(tiny.model(), tiny.tokenizer(), tmp_path / "m", {})
@@ -77,6 +131,39 @@ def test_a_folder_is_loaded_onto_the_device_and_checked_there(gpu, tmp_path, dty
             found = model.hidden(ids.to(model.device), ids.to(model.device), bounds, memory)
             torch.testing.assert_close(gpu.get(found), expected, rtol=exact, atol=exact)
     assert model.digest() == plain.digest()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("count", [0, 1, 16, 63, 1000])
+def test_a_digest_of_the_device_is_that_of_a_cpu(gpu, monkeypatch, dtype, count):
+    """Part by part through two pinned buffers, each of which is digested before it is written again."""
+    monkeypatch.setattr(causal_lm, "STAGED_BYTES", 64)
+    value = (torch.arange(count) * 7 % 251).to(dtype)
+    whole = weights_digest([("a", value), ("b", value[:5])])
+    there = gpu.put(value)
+    with gpu.counted() as seen:
+        assert weights_digest([("a", there), ("b", there[:5])]) == whole
+    assert not any("copy" in wait for wait in seen.waits), seen
+    strided = gpu.put(torch.stack([value, value], dim=1))[:, 0]
+    assert weights_digest([("a", strided), ("b", there[:5])]) == whole
+
+
+def test_the_next_part_is_on_its_way_while_one_is_digested(pretended, monkeypatch):
+    monkeypatch.setattr(causal_lm, "STAGED_BYTES", 16)
+    there, begun = pretended.put(torch.arange(10.0)), []
+    for index, part in enumerate(causal_lm._staged(there)):
+        begun.append(pretended.counts.copies["to the host"])
+        assert bytes(part) == np.arange(4 * index, min(4 * index + 4, 10), dtype=np.float32).tobytes()
+    assert begun == [2, 3, 3]
+
+
+def test_weights_are_copied_and_proven_on_the_device(gpu):
+    trained, held = gpu.model(tiny.model(seed=1)), gpu.model(tiny.model(seed=2))
+    sent, found = WeightsDigest(quick=True), WeightsDigest(quick=True)
+    with gpu.counted() as seen:
+        held.load_weights(Watched(trained.weights(), sent), found)
+    assert sent.hex() == found.hex() == tiny.model(seed=1).quick_digest()
+    assert not any("copy" in wait for wait in seen.waits), seen
 
 
 @pytest.mark.parametrize(

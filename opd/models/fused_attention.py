@@ -1,0 +1,262 @@
+"""Packed attention on a GPU as one kernel a layer: sequences end to end, no padding, no block in Python.
+
+Two kernels of PyTorch. `flash` is flash attention over `cu_seqlens` (Dao 2023, FlashAttention-2): nothing
+is compiled; 16 bits, windows, no softcap. `flex` is flex attention (Dong et al. 2024, "Flex Attention"),
+compiled by Triton at its first use: float32 too, windows and softcaps.
+
+Whatever has a gradient, or is compared with what has one, is flex attention's: its backward sums each
+gradient in one program, in one order. Flash attention's adds to the gradient of the queries in the order in
+which its blocks end, so its bits differ from run to run; only a switch of the whole process changes that,
+under which other threads' products and cumulative sums raise errors. It is for inference mode, which is the
+engine's prefill: its forward has one order, and nothing waits for a compiler.
+
+Shapes: `T` packed tokens, `H` query heads, `Hkv` key-value heads, `d` head size, `n` blocks of tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from opd.kernels import proof, triton_rows
+from opd.models.attention import AttentionCall, PackedAttention
+
+BLOCK = 128
+"""Tokens of a block, of which flex attention skips those that nobody sees. Fewer tokens are not its."""
+HALVES = (torch.bfloat16, torch.float16)
+Kernel = Callable[[PackedAttention, AttentionCall], Tensor]
+
+
+def fused(packed: PackedAttention, call: AttentionCall) -> Tensor | None:
+    """[1, T, H, d] by one kernel; `None` where none takes this call, or none gives what it should here."""
+    kernel = kernel_for(packed, call)
+    if kernel is None or not trusted(Form.of(kernel, call)):
+        return None
+    return KERNELS[kernel](packed, call)
+
+
+def kernel_for(packed: PackedAttention, call: AttentionCall) -> str | None:
+    """A name of `KERNELS`. None under `OPD_KERNELS=chunked` or `reference`, which want PyTorch's plain parts,
+    in float64, for heads of unusual size, and where Triton cannot run.
+    """
+    if os.environ.get("OPD_KERNELS", "auto") not in ("auto", "triton") or triton_rows.missing() is not None:
+        return None
+    dtype, sizes = call.query.dtype, (call.query.shape[-1], call.value.shape[-1])
+    if torch.is_inference_mode_enabled() and dtype in HALVES and call.softcap is None:
+        return "flash" if sizes[0] == sizes[1] <= 256 and sizes[0] % 8 == 0 else None
+    fits = dtype in (*HALVES, torch.float32) and min(sizes) >= 16 and max(sizes) <= 256
+    return "flex" if fits and packed.tokens > BLOCK else None
+
+
+def flash(packed: PackedAttention, call: AttentionCall) -> Tensor:
+    """Flash attention of 16-bit numbers, without a softcap."""
+
+    def sent() -> Tensor:
+        ends = np.cumsum([0, *packed.lengths], dtype=np.int32)
+        return torch.from_numpy(ends).to(call.query.device, non_blocking=True)
+
+    ends, longest = packed.kept(("ends", call.query.device), sent), max(packed.lengths)
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))
+    window = call.sliding_window
+    # (-1, 0) alone is what it knows as causal; a window counts the keys before the query's own.
+    seen = (-1, 0) if window is None or window >= longest else (window - 1, 0)
+    options = {"scale": call.scaling, "window_size": seen, "enable_gqa": query.shape[1] != key.shape[1]}
+    output = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    assert isinstance(output, Tensor)
+    return output.unsqueeze(0)
+
+
+def flex(packed: PackedAttention, call: AttentionCall) -> Tensor:
+    """Flex attention of more than `BLOCK` tokens."""
+    device, window, softcap, cap = call.query.device, call.sliding_window, call.softcap, None
+
+    def sent() -> list[Tensor]:
+        arrays = visible(packed.lengths, window)
+        return [torch.from_numpy(x.astype(np.int32)).to(device, non_blocking=True) for x in arrays]
+
+    first, *blocks = packed.kept(("blocks", window, device), sent)
+    if softcap is not None:  # as a number it would be a part of the kernel, and another one another kernel's
+        cap = packed.kept(("softcap", softcap, device), lambda: torch.full((), float(softcap), device=device))
+    inputs = (call.query, call.key, call.value)
+    return compiled()(*inputs, first, blocks, cap, repr(call.scaling))
+
+
+KERNELS: dict[str, Kernel] = {"flash": flash, "flex": flex}
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    blocks: Sequence[Tensor],
+    cap: Tensor | None,
+    scaling: str,
+) -> Tensor:
+    """`query` [1, H, T, d] on `key` and `value` [1, Hkv, T, d] -> [1, T, H, d]: what is compiled.
+
+    `first` [T] int32 and `blocks` are those of `visible`, `cap` [] the softcap. `scaling` is a number's text:
+    the compiler takes a text for a constant and a number for an argument.
+    """
+
+    def mask(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        del batch, head
+        return (column >= first[row]) & (column <= row)
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        del batch, head, row, column
+        assert cap is not None
+        return cap * torch.tanh(score / cap)
+
+    tokens = query.shape[2]
+    blocks_seen = BlockMask((tokens, tokens), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask)
+    output = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=None if cap is None else capped,
+        block_mask=blocks_seen,
+        scale=float(scaling),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    # Transposed in here: the gradient that arrives is then taken as it lies in memory, and not copied.
+    return output.transpose(1, 2)
+
+
+@lru_cache(maxsize=1)
+def compiled() -> Callable[..., Tensor]:
+    """`attend`, compiled once for each `Form` with and without a gradient, whatever the lengths are."""
+    # Not below /tmp, where others could have put what the compiler loads.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache/opd/torchinductor"))
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(attend, dynamic=True, fullgraph=True)
+
+
+def visible(lengths: Sequence[int], window: int | None) -> list[np.ndarray]:
+    """Who sees whom among sequences of `lengths` packed end to end: `first` [T], the first of the positions
+    up to its own that each sees; then a `BlockMask`'s arrays, numbers [1, 1, n] and indices [1, 1, n, n]: of
+    each block of queries the blocks of keys that are seen in part, those that are seen whole, and the same of
+    each block of keys.
+    """
+    size = np.asarray(lengths, dtype=np.int64)
+    first = np.repeat(np.cumsum(size) - size, size)
+    tokens = len(first)
+    if window is not None:
+        first = np.maximum(first, np.arange(tokens) - window + 1)
+    begin = np.arange(0, tokens, BLOCK)
+    last = np.minimum(begin + BLOCK, tokens) - 1
+    block = np.arange(len(begin))
+    # `first` never falls, so a block's first query sees furthest back and its last one least far.
+    seen = (block <= block[:, None]) & (block >= first[begin][:, None] // BLOCK)
+    full = (block < block[:, None]) & (begin >= first[last][:, None]) & (last - begin == BLOCK - 1)[:, None]
+    part = seen & ~full
+    return [first, *_ordered(part), *_ordered(full), *_ordered(part.T), *_ordered(full.T)]
+
+
+def _ordered(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The number [1, 1, n] of the True of each row, and where they are, first in [1, 1, n, n]."""
+    return dense.sum(-1)[None, None], np.argsort(~dense, axis=-1, kind="stable")[None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a kernel is compiled for."""
+
+    kernel: str
+    device: torch.device
+    dtype: torch.dtype
+    heads: tuple[int, int]
+    """`H` and `Hkv`."""
+    sizes: tuple[int, int]
+    """Of a head's keys, and of its values."""
+    scaling: float
+    capped: bool
+    windowed: bool
+
+    @classmethod
+    def of(cls, kernel: str, call: AttentionCall) -> Form:
+        query, key, value = call.query, call.key, call.value
+        heads, sizes = (query.shape[1], key.shape[1]), (query.shape[-1], value.shape[-1])
+        capped, windowed = call.softcap is not None, call.sliding_window is not None
+        return cls(kernel, query.device, query.dtype, heads, sizes, call.scaling, capped, windowed)
+
+
+@lru_cache(maxsize=256)
+def trusted(form: Form) -> bool:
+    """Whether the kernel gives on this GPU what the path without it gives in float64, asked once for each
+    form: values and gradients of `LENGTHS`, and the same bits twice. What decides is the result and never a
+    clock. One that fails, or cannot be compiled, is left aside with a warning.
+    """
+    subject = f"{form.kernel} attention of {form.dtype} with heads of {form.sizes[0]}"
+    where = f"on {torch.cuda.get_device_name(form.device)}"
+    return proof.accepted(subject, fault(form), where, "padded sequences and PyTorch's own attention are")
+
+
+LENGTHS = (1, 40, 500, 5, 130, 7)
+"""Of the sequences that a kernel is tried on: with blocks that are seen whole, in part, and by nobody."""
+WINDOW, SOFTCAP = 300, 5.0
+EXACT = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+"""How far a token's row may be off, as a part of its norm, or of the mean row's where that is larger."""
+EXACT_TF32 = 1e-2
+
+
+@torch.inference_mode(False)
+def fault(form: Form) -> str | None:
+    """What the kernel does wrong, as the end of a sentence; `None` where nothing."""
+    packed = PackedAttention(list(accumulate(LENGTHS, initial=0)))
+    generator = torch.Generator(form.device).manual_seed(0)
+
+    def drawn(heads: int, size: int) -> Tensor:
+        shape = (1, packed.tokens, heads, size)
+        return torch.randn(shape, generator=generator, device=form.device).to(form.dtype)
+
+    (heads, shared), (size, width) = form.heads, form.sizes
+    given = [drawn(heads, size), drawn(shared, size), drawn(shared, width), drawn(heads, width)]
+    given[0] *= size**-0.5 / form.scaling  # scores of one size, whatever the scaling is
+    try:
+        with torch.inference_mode(form.kernel == "flash"):
+            found, again = (_results(form, KERNELS[form.kernel], packed, given) for _ in range(2))
+    except Exception as error:  # a compiler's faults have no common class
+        return f"cannot be compiled or launched ({error!r})"
+    if not all(torch.equal(*pair) for pair in zip(found, again, strict=True)):
+        return "gives other bits the second time"
+    exact = _results(form, PackedAttention.exact, packed, [x.double() for x in given])
+    rough = form.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    limit = EXACT_TF32 if rough else EXACT[form.dtype]
+    for ours, theirs in zip(found, exact, strict=False):  # flash attention has no gradients here
+        norm = theirs.norm(dim=-1)
+        off = (ours.double() - theirs).norm(dim=-1) / norm.clamp_min(norm.mean())
+        if not bool((off <= limit).all()):
+            return "gives another result than float64"
+    return None
+
+
+def _results(form: Form, kernel: Kernel, packed: PackedAttention, given: list[Tensor]) -> list[Tensor]:
+    """The output without a gradient and, but in inference mode, with one, and those of query, key and value.
+
+    `given` holds these as [1, T, heads, size], and what arrives from above.
+    """
+    *inputs, upstream = (x.transpose(1, 2) for x in given)
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        cap, window = SOFTCAP if form.capped else None, WINDOW if form.windowed else None
+        return kernel(packed, AttentionCall(0, query, key, value, form.scaling, cap, window))
+
+    with torch.no_grad():
+        quiet = run(*inputs)
+    if torch.is_inference_mode_enabled():
+        return [quiet]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        output = run(*leaves)
+    return [quiet, output.detach(), *torch.autograd.grad(output, leaves, upstream.transpose(1, 2))]
