@@ -83,8 +83,8 @@ class TrainConfig(Config):
     """Whether `megatron` cuts the optimiser's state over the ranks that share the batch, with Megatron-Core's
     own optimiser for GPUs. `null`: where there is one."""
     context_parallel: int = Field(default=1, gt=0, le=4096)
-    """Ranks that share each sequence with `torch`: all of them, or 1. Weights are sharded over them as they
-    are without it; it is for sequences that are too long for one rank."""
+    """Ranks that share each sequence with `torch`; groups of so many share the batch. Weights are sharded
+    over all ranks as they are without it; it is for sequences that are too long for one rank."""
     precision: Literal["mixed", "pure"] = "mixed"
     """What a bfloat16 or float16 model (`model.dtype`) learns in. `mixed`: layers compute in that dtype;
     weights and optimiser state are kept in float32. `pure`: what learns has that dtype too, which saves
@@ -109,12 +109,22 @@ class TrainConfig(Config):
                 f"distributed_optimizer has no effect with backend {self.backend}; set backend to megatron,"
                 " or leave it out"
             )
-        if self.ranks is not None and self.ranks % self.tensor_parallel:
-            raise ValueError(
-                f"{self.ranks} ranks cannot be divided into groups of tensor_parallel {self.tensor_parallel};"
-                " choose a number of ranks that it divides"
-            )
+        if self.ranks is not None and (misfit := self.misfit(self.ranks)):
+            raise ValueError(misfit)
         return self
+
+    def misfit(self, size: int) -> str | None:
+        """Why `size` ranks cannot be divided as is asked for, and what could; `None` if they can."""
+        for name in ("tensor_parallel", "context_parallel"):
+            width = getattr(self, name)
+            if size % width:
+                fitting = " or ".join(str(some) for some in range(1, size + 1) if size % some == 0)
+                ranks = "1 rank" if size == 1 else f"{size} ranks"
+                return (
+                    f"{ranks} cannot be divided into groups of train.{name} {width}; set it to {fitting},"
+                    f" or start {width} ranks or a multiple of that"
+                )
+        return None
 
 
 class ActorResources(Config):
@@ -182,6 +192,17 @@ def _named(value: Any) -> Any:
 LaunchConfig = Annotated[LocalLaunch | RayLaunch, Field(discriminator="type"), BeforeValidator(_named)]
 
 
+class DecodeConfig(Config):
+    """How an engine in the run's own processes decodes."""
+
+    kv_cache_mb: int | None = Field(default=None, gt=0)
+    """Memory for keys and values (MiB), at most: so many requests are decoded together as may grow to their
+    limits within it, and the others wait. `null` is half of the device's memory."""
+    cuda_graphs: bool = True
+    """Whether decode steps on CUDA are captured as graphs, each of which is one launch. A step that cannot
+    be captured is run as it is, with a line in the log."""
+
+
 class RuntimeConfig(Config):
     """The machine."""
 
@@ -194,6 +215,8 @@ class RuntimeConfig(Config):
     """Let GPUs round the factors of float32 products to 10 bits: faster, and nothing is exact any more."""
     workers: int = Field(default=1, gt=0, le=4096)
     """Stages that may run side by side."""
+    decode: DecodeConfig = DecodeConfig()
+    """The embedded engine's memory, and CUDA graphs."""
     tensorboard: bool = False
     """Write TensorBoard event files beside the JSON lines: short for `tensorboard` among `sinks`."""
     sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []

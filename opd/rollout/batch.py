@@ -13,9 +13,10 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import torch
 
 from opd.errors import RolloutError
-from opd.rollout.sampling import NoiseTable, uid_keys
+from opd.rollout.sampling import NoiseTable, SamplingPlan, uid_keys
 from opd.types import RolloutRequest, SamplingParams, Status
 
 NO_STOP = -1
@@ -30,6 +31,11 @@ class Limits:
     vocab_size: int
     max_sequence: int
     """Prompt plus response tokens."""
+    positions: int | None = None
+    """Tokens whose keys and values fit in the cache's budget, all slots together and as long as the longest;
+    `None`: no limit."""
+    token_bytes: int = 0
+    """What one of them takes."""
 
 
 @dataclass(slots=True)
@@ -69,9 +75,14 @@ class RequestQueue:
         return len(self.uids) - self.taken
 
     @property
+    def most(self) -> np.ndarray:
+        """[n] int64: tokens each of these requests may come to hold."""
+        return self.length + self.limit - self.position
+
+    @property
     def longest(self) -> int:
         """Most tokens any of these requests may come to hold."""
-        return int((self.length + self.limit - self.position).max(initial=0))
+        return int(self.most.max(initial=0))
 
     @property
     def waiting(self) -> list[str]:
@@ -201,6 +212,13 @@ def _check_tokens(requests: Sequence[RolloutRequest], limits: Limits) -> None:
                 f"request {request.uid!r} may take {total} tokens (prompt {prompt}) but the engine serves"
                 f" {limits.max_sequence}; shorten it, or raise max_sequence if the model allows."
             )
+        if limits.positions is not None and total > limits.positions:
+            raise RolloutError(
+                f"request {request.uid!r} may take {total} tokens, whose keys and values are"
+                f" {-(-total * limits.token_bytes >> 20)} MiB, but the cache may hold"
+                f" {limits.positions * limits.token_bytes >> 20} MiB; shorten it, or raise"
+                " runtime.decode.kv_cache_mb."
+            )
     pieces = [ids for r in requests for ids in (r.prompt_ids, r.prefix_ids) if len(ids)]
     everything = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
     if everything.size and (everything.min() < 0 or everything.max() >= limits.vocab_size):
@@ -237,6 +255,7 @@ class RunningBatch:
         """[S, capacity] int32: prompt and response so far."""
         self.noise = NoiseTable(slots)
         self._rows = np.arange(slots)
+        self._plan: SamplingPlan | None = None
 
     def grown(self, slots: int, stop_width: int, capacity: int) -> RunningBatch:
         """The same requests with room for more, larger and otherwise stopped ones."""
@@ -254,11 +273,18 @@ class RunningBatch:
         new.noise.assign(slice(0, size), *self.noise.keys(size))
         return new
 
-    def admit(self, queue: RequestQueue) -> int:
-        """Fill the free slots from the queue; returns how many requests came in."""
+    def admit(self, queue: RequestQueue, positions: int | None = None) -> int:
+        """Fill the free slots from the queue, as far as all may grow to their limits in slots of one length
+        with so many `positions` together; returns how many requests came in.
+        """
         number = min(self.slots - self.size, len(queue))
+        if number and positions is not None:
+            longest = (self.length + self.limit - self.position)[: self.size].max(initial=0)
+            coming = np.maximum.accumulate(queue.most[queue.taken :][:number]).clip(longest)
+            number = int((coming * np.arange(self.size + 1, self.size + number + 1) <= positions).sum())
         if number == 0:
             return 0
+        self._plan = None
         rows, taken = slice(self.size, self.size + number), slice(queue.taken, queue.taken + number)
         for name in ("length", "position", "limit", "top_k", "stops", "temperature", "top_p"):
             getattr(self, name)[rows] = getattr(queue, name)[taken]
@@ -269,6 +295,19 @@ class RunningBatch:
         queue.taken += number
         self.size += number
         return number
+
+    def uniforms(self) -> np.ndarray:
+        """[size] float64: what the next token of each request is drawn with."""
+        return self.noise.at(self.position[: self.size])
+
+    def plan(self, device: torch.device) -> SamplingPlan:
+        """How the next tokens are drawn; made anew only where requests have come or gone."""
+        if self._plan is None:
+            rows = slice(0, self.size)
+            self._plan = SamplingPlan.build(
+                self.temperature[rows], self.top_p[rows], self.top_k[rows], device
+            )
+        return self._plan
 
     def known(self, row: int) -> np.ndarray:
         """[length] int32: prompt and response of one slot."""
@@ -290,6 +329,7 @@ class RunningBatch:
 
     def remove(self, ended: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Free the slots `ended`; returns (source, target): which slots moved where to close the holes."""
+        self._plan = None
         running = np.ones(self.size, dtype=bool)
         running[ended] = False
         remaining = self.size - len(ended)

@@ -10,6 +10,7 @@ hidden size, `H` query heads, `Hkv` key-value heads, `d` head size, `L` cached p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from opd.errors import ModelError
+from opd.kernels.head import Head
 from opd.kernels.projection import DecodeWeight
 from opd.models.attention import AttentionCall, PackedAttention
 from opd.models.causal_lm import CausalLM
 from opd.rollout.batch import RunningBatch
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
+from opd.rollout.sampling import sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +75,39 @@ class PrefillAttention:
         return self._packed(call)
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What the host knows of the slots of a decode step. A captured step keeps it, so there it is all that
+    may be: how much is read.
+    """
+
+    rows: int
+    window: int
+    """Cached positions that are read."""
+    longest: int
+    """Tokens of the fullest slot with its new one; at most `window`, which it is where only the device knows
+    the positions."""
+    equal: bool = False
+    """Whether all hold as many."""
+
+    @classmethod
+    def of(cls, positions: np.ndarray, cache: KVCache) -> Span:
+        """Of new tokens at `positions` [B]."""
+        longest = int(positions.max()) + 1
+        return cls(len(positions), cache.window(longest), longest, int(positions.min()) + 1 == longest)
+
+
 class DecodeAttention:
     """One new token for each of the first `B` slots: append its key and value, attend to the cache."""
 
-    def __init__(self, cache: KVCache, positions: np.ndarray, device: torch.device) -> None:
-        """`positions` [B] int64: where the new tokens go; slot `b` then holds `positions[b] + 1` tokens."""
+    def __init__(self, cache: KVCache, positions: Tensor, span: Span) -> None:
+        """`positions` [B] int64, on the device: where the new tokens go; slot `b` then holds
+        `positions[b] + 1` tokens.
+        """
         self._cache = cache
-        self._rows = len(positions)
-        self._longest = int(positions.max()) + 1
-        self._equal = int(positions.min()) + 1 == self._longest
-        self._window = cache.window(self._longest)
-        self.positions = torch.from_numpy(positions).to(device, non_blocking=True)
-        """[B] int64, on the device."""
-        self._slots = None if self._equal else torch.arange(self._rows, device=device)
+        self._span = span
+        self.positions = positions
+        self._slots = None if span.equal else torch.arange(span.rows, device=positions.device)
         self._biases: dict[tuple[int | None, int], Tensor | None] = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
@@ -103,10 +126,10 @@ class DecodeAttention:
         self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm
     ) -> Tensor:
         """`query` [B, H, d], `key` and `value` [B, Hkv, d] of the new tokens -> [B, H, dv]."""
-        window = cache.window(self._rows, self._window)
+        window = cache.window(self._span.rows, self._span.window)
         if self._slots is None:
-            window.keys.select(2, self._longest - 1).copy_(key)
-            window.values.select(2, self._longest - 1).copy_(value)
+            window.keys.select(2, self._span.longest - 1).copy_(key)
+            window.values.select(2, self._span.longest - 1).copy_(value)
         else:
             window.keys[self._slots, :, self.positions] = key
             window.values[self._slots, :, self.positions] = value
@@ -120,18 +143,19 @@ class DecodeAttention:
         return self._biases[case]
 
     def _make_bias(self, sliding_window: int | None, keys: Tensor) -> Tensor | None:
-        if sliding_window is not None and sliding_window >= self._longest:
+        span = self._span
+        if sliding_window is not None and sliding_window >= span.longest:
             sliding_window = None
-        if self._equal and sliding_window is None and self._window == self._longest:
+        if span.equal and sliding_window is None and span.window == span.longest:
             return None
-        column = torch.arange(self._window, device=keys.device)
-        last = self.positions[:1, None] if self._equal else self.positions[:, None]
+        column = torch.arange(span.window, device=keys.device)
+        last = self.positions[:1, None] if span.equal else self.positions[:, None]
         hidden = column > last
         if sliding_window is not None:
             hidden |= column <= last - sliding_window
         bias = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device)
         bias = bias.masked_fill_(hidden, float("-inf"))
-        return (bias if self._equal else bias.repeat_interleave(keys.shape[1], 0))[:, None]
+        return (bias if span.equal else bias.repeat_interleave(keys.shape[1], 0))[:, None]
 
 
 def attend_cached(query: Tensor, window: Window, bias: Tensor | None, form: AttentionForm) -> Tensor:
@@ -218,13 +242,30 @@ class LeanLayer:
             ),
         )
 
+    def move_to(self, old: LeanLayer) -> None:
+        """Lie where `old` does, as far as the weights are copies of the model's."""
+        for name in ("qkv", "gate_up", "qkv_bias"):
+            if getattr(self, name) is not None:
+                getattr(old, name).copy_(getattr(self, name))
+                setattr(self, name, getattr(old, name))
+        if self.qk_norms is not None and old.qk_norms is not None:
+            for there, new in zip(old.qk_norms, self.qk_norms, strict=True):
+                there.copy_(new)
+            self.qk_norms = old.qk_norms
+
+    def addresses(self) -> list[int]:
+        """Where its weights lie."""
+        weights = (self.qkv, self.output, self.gate_up, self.down)
+        tensors = (self.input_norm, self.qkv_bias, *(self.qk_norms or ()), self.mlp_norm)
+        return [x.address for x in weights] + [x.data_ptr() for x in tensors if x is not None]
+
 
 class LeanDecoder:
     """Decode steps for the families of `FAMILIES`; `refresh` after every change of the weights."""
 
     def __init__(self, model: CausalLM) -> None:
-        """Raises `ValueError` if `supports(model)` is false."""
-        if not supports(model):
+        """Raises `ValueError` if it `supports` no such model."""
+        if not supports(model.config, model.decoder.layers):
             raise ValueError(f"the lean decoder does not know this form of {model.config.model_type}")
         self._model = model
         self._base: Any = model.decoder
@@ -239,33 +280,43 @@ class LeanDecoder:
         half = torch.arange(self._size // 2, device=model.device)
         self.key_order = torch.stack([half, half + self._size // 2], dim=1).flatten()
         """[d]: order of the features of a key in the cache."""
+        self._layers: list[LeanLayer] = []
         granite = config.model_type == "granite"
         self._embedding_scale = float(config.embedding_multiplier) if granite else 1.0
         self._residual_scale = float(config.residual_multiplier) if granite else 1.0
+        self._layers: list[LeanLayer] = []
+        self._rotary = torch.empty(0)
         self.refresh()
+        self.reach(256)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Read the model's weights."""
+        """Read the model's weights; on a GPU into the memory that captured steps read."""
         self._embedding = self._base.embed_tokens.weight.detach()
-        self._layers: list[LeanLayer] = []  # the old copies go before the new ones come
-        for layer in self._base.layers:
-            self._layers.append(LeanLayer.read(layer, self._model.config, self.key_order))
         self._final_norm = self._base.norm.weight.detach()
-        self._rotary = self._rotary_table(256)
+        old, self._layers = self._layers, []
+        moves = self._embedding.device.type == "cpu"
+        for layer in self._base.layers:
+            if moves:
+                del old[:1]  # and its memory, which the new copies take: the system need not clear other
+            self._layers.append(LeanLayer.read(layer, self._model.config, self.key_order))
+            if old and not moves:
+                self._layers[-1].move_to(old.pop(0))
 
-    def step(
-        self, ids: np.ndarray, positions: np.ndarray, cache: KVCache, attention: DecodeAttention
-    ) -> Tensor:
-        """[B, D] last hidden states (after the final norm) of one new token per request.
+    def reach(self, tokens: int) -> None:
+        """Know the rotations of so many positions."""
+        if tokens > len(self._rotary):
+            self._rotary = self._rotary_table(max(256, 2 * (tokens - 1)))
 
-        `ids` and `positions` [B] integers.
-        """
-        if int(positions.max()) >= len(self._rotary):
-            self._rotary = self._rotary_table(2 * int(positions.max()))
+    def addresses(self) -> list[int]:
+        """Where what a step reads lies."""
+        own = (self._embedding, self._final_norm, self._rotary)
+        return [x.data_ptr() for x in own] + [x for layer in self._layers for x in layer.addresses()]
+
+    def step(self, ids: Tensor, cache: KVCache, attention: DecodeAttention) -> Tensor:
+        """[B, D] last hidden states (after the final norm) of one new token per request, `ids` [B] int64."""
         rotary = self._rotary.index_select(0, attention.positions)[:, None]
-        given = torch.from_numpy(ids.astype(np.int64)).to(self._embedding.device, non_blocking=True)
-        hidden = self._embedding.index_select(0, given)
+        hidden = self._embedding.index_select(0, ids)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         for index, layer in enumerate(self._layers):
@@ -312,9 +363,8 @@ def _rotate_(x: Tensor, rotary: Tensor) -> None:
         pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * rotary))
 
 
-def supports(model: CausalLM) -> bool:
-    """Whether `LeanDecoder` computes exactly this architecture."""
-    config = model.config
+def supports(config: Any, layers: Iterable[Any]) -> bool:
+    """Whether `LeanDecoder` computes exactly the architecture of `config`, whose decoder has `layers`."""
     if config.model_type not in FAMILIES or getattr(config, "hidden_act", None) != "silu":
         return False
     rope = getattr(config, "rope_parameters", None) or {}
@@ -322,7 +372,7 @@ def supports(model: CausalLM) -> bool:
         return False
     return all(
         projection.bias is None
-        for layer in model.decoder.layers
+        for layer in layers
         for projection in (
             layer.self_attn.o_proj,
             layer.mlp.gate_proj,
@@ -350,13 +400,16 @@ class KeptPrompt:
 class Runner:
     """Runs the model against the cache. Everything happens under `torch.inference_mode`."""
 
-    def __init__(self, model: CausalLM, *, lean: bool | None = None) -> None:
-        """`lean`: use the lean decoder; `None` uses it where it knows the model."""
+    def __init__(self, model: CausalLM, *, lean: bool | None = None, positions: int | None = None) -> None:
+        """`lean`: use the lean decoder; `None` uses it where it knows the model. `positions`: the most that
+        slots times tokens of the cache may be.
+        """
         self.model = model
-        self.cache = KVCache()
+        self._positions = positions
+        self.cache = self._new_cache()
         self.prefilled_tokens = 0
         """Tokens that went through a prefill forward; a prompt shared by several requests counts once."""
-        use_lean = supports(model) if lean is None else lean
+        use_lean = supports(model.config, model.decoder.layers) if lean is None else lean
         self.lean = LeanDecoder(model) if use_lean else None
         self._kept: KeptPrompt | None = None
 
@@ -373,8 +426,11 @@ class Runner:
 
     def release(self) -> None:
         """Drop the cache and its memory."""
-        self.cache = KVCache()
+        self.cache = self._new_cache()
         self._kept = None
+
+    def _new_cache(self) -> KVCache:
+        return KVCache(self._positions)
 
     def start(self, slots: int) -> None:
         """Lay the cache out for a new call."""
@@ -383,11 +439,27 @@ class Runner:
 
     def decode(self, batch: RunningBatch, rows: int) -> Tensor:
         """[rows, D]: feed the newest token of each of the first `rows` slots."""
-        ids, positions = batch.last_tokens(rows), batch.length[:rows] - 1
-        attention = DecodeAttention(self.cache, positions, self.model.device)
+        positions = batch.length[:rows] - 1
+        span = Span.of(positions, self.cache)
         if self.lean is not None:
-            return self.lean.step(ids, positions, self.cache, attention)
-        return self.model.run(self._tensor(ids), attention.positions, attention)
+            self.lean.reach(span.longest)
+        return self.forward(self._tensor(batch.last_tokens(rows)), self._tensor(positions), span)
+
+    def draw(self, head: Head, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids [B] int64 and log-probabilities [B] float32 that follow the `hidden` states [B, D]."""
+        logits = head.logits(hidden)
+        uniforms = torch.from_numpy(batch.uniforms()).to(logits.device)
+        ids, logprobs = sample(logits, uniforms, batch.plan(logits.device))
+        return ids.cpu().numpy(), logprobs.cpu().numpy()
+
+    def forward(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
+        """[B, D] of one new token for each of the first slots: `ids` and `positions` [B] int64 on the device.
+        What a captured step runs: the host decides nothing in it that `span` does not say.
+        """
+        attention = DecodeAttention(self.cache, positions, span)
+        if self.lean is not None:
+            return self.lean.step(ids, self.cache, attention)
+        return self.model.run(ids, positions, attention)
 
     def prefill(self, batch: RunningBatch, start: int, upcoming: bytes | None) -> Tensor:
         """[R, D]: compute all known tokens of the slots `start ... batch.size`; one row per slot.

@@ -2,7 +2,7 @@
 
 Each attention layer owns two tensors `[S, Hkv, L, d]`: `S` slots, `L` token positions. The running requests
 always fill the first slots, so a decode step reads a plain slice and nothing is gathered. Memory is kept
-between calls and only grows.
+between calls and only grows, up to a budget of positions: slots times capacity.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opd.errors import RolloutError, reason_of
-from opd.foreign import read_document
+from opd.foreign import machine_memory, read_document
 
 SPARE = 16
 
@@ -25,6 +25,29 @@ SPARE = 16
 def spare(tokens: int) -> int:
     """Positions to reserve beyond `tokens`: few, because a step reads them too."""
     return max(SPARE, tokens // 8)
+
+
+def bucket(number: int, least: int, parts: int) -> int:
+    """The smallest of few sizes that is not below `number`: at least `least`, `parts` between each power of
+    two and the next.
+    """
+    if number <= least:
+        return least
+    step = max(1, (1 << (number - 1).bit_length() - 1) // parts)
+    return -(-number // step) * step
+
+
+def kv_budget(mebibytes: int | None, device: torch.device) -> int:
+    """Bytes that keys and values may take; `None`: half of the memory of `device`."""
+    if mebibytes is not None:
+        return mebibytes << 20
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // 2
+    return machine_memory() // 2
+
+
+LEAST_WINDOW, WINDOW_PARTS = 64, 2
+"""Positions that a captured decode step reads: 64, 96, 128, 192, 256, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +93,16 @@ class PromptKV:
 class KVCache:
     """Preallocated cache for `slots` requests of up to `capacity` tokens each."""
 
-    def __init__(self) -> None:
+    def __init__(self, positions: int | None = None, *, static: bool = False) -> None:
+        """`positions`: most that `slots` times `capacity` may be. `static`: few lengths are read and the
+        layout outlives a call, so that captured decode steps stay valid.
+        """
         self.slots = 0
         self.capacity = 0
+        self.layout = object()
+        """Another one whenever something lies elsewhere."""
+        self._positions, self._static = positions, static
+        self._wanted = 0
         self._layers: dict[int, LayerCache] = {}
         self._buffers: dict[tuple[int, str], Tensor] = {}
 
@@ -88,28 +118,42 @@ class KVCache:
 
     def reset(self, slots: int) -> None:
         """Forget everything and lay the memory out for `slots` requests; `ensure` gives it a length."""
-        self.slots, self.capacity = slots, 0
         self._layers.clear()
+        if not self._static or slots > self._wanted:
+            self.slots, self.capacity, self._wanted = 0, 0, slots
 
     def clear(self) -> None:
         """Forget everything; the layout stays."""
         self._layers.clear()
 
-    def ensure(self, tokens: int, limit: int, used: int) -> None:
-        """Make room for `tokens` tokens per slot, with some to spare up to `limit`; `used` slots are kept."""
-        if tokens > self.capacity:
-            self._lay_out(self.slots, max(tokens, min(tokens + spare(tokens), limit)), used)
+    def widen(self, slots: int) -> None:
+        """Make room for `slots` requests from the next `ensure` on."""
+        self._wanted = max(self._wanted, slots)
 
-    def widen(self, slots: int, used: int) -> None:
-        """Make room for `slots` requests; `used` slots are kept."""
-        if slots > self.slots:
-            self._lay_out(slots, self.capacity, used)
+    def ensure(self, rows: int, tokens: int, limit: int, used: int) -> None:
+        """Make room for `rows` slots of `tokens` tokens, with some to spare up to `limit` tokens, for as many
+        slots as are wanted and fit; the first `used` are kept.
+        """
+        if tokens <= self.capacity and rows <= self.slots:
+            return
+        roomy = self._roomy(tokens, limit)
+        slots, capacity = max(self._wanted, rows), roomy if tokens > self.capacity else self.capacity
+        if self._positions is not None and slots * capacity > self._positions:
+            slots = max(rows, self._positions // min(capacity, roomy))
+            capacity = max(tokens, min(capacity, roomy, self._positions // slots))
+        self._lay_out(slots, capacity, used)
+
+    def _roomy(self, tokens: int, limit: int) -> int:
+        """The capacity for requests of `tokens` tokens that grow."""
+        if self._static:
+            return bucket(tokens, LEAST_WINDOW, WINDOW_PARTS)
+        return max(tokens, min(tokens + spare(tokens), limit))
 
     def _lay_out(self, slots: int, capacity: int, used: int) -> None:
-        self.slots, self.capacity = slots, capacity
+        self.slots, self.capacity, self.layout = slots, capacity, object()
         for index, old in self._layers.items():
             # Old and new layout share memory, hence the copies.
-            kept = [x[:used].clone() for x in (old.keys, old.values)]
+            kept = [x[:used, :, :capacity].clone() for x in (old.keys, old.values)]
             grown = LayerCache(self._view(index, "keys", kept[0]), self._view(index, "values", kept[1]))
             for new, content in zip((grown.keys, grown.values), kept, strict=True):
                 new[:used, :, : content.shape[2]] = content
@@ -133,6 +177,8 @@ class KVCache:
         All of the capacity unless that is far more: reading on across the gap behind each slot's tokens is
         several times faster than skipping it, which defeats the processor's prefetching.
         """
+        if self._static:
+            return min(self._roomy(tokens, tokens), self.capacity)
         return self.capacity if self.capacity - tokens <= spare(tokens) else tokens
 
     def move(self, source: np.ndarray, target: np.ndarray, length: int) -> None:
@@ -173,7 +219,7 @@ class KVCache:
         ):
             # Zeros, not empty: masked positions are multiplied by 0, which does not remove a NaN.
             buffer = torch.zeros(numbers, dtype=like.dtype, device=like.device)
-            self._buffers[index, kind] = buffer
+            self._buffers[index, kind], self.layout = buffer, object()
         return buffer[:numbers].view(shape)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from opd.config.train import DecodeConfig
 from opd.errors import RolloutError
 from opd.kernels.head import Head
 from opd.kernels.projection import wide_product
@@ -17,8 +19,9 @@ from opd.models.causal_lm import CausalLM, WeightsDigest
 from opd.models.hf_folder import positions_of
 from opd.rollout.batch import Limits, RunningBatch, queue_requests
 from opd.rollout.forward import Runner
-from opd.rollout.kv_cache import Origin, PromptKV, pack, unpack
-from opd.rollout.sampling import SamplingPlan, check_finite, sample
+from opd.rollout.graphs import StaticRunner
+from opd.rollout.kv_cache import Origin, PromptKV, kv_budget, pack, unpack
+from opd.rollout.sampling import check_finite
 from opd.rollout.streams import Streaming
 from opd.types import Chunk, RolloutRequest
 
@@ -42,11 +45,12 @@ class TorchEngine(Streaming):
         vocab_size: int | None = None,
         version: int = 0,
         lean: bool | None = None,
+        settings: DecodeConfig | None = None,
     ) -> None:
         """`max_running`: requests decoded together. `max_sequence`: prompt plus response tokens of a request,
         at most the model's own `positions_of`. `vocab_size`: sample from the first ids only (a
         model's head may be padded beyond its tokenizer). `lean`: force the lean decoder on or off; `None`
-        chooses.
+        chooses. `settings`: `runtime.decode` of a recipe.
         """
         if max_running < 1 or max_sequence < 2:
             raise RolloutError(
@@ -56,12 +60,18 @@ class TorchEngine(Streaming):
         self.model = model
         self._vocab_size = vocab_size
         self._max_running = max_running
-        trained = positions_of(model.config)
+        trained, settings = positions_of(model.config), settings or DecodeConfig()
+        token_bytes = model.kv_numbers * model.dtype.itemsize
         self._limits = Limits(
             vocab_size=vocab_size or model.vocab_size,
             max_sequence=min(max_sequence, trained) if trained else max_sequence,
+            positions=kv_budget(settings.kv_cache_mb, model.device) // token_bytes,
+            token_bytes=token_bytes,
         )
-        self._runner = Runner(model, lean=lean)
+        runner = Runner
+        if model.device.type == "cuda":
+            runner = partial(StaticRunner, captures=settings.cuda_graphs)
+        self._runner: Runner = runner(model, lean=lean, positions=self._limits.positions)
         self._head = self._decode_head()
         self._version = version
         self.chunk_seconds = 0.0
@@ -75,7 +85,6 @@ class TorchEngine(Streaming):
         """Whether requests have come for which there may be no room yet."""
         self._cached = 0
         """The first slots, whose tokens but the newest are all in the cache."""
-        self._plan: SamplingPlan | None = None
         self.restored_tokens = 0
         """Tokens whose keys and values came from `restore` instead of a forward."""
         self.saved: dict[bytes, PromptKV] = {}
@@ -222,9 +231,8 @@ class TorchEngine(Streaming):
         on. Raises `RolloutError` if the engine is not paused.
         """
         self._check_paused("release")
-        slots = self._runner.cache.slots
         self._runner.release()
-        self._runner.start(slots)
+        self._runner.start(self._batch.slots)
         self.saved.clear()
         self._cached = 0
         if self.model.device.type == "cuda":
@@ -252,25 +260,15 @@ class TorchEngine(Streaming):
         slots, width = min(self._max_running, batch.size + len(queue)), queue.stops.shape[1]
         if batch.size:
             self._batch = batch.grown(slots, width, self._longest)
-            self._runner.cache.widen(slots, self._cached)
+            self._runner.cache.widen(slots)
         else:
             self._batch, self._cached = RunningBatch(slots, width, self._longest), 0
             self._runner.start(slots)
 
     def _decode(self) -> Chunk:
         """One token for every running request."""
-        if self._batch.admit(self._queue):
-            self._plan = None
-        logits = self._head.logits(self._forward())
-        batch = self._batch
-        if self._plan is None:
-            size = batch.size
-            self._plan = SamplingPlan.build(
-                batch.temperature[:size], batch.top_p[:size], batch.top_k[:size], logits.device
-            )
-        noise = torch.from_numpy(batch.noise.at(batch.position[: batch.size]))
-        drawn = sample(logits, noise.to(logits.device, non_blocking=True), self._plan)
-        ids, logprobs = (values.cpu().numpy() for values in drawn)
+        self._batch.admit(self._queue, self._limits.positions)
+        ids, logprobs = self._runner.draw(self._head, self._forward(), self._batch)
         check_finite(logprobs)
         return self._commit(ids, logprobs)
 
@@ -278,7 +276,7 @@ class TorchEngine(Streaming):
         """[B, D]: the hidden states that predict the next token of every running request."""
         batch, cached = self._batch, self._cached
         longest = int(batch.length[: batch.size].max())
-        self._runner.cache.ensure(longest, self._longest, cached)
+        self._runner.cache.ensure(batch.size, longest, self._longest, cached)
         if self.saved:
             cached = self._cached = self._restore(cached)
         parts = [self._runner.decode(batch, cached)] if cached else []
@@ -312,7 +310,6 @@ class TorchEngine(Streaming):
         if source.size:
             self._runner.cache.move(source, target, length)
         self._cached = min(self._cached, batch.size)  # after a flush none is
-        self._plan = None
 
     def _restore(self, cached: int) -> int:
         """Give the next slots the keys and values that were saved for their tokens; returns how many slots

@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         }
     },
+    "llama-dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     "mistral": {"sliding_window": 6},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {"head_dim": 12},

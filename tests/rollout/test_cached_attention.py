@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.rollout.forward import AttentionForm, DecodeAttention
+from opd.rollout.forward import AttentionForm, DecodeAttention, Span
 from opd.rollout.kv_cache import KVCache
 
 
@@ -20,7 +20,7 @@ def filled_cache(lengths: list[int], capacity: int, heads: int, size: int, seed:
     generator = torch.Generator().manual_seed(seed)
     for used in (len(lengths) + 2, len(lengths)):
         cache.reset(len(lengths) + 2)
-        cache.ensure(capacity, capacity, 0)
+        cache.ensure(len(lengths) + 2, capacity, capacity, 0)
         layer = cache.layer(0, torch.zeros(1, heads, 1, size), torch.zeros(1, heads, 1, size + 1))
         layer.keys[:used] = torch.randn(layer.keys[:used].shape, generator=generator)
         layer.values[:used] = torch.randn(layer.values[:used].shape, generator=generator)
@@ -52,6 +52,7 @@ def attend_slot(query: np.ndarray, keys: np.ndarray, values: np.ndarray, form: A
     heads=st.integers(1, 2),
     softcap=st.sampled_from([None, 2.0]),
     window=st.sampled_from([None, 1, 4, 30]),
+    exact=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_equals_a_loop_over_slots_and_heads(
@@ -61,6 +62,7 @@ def test_equals_a_loop_over_slots_and_heads(
     heads: int,
     softcap: float | None,
     window: int | None,
+    exact: bool,
     seed: int,
 ) -> None:
     rows, size = len(lengths), 8
@@ -73,7 +75,10 @@ def test_equals_a_loop_over_slots_and_heads(
     layer = cache.existing(0)
     before = layer.keys.clone(), layer.values.clone()
     positions = np.array(lengths) - 1
-    ours = DecodeAttention(cache, positions, torch.device("cpu")).attend(layer, query, key, value, form)
+    # As a CPU decodes, and as a step is captured: there the positions are the device's alone.
+    span = Span.of(positions, cache) if exact else Span(rows, cache.capacity, cache.capacity)
+    attention = DecodeAttention(cache, torch.from_numpy(positions), span)
+    ours = attention.attend(layer, query, key, value, form)
     for row, position in enumerate(positions):
         k, v = (x[row, :, : position + 1].double().numpy() for x in before)
         k[:, position], v[:, position] = key[row].numpy(), value[row].numpy()
@@ -86,7 +91,7 @@ def test_equals_a_loop_over_slots_and_heads(
 def test_growth_and_moves_keep_contents() -> None:
     cache = filled_cache([5, 5, 5, 5], 6, 2, 4, 0)
     keys, values = (x.clone() for x in (cache.existing(0).keys, cache.existing(0).values))
-    cache.ensure(7, 100, 4)
+    cache.ensure(6, 7, 100, 4)
     assert 7 < cache.capacity < 100
     layer = cache.existing(0)
     assert torch.equal(layer.keys[:4, :, :6], keys[:4])
@@ -98,15 +103,53 @@ def test_growth_and_moves_keep_contents() -> None:
 
 def test_growth_stops_at_the_limit() -> None:
     cache = filled_cache([5], 6, 1, 4, 0)
-    cache.ensure(20, 22, 1)
+    cache.ensure(1, 20, 22, 1)
     assert cache.capacity == 22
+
+
+def fill(cache: KVCache, rows: int) -> None:
+    """Give a cache of one layer something to keep."""
+    layer = cache.layer(0, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+    layer.keys[:rows] = torch.arange(rows)[:, None, None, None].float() + 1
+
+
+def test_slots_and_length_stay_within_the_budget() -> None:
+    cache = KVCache(100)
+    cache.reset(10)
+    cache.ensure(4, 8, 30, 0)
+    assert (cache.slots, cache.capacity) == (4, 24)
+    fill(cache, 4)
+    cache.ensure(2, 40, 60, 2)
+    assert (cache.slots, cache.capacity) == (2, 50)
+    assert cache.existing(0).keys[:2, 0, :24, 0].tolist() == [[1.0] * 24, [2.0] * 24]
+    cache.ensure(5, 9, 20, 2)
+    assert cache.slots >= 5
+    assert cache.slots * cache.capacity <= 100
+    assert cache.existing(0).keys[:2, 0, :9, 0].tolist() == [[1.0] * 9, [2.0] * 9]
+
+
+def test_a_static_layout_outlives_a_call_and_reads_few_lengths() -> None:
+    cache = KVCache(10_000, static=True)
+    cache.reset(8)
+    cache.ensure(3, 70, 90, 0)
+    fill(cache, 3)
+    assert (cache.slots, cache.capacity) == (8, 96)
+    layout = cache.layout
+    assert [cache.window(tokens) for tokens in (1, 64, 65, 96)] == [64, 64, 96, 96]
+    cache.reset(5)
+    cache.ensure(5, 20, 30, 0)
+    fill(cache, 5)
+    assert cache.layout is layout
+    cache.reset(9)
+    cache.ensure(9, 20, 30, 0)
+    assert cache.layout is not layout
 
 
 def test_memory_is_kept_between_calls() -> None:
     cache = filled_cache([5, 5], 40, 2, 4, 0)
     held = cache.nbytes
     cache.reset(3)
-    cache.ensure(10, 20, 0)
+    cache.ensure(3, 10, 20, 0)
     cache.layer(0, torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 5))
     assert cache.nbytes == held
 
@@ -125,6 +168,6 @@ def test_a_prompt_read_from_one_slot_can_be_written_to_others() -> None:
 def test_a_window_reads_across_small_gaps_only(tokens: int) -> None:
     cache = KVCache()
     cache.reset(1)
-    cache.ensure(1000, 1000, 0)
+    cache.ensure(1, 1000, 1000, 0)
     assert cache.window(tokens) == tokens
     assert cache.window(990) == 1000

@@ -89,7 +89,7 @@ def test_keys_and_values_are_moved_a_number_of_times_that_grows_like_the_logarit
     cache.reset(1)
     for tokens in range(1, 20_000):
         before = cache.capacity
-        cache.ensure(tokens, 10**6, 1)
+        cache.ensure(1, tokens, 10**6, 1)
         if tokens == 1:
             cache.layer(0, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
         grown += cache.capacity != before

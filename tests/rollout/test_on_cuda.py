@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from opd.config.train import DecodeConfig
 from opd.errors import RolloutError
 from opd.rollout import sampling
 from opd.rollout.torch_engine import TorchEngine
@@ -47,24 +48,28 @@ def test_it_writes_what_a_cpu_writes(
         np.testing.assert_allclose(response.logprobs, expected[uid].logprobs, atol=1e-5)
 
 
-LAUNCHES = {"llama": 47, "qwen3": 55, "gemma2": 157}
-"""Of a decode step of two layers, sampling included."""
+LAUNCHES = {"llama": 50, "qwen3": 58, "gemma2": 160}
+"""Of a decode step of two layers, sampling included, that is not captured."""
 
 
 @pytest.mark.parametrize("family", LAUNCHES)
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}], ids=["plain", "cut"]
 )
-def test_a_decode_step_waits_for_its_tokens_alone(gpu, family, settings, build: Fixture) -> None:
-    engine = engine_on(gpu, build(family)[0])
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_decode_step_waits_for_its_tokens_alone(gpu, family, settings, captured, build: Fixture) -> None:
+    engine = engine_on(gpu, build(family)[0], settings=DecodeConfig(cuda_graphs=captured))
     engine.submit(long_requests(6, **settings))
-    engine.step()
-    engine.step()
+    for _ in range(3):  # prefilled, run, captured
+        engine.step()
     for _ in range(4):
         with gpu.counted() as seen:
             engine.step()
-        assert len(seen.waits) <= 2, seen
-        if not settings:  # on a real device none are counted
+        assert len(seen.waits) <= 1, seen
+        if captured:  # of the forward and of the draw; on a real device none are counted
+            assert seen.launches.total() in (0, 2), seen
+            assert seen.copies.total() <= 3, seen
+        elif not settings:
             assert seen.launches.total() <= LAUNCHES[family], seen
 
 
@@ -81,7 +86,7 @@ def test_requests_that_end_cost_no_wait_a_layer(gpu, build: Fixture) -> None:
         with gpu.counted() as seen:
             step = engine.step()
         moved += bool(step and step.finished)
-        assert len(seen.waits) <= 2, seen
+        assert len(seen.waits) <= 1, seen
     assert moved >= 4
 
 
@@ -93,7 +98,7 @@ def test_sampling_in_parts_waits_no_more(gpu, build: Fixture, monkeypatch: pytes
     engine.step()
     with gpu.counted() as seen:
         engine.step()
-    assert len(seen.waits) <= 2, seen
+    assert len(seen.waits) <= 1, seen
 
 
 def test_a_prefill_waits_for_its_tokens_alone(gpu, build: Fixture, requests_of: Fixture) -> None:
@@ -101,7 +106,7 @@ def test_a_prefill_waits_for_its_tokens_alone(gpu, build: Fixture, requests_of: 
     engine.submit(requests_of(9, samples=2))
     with gpu.counted() as seen:
         engine.step()
-    assert len(seen.waits) <= 2, seen
+    assert len(seen.waits) <= 1, seen
 
 
 def test_new_weights_and_saved_keys(gpu, build: Fixture, collect: Fixture) -> None:

@@ -1,6 +1,7 @@
 """New weights: an engine proves that it holds what was sent; a folder holds a version whole or not at all."""
 
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from opd.errors import RolloutError
-from opd.models.causal_lm import weights_digest
+from opd.models import causal_lm
+from opd.models.causal_lm import WeightsDigest, weights_digest
 from opd.models.hf_folder import INDEX
 from opd.ranks import host_store
+from opd.rollout.forward import LeanLayer
 from opd.rollout.sglang_workers import GroupMember, weight_group
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import WeightFolder, sync_weights
@@ -55,6 +58,112 @@ def test_weights_that_differ_are_found_out_and_nothing_is_resumed(monkeypatch):
     monkeypatch.undo()
     sync_weights(engine, tiny.model(seed=3).weights(), 2)
     assert written(engine) == written(TorchEngine(tiny.model(seed=3)))
+
+
+class BadMemory:
+    """Memory of which one byte, `place`, changes a bit when it is written."""
+
+    def __init__(self, memory: memoryview, place: int) -> None:
+        self._memory, self._place = memory, place
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def __getitem__(self, part: slice) -> memoryview:
+        return self._memory[part]
+
+    def __setitem__(self, part: slice, content: memoryview) -> None:
+        self._memory[part] = content
+        if self._place in range(*part.indices(len(self))):
+            self._memory[self._place] ^= 1 << self._place % 8
+
+
+@pytest.mark.parametrize("nbytes", [64, 1 << 18])
+def test_one_bit_that_a_copy_has_flipped_is_found_in_any_tensor(monkeypatch, nbytes):
+    """Wherever it is, in whichever part of a tensor; the weights that were sent are not touched."""
+    monkeypatch.setattr(causal_lm, "PART_BYTES", nbytes)
+    trained, engine, real = tiny.model(seed=3), TorchEngine(tiny.model(seed=9)), causal_lm._bytes
+    before, rng = trained.digest(), np.random.default_rng(0)
+    for version, (name, tensor) in enumerate(engine.model.weights(), start=1):
+        bad, place = tensor.data_ptr(), int(rng.integers(tensor.nbytes))
+
+        def memory(tensor, bad=bad, place=place):
+            found = real(tensor)
+            return BadMemory(found, place) if tensor.data_ptr() == bad else found
+
+        monkeypatch.setattr(causal_lm, "_bytes", memory)
+        with pytest.raises(RolloutError, match=f"after the push of version {version} the engine holds other"):
+            sync_weights(engine, trained.weights(), version)
+        monkeypatch.setattr(causal_lm, "_bytes", real)
+        own = dict(engine.model.weights())
+        unlike = [n for n, sent in trained.weights() if not torch.equal(own[n], sent)]
+        assert unlike == [name]
+    assert trained.digest() == before
+    assert sync_weights(engine, trained.weights(), version + 1) == trained.quick_digest()
+
+
+def test_one_bit_that_is_flipped_on_the_way_is_found(monkeypatch):
+    """Between the trainer and an engine that copies."""
+    push = TorchEngine.update_weights
+
+    def flipped(weights):
+        for place, (name, tensor) in enumerate(weights):
+            tensor = tensor.clone()
+            if place == 2:
+                tensor.view(torch.uint8).view(-1)[5] ^= 4
+            yield name, tensor
+
+    monkeypatch.setattr(TorchEngine, "update_weights", lambda e, weights, v: push(e, flipped(weights), v))
+    with pytest.raises(RolloutError, match="holds other weights"):
+        sync_weights(TorchEngine(tiny.model(seed=9)), tiny.model(seed=3).weights(), 1)
+
+
+def test_a_tensor_is_copied_and_both_its_digests_taken_part_by_part(monkeypatch):
+    """What is sent is read while it is near: sent, copied, held, of one part after another."""
+    monkeypatch.setattr(causal_lm, "PART_BYTES", 16)
+    order: list[str] = []
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def update(self, content) -> None:
+            if isinstance(content, memoryview):
+                order.append(f"{self.name} {bytes(content).hex()}")
+
+    held, sent = WeightsDigest(), WeightsDigest()
+    held._hash, sent._hash = Noted("held"), Noted("sent")
+    source, target = torch.arange(10.0), torch.zeros(10)
+    held.add_copied("t", target, source, sent)
+    parts = [part.numpy().tobytes().hex() for part in source.split(4)]
+    assert order == [f"{who} {part}" for part in parts for who in ("sent", "held")]
+    assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("way", ["other order", "other dtype"])
+def test_what_cannot_be_copied_as_bytes_is_digested_whole(way):
+    source = torch.arange(12.0).reshape(3, 4)
+    target = torch.zeros(4, 3).t() if way == "other order" else torch.zeros(3, 4, dtype=torch.bfloat16)
+    held, sent = WeightsDigest(quick=True), WeightsDigest(quick=True)
+    held.add_copied("t", target, source, sent)
+    assert sent.hex() == weights_digest([("t", source)], quick=True)
+    assert held.hex() == weights_digest([("t", source.to(target.dtype))], quick=True)
+
+
+def test_the_layout_of_decode_is_made_anew_in_the_memory_of_the_old_one():
+    """One layer after another: no layer's old copy is there when its new one is made."""
+    engine, seen = TorchEngine(tiny.model(seed=9, num_hidden_layers=3)), []
+    old = [weakref.ref(layer.gate_up._weight) for layer in engine._runner.lean._layers]
+    read = LeanLayer.read
+
+    def noted(*args):
+        seen.append([ref() is not None for ref in old])
+        return read(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LeanLayer, "read", noted)
+        sync_weights(engine, tiny.model(seed=3, num_hidden_layers=3).weights(), 1)
+    assert seen == [[False, True, True], [False, False, True], [False, False, False]]
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

@@ -1,0 +1,231 @@
+"""Decode steps on CUDA: over memory that stays where it is, so that they can be captured as graphs.
+
+A captured graph reads and writes addresses and knows no Python: what changes from step to step lies in
+buffers that are filled before it is replayed, and what the host must know (how many slots, how many
+positions, which sampling settings are in use) is part of the graph's key. Slots and positions are rounded up
+to few sizes.
+
+A step is two graphs, the forward and the draw, because between them come the hidden states of what was
+prefilled beside it. Each is run as it is the first time, which also warms up what may not begin inside of a
+capture, captured the second time, and replayed from then on.
+
+Shapes: `S` slots, `B` running requests, `D` hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opd.errors import reason_of
+from opd.kernels.head import Head
+from opd.models.causal_lm import CausalLM
+from opd.rollout.batch import RunningBatch
+from opd.rollout.forward import Runner, Span
+from opd.rollout.kv_cache import KVCache, bucket
+from opd.rollout.sampling import SamplingPlan, sample
+
+log = logging.getLogger(__name__)
+
+LEAST_ROWS, ROW_PARTS = 4, 4
+"""Slots that a step computes: 4 to 8, 10, 12, 14, 16, 20, 24, ..."""
+MOST = 96
+"""Graphs that are kept; the one that was not used for longest goes."""
+
+
+class Graphs:
+    """Captured steps by key, which share one pool of memory."""
+
+    def __init__(self, device: torch.device, enabled: bool) -> None:
+        self._device, self._enabled = device, enabled
+        self._refused: set[Hashable] = set()
+        """Kinds of steps that could not be captured."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget every graph, and let the pool go."""
+        self._seen: set[Hashable] = set()
+        self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def run(self, key: tuple[Hashable, ...], step: Callable[[], None]) -> None:
+        """Do what `step` does. Until `drop`, steps of one `key`, whose first part is their kind, are the same
+        operations on the same memory.
+        """
+        if not self._enabled or key[0] in self._refused:
+            return step()
+        graph = self._captured.pop(key, None)
+        if graph is None:
+            if key not in self._seen:
+                self._seen.add(key)
+                return step()
+            graph = self._capture(key[0], step)
+            if graph is None:
+                return step()
+            if len(self._captured) >= MOST:
+                del self._captured[next(iter(self._captured))]
+        self._captured[key] = graph  # behind those that were used before
+        graph.replay()
+
+    def _capture(self, kind: Hashable, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """The graph of `step`; `None`, once and with a line in the log, where there can be none."""
+        try:
+            with torch.cuda.device(self._device):
+                if self._stream is None:
+                    self._pool = torch.cuda.graph_pool_handle()
+                    self._stream = torch.cuda.Stream(self._device)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.stream(self._stream):
+                    # Another thread may learn on this device meanwhile: only this one is held to the rules.
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    try:
+                        step()
+                    finally:
+                        graph.capture_end()
+            return graph
+        except Exception as error:  # whatever it is: the step has run as it is before
+            self._refused.add(kind)
+            with suppress(Exception):  # what a capture that breaks off leaves undone
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            self._pool = self._stream = None
+            first = error.__context__ if isinstance(error.__context__, Exception) else error
+            log.warning(
+                "decode: the %s step cannot be captured as a CUDA graph (%s), so its kernels are launched one"
+                " by one; runtime.decode.cuda_graphs: false does that from the start.",
+                kind,
+                reason_of(first),
+            )
+            return None
+
+
+class StaticRunner(Runner):
+    """A runner on CUDA, whose decode steps read and write the same memory each time."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        lean: bool | None = None,
+        positions: int | None = None,
+        captures: bool = True,
+    ) -> None:
+        """`captures`: whether steps become graphs; the numbers are the same. The others as of `Runner`."""
+        super().__init__(model, lean=lean, positions=positions)
+        self.captures = captures
+        self.graphs = Graphs(model.device, captures)
+        self.buffers: Buffers | None = None
+        self._layout: object | None = None
+        self._addresses: list[int] = []
+
+    def refresh(self) -> None:
+        """Take over new weights, where the old ones lay; else every graph is made again."""
+        super().refresh()
+        if self.buffers is not None and self._places() != self._addresses:
+            self._forget()
+
+    def release(self) -> None:
+        """Drop the cache, graphs and buffers, and their memory."""
+        super().release()
+        self._forget()
+
+    def decode(self, batch: RunningBatch, rows: int) -> Tensor:
+        """[rows, D]: feed the newest token of each of the first `rows` slots. Valid until the next step."""
+        buffers, positions = self._room(), batch.length[:rows] - 1
+        count, window = self._rounded(rows), self.cache.window(int(positions.max()) + 1)
+        # Slots beyond the running ones compute something too: they write where a prompt will begin.
+        buffers.host_tokens[:, rows:count] = 0
+        buffers.host_tokens[0, :rows], buffers.host_tokens[1, :rows] = batch.last_tokens(rows), positions
+        buffers.tokens.copy_(buffers.pinned_tokens, non_blocking=True)
+        step = partial(self._step, buffers, Span(count, window, window))
+        self.graphs.run(("forward", count, window), step)
+        return buffers.hidden[:rows]
+
+    def draw(self, head: Head, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
+        """As `Runner.draw`; what `decode` has returned is where it should be."""
+        size, buffers = len(hidden), self._room()
+        if hidden.data_ptr() != buffers.hidden.data_ptr():
+            buffers.hidden[:size].copy_(hidden)
+        count, host = self._rounded(size), buffers.host_settings
+        greedy, top_p, top_k = batch.temperature[:size] == 0, batch.top_p[:size], batch.top_k[:size]
+        heat = np.where(greedy, 1.0, batch.temperature[:size])
+        host[:, size:count] = 1.0
+        host[0, :size], host[1, :size], host[2, :size] = batch.uniforms(), heat, greedy
+        host[3, :size], host[4, :size] = np.where(top_k == 0, head.vocabulary, top_k), top_p
+        used = (bool((heat != 1).any()), bool(greedy.any()), bool((top_k > 0).any()), bool((top_p < 1).any()))
+        buffers.settings.copy_(buffers.pinned_settings, non_blocking=True)
+        self.graphs.run(("draw", count, *used), partial(_draw, buffers, head, count, used))
+        ids, logprobs = buffers.drawn.cpu().numpy()[:, :size]
+        return ids.astype(np.int64), logprobs.astype(np.float32)
+
+    def _rounded(self, rows: int) -> int:
+        return min(bucket(rows, LEAST_ROWS, ROW_PARTS), self.cache.slots)
+
+    def _new_cache(self) -> KVCache:
+        return KVCache(self._positions, static=True)
+
+    def _room(self) -> Buffers:
+        """The buffers for the slots of the cache; new ones, and no graph, where the cache has moved."""
+        if self.buffers is None or self.cache.layout is not self._layout:
+            self._forget()
+            if self.lean is not None:
+                self.lean.reach(self.cache.capacity)
+            self._layout, self._addresses = self.cache.layout, self._places()
+            self.buffers = Buffers(self.model, self.cache.slots)
+        return self.buffers
+
+    def _forget(self) -> None:
+        self.graphs.drop()
+        self.buffers = None
+
+    def _places(self) -> list[int]:
+        """Where the weights lie that a decode step reads."""
+        module = self.model.module
+        own = [x.data_ptr() for x in (*module.parameters(), *module.buffers())]
+        return own + ([] if self.lean is None else self.lean.addresses())
+
+    def _step(self, buffers: Buffers, span: Span) -> None:
+        ids, positions = buffers.tokens[:, : span.rows]
+        buffers.hidden[: span.rows].copy_(self.forward(ids, positions, span))
+
+
+class Buffers:
+    """What steps read and write, beside weights and cache."""
+
+    def __init__(self, model: CausalLM, slots: int) -> None:
+        device = model.device
+        self.pinned_tokens = torch.zeros(2, slots, dtype=torch.int64, pin_memory=True)
+        self.host_tokens = self.pinned_tokens.numpy()
+        """[2, S] int64: newest token and its position."""
+        self.tokens = torch.zeros(2, slots, dtype=torch.int64, device=device)
+        self.hidden = torch.zeros(slots, model.config.hidden_size, dtype=model.dtype, device=device)
+        """[S, D]."""
+        self.pinned_settings = torch.zeros(5, slots, dtype=torch.float64, pin_memory=True)
+        self.host_settings = self.pinned_settings.numpy()
+        """[5, S] float64: uniform, temperature, whether greedy, top-k, top-p."""
+        self.settings = torch.zeros(5, slots, dtype=torch.float64, device=device)
+        self.drawn = torch.zeros(2, slots, dtype=torch.float64, device=device)
+        """[2, S] float64: token id and log-probability, both exact."""
+
+
+def _draw(buffers: Buffers, head: Head, count: int, used: tuple[bool, bool, bool, bool]) -> None:
+    """Sample for the first `count` slots; `used`: whether any of them has a temperature, is greedy, has a
+    top-k, or has a top-p.
+    """
+    uniforms, heat, greedy, top_k, top_p = buffers.settings[:, :count]
+    plan = SamplingPlan(
+        temperature=heat.float()[:, None] if used[0] else None,
+        greedy=greedy > 0 if used[1] else None,
+        top_k=top_k.long()[:, None] if used[2] else None,
+        top_p=top_p[:, None] if used[3] else None,
+    )
+    ids, logprobs = sample(head.logits(buffers.hidden[:count]), uniforms, plan)
+    buffers.drawn[0, :count].copy_(ids)
+    buffers.drawn[1, :count].copy_(logprobs)
