@@ -185,6 +185,15 @@ class Ranks:
             return Ranks()
         return Ranks(group, self._store, name)
 
+    def one_of(self, groups: Sequence[Sequence[int]], name: str) -> Ranks:
+        """Of `groups`, which together hold every rank once, the one that this rank is in."""
+        mine = self
+        for number, members in enumerate(groups):
+            found = self.new_group(f"{name}-{number}", members)
+            if self.rank in members:
+                mine = found
+        return mine
+
     def group_store(self) -> Store | None:
         """A key-value store of these ranks and nobody else; `None` without a store."""
         if self._store is None or self.group is None:

@@ -63,7 +63,7 @@ ASKED = {
 OF_THEIR_OWN = ("sample", "compare", "push", "watch")
 """Commands that take no field of a recipe, whatever their options are called."""
 PLAN_NUMBERS = {
-    "ranks": (_count, "how many share the work (default: 1)"),
+    "ranks": (_count, "how many share the work (default: the recipe's, or 1)"),
     "mini-batch": (_count, "trajectories of a step (default: what the recipe samples, or 64)"),
     "budget-mb": (
         float,

@@ -1,8 +1,8 @@
 """Numbered checkpoints in one folder, of which the newest whole one is always found again.
 
     folder/step_40/
-        model.safetensors        one file per entry of `tensors`
-        optimizer.safetensors
+        model.safetensors        one file per entry of `tensors`; of several ranks each writes what it has, to
+        optimizer.safetensors    model-00002-of-00004.safetensors
         manifest.json            written last: step, owner, state, the sha256 of every file above, and its own
 
 A step's folder appears by one rename, after every byte of it is durable; the manifest's checksums catch what
@@ -11,26 +11,35 @@ happens to it later.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import CheckpointError, from_system
-from opd.storage.files import atomic_folder, check_files, read_sealed, write_sealed
+from opd.foreign import is_file_name
+from opd.storage.files import atomic_folder, check_files, file_state, read_sealed, write_sealed
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from opd.storage.tensors import Piece, TensorParts
+
+Tensors = Mapping[str, Mapping[str, "Tensor | Piece"]]
+"""By file and name."""
+Compare = Callable[[Path, Mapping[str, str], str, type[CheckpointError]], None]
+"""`check_files`, or how several ranks do it together."""
 
 _log = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _INSTEAD = "an older checkpoint is used, or the stage starts again"
 _STEP_FOLDER = re.compile(r"step_(\d+)")
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +50,27 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
     """What `save` was given beside the tensors: counters, cursor positions, generator states. JSON."""
-    digests: dict[str, str]
-    """File name without suffix -> sha256 in hex."""
+    seen: dict[str, tuple[int, ...]]
+    """File name without suffix -> what the system said of the file when it was compared."""
 
-    def load(self, name: str) -> dict[str, Tensor]:
-        """The tensors saved under `name`. Raises `CheckpointError` if there is none or its bytes changed."""
-        from opd.storage.tensors import load_tensors
+    def load(self, name: str) -> TensorParts:
+        """The tensors saved under `name`, by whatever ranks; each is read when it is asked for. Raises
+        `CheckpointError` if there are none, a part of one is missing, or a file has changed.
+        """
+        from opd.storage.tensors import TensorParts
 
-        if name not in self.digests:
-            known = ", ".join(sorted(self.digests)) or "none"
+        files = [file for file in sorted(self.seen) if _PART.sub("", file) == name]
+        if not files:
+            known = ", ".join(sorted({_PART.sub("", file) for file in self.seen})) or "none"
             raise CheckpointError(f"{self.folder} has no tensors {name!r}; it has {known}")
-        return load_tensors(self.folder / f"{name}.safetensors", self.digests[name])
+        for file in files:
+            path = self.folder / f"{file}.safetensors"
+            if file_state(path) != self.seen[file]:
+                raise CheckpointError(
+                    f"{path} is corrupt: it has changed since it was compared; restore it or use an older"
+                    " checkpoint"
+                )
+        return TensorParts(self.folder / f"{file}.safetensors" for file in files)
 
 
 class CheckpointStore:
@@ -65,49 +84,56 @@ class CheckpointStore:
         self.keep = keep
         self.owner = owner
 
-    def save(
-        self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]
-    ) -> Checkpoint:
+    def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
         """Write `tensors` (one file per entry) and `state` (JSON) as the checkpoint of `step`.
 
         Replaces a checkpoint of the same step; afterwards drops all but the newest `keep` up to `step`, and
         those of later steps, which a run resumed from before them has abandoned. Raises `CheckpointError` if
         something cannot be written; the other checkpoints are then untouched.
         """
-        from opd.storage.tensors import save_tensors
+        from opd.storage.tensors import write_files
 
-        for name in tensors:
-            if not _FILE_NAME.fullmatch(name):
-                raise CheckpointError(
-                    f"{name!r} cannot name a checkpoint file; use letters, digits, _ . and -"
-                )
+        with self.draft(step) as draft:
+            self.seal(draft, step, write_files(draft, tensors), state)
+
+    @contextlib.contextmanager
+    def draft(self, step: int) -> Iterator[Path]:
+        """A folder that becomes the checkpoint of `step` when the block ends: see `save`. Every rank may
+        `write_files` into it; one has made it, and gives it its `seal` when all have.
+        """
         final = self.folder / f"step_{step}"
         try:
             with atomic_folder(final, replace=True) as folder:
-                digests = {
-                    name: save_tensors(folder / f"{name}.safetensors", values)
-                    for name, values in tensors.items()
-                }
-                manifest = {"step": step, "owner": self.owner, "state": state, "files": digests}
-                _write_manifest(folder, manifest, final)
+                yield folder
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
-            said = from_system(error) or f"{final} cannot be written ({error})"
-            raise CheckpointError(str(said)) from error
+            raise CheckpointError(
+                str(from_system(error) or f"{final} cannot be written ({error})")
+            ) from error
         self._drop_old(newest=step)
-        return Checkpoint(final, step, state, digests)
 
-    def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is complete and whose bytes match its checksums, or None. One that is
-        skipped, corrupt or of another owner, is logged.
+    def seal(self, draft: Path, step: int, digests: Mapping[str, str], state: dict[str, Any]) -> None:
+        """Write the manifest of a checkpoint whose files, by name without suffix, have these `digests`."""
+        document = {"step": step, "owner": self.owner, "state": state, "files": dict(digests)}
+        try:
+            write_sealed(draft / _MANIFEST, document)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the state of {self.folder / f'step_{step}'} is not JSON ({error}); keep only finite"
+                " numbers, strings, lists and dicts"
+            ) from error
+
+    def latest(self, compare: Compare = check_files) -> Checkpoint | None:
+        """The newest checkpoint that is complete and whose bytes match its checksums, by `compare`, or None.
+        One that is skipped, corrupt or of another owner, is logged.
         """
         for step in sorted(self._steps(), reverse=True):
             folder = self.folder / f"step_{step}"
             if not (folder / _MANIFEST).exists():
                 continue  # incomplete: its manifest, written last, is not there
             try:
-                return _read(folder, step, self.owner)
+                return _read(folder, step, self.owner, compare)
             except CheckpointError as error:
                 _log.warning("skipping checkpoint %s: %s", folder, error)
         return None
@@ -126,16 +152,7 @@ class CheckpointStore:
                 shutil.rmtree(self.folder / f"step_{step}", ignore_errors=True)
 
 
-def _write_manifest(folder: Path, manifest: dict[str, Any], final: Path) -> None:
-    try:
-        write_sealed(folder / _MANIFEST, manifest)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the state of {final} is not JSON ({error}); keep only finite numbers, strings, lists and dicts"
-        ) from error
-
-
-def _read(folder: Path, step: int, owner: str) -> Checkpoint:
+def _read(folder: Path, step: int, owner: str, compare: Compare) -> Checkpoint:
     """The checkpoint in `folder`, with every digest compared. Raises `CheckpointError`."""
     path = folder / _MANIFEST
     manifest = read_sealed(path, _INSTEAD, CheckpointError)
@@ -149,5 +166,6 @@ def _read(folder: Path, step: int, owner: str) -> Checkpoint:
     if of != owner:
         raise CheckpointError(f"{path} is of another run or stage ({of}); {_INSTEAD}")
     files = {f"{name}.safetensors": digest for name, digest in digests.items()}
-    check_files(folder, files, _INSTEAD, CheckpointError)
-    return Checkpoint(folder, step, state, digests)
+    seen = {name: file_state(folder / f"{name}.safetensors") for name in digests if is_file_name(name)}
+    compare(folder, files, _INSTEAD, CheckpointError)
+    return Checkpoint(folder, step, state, seen)

@@ -485,6 +485,19 @@ def check_files(
             raise kind(f"{path} does not have the {SEAL} it was written with; {mend}")
 
 
+def file_state(path: str | os.PathLike[str]) -> tuple[int, ...]:
+    """What the system says of the file at `path`, which is another once it changes: its device, number, size
+    and times; nothing if it cannot be looked at.
+    """
+    try:
+        return _told(os.stat(path))
+    except (OSError, ValueError):  # no file has a name with a NUL character
+        return ()
+
+
 def _state(descriptor: int) -> tuple[int, ...]:
-    now = os.fstat(descriptor)
+    return _told(os.fstat(descriptor))
+
+
+def _told(now: os.stat_result) -> tuple[int, ...]:
     return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns

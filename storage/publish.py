@@ -14,14 +14,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from opd.errors import StorageError, reason_of, way_out
+from opd.errors import OpdError, StorageError, reason_of, way_out
 from opd.foreign import indexed_files, read_document, whole
 from opd.storage.files import read_object
 from opd.storage.manifest import (
@@ -89,11 +89,38 @@ def read_headers(folder: Path) -> dict[str, TensorSource]:
         names = ["model.safetensors"]
     found: dict[str, TensorSource] = {}
     for name in names:
-        found.update(_read_header(folder / name))
+        found.update(read_header(folder / name))
     return found
 
 
-def _read_header(path: Path) -> dict[str, TensorSource]:
+@contextmanager
+def reading(path: Path, kind: type[OpdError]) -> Iterator[None]:
+    """What goes wrong while `path` of a model is opened and read is a `kind` of error."""
+    try:
+        yield
+    except OpdError:
+        raise
+    except EOFError as error:
+        raise kind(f"{path} became shorter while it was read; copy it again.") from error
+    except OSError as error:
+        mend = way_out(error, "copy it again")
+        raise kind(f"{path} cannot be read ({error.strerror or error}); {mend}.") from error
+
+
+def fill_from(descriptor: int, start: int, into: memoryview) -> None:
+    """Read `into`, of bytes, from byte `start` of an open file on. `EOFError` if it has not so many."""
+    done = 0
+    while done < len(into):
+        received = os.preadv(descriptor, [into[done:]], start + done)
+        if not received:
+            raise EOFError
+        done += received
+
+
+def read_header(path: Path, metadata: dict[str, Any] | None = None) -> dict[str, TensorSource]:
+    """Every tensor of one safetensors file, by name; what the file says beside is added to `metadata`. Raises
+    `StorageError` as `read_headers` does.
+    """
     try:
         with path.open("rb") as file:
             total = os.fstat(file.fileno()).st_size
@@ -101,7 +128,9 @@ def _read_header(path: Path) -> dict[str, TensorSource]:
             if total < 8 or length > min(_MAX_HEADER, total - 8):
                 raise ValueError("its header is cut off")
             header = read_document(file.read(length), _MAX_HEADER)
-        header.pop("__metadata__", None)
+        said = header.pop("__metadata__", None) or {}
+        if metadata is not None:
+            metadata.update(said)
         return {name: _source(path, 8 + length, total, name, entry) for name, entry in header.items()}
     except FileNotFoundError as error:
         raise StorageError(f"{path} is missing; copy it again from the model's source.") from error
@@ -149,21 +178,8 @@ class UnitSource:
         return buffer
 
     def _pread(self, source: TensorSource, offset: int, into: memoryview) -> None:
-        try:
-            descriptor = self._descriptor(source.path)
-            done = 0
-            while done < len(into):
-                received = os.preadv(descriptor, [into[done:]], source.start + offset + done)
-                if not received:
-                    raise StorageError(f"{source.path} became shorter while it was read; copy it again.")
-                done += received
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            mend = way_out(error, "copy it again")
-            raise StorageError(
-                f"{source.path} cannot be read ({error.strerror or error}); {mend}."
-            ) from error
+        with reading(source.path, StorageError):
+            fill_from(self._descriptor(source.path), source.start + offset, into)
 
     def _descriptor(self, path: Path) -> int:
         with self._opening:

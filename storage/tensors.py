@@ -1,4 +1,8 @@
-"""Named tensors in one safetensors file, with its sha256, and the cache's arrays as tensors.
+"""Named tensors in safetensors files, with a sha256; whole, or in pieces of which each process has some; and
+the cache's arrays as tensors.
+
+A file of pieces holds each as `[n]` elements, and in its metadata `pieces`: `{name: [shape, first]}`, the
+shape of the whole tensor and the number of the piece's first element in row-major order.
 
 The only file of `storage/` that needs torch.
 """
@@ -6,8 +10,13 @@ The only file of `storage/` that needs torch.
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -16,19 +25,100 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from opd.errors import CheckpointError, reason_of, way_out
-from opd.storage.files import read_plain, write_atomic
+from opd.foreign import is_file_name, read_document, whole
+from opd.storage.files import atomic_file, open_plain, read_plain
 from opd.storage.leases import Lease
+from opd.storage.publish import TensorSource, fill_from, read_header, reading
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By the names safetensors gives them."""
+CONVERTED_BYTES = 4 << 20
+"""Read at a time where elements become those of another dtype or device."""
 
 
-def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> str:
-    """Write `tensors` (any shapes, dtypes, devices) to `path`, atomically; return the file's sha256 in hex.
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int16: "I16", torch.int8: "I8"}
+_WRITTEN_BYTES = 8 << 20
+"""Hashed and written at a time."""
 
-    Tensors that share memory are written as copies of their own. Raises `OSError` if the file cannot be
-    written, for example on a full disk.
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one process has of a tensor."""
+
+    values: Tensor
+    """[n] elements, in row-major order."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    first: int
+    """Number of the first of them."""
+
+
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Piece]) -> str:
+    """Write `tensors` (any shapes, devices; dtypes of `DTYPES`) to `path`, atomically; return the file's
+    sha256 in hex. Beside them a few MiB are in memory.
+
+    Raises `OSError` if the file cannot be written, for example on a full disk.
     """
-    data = safetensors.torch.save(_unshared(tensors))
-    write_atomic(path, data)
-    return hashlib.sha256(data).hexdigest()
+    values = {name: t.values if isinstance(t, Piece) else t for name, t in tensors.items()}
+    # As safetensors orders them: the widest elements first, so that all are aligned.
+    order = sorted(values, key=lambda name: (-values[name].dtype.itemsize, name))
+    digest = hashlib.sha256()
+    with atomic_file(path) as file:
+
+        def write(data: Any) -> None:
+            digest.update(data)
+            file.write(data)
+
+        write(_header({name: values[name] for name in order}, _pieces_of(tensors)))
+        for name in order:
+            for part in values[name].detach().reshape(-1).split(_WRITTEN_BYTES):
+                write(part.cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write_files(
+    draft: Path, tensors: Mapping[str, Mapping[str, Tensor | Piece]], rank: int = 0, ranks: int = 1
+) -> dict[str, str]:
+    """Write what `rank` of `ranks` has into `draft`; returns the sha256 of each file by name without suffix.
+
+    Raises `CheckpointError` for a name that leads elsewhere, `OSError` for what cannot be written.
+    """
+    digests = {}
+    for name, values in tensors.items():
+        if not is_file_name(name):
+            raise CheckpointError(f"{name!r} cannot name a checkpoint file; use letters, digits, _ . and -")
+        file = name if ranks == 1 else f"{name}-{rank:05d}-of-{ranks:05d}"
+        digests[file] = save_tensors(draft / f"{file}.safetensors", values)
+    return digests
+
+
+def _pieces_of(tensors: Mapping[str, Tensor | Piece]) -> dict[str, list[Any]]:
+    return {name: [list(t.shape), t.first] for name, t in tensors.items() if isinstance(t, Piece)}
+
+
+def _header(values: Mapping[str, Tensor], pieces: Mapping[str, list[Any]]) -> bytes:
+    """How a safetensors file of these begins."""
+    header: dict[str, Any] = {"__metadata__": {"pieces": json.dumps(pieces)}} if pieces else {}
+    end = 0
+    for name, tensor in values.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def load_tensors(path: str | os.PathLike[str], expected_digest: str | None = None) -> dict[str, Tensor]:
@@ -57,6 +147,147 @@ def load_tensors(path: str | os.PathLike[str], expected_digest: str | None = Non
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A run of a tensor's elements in a file."""
+
+    source: TensorSource
+    shape: tuple[int, ...]
+    first: int
+    last: int
+    """One past the last of them."""
+
+
+class TensorParts(Mapping[str, Tensor]):
+    """Tensors of safetensors `paths` by name, of which nothing is read before it is asked for, and no more.
+
+    As a mapping it gives whole tensors, each read anew. Digests are the caller's to compare, before.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        """Raises `StorageError` naming a file that is missing, truncated or no safetensors, `CheckpointError`
+        if pieces of a tensor are missing.
+        """
+        self._stored: dict[str, list[_Stored]] = {}
+        for path in paths:
+            for name, stored in _stored_in(path):
+                self._stored.setdefault(name, []).append(stored)
+        for name, pieces in self._stored.items():
+            pieces.sort(key=lambda piece: piece.first)
+            _require_all(name, pieces)
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.read(name, 0, found)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._stored[name][0].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As it is stored. Raises `CheckpointError` for a type of elements that is not read here."""
+        source = self._stored[name][0].source
+        if source.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{source.path} holds {name} as {source.dtype}, which is not read here; give the model's"
+                " unquantised folder."
+            )
+        return DTYPES[source.dtype]
+
+    def read(self, name: str, start: int, into: Tensor) -> None:
+        """Fill `into` (contiguous, any shape, dtype and device) with the elements of `name` from number
+        `start` on, in row-major order. Raises `CheckpointError` if there are not so many, or a file cannot be
+        read.
+        """
+        dtype, flat = self.dtype(name), into.detach().view(-1)
+        stop, pieces = start + flat.numel(), self._stored[name]
+        if stop > pieces[-1].last:
+            raise CheckpointError(
+                f"{pieces[-1].source.path} has {name} in the shape {list(pieces[0].shape)}, which is too"
+                " small; copy it again."
+            )
+        for piece in pieces:
+            low, high = max(start, piece.first), min(stop, piece.last)
+            if low < high:
+                place = piece.source.start + (low - piece.first) * dtype.itemsize
+                _copy_elements(piece.source.path, place, dtype, flat[low - start : high - start])
+
+
+def part_of(saved: Mapping[str, Tensor], name: str, start: int, into: Tensor) -> None:
+    """`TensorParts.read`, also of tensors that are in memory."""
+    if isinstance(saved, TensorParts):
+        saved.read(name, start, into)
+    else:
+        into.view(-1).copy_(saved[name].reshape(-1)[start : start + into.numel()])
+
+
+def shape_of(saved: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """Of a tensor, which is not read for it."""
+    return saved.shape(name) if isinstance(saved, TensorParts) else tuple(saved[name].shape)
+
+
+_MAX_PIECES_BYTES = 64 << 20
+_MAX_SIDE = 1 << 48
+
+
+def _stored_in(path: Path) -> Iterator[tuple[str, _Stored]]:
+    said: dict[str, Any] = {}
+    sources = read_header(path, said)
+    try:
+        described = read_document(str(said.get("pieces", "{}")).encode(), _MAX_PIECES_BYTES)
+        for name, source in sources.items():
+            shape, first = described.get(name, (source.shape, 0))
+            shape = tuple(whole(side, 0, _MAX_SIDE, f"a side of {name}") for side in shape)
+            first = whole(first, 0, _MAX_SIDE, f"the first element of {name}")
+            yield name, _Stored(source, shape, first, first + math.prod(source.shape))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} does not say what its pieces are of ({reason_of(error)}); restore it or use an older"
+            " checkpoint."
+        ) from error
+
+
+def _require_all(name: str, pieces: list[_Stored]) -> None:
+    """`CheckpointError` unless `pieces`, in order, are a whole tensor."""
+    end, first = 0, pieces[0]
+    for piece in pieces:
+        if (piece.first, piece.shape, piece.source.dtype) != (end, first.shape, first.source.dtype):
+            break
+        end = piece.last
+    else:
+        if end == math.prod(first.shape):
+            return
+    raise CheckpointError(
+        f"{first.source.path.parent} lacks a part of {name}, or holds one twice; restore its files or use an"
+        " older checkpoint."
+    )
+
+
+def _copy_elements(path: Path, place: int, dtype: torch.dtype, into: Tensor) -> None:
+    """Fill `into` [n] with elements of `dtype` from byte `place` of a file on."""
+    straight = into.device.type == "cpu" and into.dtype == dtype
+    most = into.numel() if straight else min(into.numel(), CONVERTED_BYTES // dtype.itemsize)
+    room = into if straight else torch.empty(most, dtype=dtype)
+    for part in into.split(most):
+        elements = room[: part.numel()]
+        _read_bytes(path, place, elements)
+        place += elements.nbytes
+        if not straight:
+            part.copy_(elements)
+
+
+def _read_bytes(path: Path, place: int, into: Tensor) -> None:
+    with reading(path, CheckpointError), os.fdopen(open_plain(path, follow=True), "rb") as file:
+        fill_from(file.fileno(), place, into.view(torch.uint8).numpy().data)
+
+
 def rows_tensor(lease: Lease) -> Tensor:
     """[R, D] the leased rows on the CPU, in their own dtype, without a copy.
 
@@ -72,16 +303,3 @@ def rows_array(rows: Tensor) -> np.ndarray:
     """
     plain = rows.detach().cpu().contiguous()
     return plain.view(torch.uint16).numpy() if plain.dtype == torch.bfloat16 else plain.numpy()
-
-
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors of which no two use the same memory, as safetensors asks."""
-    seen: set[int] = set()
-    plain: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        values = tensor.detach().cpu().contiguous()
-        if values.untyped_storage().data_ptr() in seen:
-            values = values.clone()
-        seen.add(values.untyped_storage().data_ptr())
-        plain[name] = values
-    return plain

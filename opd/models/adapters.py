@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from opd.models.hf_folder import (
     weight_files,
 )
 from opd.models.hf_weights import LORA_A, LORA_B, PREFIX, adapter_pairs, merged, read_peft
+from opd.models.sharded import whole
 from opd.storage.files import file_digest
 
 BASE = "base.sha256"
@@ -59,10 +61,21 @@ class AdaptedLM(CausalLM):
         self.lora, self.base_path = config, Path(base_path)
         self._scaling = config.alpha / config.rank
         self._base_dtype, self._base_device = str(base.dtype).removeprefix("torch."), base.device
-        self._base_digest = digest_tensor(base)
+        if base.unread is None:
+            self._base_digest = digest_tensor(base.weights())
         _inject(base, config, seed)
-        super().__init__(base.module)
+        super().__init__(base.module, base.unread)
         self.vocabulary = base.vocabulary
+
+    def filled(self) -> None:
+        super().filled()
+        self._base_digest = digest_tensor((name, whole(tensor)) for name, tensor in self._base_weights())
+
+    def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What `weights` of the base were."""
+        for name, tensor in super().weights():
+            if not _PART.search(name):
+                yield name.replace(".base_layer.", "."), tensor
 
     def keep_adapters_in(self, dtype: torch.dtype) -> None:
         """Cast the adapters, which are trained, and leave the base as it is."""
@@ -91,10 +104,7 @@ class AdaptedLM(CausalLM):
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What the plain model's `weights` would be with the adapters merged, one tensor at a time."""
         pairs = adapter_pairs(self.adapters())
-        for name, tensor in super().weights():
-            if _PART.search(name):
-                continue
-            name = name.replace(".base_layer.", ".")
+        for name, tensor in self._base_weights():
             yield name, merged(tensor, *pairs[name], self._scaling) if name in pairs else tensor
 
     def merge(self) -> CausalLM:
@@ -110,7 +120,7 @@ class MergingLM(CausalLM):
 
     def __init__(self, base: CausalLM, config: LoRAConfig) -> None:
         """Take over `base`; the layers that `config` names are kept twice, as they were and merged."""
-        self._base_digest = digest_tensor(base)
+        self._base_digest = digest_tensor(base.weights())
         self._scaling = config.alpha / config.rank
         own = dict(base.weights())
         layers = target_layers(base.module, config.targets)
@@ -159,9 +169,9 @@ def target_layers(module: Any, targets: Iterable[str]) -> list[str]:
     return found
 
 
-def digest_tensor(base: CausalLM) -> Tensor:
-    """[32] uint8: the digest of a plain model, as it travels with adapters."""
-    return torch.frombuffer(bytearray.fromhex(weights_digest(base.weights())), dtype=torch.uint8)
+def digest_tensor(weights: Iterable[tuple[str, Tensor]]) -> Tensor:
+    """[32] uint8: the digest of a plain model's weights, as it travels with adapters."""
+    return torch.frombuffer(bytearray.fromhex(weights_digest(weights)), dtype=torch.uint8)
 
 
 def _of_base(weights: Iterable[tuple[str, Tensor]], digest: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -202,9 +212,26 @@ def _inject(base: CausalLM, config: LoRAConfig, seed: int) -> None:
     described = peft_config(base.module, config)
     from peft import inject_adapter_in_model
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _weights_without_memory(base):
         torch.manual_seed(seed)
         inject_adapter_in_model(described, base.module)
+
+
+@contextmanager
+def _weights_without_memory(base: CausalLM) -> Iterator[None]:
+    """Put one number, seen as all of them, in the place of each weight that is on the meta device, so that
+    peft draws adapters beside it as beside a real one.
+    """
+    swapped = {part: part.weight for part in base.module.modules() if isinstance(part, nn.Linear)}
+    swapped = {part: weight for part, weight in swapped.items() if weight.is_meta}
+    for part, weight in swapped.items():
+        number = torch.zeros(1, dtype=weight.dtype, device=base.device)
+        part.weight = nn.Parameter(number.expand(weight.shape), requires_grad=False)
+    try:
+        yield
+    finally:
+        for part, weight in swapped.items():
+            part.weight = weight.requires_grad_(False)
 
 
 FOLDER = "adapter"

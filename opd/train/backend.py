@@ -6,9 +6,9 @@ lie is a subclass's: here, in a Hugging Face model of this process; others besid
 
 from __future__ import annotations
 
+import ctypes
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from opd.models.causal_lm import CausalLM, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
 from opd.ranks import Ranks
+from opd.storage.tensors import Piece
 from opd.train.packing import PerSample, Shares, of_packed, pack, pieces
 from opd.train.plan import CostModel
 from opd.train.terms import LossTerm, MetricSums, StudentRows, linear_logprobs, shares
@@ -84,24 +85,44 @@ def not_finite(norm: float) -> TrainingError:
     return TrainingError(f"the gradient norm is {norm}; lower the learning rate or resume from a checkpoint.")
 
 
-def optimizer_fields(
-    saved: Mapping[str, Tensor], known: Mapping[str, object]
-) -> dict[str, dict[str, Tensor]]:
+State = Mapping[str, Mapping[str, Tensor | Piece]]
+"""The files of a checkpoint, by name, and what this rank has of each."""
+Saved = Mapping[str, Mapping[str, Tensor]]
+"""A checkpoint, of which tensors are read when they are asked for."""
+
+
+class Fields(Mapping[str, Tensor]):
+    """The optimiser's state of one parameter in a checkpoint, read when it is asked for."""
+
+    def __init__(self, saved: Mapping[str, Tensor], name: str, fields: Sequence[str]) -> None:
+        self.saved, self._name, self._fields = saved, name, fields
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.saved[f"{self._name}/{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+def optimizer_fields(saved: Mapping[str, Tensor], known: Mapping[str, object]) -> dict[str, Fields]:
     """The entries `NAME/FIELD` of a checkpoint by name of the parameter.
 
     Raises `CheckpointError` for a name that is not `known`.
     """
-    by_name: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for key, value in saved.items():
+    by_name: dict[str, list[str]] = {}
+    for key in saved:
         name, _, field = key.rpartition("/")
-        by_name[name][field] = value
+        by_name.setdefault(name, []).append(field)
     unknown = sorted(set(by_name) - set(known))
     if unknown:
         raise CheckpointError(
             f"the checkpoint holds optimiser state for {unknown[0]}, which this model does not have;"
             " resume with the recipe the run was started with."
         )
-    return by_name
+    return {name: Fields(saved, name, fields) for name, fields in by_name.items()}
 
 
 def state_of(parameter: Tensor, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -147,6 +168,16 @@ def cost_of(model: CausalLM) -> CostModel:
     return CostModel.of_model(model.parameter_count, config.hidden_size, layer_windows(config))
 
 
+TRIMMED = 64 << 20
+"""Bytes of a model's weights from which freed memory is given back within a step: smaller ones free little,
+and steps are so short that asking for it again would be seen."""
+
+
+def model_bytes(model: CausalLM) -> int:
+    """Bytes of its parameters; of those that are sharded, all."""
+    return sum(parameter.nbytes for parameter in model.module.parameters())
+
+
 class Backend(ABC):
     """The student's weights and optimiser state, whose model is reached through `hidden` and `head`.
 
@@ -166,6 +197,7 @@ class Backend(ABC):
         self.temperature = training.temperature
         self.data = Ranks() if data is None else data
         self.shares = Shares(self.data, None if model is None else cost_of(model))
+        self._trims = model is not None and model_bytes(model) >= TRIMMED
         self.max_tokens = training.batch.max_tokens
         """Packed tokens of a micro-batch, at most, but for one sample that has more."""
         self._batch = training.batch
@@ -210,10 +242,16 @@ class Backend(ABC):
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
     @abstractmethod
-    def state(self) -> dict[str, dict[str, Tensor]]: ...
+    def state(self) -> State:
+        """A copy in the host's memory of what this rank has of the files `model` and `optimizer`: everything
+        that `load_state` needs to continue bit for bit, whatever the number of ranks and the back end.
+        """
 
     @abstractmethod
-    def load_state(self, state: dict[str, dict[str, Tensor]]) -> None: ...
+    def load_state(self, state: Saved) -> None:
+        """Continue from what `state` has returned on all ranks. Raises `CheckpointError` or `ModelError` if
+        it belongs to another model.
+        """
 
     def digest(self) -> str:
         """sha256 of the student's weights; all ranks take part."""
@@ -296,6 +334,7 @@ class Backend(ABC):
             )
         sums = MetricSums()
         parts = self.shares.in_step(samples, self.max_tokens)
+        self._trim()  # what rollout and teachers have left in pieces
         try:
             with self.data.collective("the forward and backward passes"):
                 for number, batch in enumerate(read(parts), start=1):
@@ -304,12 +343,24 @@ class Backend(ABC):
         except FloatingPointError as error:
             self.zero_grad()
             raise TrainingError(f"{error}; lower the learning rate or resume from a checkpoint.") from error
+        self._trim()
         sums = self._everyones(sums)
         metrics = sums.means()
         for kind in ("token_share", "grad_share"):
             for teacher, share in shares(sums.sums(f"{kind}/")).items():
                 metrics[f"{kind}/{teacher}"] = share
         return metrics
+
+    def _trim(self) -> None:
+        """Give freed memory back to the system.
+
+        On a CPU glibc keeps what lies between pieces still in use, and phases that follow each other, each
+        with pieces of its own sizes, would need the sum of their memory and not that of the largest.
+        """
+        if self._trims and self.device.type == "cpu":
+            give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+            if give_back is not None:
+                give_back(0)
 
     def _everyones(self, sums: MetricSums) -> MetricSums:
         """`sums` of this rank with those of all that train with it."""
@@ -341,8 +392,9 @@ class Backend(ABC):
         ids = torch.zeros(1, dtype=torch.int64, device=self.device)
         ends = torch.tensor([0, 1], dtype=torch.int32, device=self.device)
         hidden = self.hidden(ids, ids, ends)
-        weight = (head.head if isinstance(head, HeadShard) else head).weight
-        return 0.0 * (hidden.sum() + weight[:1].sum())
+        own = head.head if isinstance(head, HeadShard) else head
+        unused = own.weight[:1].sum() if own.bias is None else own.weight[:1].sum() + own.bias.sum()
+        return 0.0 * (hidden.sum() + unused)
 
     def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
         hidden = self.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens)[micro.rows]
@@ -427,19 +479,19 @@ class TorchBackend(WholeModelBackend):
         """Every tensor of the student, in a fixed order."""
         return self.model.weights()
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Everything `load_state` needs to continue bit for bit: the files `model` and `optimizer`."""
-        optimizer: dict[str, Tensor] = {}
+    def state(self) -> State:
+        return {
+            "model": {n: t.detach().to("cpu", copy=True) for n, t in self.weights()},
+            "optimizer": {n: t.detach().to("cpu", copy=True) for n, t in self._moments()},
+        }
+
+    def _moments(self) -> Iterator[tuple[str, Tensor]]:
+        """What the optimiser keeps of each parameter, as `NAME/FIELD`."""
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
-                optimizer[f"{name}/{key}"] = value.detach().clone()
-        return {"model": {n: t.detach().clone() for n, t in self.weights()}, "optimizer": optimizer}
+                yield f"{name}/{key}", value
 
-    def load_state(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Continue from what `state` returned.
-
-        Raises `CheckpointError` if it belongs to another model.
-        """
+    def load_state(self, state: Saved) -> None:
         by_name = optimizer_fields(state["optimizer"], self._parameters)
         self.model.load_weights(state["model"].items())
         for name, fields in by_name.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
 import torch
 
@@ -13,8 +14,15 @@ from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks, process_group
 from opd.train.backend import Backend, TorchBackend, Training
 
-Load = Callable[[str | None], CausalLM]
-"""The model in a dtype by name, or in the recipe's for `None`."""
+
+class Load(Protocol):
+    """Gives the model that a stage trains."""
+
+    def __call__(self, dtype: str | None, *, empty: bool = False) -> CausalLM:
+        """In a dtype by name, or in the recipe's for `None`; where `empty` says so it may be without weights,
+        as `open_empty` makes one.
+        """
+        ...
 
 
 @contextmanager
@@ -32,11 +40,8 @@ def open_backend(
     Raises `ConfigError` if the settings do not fit the number of ranks, `MissingExtraError` without the
     library.
     """
-    if train.context_parallel not in (1, ranks.size):
-        raise ConfigError(
-            f"train.context_parallel is {train.context_parallel}, but {ranks.size} ranks train; start as"
-            " many, or leave it at 1."
-        )
+    if misfit := train.misfit(ranks.size):
+        raise ConfigError(f"{misfit}.")
     with ExitStack() as stack:
         mixed = train.precision == "mixed" and torch_dtype(dtype) != torch.float32
         if train.backend == "torch" and ranks.alone and not mixed:
@@ -44,7 +49,7 @@ def open_backend(
         else:
             _refuse(train, training.batch)
             stack.enter_context(process_group())
-            model = load("float32" if mixed else None)
+            model = load("float32" if mixed else None, empty=train.backend == "torch")
             compute = torch_dtype(dtype) if mixed else None
             backend = _on_ranks(model, train, training, ranks, compute)
         stack.callback(backend.close)
@@ -66,7 +71,7 @@ def _on_ranks(
     if train.context_parallel > 1:
         from opd.train.fsdp_backend import ContextBackend
 
-        return ContextBackend(model, training, ranks, compute)
+        return ContextBackend(model, training, ranks, train.context_parallel, compute)
     if train.backend == "deepspeed":
         from opd.train.deepspeed_backend import DeepSpeedBackend
 

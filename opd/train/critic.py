@@ -110,7 +110,7 @@ def value_loss(
     loss = (values - returns).square()
     if clip is None:
         return 0.5 * loss, torch.zeros_like(loss, dtype=torch.bool)
-    held = old_values + (values - old_values).clamp(-clip, clip)
+    held = values.clamp(old_values - clip, old_values + clip)  # what is inside stays to the bit
     bounded = (held - returns).square()
     return 0.5 * torch.maximum(loss, bounded), bounded > loss
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +22,8 @@ from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
 from opd.train.backend import (
     MOMENTS,
+    Saved,
+    State,
     Training,
     WholeModelBackend,
     adamw,
@@ -53,7 +55,7 @@ def deepspeed_library() -> ModuleType:
 
 
 class DeepSpeedBackend(WholeModelBackend):
-    """The back end on a DeepSpeed engine. Checkpoints hold whole tensors, as those of every back end.
+    """The back end on a DeepSpeed engine. Checkpoints hold whole tensors, which any back end reads.
 
     Args:
         model: The student; trained in place.
@@ -147,7 +149,7 @@ class DeepSpeedBackend(WholeModelBackend):
         with self._library.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> State:
         """On the first rank the files `model` and `optimizer`, with whole tensors; elsewhere nothing."""
         utils = self._library.utils
         model: dict[str, Tensor] = {}
@@ -170,7 +172,7 @@ class DeepSpeedBackend(WholeModelBackend):
             kept[name] = tensor.detach().to("cpu", copy=True)
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+    def load_state(self, state: Saved) -> None:
         fields = optimizer_fields(state["optimizer"], self._parameters)
         self._load_weights(state["model"])
         if not fields:
@@ -181,7 +183,7 @@ class DeepSpeedBackend(WholeModelBackend):
                 value = values[key].to(self._device, torch.float32)
                 self._library.utils.safe_set_full_optimizer_state(self._parameters[name], value, key)
 
-    def _load_weights(self, saved: dict[str, Tensor]) -> None:
+    def _load_weights(self, saved: Mapping[str, Tensor]) -> None:
         own = {name for name, _ in self.model.weights()}
         check_names(saved, own, type(self.model.module).__name__)
         for name, parameter in self._parameters.items():

@@ -3,25 +3,27 @@
 Zhao et al. 2023, "PyTorch FSDP": every rank keeps 1/N of each tensor, gathers a layer for the time it
 computes and gives its gradient back summed.
 
-`ContextBackend` shares each sequence among the ranks in place of the samples.
+`ContextBackend` shares each sequence among ranks, and the samples among groups of such ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from opd.errors import ModelError
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
+from opd.models.sharded import fill, local_part, whole
 from opd.ranks import Ranks
-from opd.train.backend import TorchBackend, Training, optimizer_fields, state_of
+from opd.storage.tensors import Piece, part_of, shape_of
+from opd.train.backend import Saved, State, TorchBackend, Training, cost_of, optimizer_fields, state_of
 from opd.train.packing import Shares
 from opd.train.terms import MetricSums, linear_logprobs
 from opd.types import MicroBatch
@@ -54,7 +56,7 @@ def layers_of(model: CausalLM) -> list[nn.Module]:
 
 
 class FSDPBackend(TorchBackend):
-    """A `TorchBackend` on several ranks. Checkpoints hold whole tensors: any number of ranks may go on.
+    """A `TorchBackend` on several ranks, each of which writes and reads its own pieces of a checkpoint.
 
     `compute_dtype`: what layers compute in, while weights and optimiser state keep the model's dtype.
     """
@@ -71,11 +73,23 @@ class FSDPBackend(TorchBackend):
         self._dtype = compute_dtype or model.dtype
         self._sharding = data
         self._root = Root(model.module)
+        empty = model.unread is not None
         mesh = init_device_mesh(model.device.type, (data.size,))
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         for part in [*layers_of(model), self._root]:
             fully_shard(part, mesh=mesh, mp_policy=policy)
+        if empty:
+            fill(model, data)
+            self._try(model)
         super().__init__(model, training, data)
+
+    @torch.no_grad()
+    def _try(self, model: CausalLM) -> None:
+        """Check the model, now that it has weights; all ranks compute the same."""
+        with self._sharding.naming_the_lost("the first pass of a model"):
+            self._root(model.check)
+        assert isinstance(self._root, FSDPModule)  # which `fully_shard` has made it
+        self._root.reshard()
 
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
         return self._root(compute)
@@ -93,75 +107,77 @@ class FSDPBackend(TorchBackend):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the student, whole, in the dtype it computes in; all ranks walk together."""
         for name, tensor in self.model.weights():
-            whole = _whole(tensor)
-            yield name, whole.to(self._dtype) if whole.is_floating_point() else whole
+            found = whole(tensor)
+            yield name, found.to(self._dtype) if found.is_floating_point() else found
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """On the first rank the files `model` and `optimizer`, with whole tensors; elsewhere nothing."""
-        model: dict[str, Tensor] = {}
-        optimizer: dict[str, Tensor] = {}
-        for name, tensor in self.model.weights():
-            self._keep(model, name, tensor)
-        for name, parameter in self._parameters.items():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                self._keep(optimizer, f"{name}/{key}", value)
-        return {"model": model, "optimizer": optimizer} if self._sharding.main else {}
+    def state(self) -> State:
+        """This rank's pieces; the first has what all ranks have whole, too."""
+        return {"model": self._pieces(self.model.weights()), "optimizer": self._pieces(self._moments())}
 
-    def _keep(self, kept: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-        whole = _whole(tensor.detach())
-        if self._sharding.main:
-            kept[name] = whole.to("cpu", copy=True)
+    def _pieces(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | Piece]:
+        found: dict[str, Tensor | Piece] = {}
+        for name, tensor in tensors:
+            local, first = local_part(tensor.detach())
+            if not isinstance(tensor, DTensor):
+                if self._sharding.main:
+                    found[name] = local.to("cpu", copy=True)
+            elif local.shape == tensor.shape:
+                found[name] = local.to("cpu", copy=True)
+            elif local.numel():
+                values = local.reshape(-1).to("cpu", copy=True)
+                found[name] = Piece(values, tuple(tensor.shape), first)
+        return found
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+    def load_state(self, state: Saved) -> None:
+        saved, own = state["model"], dict(self.model.weights())
         by_name = optimizer_fields(state["optimizer"], self._parameters)
-        own = dict(self.model.weights())
-        self.model.load_weights((n, _like(t, own[n]) if n in own else t) for n, t in state["model"].items())
+        self.model.load_weights((name, _read_like(saved, name, own.get(name))) for name in saved)
         for name, fields in by_name.items():
             parameter = self._parameters[name]
-            self._optimizer.state[parameter] = {
-                key: _like(value, parameter) if value.shape == parameter.shape else value
-                for key, value in state_of(parameter, fields).items()
-            }
+            self._optimizer.state[parameter] = state_of(
+                parameter, {key: _read_like(fields.saved, f"{name}/{key}", parameter) for key in fields}
+            )
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(whole: Tensor, own: Tensor) -> Tensor:
-    """`whole`, sharded as `own` is, if it has that shape; every rank has all of it."""
-    if not isinstance(own, DTensor) or whole.shape != own.shape:
-        return whole
-    local = whole.to(own.device)
-    return distribute_tensor(local, own.device_mesh, own.placements, src_data_rank=None)
+def _read_like(saved: Mapping[str, Tensor], name: str, own: Tensor | None) -> Tensor:
+    """The tensor `name` of a checkpoint, of which each rank reads its share where it is cut as `own` is."""
+    if not isinstance(own, DTensor) or shape_of(saved, name) != tuple(own.shape):
+        return saved[name]
+    room = torch.empty_like(own)
+    local, first = local_part(room)
+    part_of(saved, name, first, local)
+    return room
 
 
 class ContextBackend(FSDPBackend):
-    """An `FSDPBackend` whose ranks share the tokens of each micro-batch in place of the samples.
+    """An `FSDPBackend` whose ranks share the tokens of each micro-batch in rows of `together` ranks; the rows
+    share the samples.
 
-    Every rank is given the same samples and makes the same calls; loss, gradient, metrics and
+    Ranks of a row are given the same samples and make the same calls; loss, gradient, metrics and
     log-probabilities are those of one rank alone, but for the order of sums. Terms see this rank's response
     tokens, and `MicroBatch.kept` says which they are.
 
     Args:
-        context: The ranks that share sequences and weights.
+        ranks: All that share the weights; `together` divides their number.
     """
 
     def __init__(
         self,
         model: CausalLM,
         training: Training,
-        context: Ranks,
+        ranks: Ranks,
+        together: int,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        if context.group is None:
-            raise ValueError("context has no process group; use TorchBackend for one rank")
-        super().__init__(model, training, context, compute_dtype)
-        self.data = Ranks()  # samples are shared with nobody
-        self.shares = Shares(self.data)
-        self.context = context
-        self._context = ContextParallel(context.group)
+        super().__init__(model, training, ranks, compute_dtype)
+        rows = [range(first, first + together) for first in range(0, ranks.size, together)]
+        columns = [range(place, ranks.size, together) for place in range(together)]
+        row, self.data = ranks.one_of(rows, "context"), ranks.one_of(columns, "data")
+        if row.group is None:
+            raise ValueError("ranks have no process group; use TorchBackend for one rank")
+        self.shares = Shares(self.data, cost_of(model))
+        self._context = ContextParallel(row.group)
 
     def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
         own = self._own(micro.input_ids, micro.position_ids, micro.cu_seqlens)
@@ -171,7 +187,7 @@ class ContextBackend(FSDPBackend):
         return self._context.sum(values)
 
     def _everyones(self, sums: MetricSums) -> MetricSums:
-        return MetricSums.merged(self.context.gather_json(sums.parts(), "the metrics of a step"))
+        return MetricSums.merged(self._sharding.gather_json(sums.parts(), "the metrics of a step"))
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Last hidden states [t, D] of this rank's tokens."""

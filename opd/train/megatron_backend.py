@@ -28,7 +28,17 @@ from opd.megatron.form import HEAD, MegatronForm, from_megatron, head_shard, pie
 from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, model_parallel
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
-from opd.train.backend import MOMENTS, Backend, Training, adamw, check_names, not_finite, optimizer_fields
+from opd.train.backend import (
+    MOMENTS,
+    Backend,
+    Saved,
+    State,
+    Training,
+    adamw,
+    check_names,
+    not_finite,
+    optimizer_fields,
+)
 
 WEIGHT = "param"
 """The field that holds the weights in the optimiser's own precision."""
@@ -248,7 +258,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class MegatronBackend(Backend):
-    """The back end on Megatron-Core. Checkpoints hold whole Hugging Face tensors, as of every back end.
+    """The back end on Megatron-Core. Checkpoints hold whole Hugging Face tensors, which any back end reads.
 
     Args:
         model: The student as it begins; its weights are copied, it may be dropped.
@@ -275,7 +285,9 @@ class MegatronBackend(Backend):
         self._form = _form(model, tensor_parallel)
         self._ranks, self._stack = ranks, ExitStack()
         self._group = self._stack.enter_context(model_parallel(tensor_parallel))
-        super().__init__(training, _data_ranks(ranks, tensor_parallel), model)
+        # The ranks at this one's place in the other tensor-parallel groups have other samples.
+        places = [range(place, ranks.size, tensor_parallel) for place in range(tensor_parallel)]
+        super().__init__(training, ranks.one_of(places, "data"), model)
         self._vocabulary = model.vocabulary
         self._device = model.device
         self._order = [name for name, _ in model.weights()]
@@ -393,7 +405,7 @@ class MegatronBackend(Backend):
                 shard[name] = part
         return from_megatron(self._form, shards)
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> State:
         """On the first rank the files `model` and `optimizer`, with whole tensors; elsewhere nothing."""
         fields = self._optimizer.fields()
         kept = fields.pop(WEIGHT)
@@ -412,7 +424,7 @@ class MegatronBackend(Backend):
             for file, tensors in files.items()
         }
 
-    def load_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+    def load_state(self, state: Saved) -> None:
         fields = optimizer_fields(state["optimizer"], dict.fromkeys(self._order))
         check_names(state["model"], self._order, f"a {self._form.family} on Megatron-Core")
         self._load(state["model"])
@@ -456,17 +468,6 @@ def _form(model: CausalLM, tensor_parallel: int) -> MegatronForm:
         )
     form.check_divisible(tensor_parallel)
     return form
-
-
-def _data_ranks(ranks: Ranks, tensor_parallel: int) -> Ranks:
-    """The ranks at this one's place in the other tensor-parallel groups: each of them has other samples."""
-    mine = ranks
-    for place in range(tensor_parallel):
-        members = range(place, ranks.size, tensor_parallel)
-        found = ranks.new_group(f"data-{place}", members)
-        if ranks.rank in members:
-            mine = found
-    return mine
 
 
 def _constant_padding(padding: int, _: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:

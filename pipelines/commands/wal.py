@@ -12,7 +12,7 @@ from pathlib import Path
 
 from opd.errors import StorageError
 from opd.pipelines.doctor.checks import number_of
-from opd.pipelines.records.run_folder import DONE
+from opd.pipelines.records.layout import DONE
 from opd.storage.files import atomic_file
 from opd.storage.wal import LogReport, TokenWAL, read_log
 from opd.types import LoggedRequest

@@ -54,17 +54,8 @@ def wants_ranks(recipe: Recipe) -> bool:
 
 def check_ranks(recipe: Recipe, size: int) -> None:
     """Raise `ConfigError` for what `size` ranks cannot do."""
-    tensor_parallel = recipe.train.tensor_parallel
-    if size % tensor_parallel:
-        raise ConfigError(
-            f"{size} ranks cannot be divided into groups of train.tensor_parallel {tensor_parallel}; choose a"
-            " number of ranks that it divides."
-        )
-    if recipe.train.context_parallel not in (1, size):
-        raise ConfigError(
-            f"train.context_parallel is {recipe.train.context_parallel}, but sequences are shared by all"
-            f" {size} ranks or by none; set it to {size} or to 1."
-        )
+    if misfit := recipe.train.misfit(size):
+        raise ConfigError(f"{misfit}.")
     if recipe.runtime.workers > 1:
         raise ConfigError(
             f"runtime.workers is {recipe.runtime.workers}, but the {size} ranks of a run work on one stage at"

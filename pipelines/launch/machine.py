@@ -38,7 +38,7 @@ def understood(error: BaseException, *, resumes: bool = True) -> OpdError | None
     said = out_of_memory(error)
     if said is None:
         return None
-    lower = "lower batch.max_tokens or rollout.max_running, then continue with --resume"
+    lower = "lower batch.max_tokens or runtime.decode.kv_cache_mb, then continue with --resume"
     free = "end what else takes it, or use a machine with more"
     return OpdError(f"there is no more memory ({said}); {lower if resumes else free}.")
 

@@ -118,5 +118,5 @@ def _execute(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> N
 def _no_memory(stage: Stage, ranks: Ranks, reason: str) -> TrainingError:
     return TrainingError(
         f"rank {ranks.rank} ran out of memory in stage {stage.name} ({reason}); lower batch.max_tokens or"
-        " rollout.max_running, or train with more ranks, then continue with --resume."
+        " runtime.decode.kv_cache_mb, or train with more ranks, then continue with --resume."
     )

@@ -1,22 +1,6 @@
-"""One run, one folder: its layout, its lock, its resolved recipe and which of its stages are done.
+"""One run, one folder: its lock, its resolved recipe, what it began with and which of its stages are done.
 
-inputs.json                      digests of what the run began with: recipe, models, data and code from
-                                 elsewhere, and of code that changed since; settings that did; the commits of
-                                 what is from the Hub; the CPU threads settled then
-config.json                      the resolved recipe; a run that has it has begun
-stages/STAGE/                    metrics.jsonl  checkpoints/  last_samples.json (of the last step, for whoever
-                                 watches)  flags.jsonl (where a rule of `watch` fired)  done.json (written
-                                 last), log.txt of a stage that ran in a process of its own, and
-                                 difficulty.json of one that measured its prompts
-                                 wal/ (the log of its rollouts) and cache/ (teachers' hidden states) are
-                                 there while the stage runs
-base/  sft/DOMAIN/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
-published/TEACHER/               what the merge streams, unless storage.published says elsewhere
-downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, where needed whole;
-                                 written again unless they are what was published
-weights_cache/NODE/              what a node has read of teachers in object stores, until the run has ended
-logs/ACTOR.log                   what each actor of `launch: ray` said
-results.json  report.html
+Where things lie in it is in `layout.py`.
 
 What was written with a digest is read with it. `inputs.json`, `done.json` and `results.json` carry their own;
 `done.json` has those of everything its stage left (of a model its `checksums.json`, which has those of its
@@ -27,7 +11,6 @@ is told what is not.
 from __future__ import annotations
 
 import contextlib
-import platform
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,10 +26,10 @@ from opd.config import Recipe
 from opd.config.load import located, path_keys
 from opd.errors import DataError, RunFolderError
 from opd.metrics import FILE_NAME, FLAGS, read_metrics
-from opd.models.hf_folder import CHECKSUMS, adapter_base, check_folder, check_small_files
+from opd.models.hf_folder import CHECKSUMS, check_folder, check_small_files
 from opd.pipelines.launch.machine import threads_here
 from opd.pipelines.records.inputs import changed_files, given_inputs, user_code, with_changes
-from opd.pipelines.records.responses import forget, forget_later
+from opd.pipelines.records.layout import CONFIG, DONE, WEIGHTS, Layout, forget, forget_later, safe_name
 from opd.pipelines.records.settings import (
     FREE,
     Change,
@@ -73,9 +56,7 @@ from opd.storage.files import (
     write_sealed,
 )
 
-DONE, LAST_SAMPLES = "done.json", "last_samples.json"
-_LOCK, _CONFIG, _INPUTS = ".lock", "config.json", "inputs.json"
-_WEIGHTS = "weights_cache"
+_LOCK, _INPUTS = ".lock", "inputs.json"
 _ANEW = "restore it, or start a new run with --out"
 ACCEPT_CODE = "--resume --accept-changed-code"
 """How a command is told to go on with code of the user's own that is no longer what it was."""
@@ -107,15 +88,6 @@ def default_path(recipe: Recipe) -> Path:
     return Path(recipe.run_dir) if recipe.run_dir is not None else Path("runs") / safe_name(recipe.name)
 
 
-def safe_name(name: str) -> str:
-    """`name` if it can name one folder. Raises `RunFolderError` if it could lead anywhere else."""
-    if not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
-        raise RunFolderError(
-            f"{name!r} cannot name a folder; use a name without slashes that does not start with a dot"
-        )
-    return name
-
-
 def refuse_existing(path: Path) -> None:
     """Raise `RunFolderError` if `path` is taken; an empty folder, or one nothing was written to, is free."""
     if path.exists() and not path.is_dir():
@@ -141,11 +113,11 @@ def _has_begun(path: Path) -> bool:
     if not path.is_dir():
         raise RunFolderError(f"there is no run in {path} to resume; start it without --resume")
     _refuse_model(path)
-    if (path / _CONFIG).exists():
+    if (path / CONFIG).exists():
         return True
     if any(not _is_trace(entry.name) for entry in path.iterdir()):
         raise RunFolderError(
-            f"{path} exists already and holds no {_CONFIG}: restore that file, or give another folder"
+            f"{path} exists already and holds no {CONFIG}: restore that file, or give another folder"
             " with --out"
         )
     return False
@@ -153,15 +125,15 @@ def _has_begun(path: Path) -> bool:
 
 def _is_trace(name: str) -> bool:
     """What a process killed before the run began leaves behind: all but `config.json`, which comes last."""
-    unfinished = name.startswith((f".{_CONFIG}.", f".{_INPUTS}.")) and name.endswith(".tmp")
+    unfinished = name.startswith((f".{CONFIG}.", f".{_INPUTS}.")) and name.endswith(".tmp")
     return name in (_LOCK, _INPUTS) or unfinished
 
 
-class RunFolder:
+class RunFolder(Layout):
     """An open run folder, held by this process and its workers alone until `close`."""
 
     def __init__(self, path: Path, lock: FileLock | None) -> None:
-        self.path = path
+        super().__init__(path)
         self._lock = lock
 
     @classmethod
@@ -254,12 +226,8 @@ class RunFolder:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is None:  # else somebody goes on with --resume, and with what was read
-            shutil.rmtree(self.path / _WEIGHTS, ignore_errors=True)
+            shutil.rmtree(self.path / WEIGHTS, ignore_errors=True)
         self.close()
-
-    @property
-    def config(self) -> Path:
-        return self.path / _CONFIG
 
     @cached_property
     def _inputs(self) -> dict[str, Any] | None:
@@ -311,102 +279,6 @@ class RunFolder:
         settled = inputs.get("threads_alone" if alone and "threads_alone" in inputs else "threads")
         return recipe.runtime.threads or settled or threads_here(recipe, alone=alone)
 
-    @property
-    def results(self) -> Path:
-        return self.path / "results.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def base(self) -> Path:
-        return self.path / "base"
-
-    @property
-    def merged(self) -> Path:
-        return self.path / "merged"
-
-    def specialist(self, domain: str) -> Path:
-        return self.path / "specialists" / safe_name(domain)
-
-    def baseline(self, name: str) -> Path:
-        return self.path / "baselines" / safe_name(name)
-
-    def model(self, recipe: Recipe, name: str) -> Path:
-        """Where a model lies: `base`, `merged`, `specialist:DOMAIN`, `sft:DOMAIN` (what that specialist was
-        before GRPO) or a baseline by name.
-
-        A base that is given and not trained stays where it is; it is not copied, unless it is an adapter.
-        """
-        if name == "base" and recipe.model.path is not None and not recipe.trains_base:
-            given = Path(recipe.model.path)
-            return given if adapter_base(given) is None else self.base
-        if name in ("base", "merged"):
-            return self.base if name == "base" else self.merged
-        if name.startswith("specialist:"):
-            return self.specialist(name.removeprefix("specialist:"))
-        if name.startswith("sft:"):
-            return self.path / "sft" / safe_name(name.removeprefix("sft:"))
-        return self.baseline(name)
-
-    def stage(self, stage: str) -> Path:
-        """The folder of a stage, made if it is not there."""
-        folder = self._place(stage)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def _place(self, stage: str) -> Path:
-        return self.path / "stages" / safe_name(stage)
-
-    @property
-    def published(self) -> Path:
-        return self.path / "published"
-
-    def downloaded(self, teacher: str) -> Path:
-        """Where a published teacher of the recipe is kept as a Hugging Face folder."""
-        return self.path / "downloaded" / safe_name(teacher)
-
-    def weights_cache(self, recipe: Recipe) -> Path:
-        """Where this node keeps what it has read of teachers in object stores."""
-        given = recipe.runtime.weights_cache
-        root = self.path / _WEIGHTS if given is None else Path(given).expanduser()
-        return root / safe_name(platform.node() or "node")
-
-    def cache(self, stage: str) -> Path:
-        return self.stage(stage) / "cache"
-
-    def wal(self, stage: str) -> Path:
-        return self.stage(stage) / "wal"
-
-    def trajectories(self, stage: str) -> Path:
-        return self.stage(stage) / "trajectories"
-
-    def metrics(self, stage: str) -> Path:
-        return self.stage(stage) / FILE_NAME
-
-    def flags(self, stage: str) -> Path:
-        return self.stage(stage) / FLAGS
-
-    def last_samples(self, stage: str) -> Path:
-        return self.stage(stage) / LAST_SAMPLES
-
-    def difficulty(self, stage: str) -> Path:
-        """What a specialist has measured of its prompts before it learned."""
-        return self.stage(stage) / "difficulty.json"
-
-    def checkpoints(self, stage: str) -> Path:
-        return self.stage(stage) / "checkpoints"
-
-    def log(self, stage: str) -> Path:
-        return self.stage(stage) / "log.txt"
-
-    def actor_log(self, name: str) -> Path:
-        """What an actor of `launch: ray` says; its folder is made if it is not there."""
-        folder = self.path / "logs"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{safe_name(name)}.log"
-
     def stage_done(self, stage: str, *, weights: bool = False) -> dict[str, Any] | None:
         """What `mark_done` recorded, or `None` while the stage is not done.
 
@@ -452,7 +324,7 @@ class RunFolder:
         return self._read_lines(stage, FLAGS)
 
     def _read_lines(self, stage: str, file: str) -> list[dict[str, Any]]:
-        path = self._place(stage) / file
+        path = self.place(stage) / file
         record = self._record(stage)
         known = {} if record is None else record["files"]
         name = path.relative_to(self.path).as_posix()
@@ -500,7 +372,7 @@ class RunFolder:
         return config if changed is None else config | fixed(changed) | {"watch": changed["watch"]}
 
     def _record(self, stage: str) -> dict[str, Any] | None:
-        path = self._place(stage) / DONE
+        path = self.place(stage) / DONE
         if not path.exists():
             return None
         mend = "delete it to run the stage again"
@@ -569,10 +441,10 @@ class RunFolder:
         found = [Recorded.of(recipe, change, progress, now) for change in changes]
         steering = [own for change, own in zip(changes, found, strict=True) if change.steers(recipe)]
         for stage, step in {stage: step for own in steering for stage, step in own.stages.items()}.items():
-            forget_later(self._place(stage), step)
+            forget_later(self.place(stage), step)
         for change, own in zip(changes, found, strict=True):
             for stage in own.stages if change.draws else ():
-                forget(self._place(stage))
+                forget(self.place(stage))
         digests = [*self._inputs.get("recipes", []), digest_of(fixed(config))]
         changed = [*self._inputs.get("setting_changes", []), *map(asdict, found)]
         record = {"setting_changes": changed, "recipes": digests, "config": config}
@@ -584,7 +456,7 @@ class RunFolder:
 
         found: dict[str, Mapping[str, Any] | None] = {}
         for stage in plan(recipe):
-            own, newest = self._place(stage), None
+            own, newest = self.place(stage), None
             if not (own / DONE).exists() and (own / "checkpoints").is_dir():
                 newest = CheckpointStore(own / "checkpoints", owner=self.owner(stage)).latest()
             found[stage] = {} if newest is None else {**newest.state, "step": newest.step}
@@ -627,18 +499,11 @@ class RunFolder:
         anew = any(where.endswith((".source", "rollout.generate")) for where in changed)
         for stage, state in self._progress(recipe).items():
             if state is not None and anew:
-                forget(self._place(stage))
+                forget(self.place(stage))
             elif state is not None:
-                forget_later(self._place(stage), int(state.get("step", 0)))
+                forget_later(self.place(stage), int(state.get("step", 0)))
         write_sealed(self.path / _INPUTS, {**self._inputs, "code_changes": [*self.code_changes, change]})
         del self._inputs  # read again when it is asked for
-
-    def remove_working_files(self, stage: str) -> None:
-        """A stage that is done needs neither its rollouts, their log, nor its teachers' hidden states."""
-        signals = self.stage(stage) / "signals"
-        for folder in (self.wal(stage), self.cache(stage), self.trajectories(stage), signals):
-            for own in (folder, *folder.parent.glob(f"{folder.name}-rank-*")):
-                shutil.rmtree(own, ignore_errors=True)
 
     def _remove_left_over(self) -> None:
         """Of stages that were killed between their record and the removal of their working files."""

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 from opd.foreign import read_document
 from opd.metrics import FILE_NAME as METRICS
 from opd.metrics import FLAGS
-from opd.pipelines.records.run_folder import DONE, LAST_SAMPLES
+from opd.pipelines.records.layout import DONE, LAST_SAMPLES
 from opd.pipelines.report.load import Run, StageResult, stage_order
 from opd.storage.files import open_plain
 

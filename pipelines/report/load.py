@@ -11,7 +11,8 @@ from typing import Any
 from opd.errors import RunFolderError, reason_of
 from opd.metrics import FILE_NAME as METRICS
 from opd.pipelines.evaluation.statistics import Count, Interval
-from opd.pipelines.records.run_folder import DONE, RunFolder
+from opd.pipelines.records.layout import DONE
+from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.records.settings import Recorded
 
 

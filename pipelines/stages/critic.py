@@ -47,7 +47,7 @@ class Critic:
         assert isinstance(advantage, GAEAdvantage)
         training = Training(config.optim, specialist.batch, 1.0, [ValueTerm(config.clip)])
         opened = open_backend(
-            lambda dtype: with_value_head(load_model(recipe, start, dtype)),
+            lambda dtype, empty=False: with_value_head(load_model(recipe, start, dtype, empty=empty)),
             recipe.train,
             training,
             context.ranks,

@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -20,11 +19,10 @@ from opd.metrics import PhaseTimer, of_updates
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.last_samples import LastSamples
 from opd.pipelines.stages.samples import StepSamples
+from opd.pipelines.stages.saving import Saver
 from opd.pipelines.stages.watch import Watch
 from opd.train.backend import Backend, Read, learning_rate
 from opd.types import RolloutBatch, Sample
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -45,6 +43,11 @@ class LoopState:
     flags: str = ""
     """What stands for all metrics, and all flags, up to this step; see `Lines.tail`."""
     rate: float = 1.0  # what rules that fired have left of the learning rate
+
+    def described(self, metrics: str) -> dict[str, Any]:
+        """What a checkpoint keeps of this, with `metrics` as they stand now; a copy."""
+        self.metrics = metrics
+        return asdict(self)
 
 
 @dataclass(slots=True)
@@ -104,8 +107,11 @@ class Source(Protocol):
     def learnt(self, version: int) -> None:
         """The learner has reached `version`: give the engine its weights, which may be the same."""
 
-    def consumed(self) -> None:
-        """A checkpoint holds what was learnt from every step so far: its samples may be forgotten."""
+    def learnt_from(self) -> Callable[[], None]:
+        """A checkpoint is taken of what was learnt from every step so far; the returned call, made once it is
+        durable, says that their samples may be forgotten.
+        """
+        ...
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
         """What happened to requests and engines since this was last called, as metrics; added to `totals`."""
@@ -189,34 +195,37 @@ def train(
     random draw is a function of (seed, uid, position) they repeat bit for bit. A stage that is asked to stop
     writes one and raises `PreemptedError`; one that a rule stops writes one and raises `TrainingError`.
     """
-    more = algorithm.learners()
-    state = _restore(context, backend, more)
-    last = LastSamples.of(context, algorithm, state.step)
-    watch = Watch.resumed(context, state.step, state.flags)
-    source.start(state.step)
-    begin = time.perf_counter() - state.seconds
-    while extent.progress(state) < 1.0:
-        left = extent.left(state)
-        step = Step(state.step, extent.progress(state), PhaseTimer(), state.counters, left, state.rate)
-        step.memory = state.memory
-        metrics, tokens = _one_step(algorithm, source, backend, step, last)
-        state.step += 1
-        state.student_tokens += tokens
-        state.seconds = time.perf_counter() - begin
-        logged = {"tokens/student": state.student_tokens, **metrics, **step.timer.add_to(state.phases)}
-        context.metrics.write(state.step, logged, state.seconds)
-        ruling = watch.look(state.step, logged, state.seconds)
-        state.rate *= ruling.factor
-        context.progress(state.step, extent.total(state), algorithm.headline(metrics))
-        stopping = context.ranks.any(context.preemption.stopping, "the end of a step")
-        if stopping or ruling.stop or state.step % checkpoint_every == 0:
-            state.flags = watch.tail
-            _save(context, backend, more, state)
-            source.consumed()
-        ruling.check()
-        if stopping:
-            context.preemption.stop()  # where only another rank was asked
-            context.preemption.check()
+    with Saver(context, backend, algorithm.learners()) as saver:
+        state = LoopState(**saver.restore())
+        last = LastSamples.of(context, algorithm, state.step)
+        watch = Watch.resumed(context, state.step, state.flags)
+        source.start(state.step)
+        begin = time.perf_counter() - state.seconds
+        while extent.progress(state) < 1.0:
+            left = extent.left(state)
+            step = Step(state.step, extent.progress(state), PhaseTimer(), state.counters, left, state.rate)
+            step.memory = state.memory
+            metrics, tokens = _one_step(algorithm, source, backend, step, last)
+            state.step += 1
+            state.student_tokens += tokens
+            state.seconds = time.perf_counter() - begin
+            logged = {"tokens/student": state.student_tokens, **metrics, **step.timer.add_to(state.phases)}
+            context.metrics.write(state.step, logged, state.seconds)
+            ruling = watch.look(state.step, logged, state.seconds)
+            state.rate *= ruling.factor
+            context.progress(state.step, extent.total(state), algorithm.headline(metrics))
+            stopping = context.ranks.any(context.preemption.stopping, "the end of a step")
+            if saver.pending is not None:
+                saver.settle()
+            if stopping or ruling.stop or state.step % checkpoint_every == 0:
+                state.flags = watch.tail
+                saver.save(state.step, state.described, source.learnt_from())
+            if stopping or ruling.stop:
+                saver.wait()
+            ruling.check()
+            if stopping:
+                context.preemption.stop()  # where only another rank was asked
+                context.preemption.check()
     return {
         "steps": state.step,
         "student_tokens": state.student_tokens,
@@ -251,28 +260,3 @@ def _one_step(
         source.learnt(step.index + 1)
     metrics |= source.take_counters(step.counters)
     return metrics | algorithm.ended(step, metrics), tokens
-
-
-def _save(context: StageContext, backend: Backend, more: Mapping[str, Backend], state: LoopState) -> None:
-    """Every rank gathers, the first one writes, and none goes on before the checkpoint is durable."""
-    tensors = backend.state()
-    for name, other in more.items():
-        tensors |= {f"{name}_{file}": found for file, found in other.state().items()}
-    if context.ranks.main:
-        context.metrics.sync()
-        state.metrics = context.metrics.tail
-        context.checkpoints.save(state.step, tensors, asdict(state))
-    context.ranks.barrier("a checkpoint")
-
-
-def _restore(context: StageContext, backend: Backend, more: Mapping[str, Backend]) -> LoopState:
-    checkpoint = context.checkpoints.latest()
-    if checkpoint is None:
-        context.metrics.truncate(0)
-        return LoopState()
-    for begin, other in (("", backend), *((f"{name}_", other) for name, other in more.items())):
-        other.load_state({file: checkpoint.load(begin + file) for file in ("model", "optimizer")})
-    state = LoopState(**checkpoint.state)
-    context.metrics.truncate(state.step, state.metrics)
-    _log.info("resumed from step %d", state.step)
-    return state

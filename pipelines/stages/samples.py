@@ -177,8 +177,9 @@ class Home:
     def start(self, step: int) -> None:
         """The learner begins with batch `step`: what came before it is learnt."""
 
-    def consumed(self) -> None:
-        """A checkpoint holds what was learnt from every batch that was opened."""
+    def learnt_from(self) -> Callable[[], None]:
+        """The returned call says that a checkpoint holds what was learnt from the batches opened so far."""
+        return lambda: None
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:

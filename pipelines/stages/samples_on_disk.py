@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,8 @@ class DiskHome(Home):
     def start(self, step: int) -> None:
         self._files.retire_before(step)
 
-    def consumed(self) -> None:
-        self._files.retire_before(self._opened)
+    def learnt_from(self) -> Callable[[], None]:
+        return partial(self._files.retire_before, self._opened)
 
     @contextmanager
     def open(self, groups: Sequence[SampleGroup], index: int) -> Iterator[StepSamples]:

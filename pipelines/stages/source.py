@@ -68,8 +68,9 @@ class Given:
         """No engine writes."""
         return nullcontext()
 
-    def consumed(self) -> None:
+    def learnt_from(self) -> Callable[[], None]:
         """There is no log."""
+        return lambda: None
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
         return {}
@@ -119,9 +120,10 @@ class Rollouts(ABC):
         """The engine may be used for something else while the block runs."""
 
     @abstractmethod
-    def consumed(self) -> None:
-        """A checkpoint holds what was learnt from every batch taken: the log may forget them."""
-        self.home.consumed()
+    def learnt_from(self) -> Callable[[], None]:
+        """A checkpoint is taken of what was learnt from every batch taken: the returned call lets the log
+        forget them.
+        """
 
     @abstractmethod
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
@@ -155,9 +157,14 @@ class InTurn(Rollouts):
     def idle(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def consumed(self) -> None:
-        self._rollouts.consumed()
-        super().consumed()
+    def learnt_from(self) -> Callable[[], None]:
+        forget, at_home = self._rollouts.learnt_from(), self.home.learnt_from()
+
+        def durable() -> None:
+            forget()
+            at_home()
+
+        return durable
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
         return self._rollouts.take_counters(totals)
@@ -194,10 +201,17 @@ class InParallel(Rollouts):
     def idle(self) -> AbstractContextManager[None]:
         return self.ahead.idle()
 
-    def consumed(self) -> None:
+    def learnt_from(self) -> Callable[[], None]:
         with self.ahead.steps.between():
-            self._rollouts.consumed(keep=self.ahead.untaken)
-        super().consumed()
+            forget = self._rollouts.learnt_from(keep=self.ahead.untaken)
+        at_home = self.home.learnt_from()
+
+        def durable() -> None:
+            with self.ahead.steps.between():
+                forget()
+            at_home()
+
+        return durable
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
         with self.ahead.steps.between():

@@ -6,7 +6,7 @@ Keys and values of interrupted requests go into one file (`opd.rollout.preemptio
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,10 +108,13 @@ class StageRollout:
         self.engine = engine
         self._log = log
 
-    def consumed(self, keep: Collection[str] = ()) -> None:
-        """A checkpoint holds what was learnt from every response but `keep`: the log may forget them."""
-        if self._log is not None:
-            self._log.retire([uid for uid in self._log.log.uids() if uid not in keep])
+    def learnt_from(self, keep: Collection[str] = ()) -> Callable[[], None]:
+        """The returned call lets the log forget every response it holds now but `keep`."""
+        log = self._log
+        if log is None:
+            return lambda: None
+        uids = [uid for uid in log.log.uids() if uid not in keep]
+        return lambda: log.retire(uids)
 
     def forget(self, uids: Iterable[str]) -> None:
         """These responses are safe elsewhere: the log and its memory may let them go."""

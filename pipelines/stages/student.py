@@ -16,6 +16,7 @@ from opd.config import BatchConfig, OptimConfig, Recipe
 from opd.models.adapters import AdaptedLM, MergingLM, save_adapted
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.models.checkpoint import save_checkpoint
+from opd.models.sharded import open_empty
 from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.precision import model_dtype
@@ -50,23 +51,27 @@ def load_model(
     path: Path,
     dtype: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    empty: bool = False,
 ) -> CausalLM:
-    """The Hugging Face folder `path` in `dtype`, or the recipe's, on the recipe's device.
+    """The Hugging Face folder `path` in `dtype`, or the recipe's, on the recipe's device; `empty`: without
+    weights, where it can be (`open_empty`).
 
     It writes the tokens of `tokenizer`; `None` takes the folder's own. Teachers are given the student's: they
     may have more tokens, or no tokenizer.
     """
     with doing(f"loading {path}"):
-        model = CausalLM.from_pretrained(path, dtype=dtype or model_dtype(recipe), device=recipe.model.device)
+        opened = open_empty if empty else CausalLM.from_pretrained
+        model = opened(path, dtype=dtype or model_dtype(recipe), device=recipe.model.device)
     model.vocabulary = min(len(tokenizer or tokenizer_of(recipe, path)), model.vocab_size)
     return model
 
 
-def load_trained(recipe: Recipe, path: Path, dtype: str | None = None) -> CausalLM:
+def load_trained(recipe: Recipe, path: Path, dtype: str | None = None, *, empty: bool = False) -> CausalLM:
     """`load_model` as it is trained. With adapters `dtype` is theirs: the base is that of the engines."""
     if recipe.model.lora is None:
-        return load_model(recipe, path, dtype)
-    return adapted(recipe, load_model(recipe, path), path, dtype)
+        return load_model(recipe, path, dtype, empty=empty)
+    return adapted(recipe, load_model(recipe, path, empty=empty), path, dtype)
 
 
 def tokenizer_of(recipe: Recipe, path: Path) -> PreTrainedTokenizerBase:
@@ -131,6 +136,7 @@ def make_engine(recipe: Recipe, model: CausalLM) -> TorchEngine:
         max_running=rollout.max_running,
         max_sequence=rollout.max_sequence,
         vocab_size=model.vocabulary,
+        settings=recipe.runtime.decode,
     )
     # What is decoded after a stop string, which the engine does not know, is decoded in vain.
     engine.chunk_seconds = 0.0 if rollout.stop else CHUNK_SECONDS

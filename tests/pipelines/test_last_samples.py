@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opd.pipelines.records.run_folder import LAST_SAMPLES
+from opd.pipelines.records.layout import LAST_SAMPLES
 from opd.pipelines.stages.last_samples import KEPT_PROMPTS, KEPT_RESPONSES, LastSamples
 from opd.pipelines.stages.samples import StepSamples
 from opd.types import Sample, SampleGroup, Status

@@ -25,6 +25,7 @@ MERGE = {"steps": 4, "prompts_per_domain": 4, "checkpoint_every": 3}
 LAUNCHES = {
     "fsdp": {"backend": "torch"},
     "context": {"backend": "torch", "context_parallel": 2},
+    "mesh": {"backend": "torch", "context_parallel": 2, "ranks": 4},
     "megatron": {"backend": "megatron", "tensor_parallel": 2},
     "deepspeed": {"backend": "deepspeed", "zero_stage": 3},
 }
@@ -89,10 +90,12 @@ def alone(trained, tmp_path_factory):
         pytest.param("deepspeed", "k1", DISK, marks=more),
         pytest.param("fsdp", "k1", DISK, marks=more),
         pytest.param("context", "k1", DISK, marks=more),
+        pytest.param("mesh", "kl", {}, marks=more),
+        pytest.param("mesh", "reward", DISK, marks=more),
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("trajectories", "memory"),
 )
-def test_two_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, loss, storage):
+def test_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, loss, storage):
     skip_without(launch)
     train = {"ranks": 2, **LAUNCHES[launch]}
     recipe = write_recipe(tmp_path / "recipe.yaml", **merge(trained, loss), train=train, storage=storage)
@@ -148,14 +151,20 @@ def command(recipe: Path, out: Path, *words: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_sequences_are_shared_by_all_ranks_or_by_none():
+def test_ranks_that_cannot_be_divided_are_refused():
     recipe = tiny_recipe(train={"context_parallel": 2})
     check_ranks(recipe, 2)
-    with pytest.raises(ConfigError, match=r"train.context_parallel is 2, but sequences are shared by all 4"):
-        check_ranks(recipe, 4)
+    check_ranks(recipe, 6)
+    refused = (
+        r"3 ranks cannot be divided into groups of train.context_parallel 2; set it to 1 or 3, or start 2"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        check_ranks(recipe, 3)
+    with pytest.raises(ValueError, match=refused):
+        TrainConfig(ranks=3, context_parallel=2)
     training = Training(OptimConfig(), BatchConfig(), 1.0, [])
     with (
-        pytest.raises(ConfigError, match=r"train.context_parallel is 2, but 1 ranks train"),
+        pytest.raises(ConfigError, match=r"1 rank cannot be divided"),
         open_backend(_never, recipe.train, training, Ranks()),
     ):
         pass
@@ -163,5 +172,5 @@ def test_sequences_are_shared_by_all_ranks_or_by_none():
         TrainConfig(backend="megatron", context_parallel=2)
 
 
-def _never(dtype):
+def _never(dtype, *, empty=False):
     raise AssertionError("no model is loaded for settings that do not fit")

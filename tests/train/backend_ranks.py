@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from cuda_types import CudaTypes
 from rank_processes import joined, run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig, TrainConfig
 from opd.config.rl import CISPOLoss, GSPOLoss
@@ -27,7 +27,8 @@ from opd.kernels.head import Head
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks
-from opd.train.backend import Training
+from opd.storage.tensors import TensorParts, write_files
+from opd.train.backend import Saved, State, Training
 from opd.train.backends import open_backend
 from opd.train.distill_terms import FullVocabularyTerm, TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
@@ -125,18 +126,18 @@ def train(backend, first: int, last: int, batch=batch) -> list[dict[str, float]]
     ]
 
 
-def save_state(out: Path, state: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Write a back end's state into the folder `out`."""
-    for name, tensors in state.items():
-        save_file(tensors, out / f"{name}.safetensors")
+def save_state(out: Path, state: State, ranks: Ranks | None = None) -> None:
+    """Write what this rank has of a back end's state into the folder `out`."""
+    ranks = ranks or Ranks()
+    write_files(out, state, ranks.rank, ranks.size)
 
 
-def read_state(out: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """What `save_state` wrote."""
-    return {name: load_file(out / f"{name}.safetensors") for name in FILES}
+def read_state(out: Path) -> Saved:
+    """What `save_state` wrote, on all ranks."""
+    return {name: TensorParts(out.glob(f"{name}*.safetensors")) for name in FILES}
 
 
-def on_two_ranks(folder: Path, half: dict[str, dict[str, torch.Tensor]], tasks: list[dict]) -> Path:
+def on_two_ranks(folder: Path, half: State, tasks: list[dict]) -> Path:
     """`folder`, in which two ranks have left what every task gave; tasks may load the state `half`."""
     (folder / "half").mkdir()
     save_state(folder / "half", half)
@@ -159,7 +160,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     checkpoint.
     """
     opened = open_backend(
-        lambda dtype: student(dtype=dtype, **task.get("model", {})),
+        lambda dtype, empty=False: student(dtype=dtype, **task.get("model", {})),
         TrainConfig.model_validate(task["train"]),
         training(**task.get("batch", {})),
         ranks,
@@ -172,11 +173,10 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
         logprobs = backend.logprobs(batch(0).samples)
         weights = {name: tensor.clone() for name, tensor in backend.weights()}
         digest, state = backend.digest(), backend.state()
-    assert bool(state) == ranks.main
+    out = folder / task["name"]
+    out.mkdir(exist_ok=True)
+    save_state(out, state, ranks)
     if ranks.main:
-        out = folder / task["name"]
-        out.mkdir()
-        save_state(out, state)
         save_file(weights, out / "weights.safetensors")
         (out / "result.json").write_text(
             json.dumps({"metrics": metrics, "digest": digest, "logprobs": [p.tolist() for p in logprobs]})

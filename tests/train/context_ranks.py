@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import context_step
 import torch.distributed as dist
@@ -16,11 +17,15 @@ from opd.train.fsdp_backend import ContextBackend, FSDPBackend
 def main() -> None:
     """The cases of `FOLDER/cases.json`; what came out is written for the test to compare."""
     with joined(240) as (rank, folder):
-        group = dist.new_group()
+        group, world = dist.new_group(), dist.get_world_size()
         assert isinstance(group, dist.ProcessGroup)
         for name in json.loads((folder / "cases.json").read_text()):
-            kind = FSDPBackend if name in context_step.SHARDED else ContextBackend
-            tensors, metrics = context_step.step(name, lambda *args, kind=kind: kind(*args, Ranks(group)))
+            if name in context_step.SHARDED:
+                make = partial(FSDPBackend, data=Ranks(group))
+            else:
+                together = 2 if name in context_step.MESH else world
+                make = partial(ContextBackend, ranks=Ranks(group), together=together)
+            tensors, metrics = context_step.step(name, make)
             save_file(tensors, folder / f"{name}-{rank}.safetensors")
             (folder / f"{name}-{rank}.json").write_text(json.dumps(metrics))
 

@@ -50,6 +50,13 @@ SHARDED = {
     "pieces": ({}, {"sequence_chunk": 9}, [(3, 14), (5, 1), (2, 23), (6, 3)]),
 }
 """Steps for FSDP, whose ranks share samples and not sequences."""
+MESH = {
+    "llama on a mesh": CASES["llama"],
+    "gemma2 in pieces on a mesh": CASES["gemma2 in pieces"],
+    # Fewer samples than rows of ranks: one row trains on none.
+    "one on a mesh": CASES["one"],
+}
+"""Steps for two rows of ranks, which share samples, each of two ranks that share sequences."""
 
 
 def _teacher(micro):
@@ -83,7 +90,7 @@ def step(
 
     `whole`: without the case's settings of memory.
     """
-    changes, memory, lengths = (CASES | SHARDED)[name]
+    changes, memory, lengths = (CASES | SHARDED | MESH)[name]
     if whole:
         memory = {}
     terms = [

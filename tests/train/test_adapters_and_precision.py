@@ -106,11 +106,11 @@ def test_adapters_go_on_with_another_number_of_ranks(ranks, adapters_alone, name
 @pytest.mark.parametrize("name", PRECISE)
 def test_bfloat16_layers_learn_float32_weights(ranks, name):
     for file in FILES:
-        kept = load_file(ranks / name / f"{file}.safetensors")
+        kept = read_state(ranks / name)[file]
         assert {str(t.dtype) for key, t in kept.items() if key != BASE} == {"torch.float32"}
     sent = load_file(ranks / name / "weights.safetensors")
     assert {str(t.dtype) for key, t in sent.items() if key != BASE} == {"torch.bfloat16"}
-    kept = load_file(ranks / name / "model.safetensors")
+    kept = read_state(ranks / name)["model"]
     assert kept.keys() == sent.keys()
     for key, tensor in sent.items():
         assert torch.equal(tensor, kept[key].to(tensor.dtype))
@@ -157,7 +157,7 @@ def alone(name: str, lr: float, dtype: str, precision: str = "mixed"):
     """The back end of a one-process run whose checkpoint is in bfloat16, computing in `dtype`."""
     settings = ALONE.get(name, {"backend": "deepspeed"})
 
-    def load(wanted: str | None) -> CausalLM:
+    def load(wanted: str | None, *, empty: bool = False) -> CausalLM:
         model = backend_ranks.student()
         model.module.bfloat16()
         if "lora" not in settings:

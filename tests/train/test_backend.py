@@ -1,3 +1,6 @@
+import platform
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tiny
@@ -222,3 +225,23 @@ def test_recomputed_layers_change_no_bit_and_pieces_no_more_than_rounding(schedu
     torch.testing.assert_close(pieces[0], whole[0], rtol=1e-4, atol=1e-6)
     for mine, other in zip(pieces[1], whole[1], strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+def resident_bytes():
+    return 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps other things")
+def test_a_step_gives_back_what_lies_free_between_pieces_in_use(batch, monkeypatch):
+    monkeypatch.setattr("opd.train.backend.TRIMMED", 1)
+    back = backend([CrossEntropyTerm()])
+    back.forward_backward(batch)
+    before = resident_bytes()
+    pieces = [torch.ones(16 * 1024) for _ in range(1600)]  # of 64 KiB, below what gets a map of its own
+    kept = pieces[::8]
+    grown = resident_bytes() - before
+    del pieces
+    back.forward_backward(batch)
+    assert grown > 90 << 20
+    assert resident_bytes() - before < grown / 2
+    assert len(kept) == 200

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pretend_kernels
 import pytest
 import tiny
 import torch
 
-from opd.config import FullVocabularyKL, PolicyLossConfig
+from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig
 from opd.config.rl import CISPOLoss, GSPOLoss, ReferenceKLConfig, TopKKL
 from opd.kernels.head import Head
-from opd.train.backend import TorchBackend
+from opd.train.backend import TorchBackend, Training
 from opd.train.distill_terms import FullVocabularyTerm, K2Term, TeacherView, TopKTerm
 from opd.train.terms import CrossEntropyTerm, MetricSums, MismatchProbe, PolicyTerm, ReferenceTerm
 from opd.types import MicroBatch, RolloutBatch, TokenTerms
@@ -84,11 +85,14 @@ FORMS = [{"max_tokens": 12}, {"recompute_layers": True}, {"sequence_chunk": 4}]
 )
 def test_two_steps_are_those_of_a_cpu(gpu, name, options) -> None:
     limits = {"max_tokens": 1000} | options
-    plain = TorchBackend(tiny.model(), tiny.training(TERMS[name](Teacher()), 0.7, **limits))
-    expected, weights = two_steps(plain)
-    backend = TorchBackend(
-        gpu.model(tiny.model()), tiny.training(TERMS[name](Teacher(gpu.put)), 0.7, **limits)
+    # AdamW divides by the gradient's size: a small eps would make a step of what is rounding alone.
+    optim = OptimConfig(eps=1e-3)
+    plain, there = (
+        Training(optim, BatchConfig(**limits), 0.7, TERMS[name](Teacher(put)))
+        for put in (lambda value: value, gpu.put)
     )
+    expected, weights = two_steps(TorchBackend(tiny.model(), plain))
+    backend = TorchBackend(gpu.model(tiny.model()), there)
     found, moved = two_steps(backend)
     assert moved.device == gpu.device
     torch.testing.assert_close(gpu.get(moved), weights, rtol=1e-4, atol=1e-5)
@@ -112,7 +116,7 @@ def test_a_micro_batch_waits_a_bounded_number_of_times(gpu, name) -> None:
     assert len(counts.waits) <= 1, counts
 
 
-LAUNCHES = {"layer": 138, "beside": 156, "update": 10}
+LAUNCHES = {"layer": 138, "attended by one kernel": 119, "beside": 156, "update": 10}
 """Of a micro-batch of full-vocabulary distillation, forward and backward, and of an update of all weights."""
 
 
@@ -134,6 +138,25 @@ def test_launches_of_a_micro_batch_and_of_an_update(pretended) -> None:
     assert layer <= LAUNCHES["layer"], totals[1][0] - totals[0][0]
     assert totals[0][0].total() - 2 * layer <= LAUNCHES["beside"], totals[0][0]
     assert totals[1][1].total() <= LAUNCHES["update"], totals[1][1]
+
+
+def test_launches_and_waits_where_attention_is_one_kernel(pretended, monkeypatch) -> None:
+    pretend_kernels.install_triton(monkeypatch)
+    totals, waits = [], []
+    many = batch(12)  # more tokens than a block
+    with pretend_kernels.attention_kernels(monkeypatch):
+        for layers in (2, 4):
+            term = FullVocabularyTerm(Teacher(pretended.put), "one_hot", FullVocabularyKL())
+            model = pretended.model(tiny.model(num_hidden_layers=layers, head_dim=16))
+            backend = TorchBackend(model, tiny.training([term], 0.7, max_tokens=1000))
+            backend.forward_backward(many)
+            with pretended.counted() as counts:
+                backend.forward_backward(many)
+            totals.append(counts.launches)
+            waits.append(len(counts.waits))
+    assert totals[1]["flex"] == 4
+    assert (totals[1] - totals[0]).total() / 2 <= LAUNCHES["attended by one kernel"], totals[1] - totals[0]
+    assert waits[1] == waits[0]
 
 
 def test_what_is_resumed_goes_on_as_before(gpu) -> None:

@@ -164,7 +164,7 @@ class Remote:
 
 def no_memory(name: str, reason: str) -> str:
     """The sentence for an actor that asked for more memory than there is."""
-    wanted = "rollout.max_running" if name.startswith("engine") else "batch.max_tokens"
+    wanted = "runtime.decode.kv_cache_mb" if name.startswith("engine") else "batch.max_tokens"
     return (
         f"{name} ran out of memory ({reason}); lower {wanted}, or give it a larger node, then continue with"
         " --resume."

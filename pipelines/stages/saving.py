@@ -1,0 +1,172 @@
+"""A stage's checkpoints: taken between two steps, written while training goes on, read by any ranks.
+
+Every rank copies what it has of each back end to its host's memory, and a thread of its own writes that into
+one draft of the checkpoint. The first rank makes the draft, and gives it its manifest and its name once all
+have written. What goes wrong is raised on every rank at the end of a later step, or when the stage ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from opd.errors import CheckpointError, RanksError, from_system
+from opd.models.sharded import compare_together
+from opd.pipelines.stages.context import StageContext
+from opd.ranks import Ranks
+from opd.storage.checkpoints import CheckpointStore, Tensors
+from opd.storage.tensors import write_files
+from opd.train.backend import Backend
+
+_log = logging.getLogger(__name__)
+_WRITING = "the writing of a checkpoint"
+_FILES = ("model", "optimizer")
+
+
+class Saver:
+    """Writes the checkpoints of a stage, one at a time; use it with `with`.
+
+    Args:
+        context: The stage.
+        backend: What learns.
+        more: What learns beside it, by the name that its files begin with.
+    """
+
+    def __init__(self, context: StageContext, backend: Backend, more: Mapping[str, Backend]) -> None:
+        self._context = context
+        self._backends = {"": backend, **{f"{name}_": other for name, other in more.items()}}
+        self._writers = context.ranks.new_group(f"{context.stage}/checkpoints")
+        self._durable: Callable[[], None] = lambda: None
+        self.pending: Future[None] | None = None
+        """The checkpoint that is being written, if one is."""
+
+    def restore(self) -> dict[str, Any]:
+        """Put back ends and metrics where the newest whole checkpoint was taken, and return what it kept
+        beside; where there is none, they begin anew, with nothing.
+        """
+        checkpoint = self._context.checkpoints.latest(partial(compare_together, self._context.ranks))
+        if checkpoint is None:
+            self._context.metrics.truncate(0)
+            return {}
+        for begin, backend in self._backends.items():
+            backend.load_state({file: checkpoint.load(begin + file) for file in _FILES})
+        self._context.metrics.truncate(checkpoint.step, checkpoint.state["metrics"])
+        _log.info("resumed from step %d", checkpoint.step)
+        return checkpoint.state
+
+    def save(self, step: int, describe: Callable[[str], dict[str, Any]], durable: Callable[[], None]) -> None:
+        """Take a checkpoint now, once the one before it is written; `durable` is called, by `settle`, when it
+        is. `describe(tail)` is what it keeps beside tensors, with what stands for all metrics so far. Raises
+        `CheckpointError` if the one before could not be written.
+        """
+        self.wait()
+        tensors: dict[str, Any] = {}
+        for begin, backend in self._backends.items():
+            tensors |= {begin + file: found for file, found in backend.state().items()}
+        tail = ""
+        if self._context.ranks.main:
+            self._context.metrics.sync()
+            tail = self._context.metrics.tail
+        self._durable, self.pending = durable, Future()
+        work = partial(save_together, self._context.checkpoints, self._writers, step, tensors, describe(tail))
+        threading.Thread(target=_told, args=(self.pending, work), name="checkpoint", daemon=True).start()
+
+    def settle(self) -> None:
+        """Ask whether all ranks have written; if they have, the checkpoint is no longer `pending`. Raises
+        `CheckpointError` on all ranks if it could not be written.
+        """
+        pending = self.pending
+        if pending is not None and not self._context.ranks.any(not pending.done(), _WRITING):
+            self.wait()
+
+    def wait(self) -> None:
+        """Return once nothing is being written; errors as of `settle`."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
+            self._durable()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.wait()
+        elif self.pending is not None and not isinstance(error, RanksError):
+            # What is on its way is worth its time, whatever has ended the stage; other ranks may be gone.
+            patience = self._context.ranks.timeout
+            failed = self.pending.exception(None if math.isinf(patience) else patience)
+            if failed is not None:
+                _log.warning("a checkpoint could not be written: %s", failed)
+
+
+def _told(future: Future[None], work: Callable[[], None]) -> None:
+    try:
+        work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+def save_together(
+    store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors, state: dict[str, Any]
+) -> None:
+    """Write the checkpoint of `step`, of which each of `ranks` has its `tensors` and the first the `state`.
+    All call it together, and it is there for all or for none. Raises `CheckpointError` on each if one cannot.
+    """
+    if ranks.alone:
+        store.save(step, tensors, state)
+    elif ranks.main:
+        _lead(store, ranks, step, tensors, state)
+    else:
+        _follow(store, ranks, step, tensors)
+
+
+_TOLD = 3
+"""How often the ranks tell each other: where the draft is, what is in it, whether it has its name."""
+
+
+def _lead(store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
+    told = 0
+    try:
+        with store.draft(step) as draft:
+            told += 1
+            ranks.gather_json({"draft": draft.name}, _WRITING)
+            mine = _written(draft, ranks, tensors)
+            told += 1
+            everyone = ranks.gather_json(mine, _WRITING)
+            _refuse(everyone)
+            store.seal(draft, step, {file: d for one in everyone for file, d in one["files"].items()}, state)
+    except CheckpointError as error:
+        for _ in range(told, _TOLD):  # for which the others wait
+            ranks.gather_json({"error": str(error)}, _WRITING)
+        raise
+    ranks.gather_json({}, _WRITING)
+
+
+def _follow(store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors) -> None:
+    first = ranks.gather_json({}, _WRITING)[0]
+    name = first.get("draft")
+    mine = {"files": {}} if name is None else _written(store.folder / name, ranks, tensors)
+    _refuse([first, *ranks.gather_json(mine, _WRITING), *ranks.gather_json({}, _WRITING)])
+
+
+def _written(draft: Path, ranks: Ranks, tensors: Tensors) -> dict[str, Any]:
+    """The digests of this rank's files, or why there are none."""
+    try:
+        return {"files": write_files(draft, tensors, ranks.rank, ranks.size)}
+    except OSError as error:
+        return {"error": f"rank {ranks.rank}: {from_system(error) or error}"}
+
+
+def _refuse(said: list[dict[str, Any]]) -> None:
+    wrong = next((one["error"] for one in said if "error" in one), None)
+    if wrong is not None:
+        raise CheckpointError(wrong)
