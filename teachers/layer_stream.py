@@ -35,8 +35,76 @@ _HAS_READ, _FAILED, _LEAVES = 0, 1, 2
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
+ROWS_BYTES = 1 << 26
+"""Of hidden states that are on their way to a device, at most this much twice in pinned memory."""
+
+
+class Staging:
+    """Pinned memory, twice: the host writes into one piece while the other is on its way to a device."""
+
+    def __init__(self) -> None:
+        self._pieces = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return sum(len(piece) for piece in self._pieces)
+
+    def take(self, nbytes: int) -> Tensor:
+        """[nbytes] uint8 to write into, until `send`; waits until what was sent from it before is there."""
+        self._turn = 1 - self._turn
+        sent = self._sent[self._turn]
+        if sent is not None:
+            sent.synchronize()
+        if len(self._pieces[self._turn]) < nbytes:
+            self._pieces[self._turn] = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._pieces[self._turn] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return self._pieces[self._turn][:nbytes]
+
+    def send(self, into: Tensor) -> None:
+        """Copy what was taken last to `into` [nbytes] uint8 on the device, on the stream of this thread."""
+        into.copy_(self._pieces[self._turn][: len(into)], non_blocking=True)
+        self._sent[self._turn] = _reached(torch.cuda.current_stream(into.device))
+
+    def rows(self, rows: Sequence[Tensor], device: torch.device | None) -> Tensor:
+        """[N, D] of `rows` [r, D] end to end, on `device` or where they are; a single one of these as it is.
+
+        To CUDA from the host, where they are mapped as a rule, they go through pinned memory.
+        """
+        if device is not None and device.type == "cuda" and all(own.device.type == "cpu" for own in rows):
+            return self._sent_rows(rows, device)
+        if device is not None:
+            rows = [own.to(device, non_blocking=True) for own in rows]
+        return rows[0] if len(rows) == 1 else torch.cat(list(rows))
+
+    def _sent_rows(self, rows: Sequence[Tensor], device: torch.device) -> Tensor:
+        most = max(1, ROWS_BYTES // max(1, rows[0][:1].nbytes))
+        whole = rows[0].new_empty((sum(map(len, rows)), rows[0].shape[1]), device=device)
+        flat, at, few = whole.view(-1).view(torch.uint8), 0, len(whole) <= most
+        for parts in [rows] if few else ([part] for own in rows for part in own.split(most)):
+            nbytes = sum(part.nbytes for part in parts)
+            room = self.take(nbytes).view(whole.dtype).view(-1, whole.shape[1])
+            torch.cat(list(parts), out=room)
+            self.send(flat[at : at + nbytes])
+            at += nbytes
+        return whole
+
+
+def _reached(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """When what `stream` was given so far is done."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
 class UnitGather:
-    """Reads into memory of `device`; with a `group`, together with its other ranks."""
+    """Reads into memory of `device`; with a `group`, together with its other ranks.
+
+    On CUDA nothing is waited for but what reading needs: while one unit is on its way to the device, and
+    gathered there, the next one is read.
+    """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.device = device
@@ -44,9 +112,13 @@ class UnitGather:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world = dist.get_world_size(group) if group is not None else 1
         self._broken: TeacherError | None = None
-        self._cuda = device.type == "cuda"
-        self._staging = torch.empty(0, dtype=torch.uint8)
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staging = Staging() if self._stream is not None else None
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of pinned host memory: at most this rank's part of the largest unit, twice; none on a CPU."""
+        return 0 if self._staging is None else self._staging.nbytes
 
     def room(self, model: PublishedModel, unit: str) -> int:
         """Bytes of memory that `read` needs: every rank's part counted as the largest.
@@ -56,21 +128,47 @@ class UnitGather:
         model.require_memory(unit)
         return model.part_bytes(unit, self.world) * self.world
 
+    def memory(self, nbytes: int) -> Tensor:
+        """[nbytes] uint8 to read into, when what this thread's stream did with that memory is done."""
+        made = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return made
+
     def read(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:
-        """All bytes of `unit` [nbytes] uint8, at the beginning of `into`, which has at least `room` bytes.
+        """All bytes of `unit` [nbytes] uint8, at the beginning of `into`, of `memory` with at least `room`
+        bytes, for what this thread's stream is given next. Raises what `begin` raises.
+        """
+        flat, arrives = self.begin(model, unit, into)
+        self.follow(arrives)
+        return flat
+
+    def begin(self, model: PublishedModel, unit: str, into: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """`read` for whoever uses the bytes after the event alone; on a CPU they are there, and it is `None`.
 
         Raises `StorageError` from the reader; the other ranks then raise `TeacherError`, and so do all that
         are left when a rank has left or died, now and at every later call.
         """
         if self._broken is not None:
             raise self._broken
-        if not self._cuda:
-            return self._read(model, unit, into)
+        if self._stream is None:
+            return self._read(model, unit, into), None
         with torch.cuda.stream(self._stream):
-            flat = self._read(model, unit, into)
-        assert self._stream is not None
-        self._stream.synchronize()
-        return flat
+            return self._read(model, unit, into), _reached(self._stream)
+
+    def follow(self, arrives: torch.cuda.Event | None) -> None:
+        """Let what this thread's stream is given next wait for the event of a `begin`; the host does not."""
+        if arrives is not None:
+            torch.cuda.current_stream(self.device).wait_event(arrives)
+
+    def used(self) -> torch.cuda.Event | None:
+        """When all that this thread's stream was given so far is done; `None` on a CPU, where it is."""
+        return None if self._stream is None else _reached(torch.cuda.current_stream(self.device))
+
+    def finish(self) -> None:
+        """Wait until nothing is on its way to the device, so that its memory can be given back."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def leave(self) -> None:
         """Read no more. Waits for the other ranks, who leave too, or learn of it at their next unit."""
@@ -78,44 +176,31 @@ class UnitGather:
             with suppress(TeacherError):  # one that is gone needs not be told
                 self._tell("", _LEAVES)
 
-    def finish_compute(self) -> None:
-        """Wait until kernels that use the last unit are done, so that its memory can be written again."""
-        if self._cuda:
-            torch.cuda.current_stream(self.device).synchronize()
-
     def _read(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:
         part = model.part_bytes(unit, self.world)
         parts = into[: part * self.world]
         mine = parts[self.rank * part : (self.rank + 1) * part]
-        nbytes = model.manifest.units[unit].nbytes
-        error = self._read_part(model, unit, mine)
-        if self.world == 1:
-            if error is not None:
-                raise error
-            return into[:nbytes]
-        self._agree(model, unit, error)
-        if part:
+        error = self._read_part(model, unit, mine if self._staging is None else self._staging.take(len(mine)))
+        if self.world > 1:
+            # Before the copy: to hear the others is to wait for all that the stream was given.
+            self._agree(model, unit, error)
+        elif error is not None:
+            raise error
+        if self._staging is not None:
+            self._staging.send(mine)
+        if self.world > 1 and part:
             with self._lasting(), naming_lost_ranks(_not_gathered(model, unit)):
                 _all_gather(parts, mine, group=self.group)
-        self._close_gaps(model, unit, parts)
-        return into[:nbytes]
+            self._close_gaps(model, unit, parts)
+        return into[: model.manifest.units[unit].nbytes]
 
-    def _read_part(self, model: PublishedModel, unit: str, mine: Tensor) -> Exception | None:
+    def _read_part(self, model: PublishedModel, unit: str, host: Tensor) -> Exception | None:
         start, stop = model.part(unit, self.rank, self.world)
-        host = self._host(len(mine)) if self._cuda else mine
         try:
             model.read_part(unit, self.rank, self.world, host.numpy().data[: stop - start])
         except Exception as error:
             return error
-        if self._cuda:
-            mine.copy_(host, non_blocking=True)
         return None
-
-    def _host(self, nbytes: int) -> Tensor:
-        # Used again for every unit: the copy to the device is done before the next read begins.
-        if len(self._staging) < nbytes:
-            self._staging = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return self._staging[:nbytes]
 
     def _agree(self, model: PublishedModel, unit: str, error: Exception | None) -> None:
         """Stop on all ranks if one of them could not read: a gather without it would wait for ever."""
@@ -316,8 +401,8 @@ class UnitPass:
     """Bytes of memory all of its units need, each aligned."""
     cancelled: bool = False
     error: BaseException | None = None
-    ready: deque[tuple[int, Tensor]] = field(default_factory=deque)
-    """Place and bytes of the units that were read and not used yet."""
+    ready: deque[tuple[int, Tensor, torch.cuda.Event | None]] = field(default_factory=deque)
+    """Place and bytes of the units that were read and not used yet, and when they are on the device."""
     asked: int = 0
     """Units the thread has begun to read."""
     used: int = 0
@@ -327,7 +412,7 @@ class UnitPass:
 class LayerStream:
     """Reads units ahead; at most the largest unit and `prefetch_bytes` more are in memory.
 
-    Its buffer is never larger than two passes need, the one in use and the next one, whatever the budget.
+    Its buffer is never larger than one pass, whatever the budget: the next one moves in as this one leaves.
 
     Args:
         prefetch_bytes: How much may lie ready, or be on its way, beside the unit in use.
@@ -351,11 +436,15 @@ class LayerStream:
         self.meter = ByteMeter()
         """Its buffer, and whatever its teachers add: converted layers and heads."""
         self.stall_seconds = 0.0
-        """How long callers have waited for bytes."""
+        """How long callers have waited for bytes; of a CUDA device's own waiting for the last copy it says
+        nothing.
+        """
         self._changed = threading.Condition()
         self._ring = ByteRing(0)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._queue: deque[UnitPass] = deque()
+        self._leaving: deque[tuple[int, torch.cuda.Event]] = deque()
+        """Places that kernels still use, and when they are free."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -415,8 +504,8 @@ class LayerStream:
             if self._thread.is_alive():
                 return  # it waits for a rank that may never come, and needs its buffer if it does
         self._queue.clear()
-        self.meter.let_go(self._arena.nbytes)
-        self._ring, self._arena = ByteRing(0), torch.empty(0, dtype=torch.uint8)
+        self._let_arena_go()
+        self._ring = ByteRing(0)
 
     def _wait(self, asked: UnitPass) -> Tensor:
         begin = time.perf_counter()
@@ -424,18 +513,33 @@ class LayerStream:
             self._changed.wait_for(lambda: asked.ready or asked.error or self._closed)
             self.stall_seconds += time.perf_counter() - begin
             if asked.ready:
-                return asked.ready[0][1]
+                _, flat, arrives = asked.ready[0]
+                self.gather.follow(arrives)
+                return flat
         if asked.error is not None:
             raise asked.error
         raise TeacherError("the stream of teacher weights was closed while a teacher was using it.")
 
     def _free(self, asked: UnitPass) -> None:
-        self.gather.finish_compute()
+        used = self.gather.used()
         with self._changed:
-            start, _ = asked.ready.popleft()
-            if not self._closed:
-                self._ring.give_back(start)
+            self._give_back(asked.ready.popleft()[0], used)
             self._changed.notify_all()
+
+    def _give_back(self, start: int, used: torch.cuda.Event | None) -> None:
+        """At once on a CPU; else when the reader needs room, and then it is the reader who waits."""
+        if used is not None:
+            self._leaving.append((start, used))
+        elif not self._closed:
+            self._ring.give_back(start)
+
+    def _let_arena_go(self) -> None:
+        """Free the buffer, which nothing reads or writes any more."""
+        while self._leaving:
+            self._leaving.popleft()[1].synchronize()
+        self.gather.finish()
+        self.meter.let_go(self._arena.nbytes)
+        self._arena = torch.empty(0, dtype=torch.uint8)
 
     def _overtake(self, asked: UnitPass) -> None:
         """Drop what stands before `asked`: its bytes would never be used, and they fill the buffer."""
@@ -453,10 +557,11 @@ class LayerStream:
             self._wait(asked)
             self._free(asked)
             asked.used += 1
+        used = self.gather.used()
         with self._changed:
             asked.cancelled = True
             while asked.ready and not self._closed:
-                self._ring.give_back(asked.ready.popleft()[0])
+                self._give_back(asked.ready.popleft()[0], used)
             if asked in self._queue:
                 self._queue.remove(asked)
             self._changed.notify_all()
@@ -466,46 +571,60 @@ class LayerStream:
         while (job := self._next()) is not None:
             asked, unit, start = job
             try:
-                flat = self.gather.read(asked.model, unit, self._arena[start:])
+                read = self.gather.begin(asked.model, unit, self._arena[start:])
             except BaseException as error:  # reaches the caller, who waits for this unit
-                self._finish(asked, start, None, error)
+                self._finish(asked, start, error)
             else:
-                self._finish(asked, start, flat, None)
+                self._finish(asked, start, read)
         self.gather.leave()
 
-    def _finish(self, asked: UnitPass, start: int, flat: Tensor | None, error: BaseException | None) -> None:
+    def _finish(
+        self,
+        asked: UnitPass,
+        start: int,
+        read: tuple[Tensor, torch.cuda.Event | None] | BaseException,
+    ) -> None:
         with self._changed:
-            asked.error = error
-            if asked.cancelled or flat is None:
+            if isinstance(read, BaseException):
+                asked.error = read
+                if asked in self._queue:
+                    self._queue.remove(asked)
+            if isinstance(read, BaseException) or asked.cancelled:
                 self._ring.give_back(start)
             else:
-                asked.ready.append((start, flat))
-            if error is not None and asked in self._queue:
-                self._queue.remove(asked)
+                asked.ready.append((start, *read))
             self._changed.notify_all()
 
     def _next(self) -> tuple[UnitPass, str, int] | None:
         """The next unit to read and where to; waits for work and for room. `None` when closed."""
-        with self._changed:
-            while not self._closed:
-                job = self._start_next()
-                if job is not None:
-                    return job
-                self._changed.wait()
-        return None
+        while True:
+            with self._changed:
+                while not self._closed:
+                    job = self._start_next()
+                    if job is not None:
+                        return job
+                    if self._leaving:
+                        break
+                    self._changed.wait()
+                else:
+                    return None
+                start, used = self._leaving.popleft()
+            used.synchronize()
+            with self._changed:
+                self._ring.give_back(start)
 
     def _start_next(self) -> tuple[UnitPass, str, int] | None:
         asked = next((one for one in self._queue if one.asked < len(one.units)), None)
         if asked is None:
             return None
         # A smaller buffer is used on until it is empty, so that the next teacher is read ahead into it.
-        wanted = min(asked.largest + self.prefetch_bytes, 2 * asked.total)
+        wanted = min(asked.largest + self.prefetch_bytes, asked.total)
+        if self._ring.capacity < wanted and self._leaving:
+            return None  # it may be empty as soon as these have left
         if self._ring.capacity < wanted and not len(self._ring):
             self._ring = ByteRing(wanted)
-            # Freed before the larger one is made: the two never exist together.
-            self.meter.let_go(self._arena.nbytes)
-            self._arena = torch.empty(0, dtype=torch.uint8)
-            self._arena = torch.empty(self._ring.capacity, dtype=torch.uint8, device=self.gather.device)
+            self._let_arena_go()  # before the larger one is made: the two never exist together
+            self._arena = self.gather.memory(self._ring.capacity)
             self.meter.hold(self._arena.nbytes)
         unit = asked.units[asked.asked]
         start = self._ring.take(self.gather.room(asked.model, unit))

@@ -157,7 +157,6 @@ class PublishedSource:
             raise
         shared = group is not None and group.size() > 1
         self._gather = UnitGather(device, group if shared else None)
-        self._device = device
 
     @property
     def digest(self) -> str:
@@ -187,7 +186,7 @@ class PublishedSource:
 
     def _tensors(self, unit: str) -> dict[str, Tensor]:
         entry = self.published.manifest.unit(unit)
-        into = torch.empty(self._gather.room(self.published, unit), dtype=torch.uint8, device=self._device)
+        into = self._gather.memory(self._gather.room(self.published, unit))
         tensors = unit_tensors(entry, self._gather.read(self.published, unit, into))
         if unit == "head" and self.form.tied:
             # The published copy of a tied head has a name of its own.

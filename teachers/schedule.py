@@ -26,7 +26,7 @@ from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
 from opd.protocols import Teacher
-from opd.teachers.layer_stream import naming_lost_ranks
+from opd.teachers.layer_stream import Staging, naming_lost_ranks
 from opd.teachers.score_cache import GivenLogprobs, Piecewise, ScoreCache, cuts
 from opd.train.distill_terms import ScoredView, TeacherView, View
 from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogprobs, TopKLogprobs
@@ -257,6 +257,7 @@ class TeacherSchedule:
         self._routes: dict[str, Route] = {}
         self._rows: dict[tuple[str, str], Tensor] = {}
         self._given = GivenLogprobs()
+        self._staging = Staging()
         self._heads = ResidentHeads(self._teachers)
         self._plan: list[str] = []
         self._first: str | None = None
@@ -340,9 +341,8 @@ class TeacherSchedule:
             raise TeacherError(
                 f"sample {missing.args[0][1]} was not scored by teacher {teacher}; call score() on it first."
             ) from None
-        rows = rows if self._device is None else [own.to(self._device, non_blocking=True) for own in rows]
         # One sample's stay where they are, mapped, so that only the rows in use are in memory.
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return self._staging.rows(rows, self._device)
 
     def forget(self, samples: Sequence[Sample]) -> None:
         """Drop the hidden states of `samples`; `score` finds those the cache keeps."""

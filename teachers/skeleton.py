@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,28 +30,16 @@ from opd.kernels.head import Head
 from opd.kernels.projection import speed_up
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
 from opd.models.hf_folder import INDEX, described_in, made_once, names_code, write_checksums
-from opd.models.hf_weights import quiet
+from opd.models.hf_weights import meta_parameters, quiet
 from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
 from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import LATEST, MANIFEST, unit_of
 from opd.storage.published import PublishedModel
-from opd.storage.tensors import save_tensors
+from opd.storage.tensors import DTYPES, save_tensors
 from opd.teachers.published_adapter import DESCRIPTION, PublishedAdapter, is_adapter
 
 if TYPE_CHECKING:
     from opd.storage.manifest import Unit
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""By the names safetensors gives them."""
 
 
 def unit_tensors(unit: Unit, flat: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -64,20 +51,20 @@ def unit_tensors(unit: Unit, flat: Tensor, dtype: torch.dtype | None = None) -> 
     """
     found = {}
     for name, entry in unit.tensors.items():
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in DTYPES:
             raise TeacherError(
                 f"tensor {name} of a published teacher is {entry.dtype}, which cannot be computed with;"
-                f" publish a checkpoint in one of {', '.join(_DTYPES)}."
+                f" publish a checkpoint in one of {', '.join(DTYPES)}."
             )
         raw = flat[entry.offset : entry.offset + entry.nbytes]
-        tensor = raw.view(_DTYPES[entry.dtype]).view(tuple(entry.shape))
+        tensor = raw.view(DTYPES[entry.dtype]).view(tuple(entry.shape))
         found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
     return found
 
 
 def converted_bytes(unit: Unit, dtype: torch.dtype) -> int:
     """Bytes of those tensors of `unit` that `unit_tensors` has to copy into another dtype."""
-    kinds = [(entry, _DTYPES.get(entry.dtype)) for entry in unit.tensors.values()]
+    kinds = [(entry, DTYPES.get(entry.dtype)) for entry in unit.tensors.values()]
     return sum(
         entry.nbytes // kind.itemsize * dtype.itemsize
         for entry, kind in kinds
@@ -449,9 +436,6 @@ class _Chain:
         return forward
 
 
-_BUILDING = threading.Lock()
-
-
 def _empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
     """The causal language model of `config` with meta parameters and real buffers."""
     model_type = str(config.get("model_type"))
@@ -462,7 +446,7 @@ def _empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
         )
     try:
         hf_config = CONFIG_MAPPING[model_type].from_dict(config)
-        with _BUILDING, _meta_parameters(), quiet():
+        with meta_parameters(), quiet():
             module = AutoModelForCausalLM.from_config(
                 hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             ).eval()
@@ -473,26 +457,6 @@ def _empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
             f"the configuration of a published {model_type} does not describe a causal language model that"
             f" transformers knows: {reason_of(error)}"
         ) from error
-
-
-@contextmanager
-def _meta_parameters() -> Iterator[None]:
-    """In this thread, put every parameter on the meta device as soon as its module gets it.
-
-    A model built under `torch.device("meta")` loses its buffers too, and with them the rotary frequencies.
-    """
-    original, builder = nn.Module.register_parameter, threading.get_ident()
-
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and threading.get_ident() == builder:
-            param = nn.Parameter(param.data.to("meta"), requires_grad=False)
-        original(self, name, param)
-
-    nn.Module.register_parameter = register
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -88,8 +88,8 @@ def of_completions(completion_ids, **_):
 '''
 
 
-def write_inputs(case: Case, folder: Path) -> None:
-    """Student, teacher, prompts and reward below `folder`."""
+def write_inputs(case: Case, folder: Path, seeds: tuple[int, int] = (0, 1), prompts: int = 4096) -> None:
+    """Student, teacher, `prompts` prompts and reward below `folder`; `seeds` are the two models'."""
     import random
 
     import torch
@@ -102,7 +102,7 @@ def write_inputs(case: Case, folder: Path) -> None:
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")
-    for name, seed in (("student", 0), ("teacher", 1)):
+    for name, seed in zip(("student", "teacher"), seeds, strict=True):
         torch.manual_seed(seed)
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
         form: dict[str, Any] = {**case.config, **ids, "max_position_embeddings": 256}
@@ -115,7 +115,7 @@ def write_inputs(case: Case, folder: Path) -> None:
         tokenizer.save_pretrained(folder / name)
     draw = random.Random(0)
     with open(folder / "prompts.jsonl", "w", encoding="utf-8") as file:
-        for _ in range(4096):
+        for _ in range(prompts):
             prompt = " ".join(f"w{draw.randrange(1, count - 1)}" for _ in range(case.prompt))
             file.write(json.dumps({"prompt": prompt, "label": "w1"}) + "\n")
     (folder / "race_reward.py").write_text(REWARD, encoding="utf-8")

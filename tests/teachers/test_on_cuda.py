@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import gathering_rank
 import numpy as np
 import pretend_cuda
 import pytest
 import ranks
 import tiny
 import torch
+import xxhash
+from rank_processes import run_ranks
 
 from opd.storage.hidden_cache import HiddenStateCache
+from opd.storage.published import PublishedModel
+from opd.teachers import layer_stream
 from opd.teachers.kinds import Placement
+from opd.teachers.layer_stream import LayerStream
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
@@ -44,27 +51,97 @@ def test_loaded_and_streamed_give_what_they_give_on_a_cpu(gpu, published, dtype)
 
 
 def test_reading_waits_in_its_own_thread(gpu, published) -> None:
-    """Who computes waits once a unit, until its memory may be written again, and for nothing in a layer."""
+    """Who computes does not wait for what it has asked of the device."""
     _, url = published("t", num_hidden_layers=3)
     teacher = streamed(url, gpu, max_tokens=16)
     teacher.score(SAMPLES)
     with gpu.counted() as seen:
         teacher.score(SAMPLES)
-    units = [name for name in teacher.published.manifest.units if name != "head"]
-    assert len(seen.waits) <= len(units), seen
+    assert not seen.waits, seen
     if isinstance(gpu, pretend_cuda.Gpu):
-        assert set(gpu.by_thread["layer-stream"].copies) == {"to the device"}
+        units = [name for name in teacher.published.manifest.units if name != "head"]
+        assert seen.stream_waits == len(units)
+        reader = gpu.by_thread["layer-stream"]
+        assert set(reader.copies) == {"to the device"}
+        assert not reader.unpinned_bytes
+        assert all("an event" in wait or "a stream" in wait for wait in reader.waits), reader
     teacher.close()
 
 
-def test_rows_of_the_cache_reach_the_device(gpu, published, tmp_path: Path) -> None:
-    """What was written comes back mapped, on the CPU, and is sent to the student's device."""
+def whole_stream(url: str, gpu: Any, window: int) -> tuple[LayerStream, PublishedModel]:
+    return LayerStream(prefetch_bytes=window, device=gpu.device), PublishedModel.open(url)
+
+
+def test_a_unit_is_read_while_the_one_before_is_on_its_way(pretended, published, monkeypatch) -> None:
+    """And a third may be, when the first has arrived: there are two pieces of pinned memory."""
+    _, url = published("t", num_hidden_layers=4)
+    stream, model = whole_stream(url, pretended, 1 << 20)
+    units, left = list(model.manifest.units), []
+    read = PublishedModel.read_part
+
+    def noted(*args) -> None:
+        left.append(stream.gather._stream.left)
+        read(*args)
+
+    monkeypatch.setattr(PublishedModel, "read_part", noted)
+    asked = stream.ask(model, units)
+    with stream._changed:
+        assert stream._changed.wait_for(lambda: len(asked.ready) == len(units), 30)
+    assert len(left) == len(units)
+    assert min(left[1:]) == 1
+    parts = sorted(model.part_bytes(unit, 1) for unit in units)
+    assert stream.gather.staged_bytes <= 2 * parts[-1]
+    for unit, flat in stream.units(asked):
+        entry = model.manifest.units[unit]
+        assert xxhash.xxh3_128(pretended.get(flat).numpy()).hexdigest() == entry.checksum
+    stream.close()
+    model.close()
+
+
+@pytest.mark.parametrize("window", [0, 5_000, 40_000])
+def test_memory_is_written_again_when_nothing_reads_it_any_more(pretended, published, window) -> None:
+    """Copies from each unit that the device has not begun when the unit is given back."""
+    urls = [published("a", num_hidden_layers=4)[1], published("b", hidden_size=16)[1]]
+    stream, first = whole_stream(urls[0], pretended, window)
+    second, found = PublishedModel.open(urls[1]), []
+    for model in (first, second, second, first):
+        for unit, flat in stream.units(stream.ask(model, list(model.manifest.units))):
+            into = torch.empty(len(flat), dtype=torch.uint8, pin_memory=True)
+            found.append((into.copy_(flat, non_blocking=True), model.manifest.units[unit]))
+    torch.cuda.synchronize()
+    for into, entry in found:
+        assert xxhash.xxh3_128(into.numpy()).hexdigest() == entry.checksum
+    stream.close()
+    assert stream.nbytes == 0
+    for model in (first, second):
+        model.close()
+
+
+def test_a_pass_that_is_left_early_gives_its_memory_back_when_it_is_free(pretended, published) -> None:
+    _, url = published("t", num_hidden_layers=4)
+    stream, model = whole_stream(url, pretended, 20_000)
+    units, found = list(model.manifest.units), []
+    for stop in (1, 3, 0, len(units)):
+        for count, (unit, flat) in enumerate(stream.units(stream.ask(model, units))):
+            into = torch.empty(len(flat), dtype=torch.uint8, pin_memory=True)
+            found.append((into.copy_(flat, non_blocking=True), model.manifest.units[unit]))
+            if count == stop:
+                break
+    torch.cuda.synchronize()
+    for into, entry in found:
+        assert xxhash.xxh3_128(into.numpy()).hexdigest() == entry.checksum
+    stream.close()
+    model.close()
+
+
+def test_rows_of_the_cache_reach_the_device(gpu, published, tmp_path: Path, monkeypatch) -> None:
+    """What was written comes back mapped, on the CPU, and is sent to the device through pinned memory."""
     urls = {name: published(name, seed=i)[1] for i, name in enumerate(("a", "b"))}
     router = Router({name: {name: 1.0} for name in urls}, "one_hot")
     asked = ranks.samples(["a", "b"])
-    expected = ranks.gradient(
-        TeacherSchedule(streamed_teachers(urls, Placement(max_tokens=16)), router), asked
-    )
+    on_host = streamed_teachers(urls, Placement(max_tokens=16))
+    expected = ranks.gradient(TeacherSchedule(on_host, router), asked)
+    next(iter(on_host.values())).close()
     teachers = streamed_teachers(urls, Placement(max_tokens=16, device=str(gpu.device)))
     cache = CachedScores(HiddenStateCache(tmp_path / "cache", quota_bytes=1 << 20))
     schedule = TeacherSchedule(teachers, router, cache=cache, device=gpu.device)
@@ -73,6 +150,17 @@ def test_rows_of_the_cache_reach_the_device(gpu, published, tmp_path: Path) -> N
         assert schedule.take_counters()["cached_tokens"] == kept
         for name, value in gradient.items():
             torch.testing.assert_close(gpu.get(value), expected[name], rtol=1e-4, atol=1e-6)
+    schedule.score(asked)
+    order = [asked[place] for place in schedule.order(asked)]
+    alone = {s.uid: gpu.get(schedule.hidden(s.teacher, [s])) for s in order}
+    for most in (layer_stream.ROWS_BYTES, 200):  # all rows at once, one after another
+        monkeypatch.setattr(layer_stream, "ROWS_BYTES", most)
+        for name in urls:
+            mine = [s for s in order if s.teacher == name]
+            with gpu.counted() as seen:
+                rows = schedule.hidden(name, mine)
+            assert torch.equal(gpu.get(rows), torch.cat([alone[s.uid] for s in mine]))
+            assert not seen.unpinned_bytes
     next(iter(teachers.values())).close()
 
 
@@ -100,3 +188,18 @@ def test_a_disk_that_is_full_leaves_all_rows_on_the_device(
     assert rows.device == gpu.device
     torch.testing.assert_close(gpu.get(rows), expected)
     teacher.close()
+
+
+@pytest.mark.slow
+def test_two_ranks_gather_on_devices(published, tmp_path: Path) -> None:
+    """Each unit is whole on both, and the next part was read while the one before was not gathered yet."""
+    _, url = published("t", num_hidden_layers=3, hidden_size=48)
+    tasks = [{"name": f"window-{window}", "url": url, "window": window} for window in (0, 200_000)]
+    (tmp_path / "tasks.json").write_text(json.dumps(tasks))
+    run_ranks(gathering_rank.__file__, 2, tmp_path)
+    for task in tasks:
+        for rank in range(2):
+            found = json.loads((tmp_path / f"{task['name']}-{rank}.json").read_text())
+            assert len(found["right"]) == 3 * 6
+            assert all(found["right"])
+            assert not task["window"] or max(found["left"]) > 0
