@@ -86,6 +86,14 @@ def check_sampling(recipe: Recipe) -> list[Finding]:
     return [Finding("ok", "sampling", f"whole vocabulary at temperature {rollout.temperature:g}")]
 
 
+def check_ranks(recipe: Recipe) -> list[Finding]:
+    """Ranks that the recipe needs and does not start."""
+    misfit = None if recipe.train.ranks else recipe.train.misfit(1)
+    if misfit is None:
+        return []
+    return [Finding("warning", "train.ranks", f"unless torchrun starts more, {misfit}")]
+
+
 def check_schedule(recipe: Recipe) -> list[Finding]:
     """Tokens of older weights, learnt from as if the newest had drawn them."""
     from opd.pipelines.stages.distill import needs_policy_stream, policy_loss

@@ -10,6 +10,7 @@ from opd.config import BatchConfig, Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.foreign import machine_memory
 from opd.pipelines.doctor.checks import Finding, existing_parent, unwritable
+from opd.pipelines.doctor.engine import engine_parts, on_cuda, token_bytes
 from opd.pipelines.doctor.models import Models, Shape
 from opd.pipelines.stages.precision import (
     WIDTH,
@@ -170,20 +171,31 @@ def check_asked(recipe: Recipe) -> list[Finding]:
 
 def _training(recipe: Recipe, student: Shape, batch: BatchConfig, lora: bool) -> Parts:
     """A student that writes and learns, without what it learns from."""
-    width, own, rollout = WIDTH[model_dtype(recipe)], learning_width(recipe), recipe.rollout
+    width, own = WIDTH[model_dtype(recipe)], learning_width(recipe)
     learns = student.adapters if lora else student.parameters
     # An engine that is sent adapters keeps the layers they belong to twice, as they were and merged.
     received = student.adapted + student.adapters if lora else 0
-    length = min(rollout.max_sequence, 2 * recipe.longest_response())
+    weights, gradients, moments = _sharing(recipe)
     return {
-        "weights": learns * own + (student.parameters * width if lora else 0),
+        "weights": (learns * own + (student.parameters * width if lora else 0)) // weights,
         f"copies in {model_dtype(recipe)}": _copies(recipe, student, learns, width),
-        "gradients": learns * own,
-        "AdamW": 2 * learns * own,
+        "gradients": learns * own // gradients,
+        "AdamW": 2 * learns * own // moments,
         "engine copy": (student.parameters + received) * width,
-        "KV cache": rollout.max_running * length * student.layers * student.kv_width * 2 * width,
+        **engine_parts(recipe, student),
         "activations": batch.max_tokens * student.layers * student.hidden_size * _ACTIVATIONS * width,
     }
+
+
+def _sharing(recipe: Recipe) -> tuple[int, int, int]:
+    """How many of `train.ranks` share what one has of weights, gradients and AdamW's moments."""
+    train, ranks = recipe.train, recipe.train.ranks or 1
+    if train.backend == "megatron":
+        width = train.tensor_parallel
+        return width, width, width
+    if train.backend == "deepspeed":
+        return ranks if train.zero_stage == 3 else 1, ranks if train.zero_stage > 1 else 1, ranks
+    return ranks, ranks, ranks
 
 
 def _with_critic(recipe: Recipe) -> list[str]:
@@ -222,11 +234,13 @@ def _teachers(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], wid
     shapes = {name: teachers.get(name, student) for name in recipe.taught()}
     sizes = {name: shape.parameters * width for name, shape in shapes.items()}
     streamed = [name for name in sizes if recipe.teacher(name).streams]
-    # What is read ahead, and two heads, the one in use and the next.
-    largest = max(shape.vocabulary * shape.hidden_size for shape in (student, *shapes.values()))
-    window = recipe.storage.prefetch_mb * _MIB + 2 * largest * width
     kept = sum(size for name, size in sizes.items() if name not in streamed)
-    return kept + min(sum(sizes[name] for name in streamed), window)
+    if not streamed:
+        return kept
+    # Layers in a buffer of at most one teacher, and heads: the one in use and the next.
+    head = width * max(shape.vocabulary * shape.hidden_size for shape in (student, *shapes.values()))
+    buffer = min(recipe.storage.prefetch_mb * _MIB + head, max(sizes[name] for name in streamed))
+    return kept + buffer + min(2, len(streamed)) * head
 
 
 def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts:
@@ -392,11 +406,26 @@ def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Findi
     memory = memory_parts(recipe, models.student, models.teachers)
     disk = disk_left(recipe, models.student, models.teachers, run_dir)
     apart = [] if recipe.runtime.weights_cache is None else [_check_copies(recipe, disk.pop(_WEIGHTS, 0))]
+    free, ranks = available_memory(recipe.model.device), recipe.train.ranks or 1
+    shared = not on_cuda(recipe.model.device)  # each rank has a GPU of its own
     return [
-        _compare("memory", memory, available_memory(recipe.model.device)),
+        *_check_cache(recipe, models.student),
+        _compare("memory" if ranks == 1 else "memory of a rank", memory, free // ranks if shared else free),
         _compare("disk", disk, shutil.disk_usage(existing_parent(run_dir)).free),
         *apart,
     ]
+
+
+def _check_cache(recipe: Recipe, student: Shape) -> list[Finding]:
+    """Whether the embedded engine has room for the keys and values of a response."""
+    given, name = recipe.runtime.decode.kv_cache_mb, "runtime.decode.kv_cache_mb"
+    if given is None or recipe.rollout.engine.type != "torch":
+        return []
+    needed = recipe.longest_response() * token_bytes(recipe, student)
+    if needed <= given * _MIB:
+        return []
+    text = f"a response takes up to {readable(needed)} of keys and values beside its prompt; set it to more"
+    return [Finding("error", name, f"{given} MiB: {text}")]
 
 
 def _check_copies(recipe: Recipe, size: int) -> Finding:
@@ -417,7 +446,7 @@ def available_memory(device: str) -> int:
     """Bytes free on the device the recipe trains on; on a CPU, within the limit of the process's group."""
     import torch
 
-    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+    if on_cuda(device):
         return torch.cuda.mem_get_info(None if device in ("auto", "cuda") else torch.device(device))[0]
     free = _meminfo()
     group = Path("/sys/fs/cgroup")

@@ -20,6 +20,7 @@ from opd.pipelines.doctor.checks import (
     check_kinds,
     check_paths,
     check_publishing,
+    check_ranks,
     check_rewards,
     check_run_dir,
     check_sampling,
@@ -67,7 +68,7 @@ def examine(
 
 def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     """All checks but that of the run folder."""
-    findings = check_sampling(recipe) + check_paths(recipe) + check_sinks(recipe)
+    findings = check_sampling(recipe) + check_ranks(recipe) + check_paths(recipe) + check_sinks(recipe)
     sizes = check_sizes(recipe)
     findings += sizes
     domains: dict[str, Domain] = {}

@@ -115,6 +115,7 @@ def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenize
         max_running=_PROMPTS,
         max_sequence=recipe.rollout.max_sequence,
         vocab_size=len(tokenizer),
+        settings=recipe.runtime.decode,
     )
     written = {uid: tokens.token_ids for uid, _, tokens in responses(engine, requests)}
     return [

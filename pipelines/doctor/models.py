@@ -44,6 +44,11 @@ class Shape:
     """Parameters of the adapters that `model.lora` puts on it."""
     adapted: int = 0
     """Parameters of the layers they belong to."""
+    fused: int = 0
+    """Parameters of the layers that decode multiplies together with others, from a copy: queries, keys and
+    values; gate and up. None of a model whose own code decodes."""
+    linear: int = 0
+    """Those of the other linear layers that decode multiplies."""
     stored: int = 0
     """Bytes of its weights where they lie."""
     published: bool = False
@@ -442,6 +447,9 @@ def _stored(source: str) -> dict[str, Any]:
     return {"stored": sum(tensor.nbytes for tensor in read_headers(folder).values())}
 
 
+_FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
 def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
     """Counts the parameters of the model without making them."""
     import torch
@@ -449,6 +457,7 @@ def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
 
     from opd.models.adapters import target_layers
     from opd.models.hf_folder import layer_windows
+    from opd.rollout.forward import supports
 
     text = config.get_text_config()
     try:
@@ -461,7 +470,15 @@ def _shape(config: Any, source: str, lora: LoRAConfig | None = None) -> Shape:
     layers = target_layers(module, lora.targets) if lora is not None else []
     linear = [module.get_submodule(name) for name in layers]
     rank = lora.rank if lora is not None else 0
+    decoder = module.get_decoder()
+    decoded = [
+        (name.rpartition(".")[2], part.weight.numel())
+        for name, part in decoder.layers.named_modules()
+        if isinstance(part, torch.nn.Linear) and supports(text, decoder.layers)
+    ]
     return Shape(
+        fused=sum(size for name, size in decoded if name in _FUSED),
+        linear=sum(size for name, size in decoded if name not in _FUSED),
         adapters=sum(rank * (layer.in_features + layer.out_features) for layer in linear),
         adapted=sum(layer.weight.numel() for layer in linear),
         parameters=sum(parameter.numel() for parameter in module.parameters()),

@@ -34,7 +34,8 @@ class PlanOptions:
     """What the command line says about the machine."""
 
     store: Path | None = None
-    ranks: int = 1
+    ranks: int | None = None
+    """By default those of the recipe, or one."""
     mini_batch: int | None = None
     """Trajectories of a step; by default what the recipe samples, or 64."""
     budget_mb: float = 16384.0
@@ -80,9 +81,11 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     """
     if recipe is None and options.store is None:
         raise ConfigError("opd plan needs a recipe, or --store with a folder of trajectories; give one")
-    model = _Model()
+    model, ranks = _Model(), options.ranks or 1
     task = None
     if recipe is not None:
+        ranks = options.ranks or recipe.train.ranks or recipe.train.context_parallel
+        recipe = _on_ranks(recipe, ranks)
         model, task = _of_recipe(recipe, needs_work=options.store is None)
     if options.store is not None:
         task = _of_store(options.store, recipe)
@@ -91,14 +94,23 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
         raise DataError(f"{task.source} has no completed or truncated trajectory; there is nothing to plan")
     cost, budget = _machine(recipe, model, options)
     count = options.mini_batch or (_step_size(recipe) if recipe is not None else 64)
-    settings = _settings(count, options.ranks, recipe.seed if recipe is not None else 0)
+    together = 1 if recipe is None else recipe.train.context_parallel
+    settings = _settings(count, ranks // together, recipe.seed if recipe is not None else 0)
     plan = make_plan(task.work, settings, cost, budget)
-    steps, ranks = number_of(plan.mini_batches, "mini-batch"), number_of(plan.ranks, "rank")
-    print(f"plan      {task.source}: {steps} of {count} on {ranks}")
+    steps, where = number_of(plan.mini_batches, "mini-batch"), number_of(ranks, "rank")
+    where += f", {together} of them for each trajectory" if together > 1 else ""
+    print(f"plan      {task.source}: {steps} of {count} on {where}")
     for told in task.told:
         print(told)
     print("\n".join([*describe(task.work, task.teachers, plan, cost, budget), *task.beside]))
     return 0
+
+
+def _on_ranks(recipe: Recipe, ranks: int) -> Recipe:
+    """`recipe` as so many ranks would train it. Raises `ConfigError` if they cannot be divided."""
+    if misfit := recipe.train.misfit(ranks):
+        raise ConfigError(f"{misfit}.")
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"ranks": ranks})})
 
 
 def _settings(mini_batch: int, ranks: int, seed: int) -> PlanSettings:
@@ -212,7 +224,8 @@ def _beside(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> li
         f"answers   specialist {name}: {answers_asked(recipe, name)[0]}" for name in recipe.grpo_domains()
     ]
     memory, disk = memory_parts(recipe, student, teachers), disk_parts(recipe, student, teachers)
-    for what, parts, of in (("memory", memory, "a stage"), ("disk", disk, "the run")):
+    stage = "a stage" if recipe.train.ranks == 1 else "a rank of a stage"
+    for what, parts, of in (("memory", memory, stage), ("disk", disk, "the run")):
         listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
         lines.append(f"{what:10}at most {readable(sum(parts.values()))} of {of} ({listed})")
     return lines

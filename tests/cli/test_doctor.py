@@ -16,12 +16,13 @@ from rich.console import Console
 
 from opd.config import Recipe
 from opd.errors import RunFolderError, StorageError
+from opd.kernels import projection
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.doctor.checks import check_domains, check_rewards, check_sizes
+from opd.pipelines.doctor.checks import check_domains, check_ranks, check_rewards, check_sizes
 from opd.pipelines.doctor.estimate import (
     answers_asked,
     answers_held,
@@ -34,10 +35,11 @@ from opd.pipelines.doctor.estimate import (
 )
 from opd.pipelines.doctor.examine import Finding, diagnose, examine
 from opd.pipelines.doctor.kl import mean_kl
-from opd.pipelines.doctor.models import Models, Shape, told_together, unreachable
+from opd.pipelines.doctor.models import Models, Shape, _shape, told_together, unreachable
 from opd.pipelines.records.run_folder import RunFolder
+from opd.rollout.torch_engine import TorchEngine
 from opd.teachers.local_teacher import LocalTeacher
-from opd.types import Sample
+from opd.types import RolloutRequest, Sample, SamplingParams
 
 LLAMA = {
     "model_type": "llama",
@@ -333,12 +335,132 @@ def test_the_estimate_adds_up():
     recipe = make_recipe(Path("unused"), model={"config": LLAMA}, **settings)
     shape = Shape(parameters=1000, hidden_size=4, windows=(None, None), vocabulary=10, kv_width=4)
     parts = memory_parts(recipe, shape, {})
-    assert parts["weights"] == parts["gradients"] == parts["engine copy"] == parts["teachers"] == 4000
+    assert parts["weights"] == parts["gradients"] == parts["engine copy"] == 4000
+    assert parts["teachers"] == 4000 + 10 * 4 * 4  # a buffer of one teacher's size, and its head
     assert parts["AdamW"] == 8000
     assert parts["KV cache"] == 2 * 10 * 2 * 4 * 2 * 4
     models, answers = 10 * 4000 + 4 * 2 * 12000, answers_held(recipe)[1]  # those that off_policy logs
     assert sum(disk_parts(recipe, shape, {}).values()) == models + answers + 3 * 2**20
     assert [readable(size) for size in (3, 1536, 5 * 2**30)] == ["3 B", "1.5 KiB", "5.0 GiB"]
+
+
+def in_shape(**changes) -> CausalLM:
+    """With weights large enough for a layout of their own, and a head that is not the embedding."""
+    config = {**LLAMA, "hidden_size": 512, "intermediate_size": 1024, "tie_word_embeddings": False}
+    tokenizer = character_tokenizer("0123456789=", ["<a>", "<b>"])
+    return CausalLM.from_config({**config, **changes}, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide", "packs"),
+    [
+        ("float32", False, False),
+        ("float32", False, True),
+        ("bfloat16", False, True),
+        ("bfloat16", True, True),
+    ],
+)
+def test_the_estimate_counts_the_weights_that_decode_holds(monkeypatch, dtype, wide, packs):
+    for name in ("onednn_packs", "onednn_is_faster"):
+        monkeypatch.setattr(projection, name, lambda: packs)
+    monkeypatch.setattr(projection, "widens", lambda given: wide and given == torch.bfloat16)
+    model = in_shape()
+    model.module.to(getattr(torch, dtype))
+    engine = TorchEngine(model)
+    shared = {parameter.data_ptr() for parameter in model.module.parameters()}
+    held = 0
+    for layer in engine._runner.lean._layers:
+        for weight in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            own = weight._packed or weight.address not in shared
+            held += own * weight._weight.numel() * weight._weight.dtype.itemsize
+    if engine._head.weight.data_ptr() not in shared:
+        held += engine._head.weight.nbytes
+    recipe = make_recipe(Path("unused"), model={"config": LLAMA, "dtype": dtype})
+    parts = memory_parts(recipe, _shape(model.module.config, "it"), {})
+    assert parts["weights laid out for decode"] == held
+
+
+def test_no_weights_are_laid_out_where_a_model_decodes_by_itself():
+    shape = _shape(in_shape(model_type="olmo2").module.config, "it")
+    assert shape.fused == shape.linear == 0
+
+
+def test_the_estimate_counts_what_captured_steps_hold(pretended):
+    model = in_shape()
+    recipe = make_recipe(
+        Path("unused"), model={"config": LLAMA, "device": "cuda"}, rollout={"max_running": 6}
+    )
+    parts = memory_parts(recipe, _shape(model.module.config, "it"), {})
+    engine = TorchEngine(pretended.model(model), max_running=6)
+    params = SamplingParams(max_new_tokens=8, top_p=0.9)
+    list(engine.generate([RolloutRequest(str(i), np.array([1, 2], np.int32), params) for i in range(6)]))
+    buffers, graphs = engine._runner.buffers, engine._runner.graphs._captured.values()
+    held = sum(value.nbytes for value in vars(buffers).values() if isinstance(value, torch.Tensor))
+    # What a graph makes lies there at the same time only in part; the largest of it does.
+    largest = max(memory.nbytes() for graph in graphs for memory in graph._recording.own)
+    assert held + largest <= parts["decode buffers and graphs"]
+    assert engine._runner.cache.nbytes <= parts["KV cache"]
+    copied = sum(
+        layer.qkv._weight.nbytes + layer.gate_up._weight.nbytes for layer in engine._runner.lean._layers
+    )
+    assert parts["weights laid out for decode"] == copied
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7"])
+def test_a_device_that_is_elsewhere_sets_no_budget(device):
+    recipe = make_recipe(Path("unused"), model={"config": LLAMA, "device": device})
+    found = memory_parts(recipe, SHAPE, {})
+    assert found["KV cache"] == 16 * 64 * 2 * 4 * 2 * 4
+    assert found["decode buffers and graphs"] > 0
+
+
+def test_the_estimate_of_keys_and_values_ends_at_their_budget():
+    runtime = {"decode": {"kv_cache_mb": 1}}
+    recipe = make_recipe(
+        Path("unused"), model={"config": LLAMA}, rollout={"max_running": 10**6}, runtime=runtime
+    )
+    assert memory_parts(recipe, SHAPE, {})["KV cache"] == 1 << 20
+
+
+def test_the_estimate_on_several_ranks_is_that_of_one():
+    shape = Shape(parameters=1000, hidden_size=4, windows=(None, None), vocabulary=10, kv_width=4)
+    found = {}
+    for name, train in {
+        "alone": {},
+        "fsdp": {"ranks": 4},
+        "zero 2": {"ranks": 4, "backend": "deepspeed", "zero_stage": 2},
+        "megatron": {"ranks": 4, "backend": "megatron", "tensor_parallel": 2},
+    }.items():
+        recipe = make_recipe(Path("unused"), model={"config": LLAMA}, train=train)
+        parts = memory_parts(recipe, shape, {})
+        found[name] = [parts[part] for part in ("weights", "gradients", "AdamW", "engine copy")]
+    assert found == {
+        "alone": [4000, 4000, 8000, 4000],
+        "fsdp": [1000, 1000, 2000, 4000],
+        "zero 2": [4000, 1000, 2000, 4000],
+        "megatron": [2000, 2000, 4000, 4000],
+    }
+    recipe = make_recipe(Path("unused"), model={"config": LLAMA}, train={"ranks": 4})
+    titles = [finding.title for finding in check_resources(recipe, Models(student=shape), Path())]
+    assert "memory of a rank" in titles
+
+
+def test_a_cache_that_holds_no_response_is_found():
+    shape = Shape(parameters=1000, hidden_size=4, windows=(None,) * 2, vocabulary=10, kv_width=2**20)
+    settings = {"model": {"config": LLAMA}, "rollout": {"max_new_tokens": 5}}
+    for given, level in ((16 * 5, None), (16 * 5 - 1, "error")):
+        recipe = make_recipe(Path("unused"), **settings, runtime={"decode": {"kv_cache_mb": given}})
+        found = check_resources(recipe, Models(student=shape), Path())
+        levels = {finding.title: finding.level for finding in found}
+        assert levels.get("runtime.decode.kv_cache_mb") == level
+
+
+def test_ranks_that_nothing_starts_are_named():
+    recipe = make_recipe(Path("unused"), train={"context_parallel": 2})
+    (finding,) = check_ranks(recipe)
+    assert finding.level == "warning"
+    assert "1 rank cannot be divided into groups of train.context_parallel 2" in finding.detail
+    assert not check_ranks(make_recipe(Path("unused"), train={"context_parallel": 2, "ranks": 4}))
 
 
 SHAPE = Shape(1000, 4, (None, None), vocabulary=10, kv_width=4, adapters=50, adapted=600, stored=2000)
@@ -554,7 +676,8 @@ def test_the_estimate_counts_the_teachers_of_specialists():
     assert [*alone.followed()] == []
     assert recipe.followed() == {key: ["sort", "add3"] for key in ("big", "old")}
     parts, disk = memory_parts(recipe, SHAPE, shapes), disk_parts(recipe, SHAPE, shapes)
-    assert parts["teachers"] == 2 * (7000 + 1000) * 4  # of two specialists side by side
+    head = 10 * 4 * 4  # beside the buffer that `old` passes through
+    assert parts["teachers"] == 2 * ((7000 + 1000) * 4 + head)  # of two specialists side by side
     assert disk["hidden states"] == 2 * 3 * 2**20
     before = disk_parts(alone, SHAPE, {})
     assert disk["published teachers"] == before["published teachers"] + 2000  # `old`; `big` is read whole

@@ -72,6 +72,19 @@ def test_the_same_plan_every_time_and_another_with_another_seed(store: str, reci
     assert printed[0] == printed[1] != printed[2]
 
 
+def test_ranks_that_share_sequences_are_planned_together(recipe: str, capsys) -> None:
+    words = ["plan", recipe, "--train.context_parallel", "2"]
+    said = {}
+    for ranks in (None, "2", "4"):
+        assert main([*words, *([] if ranks is None else ["--ranks", ranks])]) == 0
+        said[ranks] = capsys.readouterr().out
+    assert said[None] == said["2"]
+    assert "on 4 ranks, 2 of them for each trajectory" in said["4"]
+    assert "of a rank of a stage" in said["4"]
+    assert main([*words, "--ranks", "3"]) == 2
+    assert "3 ranks cannot be divided into groups of train.context_parallel 2" in capsys.readouterr().err
+
+
 def test_a_recipes_step_is_planned_teacher_by_teacher(recipe: str, capsys) -> None:
     assert main(["plan", recipe, "--ranks", "2", "--rollout.max_new_tokens", "50"]) == 0
     lines = capsys.readouterr().out.splitlines()
