@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from opd.config.train import DecodeConfig
 from opd.rollout.torch_engine import TorchEngine
+from opd.rollout.weight_sync import sync_weights
 from opd.types import RolloutRequest, SamplingParams
 from tests.gpu import models
 from tests.gpu.clock import Place
+from tests.gpu.rows import Bound, Sheet
 
 LOADS = {"0.6B": (64, 512), "8B": (64,)}
 PROMPT, NEW = 128, 128
@@ -57,25 +60,64 @@ def transformers_seconds(name: str, batch: int, new: int, place: Place) -> float
     return wait(place) - begin
 
 
-def decoding(place: Place) -> dict[str, Any]:
-    """Milliseconds a decode step, tokens a second, and the same by transformers and by bandwidth alone."""
-    found: dict[str, Any] = {}
+def cached_bytes(name: str, batch: int, place: Place, new: int) -> int:
+    """Keys and values that a decode step in the middle of the responses reads."""
+    config = models.config(name, place)
+    size = config.head_dim or config.hidden_size // config.num_attention_heads
+    a_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * size
+    return batch * (PROMPT + new // 2) * a_token
+
+
+def one(name: str, batch: int, place: Place, bandwidth: float) -> dict[str, Any]:
+    """Milliseconds a decode step, over the time to read weights and cache once; tokens a second, over
+    transformers'.
+    """
     new = 4 if place.dry else NEW
+    if place.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model = models.model(name, place)
+    read = models.parameter_bytes(model.module) + cached_bytes(name, batch, place, new)
+    engine = TorchEngine(model)
+    asked = requests(batch, model.vocab_size, new)
+    list(engine.generate(asked))  # what is captured is captured
+    row: dict[str, Any] = step_milliseconds(engine, asked, place)
+    row["roofline ms"] = 1e3 * read / bandwidth
+    row["over roofline"] = row["decode ms"] / row["roofline ms"]
+    row["tokens/s"] = batch * new / row["total s"]
+    if place.device.type == "cuda":
+        row["GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    plain = TorchEngine(model, settings=DecodeConfig(cuda_graphs=False))
+    list(plain.generate(asked[:2]))
+    without = step_milliseconds(plain, asked, place)["decode ms"]
+    row["decode ms without graphs"], row["over without graphs"] = without, row["decode ms"] / without
+    del engine, plain, model
+    place.clear()
+    row["transformers tokens/s"] = batch * new / transformers_seconds(name, batch, new, place)
+    row["over transformers"] = row["tokens/s"] / row["transformers tokens/s"]
+    return row
+
+
+def synced(name: str, place: Place) -> dict[str, Any]:
+    """Seconds of a weight sync with its verification, and bytes proven a second on both sides."""
+    trained, held = (models.model(name, place) for _ in range(2))
+    engine, nbytes = TorchEngine(held), models.parameter_bytes(trained.module)
+    sync_weights(engine, trained.weights(), 1)
+    begin = wait(place)
+    sync_weights(engine, trained.weights(), 2)
+    took = wait(place) - begin
+    return {"ms": 1e3 * took, "GB": nbytes / 1e9, "GB/s proven": 2 * nbytes / took / 1e9}
+
+
+def decoding(sheet: Sheet, place: Place) -> None:
+    """Decode at each size and number of requests, and a sync of the smaller model."""
+    bandwidth = place.bandwidth()
+    place.clear()
     for name, batches in {"0.6B": (4,)}.items() if place.dry else LOADS.items():
         for batch in batches:
-            model = models.model(name, place)
-            read = models.parameter_bytes(model.module)
-            engine = TorchEngine(model)
-            asked = requests(batch, model.vocab_size, new)
-            list(engine.generate(asked[:2]))
-            row: dict[str, Any] = step_milliseconds(engine, asked, place)
-            row["tokens/s"] = batch * new / row["total s"]
-            row["ms to read the weights at 4.3 TB/s"] = read / 4.3e9
-            if place.device.type == "cuda":
-                row["GiB"] = torch.cuda.max_memory_allocated() / 2**30
-            del engine, model
+            with sheet.ours(f"{name}, {batch} requests"):
+                numbers = one(name, batch, place, bandwidth)
+                bounds = Bound("over transformers", least=1.0), Bound("over without graphs", most=1.0)
+                sheet.row(f"{name}, {batch} requests", numbers, *bounds)
             place.clear()
-            row["transformers tokens/s"] = batch * new / transformers_seconds(name, batch, new, place)
-            place.clear()
-            found[f"{name}, {batch} requests"] = row
-    return found
+    with sheet.ours("0.6B, weight sync"):
+        sheet.row("0.6B, weight sync", synced("0.6B", place))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -15,9 +14,13 @@ from opd.kernels import tilelang_target, triton_rows
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl
 from tests.gpu.clock import Place
+from tests.gpu.rows import Bound, Sheet
 
 SIZES = {"8192 x 4096 x 128256": (8192, 4096, 128256), "4096 x 1024 x 151936": (4096, 1024, 151936)}
 DRY = {"64 x 16 x 256": (64, 16, 256)}
+TEMPERATURES = (1.0, 0.7)
+RIVALS = {"liger": "liger_kernel.transformers", "cut-cross-entropy": "cut_cross_entropy"}
+"""What is compared with, and what is imported of it."""
 
 
 @dataclass
@@ -50,10 +53,11 @@ class Inputs:
         self.hidden.grad = self.weight.grad = None
 
     @torch.no_grad()
-    def exact(self, rows: int = 256) -> torch.Tensor:
+    def exact(self, temperature: float, rows: int = 256) -> torch.Tensor:
         """The KL of the first tokens in float64."""
-        student = (self.hidden[:rows].double() @ self.weight.double().t()).log_softmax(dim=-1)
-        teacher = (self.teacher_hidden[:rows].double() @ self.teacher_weight.double().t()).log_softmax(dim=-1)
+        student = self.hidden[:rows].double() @ self.weight.double().t()
+        teacher = self.teacher_hidden[:rows].double() @ self.teacher_weight.double().t()
+        student, teacher = ((x / temperature).log_softmax(dim=-1) for x in (student, teacher))
         return (student.exp() * (student - teacher)).sum(dim=-1)
 
 
@@ -120,47 +124,101 @@ def full_logits(inputs: Inputs, temperature: float) -> None:
     ((student.exp() * (student - teacher)).sum(dim=-1) @ inputs.token_weight).backward()
 
 
-def cases(inputs: Inputs, place: Place) -> dict[str, Callable[[], object]]:
-    """What is compared, by its name in the table."""
-    found: dict[str, Callable[[], object]] = {}
-    names = ["chunked"]
+def cut_cross_entropy(inputs: Inputs, filtered: bool, temperature: float) -> None:
+    """Apple's fused linear cross-entropy of one target a token: another loss, with as many matrix products as
+    the KL. `filtered` skips tiles of the gradient that hold next to nothing, as it does by default.
+    """
+    from cut_cross_entropy import linear_cross_entropy
+
+    inputs.clear()
+    targets = torch.arange(len(inputs.hidden), device=inputs.hidden.device) % len(inputs.weight)
+    hidden = inputs.hidden if temperature == 1.0 else inputs.hidden / temperature
+    options = {} if filtered else {"filter_eps": None}
+    linear_cross_entropy(hidden, inputs.weight, targets, **options).backward()
+
+
+def our_cases(place: Place) -> list[tuple[str, int]]:
+    """Our implementations that run here, each with tokens a chunk; `auto` is what a run takes."""
+    names = ["auto", "chunked"]
     if place.device.type == "cuda":
         names += ["triton"] if triton_rows.missing() is None else []
         names += ["tilelang"] if tilelang_target.missing("cuda") is None else []
-    for name in names:
-        for chunk in (16,) if place.dry else (1024, 4096):
-            found[f"{name}, {chunk} tokens"] = partial(ours, inputs, name, chunk, 1.0)
-        found[f"{name}, {chunk} tokens, temperature 0.7"] = partial(ours, inputs, name, chunk, 0.7)
-    if not place.dry and importlib.util.find_spec("liger_kernel"):
-        found["liger, triton"] = partial(liger, inputs, True, 1.0)
-        found["liger, chunked, eager"] = partial(liger, inputs, False, 1.0)
-    found["full logits"] = partial(full_logits, inputs, 1.0)
+    return [(name, chunk) for name in names for chunk in ((16,) if place.dry else (1024, 4096))]
+
+
+def missing(module: str) -> str | None:
+    """Why `module` cannot be imported here."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # packages probe for devices and compilers when they are imported
+        return f"{type(error).__name__}: {error}"[:100]
+    return None
+
+
+def rival_cases(sheet: Sheet, inputs: Inputs, at: str, temperature: float) -> dict[str, Callable[[], object]]:
+    """Others' code that is here, by its name; a row says what is not."""
+    found: dict[str, Callable[[], object]] = {"full logits": partial(full_logits, inputs, temperature)}
+    here = {}
+    for name, module in RIVALS.items():
+        why = missing(module)
+        if why is None:
+            here[name] = module
+        else:
+            sheet.absent(f"{at}: {name}", why)
+    if "liger" in here:
+        found["liger, triton"] = partial(liger, inputs, True, temperature)
+        found["liger, chunked, eager"] = partial(liger, inputs, False, temperature)
+    if "cut-cross-entropy" in here:
+        found["cut-cross-entropy"] = partial(cut_cross_entropy, inputs, True, temperature)
+        found["cut-cross-entropy, unfiltered"] = partial(cut_cross_entropy, inputs, False, temperature)
     return found
 
 
-def table(place: Place) -> dict[str, Any]:
-    """Time over the matmuls, memory and error of every case at every size."""
-    before = os.environ.get("OPD_KERNELS")
-    found: dict[str, Any] = {}
-    for label, size in (DRY if place.dry else SIZES).items():
-        inputs = Inputs.make(size, place)
-        base = place.milliseconds(matmuls(inputs))
-        rows: dict[str, Any] = {"matmuls alone": {"ms": base}}
-        exact = inputs.exact()
-        for name, case in cases(inputs, place).items():
-            try:
-                rows[name] = {"ms": place.milliseconds(case, rounds=3)}
-                rows[name]["over matmuls"] = rows[name]["ms"] / base
-                rows[name]["GiB"] = place.peak_gib(case)
-                if isinstance(values := case(), torch.Tensor) and "temperature" not in name:
-                    rows[name]["error"] = float((values[: len(exact)] - exact).abs().max() / exact.max())
-            except Exception as error:  # a rival that cannot run here says nothing about the others
-                rows[name] = {"error": f"{type(error).__name__}: {error}"[:200]}
+def memory_gib(size: tuple[int, int, int], chunk: int) -> float:
+    """What `kernels/README.md` promises: two chunks of logits and the two gradients, in float32."""
+    tokens, width, vocabulary = size
+    return 4 * (2 * chunk * vocabulary + vocabulary * width + tokens * width) / 2**30
+
+
+def measured(place: Place, case: Callable[[], object], base: float) -> dict[str, float]:
+    """Time, over that of the matmuls, and memory."""
+    took = place.milliseconds(case, rounds=3)
+    return {"ms": took, "over matmuls": took / base, "GiB": place.peak_gib(case)}
+
+
+def at_one_size(sheet: Sheet, label: str, size: tuple[int, int, int], place: Place) -> None:
+    """All rows of one size."""
+    inputs = Inputs.make(size, place)
+    base = place.milliseconds(matmuls(inputs))
+    sheet.row(f"{label}: the four matmuls alone", {"ms": base})
+    for temperature in TEMPERATURES:
+        at, exact = f"{label}, T {temperature}", inputs.exact(temperature)
+        for name, chunk in our_cases(place):
+            with sheet.ours(f"{at}: {name}, {chunk} tokens a chunk"):
+                case = partial(ours, inputs, name, chunk, temperature)
+                numbers = measured(place, case, base)
+                error = (case()[: len(exact)] - exact).abs().max() / exact.max()
+                numbers |= {"error": float(error)}
+                room = Bound("GiB", most=1.25 * memory_gib(size, chunk), timed=False)
+                right = Bound("error", most=1e-4, timed=False)
+                sheet.row(f"{at}: {name}, {chunk} tokens a chunk", numbers, right, room)
             inputs.clear()
             place.clear()
-        found[label] = rows
-    if before is None:
+        for name, case in rival_cases(sheet, inputs, at, temperature).items():
+            with sheet.rival(f"{at}: {name}"):
+                sheet.row(f"{at}: {name}", measured(place, case, base))
+            inputs.clear()
+            place.clear()
+
+
+def divergences(sheet: Sheet, place: Place) -> None:
+    """Time over the matmuls, memory and error of every case at every size and temperature."""
+    before = os.environ.get("OPD_KERNELS")
+    try:
+        for label, size in (DRY if place.dry else SIZES).items():
+            at_one_size(sheet, label, size, place)
+            place.clear()
+    finally:
         os.environ.pop("OPD_KERNELS", None)
-    else:
-        os.environ["OPD_KERNELS"] = before
-    return found
+        if before is not None:
+            os.environ["OPD_KERNELS"] = before

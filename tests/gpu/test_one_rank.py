@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from opd.config import PolicyLossConfig, TrainConfig
+from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
 from opd.train.backend import Backend, TorchBackend
 from opd.train.backends import open_backend
@@ -48,7 +49,7 @@ def test_it_moves_as_float32_does(device):
     plain = TorchBackend(tiny.model(), training)
     norms, expected = moved(plain, weights(plain))
 
-    def load(dtype: str | None) -> object:
+    def load(dtype: str | None, *, empty: bool = False) -> CausalLM:
         assert dtype == "float32"
         model = tiny.model()
         model.module.to(device)

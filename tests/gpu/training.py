@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -11,12 +13,13 @@ from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, TrainConfig
 from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks
-from opd.train.backend import Training
+from opd.train.backend import Backend, Training
 from opd.train.backends import open_backend
 from opd.train.distill_terms import FullVocabularyTerm, TeacherView
 from opd.types import MicroBatch, RolloutBatch, Sample, Status, TokenTerms
 from tests.gpu import models
 from tests.gpu.clock import Place
+from tests.gpu.rows import Bound, Sheet
 
 PROMPT, RESPONSE, SAMPLES = 128, 384, 16
 PRECISIONS: dict[str, tuple[str, Literal["mixed", "pure"]]] = {
@@ -54,35 +57,48 @@ def batch(vocabulary: int, place: Place) -> RolloutBatch:
 
 
 def teacher(model: CausalLM, dtype: torch.dtype) -> Any:
-    """A random head and hidden states of the student's width."""
+    """A random head, and hidden states of the student's width that are a function of the token alone: the
+    same on whichever rank it is.
+    """
     width = model.config.hidden_size
-    weight = (torch.randn(model.vocab_size, width, device=model.device) * 0.02).to(dtype)
+    generator = torch.Generator(model.device).manual_seed(1)
+    weight = torch.randn(model.vocab_size, width, device=model.device, generator=generator)
+    states = torch.randn(1024, width, device=model.device, generator=generator).to(dtype)
+    weight = (weight * 0.02).to(dtype)
 
     def views(micro: MicroBatch) -> list[TeacherView]:
-        rows = torch.randn(len(micro.targets), width, device=model.device).to(dtype)
-        return [TeacherView("t", 1.0, rows, Head(weight))]
+        return [TeacherView("t", 1.0, states[micro.targets % len(states)], Head(weight))]
 
     return views
 
 
-def one(name: str, place: Place) -> dict[str, float]:
-    """Milliseconds a step and memory above the model's."""
+@contextmanager
+def opened(name: str, place: Place, ranks: Ranks | None = None) -> Iterator[tuple[Backend, RolloutBatch]]:
+    """The back end of a 0.6B student in the precision called `name`, and a batch for it."""
     dtype, precision = PRECISIONS[name]
     compute = torch_dtype(dtype)
     model = models.model("0.6B", place, torch.float32 if precision == "mixed" else compute)
     terms = [FullVocabularyTerm(teacher(model, compute), "one_hot", FullVocabularyKL())]
     training = Training(OptimConfig(), BatchConfig(max_tokens=4096), 1.0, terms)
-    samples = batch(model.vocab_size, place)
-    with open_backend(
-        lambda _: model, TrainConfig(precision=precision), training, Ranks(), dtype=dtype
-    ) as backend:
+    config = TrainConfig(precision=precision)
+    ranks = ranks or Ranks()
+    with open_backend(lambda _, empty=False: model, config, training, ranks, dtype=dtype) as backend:
+        yield backend, batch(model.vocab_size, place)
 
-        def step() -> None:
-            backend.forward_backward(samples)
-            backend.step(1e-5)
 
-        took = place.milliseconds(step, rounds=3, warm_ups=1)
-        return {"ms": took, "tokens/s": 1e3 * samples_tokens(samples) / took, "GiB": place.peak_gib(step)}
+def step_of(backend: Backend, samples: RolloutBatch) -> float:
+    """Learn `samples` once; the norm of the gradient."""
+    backend.forward_backward(samples)
+    return backend.step(1e-5)["grad_norm"]
+
+
+def one(name: str, place: Place) -> dict[str, float]:
+    """Milliseconds a step, memory above the model's, and the first gradient's norm."""
+    with opened(name, place) as (backend, samples):
+        norm = step_of(backend, samples)
+        took = place.milliseconds(lambda: step_of(backend, samples), rounds=3, warm_ups=1)
+        gib = place.peak_gib(lambda: step_of(backend, samples))
+    return {"ms": took, "tokens/s": 1e3 * samples_tokens(samples) / took, "GiB": gib, "gradient": norm}
 
 
 def samples_tokens(samples: RolloutBatch) -> int:
@@ -90,10 +106,16 @@ def samples_tokens(samples: RolloutBatch) -> int:
     return sum(len(s.prompt_ids) + len(s.response_ids) for s in samples.samples)
 
 
-def steps(place: Place) -> dict[str, Any]:
-    """A step in each precision."""
-    found: dict[str, Any] = {}
+def steps(sheet: Sheet, place: Place) -> None:
+    """A step in each precision; the gradient's norm in bfloat16 beside that in float32."""
+    first: dict[str, float] = {}
     for name in PRECISIONS:
-        found[name] = one(name, place)
+        with sheet.ours(name):
+            numbers = one(name, place)
+            first = first or numbers
+            numbers["over float32"] = numbers["ms"] / first["ms"]
+            numbers["gradient off"] = abs(numbers["gradient"] / first["gradient"] - 1)
+            close = Bound("gradient off", most=0.05, timed=False)
+            quick = () if name == "float32" else (Bound("over float32", most=1.0),)
+            sheet.row(name, numbers, close, *quick)
         place.clear()
-    return found
