@@ -34,6 +34,8 @@ from opd.types import Sample, Status
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from opd.ranks import Ranks
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -477,6 +479,17 @@ class RewardRunner:
         for sample, (reward, parts) in outcomes:
             sample.reward = reward
             sample.reward_parts = parts
+
+    def score_shared(self, ranks: Ranks, samples: Sequence[Sample]) -> None:
+        """`score` of `samples` that all `ranks` have, each on one of them."""
+        mine = ranks.shard(samples)
+        self.score(mine)
+        if ranks.alone:
+            return
+        found = [[sample.reward, sample.reward_parts] for sample in mine]
+        everyone = ranks.unshard(ranks.gather_json(found, "the rewards of a batch"))
+        for sample, (reward, parts) in zip(samples, everyone, strict=True):
+            sample.reward, sample.reward_parts = reward, parts
 
     def _job(self, domain: str, samples: Sequence[Sample]) -> Job:
         if domain not in self._functions:

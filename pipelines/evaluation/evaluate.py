@@ -26,6 +26,7 @@ from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.student import tokenizer_of
 from opd.pipelines.stages.teachers import whole_teacher
+from opd.ranks import Ranks
 from opd.storage.files import digest_of, file_digest, read_sealed, write_sealed
 
 
@@ -64,44 +65,41 @@ def best_teachers(recipe: Recipe, measured: Mapping[str, Any]) -> dict[str, str]
 
 
 def evaluate(context: StageContext) -> dict[str, Any]:
-    """Measure every model that is there; what a killed attempt measured is kept."""
-    recipe = context.recipe
-    models = {name: path for name, path in evaluated_models(context).items() if path.exists()}
-    if not models:
-        raise CheckpointError(
-            f"{context.folder.path} holds no model to evaluate; train one first (`opd run RECIPE --resume`)."
-        )
-    identities = {name: _identity(context, path) for name, path in models.items()}
-    known = _read(context.folder)
-    # A model that was made again since is measured again, and all are once the code that measures changed.
-    found = {name: known[name] for name, of in identities.items() if known.get(name, {}).get("model") == of}
-    for name in found:
-        check_folder(models[name])  # what is told of a model is told of what is there
+    """Measure every model that is there; what a killed attempt measured is kept. Several ranks share the
+    prompts, each with an engine of its own, and the first one keeps what was found.
+    """
+    recipe, ranks = context.recipe, context.ranks
+    found: dict[str, Any] = {}
+    ready: dict[str, Any] = {}
+    ranks.main_first(lambda: ready.update(_ready(context, found)) if ranks.main else None)
+    ready = ranks.gather_json(ready, "the models that are measured")[0]
+    models = {name: Path(path) for name, path in ready["models"].items()}
     tokenizer = tokenizer_of(recipe, next(iter(models.values())))
-    domains, sets = everything_asked(recipe, tokenizer)
+    domains, sets = everything_asked(recipe, tokenizer, ranks)
     compared = _compared(context.folder)
-    if compared is None:
+    if compared is None and ranks.main:
         of_sets = {} if sets is None else sets.data.domains
         compared = contamination(recipe, domains.data.domains, of_sets)
         _write(context.folder, {"models": found, "contamination": compared})
     student = models.get("base") or models.get("merged") or next(iter(models.values()))
     engines = Engines(context, tokenizer, student)
     for done, (name, path) in enumerate(models.items(), start=1):
-        if name not in found:
+        if name not in ready["found"]:
             engine, told = engines.of(path)
             teacher = path if _teacher(name) else None
             rows, kept = measure_model(engine, domains, teacher)
-            entry = {"model": identities[name], "domains": rows, "answers": _to_keep(recipe, name, kept)}
-            entry |= told
+            entry = {"model": ready["identities"][name], "domains": rows}
+            entry |= {"answers": _to_keep(recipe, name, kept)} | told
             if sets is not None:
                 with of_set(sets.prompts):
                     entry["sets"], kept = measure_model(engine, sets, teacher)
                 entry["answers"] |= kept if name in COMPARED else {}
             found[name] = entry
-            _write(context.folder, {"models": found, "contamination": compared})
-        context.progress(
-            done, len(models), f"{name}: {_mean(recipe, name, found[name]['domains']):.1%} sampled"
-        )
+            if ranks.main:
+                _write(context.folder, {"models": found, "contamination": compared})
+        if ranks.main:
+            mean = _mean(recipe, name, found[name]["domains"])
+            context.progress(done, len(models), f"{name}: {mean:.1%} sampled")
     return {
         "steps": len(models),
         "student_tokens": 0,
@@ -110,18 +108,43 @@ def evaluate(context: StageContext) -> dict[str, Any]:
     }
 
 
-def everything_asked(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Asked, Asked | None]:
-    """The domains' held-out prompts, and those of the evaluation sets, if the recipe has any."""
-    config, names = recipe.evaluation, list(recipe.domains)
+def _ready(context: StageContext, found: dict[str, Any]) -> dict[str, Any]:
+    """The models that are there, JSON-able; `found` is given what is known of them already.
+
+    Raises `CheckpointError` if there is none, or one of which something is told is not what it was.
+    """
+    models = {name: path for name, path in evaluated_models(context).items() if path.exists()}
+    if not models:
+        raise CheckpointError(
+            f"{context.folder.path} holds no model to evaluate; train one first (`opd run RECIPE --resume`)."
+        )
+    identities = {name: _identity(context, path) for name, path in models.items()}
+    known = _read(context.folder)
+    # A model that was made again since is measured again, and all are once the code that measures changed.
+    found |= {name: known[name] for name, of in identities.items() if known.get(name, {}).get("model") == of}
+    for name in found:
+        check_folder(models[name])  # what is told of a model is told of what is there
+    paths = {name: str(path) for name, path in models.items()}
+    return {"models": paths, "identities": identities, "found": list(found)}
+
+
+def everything_asked(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
+) -> tuple[Asked, Asked | None]:
+    """The domains' held-out prompts, and those of the evaluation sets, if the recipe has any; `ranks` share
+    them.
+    """
+    config, names, ranks = recipe.evaluation, list(recipe.domains), ranks or Ranks()
     prompts = dict.fromkeys(names, config.prompts_per_domain)
-    domains = Asked(recipe, DomainSet.open(recipe, tokenizer), prompts, dict.fromkeys(names, config))
+    data = DomainSet.open(recipe, tokenizer)
+    domains = Asked(recipe, data, prompts, dict.fromkeys(names, config), ranks)
     if not config.sets:
         return domains, None
     of_sets, loaded = recipe.of_sets(), load_sets(recipe)
     with of_set(config.sets):
         data = DomainSet.open(of_sets, tokenizer, loaded)
     prompts = {name: own.prompts for name, own in config.sets.items()}
-    return domains, Asked(of_sets, data, prompts, config.sets)
+    return domains, Asked(of_sets, data, prompts, config.sets, ranks)
 
 
 COMPARED = ("base", "merged")

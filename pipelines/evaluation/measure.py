@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from opd.pipelines.evaluation.several import maj_at, pass_at
 from opd.pipelines.evaluation.statistics import Count, over_prompts, wilson, worth
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.student import Student, ways_of
-from opd.rollout.collect import EncodedPrompt, Generates, Way
+from opd.ranks import Ranks
+from opd.rollout.collect import EncodedPrompt, Generates, Way, write_shared
 from opd.types import Sample, SampleGroup, Status
 
 CORRECT_ABOVE = 0.5
@@ -54,16 +55,25 @@ class Asked:
     data: DomainSet
     prompts: Mapping[str, int]
     samples: Mapping[str, SamplesConfig]
+    ranks: Ranks = field(default_factory=Ranks)
+    """Who shares the prompts, each with an engine of its own."""
 
 
 def prompt_accuracy(
-    engine: Generates, data: DomainSet, prompts: list[EncodedPrompt], way: Way, *, seed: int
+    engine: Generates,
+    data: DomainSet,
+    prompts: list[EncodedPrompt],
+    way: Way,
+    *,
+    seed: int,
+    ranks: Ranks | None = None,
 ) -> Accuracy:
     """Accuracy on `prompts` of one domain, one response each, with an interval of 95 %.
 
-    The noise depends on (seed, prompt, sample) alone, so that two models meet the same draws.
+    The noise depends on (seed, prompt, sample) alone, so that two models meet the same draws, and any number
+    of `ranks` that share the prompts.
     """
-    return accuracy_of(answered(engine, data, prompts, way, seed))
+    return accuracy_of(answered(engine, data, prompts, way, seed, ranks=ranks))
 
 
 def held_out_accuracy(
@@ -77,17 +87,29 @@ def held_out_accuracy(
             data.held_out(domain, count, "evaluate"),
             student.ways[domain],
             seed=student.seed,
+            ranks=student.ranks,
         ).accuracy
         for domain in domains
     }
 
 
 def answered(
-    engine: Generates, data: DomainSet, prompts: list[EncodedPrompt], way: Way, seed: int, samples: int = 1
+    engine: Generates,
+    data: DomainSet,
+    prompts: list[EncodedPrompt],
+    way: Way,
+    seed: int,
+    samples: int = 1,
+    ranks: Ranks | None = None,
 ) -> list[SampleGroup]:
-    """`samples` scored responses to each of `prompts`, all of one domain."""
-    groups = way.generate(engine, prompts, samples, way.sampling, seed)
-    data.rewards.score([sample for group in groups for sample in group.samples])
+    """`samples` scored responses to each of `prompts`, all of one domain; the same on all `ranks`, each of
+    which has `engine` write its share.
+    """
+    ranks = ranks or Ranks()
+    groups = write_shared(
+        ranks, prompts, lambda mine: way.generate(engine, mine, samples, way.sampling, seed)
+    )
+    data.rewards.score_shared(ranks, [sample for group in groups for sample in group.samples])
     return groups
 
 
@@ -114,7 +136,7 @@ def measure_model(
     sampled answers there (`answers.keep`); of a `teacher` in its folder, which may end its responses
     elsewhere.
     """
-    recipe, data = asked.recipe, asked.data
+    recipe, data, ranks = asked.recipe, asked.data, asked.ranks
     confidence, seed = recipe.evaluation.confidence, recipe.seed
     ways = {greedy: ways_of(recipe, data.tokenizer, greedy, teacher) for greedy in (False, True)}
     rows: dict[str, Any] = {}
@@ -122,10 +144,12 @@ def measure_model(
     for name in recipe.domains:
         config = asked.samples[name]
         prompts = data.held_out(name, asked.prompts[name], "evaluate")
-        groups = answered(engine, data, prompts, ways[False][name], seed, config.samples_per_prompt)
+        each = config.samples_per_prompt
+        groups = answered(engine, data, prompts, ways[False][name], seed, each, ranks)
         sampled = _row(accuracy_of(groups, confidence))
         length = sampled.pop("mean_length")
-        greedy = _row(accuracy_of(answered(engine, data, prompts, ways[True][name], seed), confidence))
+        most_likely = answered(engine, data, prompts, ways[True][name], seed, ranks=ranks)
+        greedy = _row(accuracy_of(most_likely, confidence))
         del greedy["mean_length"]
         seen = [sample for group in groups for sample in group.samples]
         rows[name] = {"sampled": sampled, "mean_length": length, "greedy": greedy}

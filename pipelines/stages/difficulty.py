@@ -22,7 +22,6 @@ from opd.pipelines.evaluation.measure import is_right
 from opd.pipelines.records.inputs import model_digests
 from opd.pipelines.stages.context import StageContext, model_stage
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.student import Student
 from opd.redact import redacted
 from opd.rollout.prompts import Domain, permutation
@@ -168,7 +167,8 @@ def _answers(
         for index in asked.order[first : first + count]
     ]
     groups = student.rollout(prompts, asked.samples, student.writer)
-    StepSamples(groups, student.backend, context.ranks).reward(data.rewards)
+    samples = [sample for group in groups for sample in group.samples]
+    data.rewards.score_shared(context.ranks, samples)
     return groups
 
 

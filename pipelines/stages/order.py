@@ -65,7 +65,7 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
         needs, run = ("merge",) if trained else base + specialists, partial(_baseline, method=method)
         baselines.append(Stage(f"baseline-{method}", needs, run, trained, method))
     stages += baselines
-    stages.append(Stage("evaluate", ("merge", *(one.name for one in baselines)), evaluate, False, alone=True))
+    stages.append(Stage("evaluate", ("merge", *(one.name for one in baselines)), evaluate, alone=True))
     return {stage.name: stage for stage in stages}
 
 

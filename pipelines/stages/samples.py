@@ -85,15 +85,7 @@ class StepSamples:
 
     def reward(self, rewards: RewardRunner) -> None:
         """Reward every sample, each on one rank."""
-        samples = self.samples
-        mine = self.ranks.shard(samples)
-        rewards.score(mine)
-        if self.ranks.alone:
-            return
-        found = [[sample.reward, sample.reward_parts] for sample in mine]
-        everyone = self.ranks.unshard(self.ranks.gather_json(found, "the rewards of a batch"))
-        for sample, (reward, parts) in zip(samples, everyone, strict=True):
-            sample.reward, sample.reward_parts = reward, parts
+        rewards.score_shared(self.ranks, self.samples)
 
     def drop_stale(self, version: int, limit: int | None) -> dict[str, float]:
         """Ages of the tokens for a learner at `version`; those beyond `limit` leave the loss masks. Empty if

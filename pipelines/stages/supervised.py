@@ -231,6 +231,7 @@ class WarmUp(Supervised):
                     self._data.held_out(name, 500, "evaluate"),
                     student.ways[name],
                     seed=recipe.seed,
+                    ranks=student.ranks,
                 ).accuracy
                 for name in recipe.domains
             }

@@ -38,6 +38,7 @@ class Watch:
         self.rank, self.steps = rank, steps
         self.batches: list[str] = []
         self._rollout, self._step = Student.rollout, TorchEngine.step
+        self._submit = TorchEngine.submit
 
     def rollout(self, student: Student, *given) -> list[SampleGroup]:
         """`Student.rollout`, remembered."""
@@ -50,6 +51,11 @@ class Watch:
                     digest.update(np.ascontiguousarray(getattr(sample, name)).tobytes())
         self.batches.append(digest.hexdigest())
         return groups
+
+    def submit(self, engine: TorchEngine, requests) -> None:
+        """`TorchEngine.submit`, remembered."""
+        self.batches += [request.uid for request in requests]
+        self._submit(engine, requests)
 
     def step(self, engine: TorchEngine):
         """`TorchEngine.step`, at times slower on one rank, at times on the other; and so slow on one with
@@ -64,10 +70,12 @@ class Watch:
 
 def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
     """Run stage `task["stage"]` in the run folder `task["folder"]`; `slow`, its number of steps, gives
-    ranks engines of unequal pace. What this rank has learnt from is written to `NAME-RANK.json`, and what has
-    stopped it, last."""
+    ranks engines of unequal pace. What this rank has learnt from, or was asked in an evaluation, is written
+    to `NAME-RANK.json`, and what has stopped it, last."""
     watch = Watch(ranks.rank, task["slow"])
     Student.rollout = lambda *given: watch.rollout(*given)
+    if task["stage"] == "evaluate":
+        TorchEngine.submit = lambda *given: watch.submit(*given)
     if task["slow"]:
         TorchEngine.step = lambda *given: watch.step(*given)
     recipe = tiny_recipe(**task["recipe"])
@@ -83,6 +91,7 @@ def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
         watch.batches.append(str(error))
     finally:
         Student.rollout, TorchEngine.step = watch._rollout, watch._step
+        TorchEngine.submit = watch._submit
     (folder / f"{task['name']}-{ranks.rank}.json").write_text(json.dumps(watch.batches))
 
 

@@ -45,6 +45,7 @@ RULES = {
     "enough": {"metric": "step", "above": 1, "steps": 1, "action": "stop", "lever": "go home"},
 }
 WATCHED = {"specialist": SPECIALIST | {"checkpoint_every": 50}, "watch": RULES}
+SETS = {"sets": {"longer": {"source": "procedural:add3", "params": {"digits": 4}, "prompts": 9}}}
 TASKS = {
     "specialist": ("specialist-add3", {"specialist": SPECIALIST}),
     "kit": ("specialist-add3", {"specialist": SPECIALIST | KIT, "storage": {"trajectories": "disk"}}),
@@ -67,6 +68,7 @@ TASKS = {
     "adapters": ("merge", {"distill": MERGE | {"optim": {"lr": 0.01}}, "lora": {"rank": 4, "alpha": 8}}),
     "stopped": ("specialist-add3", WATCHED),
     "goes_on": ("specialist-add3", WATCHED | {"watch": {"slower": RULES["slower"]}}),
+    "measured": ("evaluate", {"evaluation": {"prompts_per_domain": 20, "samples_per_prompt": 3, **SETS}}),
     "mixed": ("merge", {"distill": MERGE | {"steps": 2}, "lora": {"rank": 4, "alpha": 8}} | MIXED),
 }
 STEPS = {
@@ -191,6 +193,19 @@ def test_a_rule_stops_all_ranks_and_leaves_a_checkpoint(ranks):
     lowered = {row["step"]: row["lr"] for row in run.read_metrics(stage) if "lr" in row}  # where it learned
     assert {1, 2} <= set(lowered)
     assert lowered == pytest.approx({step: full[step - 1] * 0.9 ** (step - 1) for step in lowered})
+
+
+def test_ranks_share_the_prompts_of_an_evaluation_and_measure_what_one_does(ranks, alone):
+    """Answer by answer: sampled and greedy, several to a prompt, on held-out prompts and on a set."""
+    ours, expected = (
+        json.loads((run / "stages/evaluate/models.json").read_text())["models"]
+        for run in (ranks / "measured", alone("measured"))
+    )
+    assert set(expected) == {"base", "teacher:sort", "teacher:add3"}
+    assert ours == expected
+    first, second = (set(json.loads((ranks / f"measured-{rank}.json").read_text())) for rank in (0, 1))
+    assert not first & second
+    assert min(len(first), len(second)) > 0.4 * len(first | second)
 
 
 @pytest.mark.parametrize("name", BOUND)
