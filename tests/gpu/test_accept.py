@@ -72,14 +72,15 @@ def test_the_other_sections_run_dry(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("only", [["vocabulary"], pytest.param(LONGER, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("only", [["vocabulary"], LONGER])
 def test_what_needs_several_gpus_runs_dry_on_two_ranks(tmp_path, only):
     report, _ = dry(tmp_path / "report.json", "--ranks", "2", "--only", *only)
     for section in only:
         assert len(rows_of(report, section)) == (1 if section == "distill" else 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_section_that_runs_over_its_time_stops_no_other_and_is_not_accepted(tmp_path):
     path = tmp_path / "report.json"
     done = run("--dry", "--only", "kernels", "ceilings", "--limit", "kernels=0.01", "--json", str(path))
@@ -148,7 +149,9 @@ def test_what_is_packed_is_what_the_project_needs_beside_torch():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("arguments", [["--only", "ceilings"], ["--ranks", "2"]])
+@pytest.mark.parametrize(
+    "arguments", [["--only", "ceilings"], pytest.param(["--ranks", "2"], marks=pytest.mark.long)]
+)
 def test_without_a_gpu_it_says_so_in_one_sentence(arguments):
     done = run(*arguments)
     assert done.returncode == 2

@@ -22,11 +22,10 @@ from opd.rollout.torch_engine import TorchEngine
 from opd.types import Chunk, RolloutRequest, SamplingParams
 
 Fixture = Callable[..., Any]
-CASES = [
-    (family, torch.float32)
-    for family in ("llama-ropescaled", "mistral", "qwen2", "qwen3", "granite", "gemma2", "olmo2")
-]
-CASES += [("llama", torch.bfloat16), ("gemma2", torch.bfloat16)]
+CASES: list[Any] = [("mistral", torch.float32), ("gemma2", torch.float32), ("llama", torch.bfloat16)]
+MORE = [(family, torch.float32) for family in ("llama-ropescaled", "qwen2", "qwen3", "granite", "olmo2")]
+MORE += [("gemma2", torch.bfloat16)]
+CASES += [pytest.param(*case, marks=pytest.mark.long) for case in MORE]
 PLAIN = DecodeConfig(cuda_graphs=False)
 
 

@@ -29,18 +29,20 @@ MODELS = {
 }
 BFLOAT16 = {"dtype": "bfloat16"}
 ALIKE = {
-    "tied": {"model": "tied"},
-    "untied": {"model": "untied"},
     "several files": {"model": "files"},
     "masters": {"model": "files"} | BFLOAT16,
-    "pure": {"model": "tied", "train": {"precision": "pure"}} | BFLOAT16,
     "adapters": {"model": "tied", "lora": True},
-    "adapters on bfloat16": {"model": "tied", "lora": True} | BFLOAT16,
-    "values": {"model": "tied", "values": True},
     "values on a head of its own": {"model": "untied", "values": True},
     "sequences": {"model": "tied", "train": {"context_parallel": 4}},
     "an adapter's folder": {"model": "adapter"},
     "experts": {"model": "experts", "converted": True},
+}
+MORE = {
+    "tied": {"model": "tied"},
+    "untied": {"model": "untied"},
+    "pure": {"model": "tied", "train": {"precision": "pure"}} | BFLOAT16,
+    "adapters on bfloat16": {"model": "tied", "lora": True} | BFLOAT16,
+    "values": {"model": "tied", "values": True},
 }
 BATCH = {"max_tokens": 4096}
 LIMIT = 88 * MIB  # RLIMIT_DATA, beside what libraries took before
@@ -51,8 +53,9 @@ LARGEST = 3 * MIB
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def place(request, tmp_path_factory) -> Path:
     """Models, and what four ranks have said of each task."""
+    asked = ALIKE | (MORE if request.config.getoption("--long") else {})
     root = tmp_path_factory.mktemp("sharded")
     for name, changes in MODELS.items():
         save_checkpoint(tiny.model(**changes), tiny.tokenizer(), root / name, {})
@@ -62,7 +65,7 @@ def place(tmp_path_factory) -> Path:
     save_checkpoint(tiny.model(), tiny.tokenizer(), root / "altered", {})
     flip(root / "altered" / "model.safetensors")
     adapter_of(root / "tied", root / "adapter")
-    tasks = [{"name": f"alike {name}", "does": "alike"} | task for name, task in ALIKE.items()]
+    tasks = [{"name": f"alike {name}", "does": "alike"} | task for name, task in asked.items()]
     limited = {"does": "limited", "model": "big", "limit": LIMIT, "batch": BATCH}
     tasks += [
         {"name": "altered", "does": "limited", "model": "altered"},
@@ -104,7 +107,7 @@ def said(place: Path, name: str) -> list[dict]:
     return [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(4)]
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", [*ALIKE, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_a_model_that_is_read_in_parts_is_the_one_that_is_read_whole(place, name):
     for result in said(place, f"alike {name}"):
         assert result.get("error") is None, result
