@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from opd.config import Recipe
@@ -13,6 +14,7 @@ from opd.errors import OpdError
 from opd.models.hf_folder import CHECKSUMS
 from opd.pipelines.evaluation.evaluate import measured, measured_sets, measurements
 from opd.pipelines.launch.machine import kernels, settle
+from opd.pipelines.launch.servers import Servers, started_by
 from opd.pipelines.launch.workers import run_side_by_side
 from opd.pipelines.records.cards import write_cards
 from opd.pipelines.records.results import write_results
@@ -68,15 +70,12 @@ def _run(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
         if recipe.runtime.workers > 1 and len(waiting) > 1:
             run_side_by_side(recipe, folder, waiting, progress)
             return
-        for stage in waiting:
-            progress.begin(stage.name)
-            result = execute(
-                recipe,
-                folder,
-                stage,
-                lambda done, total, headline, name=stage.name: progress.update(name, done, total, headline),
-            )
-            progress.finish(stage.name, summary(result))
+        with started_by(recipe, folder.server_logs) as servers:
+            for stage in waiting:
+                progress.begin(stage.name)
+                report = partial(progress.update, stage.name)
+                result = execute(recipe, folder, stage, report, servers=servers)
+                progress.finish(stage.name, summary(result))
 
 
 def execute(
@@ -87,11 +86,12 @@ def execute(
     preemption: Preemption | None = None,
     helpers: Helpers | None = None,
     ranks: Ranks | None = None,
+    servers: Servers | None = None,
 ) -> dict[str, Any]:
     """Run one stage in this process and record, last of all, that it is done.
 
     Without a `preemption` the stage answers to this process's signals. With several `ranks` all of them call
-    this, and the first one records.
+    this, and the first one records. Without `servers` those that the stage starts end with it.
 
     An evaluation of an unfinished run is not done: models may still come.
     """
@@ -100,8 +100,9 @@ def execute(
     settle(folder.threads(recipe, alone=stage.alone), recipe.runtime.tf32, recipe.model.device)
     started = time.perf_counter()
     listening = Preemption(recipe.runtime.grace_seconds).listen() if preemption is None else None
-    with listening or nullcontext(preemption) as asked:
-        context = StageContext.open(recipe, folder, stage.name, report, asked, helpers, ranks)
+    starting = started_by(recipe, folder.server_logs, ranks) if servers is None else nullcontext(servers)
+    with listening or nullcontext(preemption) as asked, starting as own:
+        context = StageContext.open(recipe, folder, stage.name, report, asked, helpers, ranks, own)
         try:
             with _way_on(), context.closing, with_engine(context):
                 result = stage.run(context)

@@ -529,6 +529,9 @@ def _check(name: str, settings: SGLangTeacherConfig, recipe: Recipe) -> Iterator
     """Every server: identity, settings, a few scored tokens."""
     check_signal(name, settings, recipe)
     check_temperature(name, settings.signal, recipe.rollout.temperature)
+    if settings.servers is not None or settings.path is None:
+        yield f"the run starts its servers itself ({settings.servers})"
+        return
     pool = HTTPPool(f"teacher {name}", pool_options(settings), TeacherError)
     with ExitStack() as stack:
         if is_published(settings.path):

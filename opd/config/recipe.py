@@ -12,10 +12,12 @@ from opd.config.distill import DistillConfig, SharesConfig
 from opd.config.evaluation import EvaluationConfig
 from opd.config.rewards import RewardConfig
 from opd.config.rl import SampledTokenK1, shared_out
+from opd.config.servers import ServerGroupConfig
 from opd.config.sft import SFTConfig, WarmupConfig
 from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
     KINDS_HERE,
+    ServerConfig,
     StreamedTeacherConfig,
     TeacherConfig,
     TeacherSettings,
@@ -244,6 +246,9 @@ class Recipe(Config):
     sft: SFTConfig | None = None
     """Demonstrations that the base learns from before anything else is trained: a cold start. Trains all
     weights."""
+    servers: dict[Name, ServerGroupConfig] = {}
+    """Groups of inference servers that the run starts and ends itself, by name; each is named by a teacher of
+    `type: sglang`, or by `rollout.engine`."""
     rollout: RolloutConfig = RolloutConfig()
     specialist: SpecialistConfig = SpecialistConfig()
     distill: DistillConfig = DistillConfig()
@@ -549,6 +554,42 @@ class Recipe(Config):
                 "rollout.engine sglang gives its workers one student's weights, so stages cannot run side by"
                 " side; set runtime.workers to 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _each_group_of_servers_has_one_user(self) -> Recipe:
+        users: dict[str, str] = {}
+        served = {f"teachers.{name}": entry for name, entry in self.teachers.items()}
+        for where, config in {**served, "rollout.engine": self.rollout.engine}.items():
+            name = config.servers if isinstance(config, ServerConfig) else None
+            if name is None:
+                continue
+            if name not in self.servers:
+                known = ", ".join(self.servers) or "nothing"
+                raise ValueError(f"{where}.servers names {name!r}, but `servers` has {known}")
+            if name in users:
+                raise ValueError(
+                    f"{where} and {users[name]} both name the servers {name}, which hold one model; give each"
+                    " a group of its own"
+                )
+            users[name] = where
+        for name, group in self.servers.items():
+            if name not in users:
+                raise ValueError(
+                    f"servers.{name} has no effect: no teacher and not rollout.engine names it; add `servers:"
+                    f" {name}` there, or leave the group out"
+                )
+            if self.launch.type == "ray":
+                raise ValueError(
+                    f"servers.{name} would be started on the machine of `opd run`, which with launch ray may"
+                    " have no GPU; start the servers yourself and give their urls, or set launch to local"
+                )
+            needed = group.count * group.tensor_parallel
+            if group.devices is not None and len(set(group.devices)) != needed:
+                raise ValueError(
+                    f"servers.{name}.devices names {len(set(group.devices))} devices, but {group.count}"
+                    f" servers of {group.tensor_parallel} each need {needed}; name as many, each once"
+                )
         return self
 
     @model_validator(mode="after")

@@ -5,19 +5,21 @@ Those behind HTTP also say where the servers are and how patiently they are aske
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from opd.config.base import Config
+from opd.config.base import Config, Name
 from opd.errors import ConfigError
 
 
 class ServerConfig(Config):
     """SGLang servers of one model (extra `sglang`)."""
 
-    urls: list[str] = Field(min_length=1)
+    urls: list[str] = []
     """`http://HOST:PORT` of every server; requests go to the one with the fewest tokens in flight."""
+    servers: Name | None = None
+    """In place of `urls`: the group of the recipe's `servers` that the run starts for it."""
     api_key_env: str | None = None
     """Environment variable that holds the servers' API key; the key itself is never written anywhere."""
     timeout: float = Field(default=300.0, gt=0)
@@ -33,6 +35,21 @@ class ServerConfig(Config):
     """Seconds after which a copy of a silent request goes to another server; `null` sends no copies."""
     max_in_flight_tokens: int = Field(default=65_536, gt=0)
     """Tokens of requests given to one server at once; the others wait here."""
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> Self:
+        if bool(self.urls) == (self.servers is not None):
+            raise ValueError("give either urls, or servers: the name of a group that the run starts")
+        return self
+
+    @property
+    def server_arguments(self) -> dict[str, bool | int | float | str]:
+        """What servers that the run starts need to be told, unless their group says otherwise."""
+        return {}
+
+    def at(self, urls: list[str]) -> Self:
+        """The same, once its servers have these URLs."""
+        return self.model_copy(update={"urls": urls, "servers": None})
 
 
 class TorchEngineConfig(Config):
@@ -57,12 +74,17 @@ class SGLangEngineConfig(ServerConfig):
 
     def urls_of(self, rank: int, ranks: int) -> list[str]:
         """Its own workers for each rank that writes. Raises `ConfigError` if there are fewer than ranks."""
-        if len(self.urls) < ranks:
-            raise ConfigError(
-                f"rollout.engine has {len(self.urls)} workers for {ranks} ranks, each of which writes its"
-                " share with workers of its own; give it more urls, or take fewer ranks."
-            )
+        check_worker_count(len(self.urls), ranks)
         return self.urls[rank::ranks]
+
+
+def check_worker_count(workers: int, ranks: int) -> None:
+    """Raise `ConfigError` if the student has fewer `workers` than ranks that write."""
+    if workers < ranks:
+        raise ConfigError(
+            f"rollout.engine has {workers} workers for {ranks} ranks, each of which writes its share with"
+            " workers of its own; give it more urls or servers, or take fewer ranks."
+        )
 
 
 EngineConfig = Annotated[TorchEngineConfig | SGLangEngineConfig, Field(discriminator="type")]
@@ -157,9 +179,10 @@ class SGLangTeacherConfig(TeacherSettings, ServerConfig):
     """SGLang servers that run the model at `path` (extra `sglang`)."""
 
     type: Literal["sglang"] = "sglang"
-    path: str = Field(min_length=1)
+    path: str | None = Field(default=None, min_length=1)
     """A Hugging Face folder, `org/name@revision`, or the URL of a published teacher: what the servers must
-    be, and their head."""
+    be, and their head. With `servers` also `null`: the specialist that this run trains on the domain of that
+    name."""
     signal: Literal["hidden", "topk", "sampled"] = "hidden"
     """What is asked for. `hidden`: last hidden states, from which the published head rebuilds the whole
     vocabulary here, at any temperature; `topk`: the `distill.loss.k` most likely tokens; `sampled`: the
@@ -173,6 +196,18 @@ class SGLangTeacherConfig(TeacherSettings, ServerConfig):
     outputs alone."""
 
     elsewhere: ClassVar[bool] = True
+
+    @property
+    def server_arguments(self) -> dict[str, bool | int | float | str]:
+        """Of a prompt that is prefilled in chunks only the last chunk's hidden states come back."""
+        hidden = self.signal == "hidden"
+        return {"enable-return-hidden-states": True, "chunked-prefill-size": -1} if hidden else {}
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.path is None and self.servers is None:
+            raise ValueError("give path, the model that the servers at urls must be")
+        return self
 
 
 def _named(value: Any) -> Any:

@@ -5,9 +5,12 @@ Importable without torch, so that what a run cannot do is said in a second.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
+import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opd.config import Recipe
 from opd.config.rewards import PythonReward, ServedReward
+from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangEngineConfig
 from opd.errors import ConfigError, DataError, OpdError, RewardError, RolloutError, StorageError, from_system
 from opd.foreign import machine_memory, shown
@@ -591,10 +595,33 @@ def _check_kind(recipe: Recipe, name: str) -> list[Finding]:
     return findings
 
 
+def check_servers(recipe: Recipe) -> list[Finding]:
+    """What the run needs to start servers itself."""
+    findings: list[Finding] = []
+    for name, group in recipe.servers.items():
+        findings += attempt(f"servers {name}", partial(_check_servers, name, group))
+    return findings
+
+
+def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
+    program = group.command[0] if group.command else sys.executable
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"servers.{name}.command begins with {program}, which is no program here; give the interpreter of"
+            " an environment that has SGLang."
+        )
+    if not group.command and importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            f"servers.{name} needs SGLang, which this environment lacks; give servers.{name}.command, such as"
+            " [/path/to/python, -m, sglang.launch_server]."
+        )
+    return [Finding("ok", f"servers {name}", f"{group.count} to be started by {program}")]
+
+
 def check_workers(recipe: Recipe) -> list[Finding]:
-    """The servers that the student writes on, if it does."""
+    """The servers that the student writes on, if it does and they are there already."""
     engine = recipe.rollout.engine
-    if not isinstance(engine, SGLangEngineConfig):
+    if not isinstance(engine, SGLangEngineConfig) or engine.servers is not None:
         return []
     return attempt(WORKERS, lambda: _check_workers(recipe, engine))
 

@@ -26,6 +26,7 @@ from opd.pipelines.doctor.checks import (
     check_sampling,
     check_sandbox,
     check_schedule,
+    check_servers,
     check_sinks,
     check_sizes,
     check_workers,
@@ -97,7 +98,7 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     findings += check_models(recipe, domains, models)
     findings += check_set_prompts(recipe, sets, models.tokenizer) if models.tokenizer is not None else []
     findings += check_demonstrations(recipe, models)
-    findings += check_kinds(recipe) + check_workers(recipe)
+    findings += check_kinds(recipe) + check_servers(recipe) + check_workers(recipe)
     if models.student is None:
         return findings
     findings += attempt("precision", lambda: check_precision(recipe, models))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
+from opd.config.teachers import SGLangEngineConfig, check_worker_count
 from opd.errors import ConfigError, OpdError, PreemptedError, RanksError, reason_of
 from opd.pipelines.launch import supervisor
 from opd.pipelines.records.hub import for_ranks
@@ -61,8 +62,10 @@ def check_ranks(recipe: Recipe, size: int) -> None:
             f"runtime.workers is {recipe.runtime.workers}, but the {size} ranks of a run work on one stage at"
             " a time; set runtime.workers to 1."
         )
-    if recipe.rollout.engine.type == "sglang":
-        recipe.rollout.engine.urls_of(0, size)
+    engine = recipe.rollout.engine
+    if isinstance(engine, SGLangEngineConfig):
+        group = recipe.servers.get(engine.servers or "")
+        check_worker_count(len(engine.urls) if group is None else group.count, size)
 
 
 def rank_environment(rank: int, size: int, address: str, port: int) -> dict[str, str]:

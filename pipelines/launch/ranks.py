@@ -13,6 +13,7 @@ from opd.config.load import given_models
 from opd.errors import RanksError, TrainingError
 from opd.pipelines.launch.local import has_joined
 from opd.pipelines.launch.machine import out_of_memory
+from opd.pipelines.launch.servers import Servers, started_by
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report.verdict import closing
 from opd.pipelines.run import execute, record
@@ -46,8 +47,9 @@ def run_rank(
         ranks.main_first(lambda: None)
         known = plan(recipe)
         waiting = list(known.values()) if stages is None else _named(known, stages)
+        servers = stack.enter_context(started_by(recipe, folder.server_logs, ranks))
         for name in _undone(waiting, folder, ranks):
-            _run(recipe, folder, known[name], ranks)
+            _run(recipe, folder, known[name], ranks, servers)
         if ranks.main:
             record(recipe, folder)
             print(closing(folder.path))
@@ -80,13 +82,13 @@ def _undone(stages: Sequence[Stage], folder: RunFolder, ranks: Ranks) -> list[st
     return ranks.gather_json(undone, "the list of stages")[0]
 
 
-def _run(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> None:
+def _run(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks, servers: Servers) -> None:
     if not stage.trained:
         ranks.main_first(lambda: _execute(recipe, folder, stage, Ranks()) if ranks.main else None)
         return
     try:
         with ranks.naming_the_lost(f"the work on stage {stage.name}"):
-            _execute(recipe, folder, stage, ranks)
+            _execute(recipe, folder, stage, ranks, servers)
     except (MemoryError, RuntimeError) as error:
         reason = out_of_memory(error)
         if reason is not None:
@@ -94,7 +96,9 @@ def _run(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> None:
         raise
 
 
-def _execute(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> None:
+def _execute(
+    recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks, servers: Servers | None = None
+) -> None:
     with Preemption(recipe.runtime.grace_seconds).listen() as preemption, ExitStack() as stack:
         progress = stack.enter_context(Progress()) if ranks.main else None
         if progress is not None:
@@ -107,6 +111,7 @@ def _execute(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks) -> N
                 lambda done, total, headline: progress and progress.update(stage.name, done, total, headline),
                 preemption,
                 ranks=ranks,
+                servers=servers,
             )
         except RanksError:
             preemption.check()  # all were asked to stop, and another rank did so first

@@ -16,6 +16,7 @@ downloaded/TEACHER/              published teachers of the recipe as Hugging Fac
                                  written again unless they are what was published
 weights_cache/NODE/              what a node has read of teachers in object stores, until the run has ended
 logs/ACTOR.log                   what each actor of `launch: ray` said
+logs/servers/GROUP-N.log         what each server said that the run has started
 results.json  report.html
 
 A run that goes on otherwise than it did forgets responses. A step is repeated with those that were written
@@ -155,6 +156,11 @@ class Layout:
         folder = self.path / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{safe_name(name)}.log"
+
+    @property
+    def server_logs(self) -> Path:
+        """Folder for what servers say that the run has started."""
+        return self.path / "logs" / "servers"
 
     def remove_working_files(self, stage: str) -> None:
         """A stage that is done needs neither its rollouts, their log, nor its teachers' hidden states."""

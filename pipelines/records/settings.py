@@ -26,6 +26,12 @@ FREE = ("runtime", "run_dir", "launch", "train", "watch")
 ACCEPT_SETTINGS = "--resume --accept-changed-settings"
 """How a command is told to go on with other settings than the run was started with."""
 
+_WHERE_SERVED = [
+    (name,)
+    for name in ("count", "tensor_parallel", "devices", "start_seconds", "silence_seconds", "restarts")
+]
+"""Of a group of servers: where and how many, not what they compute."""
+
 _OPTIM = r"optim\.(lr|schedule|warmup_steps|final_lr_fraction|weight_decay|max_grad_norm)"
 _CLIP = r"(clip_low|clip_high|dual_clip|correction(\..+)?)"
 _SHAPING = (
@@ -73,7 +79,7 @@ class Change:
     @property
     def free(self) -> bool:
         """Whether it may change without anybody's leave."""
-        return self.path[0] in FREE
+        return self.path[0] in FREE or (self.path[0] == "servers" and self.path[2:3] in _WHERE_SERVED)
 
     @property
     def draws(self) -> bool:

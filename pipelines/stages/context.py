@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from opd.config import Recipe
 from opd.metrics import MetricsWriter, NoMetrics
+from opd.pipelines.launch.servers import Servers
 from opd.pipelines.records.cards import Cards
 from opd.pipelines.records.run_folder import RunFolder
 from opd.protocols import Teacher
@@ -52,6 +53,8 @@ class StageContext:
     """What the run has been asked: to stop, to make room, or nothing."""
     helpers: Helpers | None = None
     """Engines and teachers in other processes, where the recipe's `launch` asks for them."""
+    servers: Servers | None = None
+    """The inference servers that the run starts itself."""
     ranks: Ranks = field(default_factory=Ranks)
     """The processes that run this stage together."""
     closing: ExitStack = field(default_factory=ExitStack)
@@ -67,6 +70,7 @@ class StageContext:
         preemption: Preemption | None = None,
         helpers: Helpers | None = None,
         ranks: Ranks | None = None,
+        servers: Servers | None = None,
     ) -> StageContext:
         """Open the stage's own folder under `stages/`; of several ranks the first writes metrics."""
         ranks = ranks or Ranks()
@@ -82,6 +86,7 @@ class StageContext:
             progress,
             preemption or Preemption(recipe.runtime.grace_seconds),
             helpers,
+            servers,
             ranks,
         )
 

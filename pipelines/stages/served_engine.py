@@ -28,6 +28,7 @@ class ServedWriters:
 
     def __init__(self, context: StageContext, config: SGLangEngineConfig, stack: ExitStack) -> None:
         self._context, self._config, self._stack = context, config, stack
+        self._servers = context.servers
         self._others = context.helpers
 
     def writers(self, model: Path) -> EnginePool:
@@ -37,13 +38,16 @@ class ServedWriters:
         URLs lead to one.
         """
         recipe, ranks = self._context.recipe, self._context.ranks
+        config = self._config
+        if config.servers is not None and self._servers is not None:
+            config = self._servers.at({"student": (config, model)}, any_weights=True)["student"]
         described = read_object(model / "config.json")
         text = described.get("text_config", described)
         rows: int = text["vocab_size"]
         limit = recipe.rollout.max_sequence
         longest = min(limit, text.get("max_position_embeddings") or limit)
         served = ServedModel(min(len(tokenizer_of(recipe, model)), rows), longest, rows, text)
-        options, own = pool_options(self._config), self._config.urls_of(ranks.rank, ranks.size)
+        options, own = pool_options(config), config.urls_of(ranks.rank, ranks.size)
         check_distinct(options)  # all ranks' workers: two ranks must not control one server either
         engine = SGLangEngine(replace(options, urls=own), served, self._push(model), version=-1)
         self._stack.callback(engine.close)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe, SampledTokenK1, SampledTokenK2
 from opd.config.rl import CorrectionConfig, DistillLoss
-from opd.config.teachers import Reads
+from opd.config.teachers import Reads, SGLangTeacherConfig
 from opd.models.adapters import has_adapter, read_adapter
 from opd.models.causal_lm import CausalLM, torch_device
 from opd.models.checkpoint import save_checkpoint
@@ -244,8 +244,22 @@ def open_teachers(
     placement = Placement(
         model_dtype(recipe), recipe.model.device, batch.max_tokens, vocabulary, batch.sequence_chunk
     )
-    opening = Opening(recipe, placement, _sources(context, names), group, _weights_cache(context, stack))
+    sources = _sources(context, names)
+    opening = Opening(_served(context, names), placement, sources, group, _weights_cache(context, stack))
     return stack.enter_context(open_kinds(names, opening))
+
+
+def _served(context: StageContext, names: Iterable[str]) -> Recipe:
+    """The stage's recipe, with the URLs of those servers of teachers that the run starts itself."""
+    recipe, wanted = context.recipe, {}
+    for name in names:
+        entry = recipe.teachers.get(name)
+        if isinstance(entry, SGLangTeacherConfig) and entry.servers is not None:
+            folder = whole_model(whole_teacher(context, name), context.folder.downloaded(name))
+            wanted[name] = (entry, folder)
+    if not wanted or context.servers is None:
+        return recipe
+    return recipe.model_copy(update={"teachers": {**recipe.teachers, **context.servers.at(wanted)}})
 
 
 def _weights_cache(context: StageContext, stack: ExitStack) -> ShardCache | None:

@@ -34,8 +34,8 @@ sglang_server.START_SECONDS = 1200  # three at once, beside whatever else runs
 @contextmanager
 def servers(models: Mapping[str, Path], folder: Path) -> Iterator[dict[str, str]]:
     """One server a model, all starting at once; their URLs by name."""
-    longest = ("--context-length", "64")  # the quick start's models have no more positions
-    started = {name: SGLangServer(path, folder / f"{name}.log", *longest) for name, path in models.items()}
+    longest = {"context-length": 64}  # the quick start's models have no more positions
+    started = {name: SGLangServer(path, folder / f"{name}.log", **longest) for name, path in models.items()}
     try:
         for server in started.values():
             server.launch()

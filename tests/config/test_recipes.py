@@ -70,7 +70,7 @@ def test_every_field_is_listed_with_type_default_and_sentence():
     assert "  --runtime.threads  int or null [null]" in lines
     assert "  --rollout.engine  one of torch, sglang" in lines
     assert "  --distill.loss.type  k1" in lines
-    assert "  --teachers.NAME.urls  list of str (with type sglang), has to be given" in lines
+    assert "  --teachers.NAME.urls  list of str (with type sglang) [[]]" in lines
     assert "distill.teachers.path" not in found, "it is refused"
     assert "  --distill.loss.coef  float (with type k1) [1.0]" in lines
     assert "  --domains.NAME.source  str, has to be given" in lines

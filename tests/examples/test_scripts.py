@@ -23,7 +23,7 @@ SCRIPTS = {
     "examples/megatron_teachers/run.sh": "megatron",
     "examples/ray_cluster/run.sh": "ray",
     "examples/real_model/run.sh": "lora",
-    "examples/sglang_teachers/run.sh": "sglang",
+    "examples/served/run.sh": "sglang",
 }
 EXTRA = {**SCRIPTS, "tests/run.sh": "test", "examples/install.sh": "core"}
 LOCKED = "linux x86_64 3 11"
@@ -114,7 +114,7 @@ def test_arguments_go_to_opd_and_not_to_the_installation(copy, script):
         assert words[words.index("--out") + 1].startswith("runs/mine")
 
 
-@pytest.mark.parametrize("script", ["examples/megatron_teachers/run.sh", "examples/sglang_teachers/run.sh"])
+@pytest.mark.parametrize("script", ["examples/megatron_teachers/run.sh"])
 def test_a_run_that_had_not_begun_is_begun_on_resume(copy, script):
     first = next(iter(runs(call(copy, script, "--out=runs/mine"))))
     for folder in (copy / "runs").glob("mine*"):

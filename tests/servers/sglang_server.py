@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from seaweedfs import free_ports
+from opd.config.servers import ServerGroupConfig
+from opd.pipelines.launch.servers import StartedServer
 
-CPU_SERVER = Path(__file__).resolve().parents[2] / "examples" / "sglang_teachers" / "cpu_server"
+CPU_SERVER = Path(__file__).resolve().parents[2] / "examples" / "served" / "cpu_server"
 INSTALL_SECONDS, START_SECONDS = 900, 500
 
 
@@ -51,43 +52,37 @@ def install() -> str | None:
 
 
 class SGLangServer:
-    """One server process on one port; killed and started again as tests please."""
+    """One server on one port, behind the guard that a run's own servers have; killed and started again as
+    tests please.
+    """
 
-    def __init__(self, model: Path, log: Path, *arguments: str) -> None:
-        self.model, self.log, self.arguments = model, log, arguments
-        self.port = free_ports(1)[0][0]
-        self._process: subprocess.Popen | None = None
+    def __init__(self, model: Path, log: Path, **arguments: bool | int | str) -> None:
+        self.model, self.log = model, log
+        self._group = ServerGroupConfig(
+            command=["bash", str(CPU_SERVER / "serve.sh")],
+            arguments={"context-length": 256, **arguments},
+            environment={"PYTHON": sys.executable},
+        )
+        self._server = StartedServer("sglang", self._group, 0, model, log)
+
+    @property
+    def port(self) -> int:
+        return self._server.port
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return self._server.url
 
     def launch(self) -> None:
         """Begin to start; `wait` until it serves."""
-        command = ["bash", str(CPU_SERVER / "serve.sh"), str(self.model), str(self.port)]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, "--context-length", "256", *self.arguments],
-                env=os.environ | {"PYTHON": sys.executable},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._server.start()
 
     def wait(self) -> None:
         """Until it serves; raises with the end of its log if it does not."""
-        assert self._process is not None
         deadline = time.monotonic() + START_SECONDS
-        while True:
-            with (
-                contextlib.suppress(urllib.error.URLError, OSError),
-                urllib.request.urlopen(f"{self.url}/ready", timeout=5),
-            ):
-                return
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"the server did not start: {self.log.read_text(errors='replace')[-3000:]}"
-                )
+        while not self._server.look():
+            if self._server.status() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start: {self._server.last_words()}")
             time.sleep(0.3)
 
     def control(self, path: str, **body: object) -> dict:
@@ -111,26 +106,24 @@ class SGLangServer:
                 time.sleep(0.1)
 
     def end(self) -> None:
-        """End the process and those it started, and remove their shared memory."""
-        process, self._process = self._process, None
-        if process is not None:
-            subprocess.run(["bash", str(CPU_SERVER / "end.sh"), str(process.pid)], check=True)
-            process.wait()
+        """End it and all it has started."""
+        self._server.ask_to_end()
+        self._server.wait(60)
 
     def kill(self) -> None:
-        """Kill the process and those it started, at once."""
-        process, self._process = self._process, None
-        if process is not None:
+        """Kill it and all it has started, at once; it can be launched again at its port."""
+        guard = self._server._guard
+        if guard is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                os.killpg(guard.pid, signal.SIGKILL)
+        self.end()
 
 
 @contextlib.contextmanager
-def sglang_server(model: Path, folder: Path, *arguments: str) -> Iterator[SGLangServer]:
+def sglang_server(model: Path, folder: Path) -> Iterator[SGLangServer]:
     """A running server of the Hugging Face folder `model`; it is gone when the block ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    server = SGLangServer(model, folder / "sglang.log", *arguments)
+    server = SGLangServer(model, folder / "sglang.log")
     server.launch()
     try:
         server.wait()

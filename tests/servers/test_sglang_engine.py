@@ -7,8 +7,8 @@ import pytest
 import tiny
 import torch
 from fault_proxy import fault_proxy
+from seaweedfs import free_ports
 from served_models import PADDED, recipe_tokenizer
-from sglang_server import free_ports
 
 from opd.errors import RolloutError
 from opd.kernels.ops import linear_logprobs

@@ -11,8 +11,8 @@ import pytest
 import tiny
 import torch
 from fault_proxy import fault_proxy
+from seaweedfs import free_ports
 from served_models import PADDED, QWEN3, recipe_tokenizer, write_model
-from sglang_server import free_ports
 
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError

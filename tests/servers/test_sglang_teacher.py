@@ -8,8 +8,8 @@ import pytest
 import tiny
 import torch
 from recipes import tiny_recipe
+from seaweedfs import free_ports
 from served_models import PADDED, recipe_tokenizer
-from sglang_server import free_ports
 
 from opd.config.distill import DistillConfig
 from opd.config.teachers import SGLangTeacherConfig

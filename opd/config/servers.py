@@ -1,0 +1,57 @@
+"""Groups of inference servers that a run starts, watches and ends by itself: `servers: NAME: {...}`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from opd.config.base import Config
+
+SET_BY_US = ("model-path", "model", "host", "port", "tp", "tp-size", "tensor-parallel-size", "api-key")
+
+
+class ServerGroupConfig(Config):
+    """SGLang servers of one model on this machine. A teacher or `rollout.engine` names the group with
+    `servers: NAME` in place of `urls`: its model is what they serve. They are started when it is first
+    needed, started again where one ends, and are gone when the run is, however it ends."""
+
+    count: int = Field(default=1, gt=0, le=1024)
+    """How many servers."""
+    tensor_parallel: int = Field(default=1, gt=0, le=64)
+    """GPUs of a server."""
+    devices: list[Annotated[int, Field(ge=0)]] | None = None
+    """CUDA devices of the group, numbered as this process sees them, `tensor_parallel` of them a server, in
+    turn; `null` leaves each server all of them, which is right for one server, or on a CPU."""
+    command: list[str] = Field(default=[], max_length=1000)
+    """What starts a server, before the arguments; `[]` is this interpreter with `-m sglang.launch_server`.
+    For an SGLang in an environment of its own: `[/path/to/python, -m, sglang.launch_server]`."""
+    arguments: dict[str, bool | int | float | str] = {}
+    """Of the server, without the dashes: `{context-length: 4096, enable-return-hidden-states: true}`."""
+    environment: dict[str, str] = {}
+    """Variables of the servers' environment, beside those of this process."""
+    start_seconds: float = Field(default=900.0, gt=0)
+    """Until every server has to be ready."""
+    silence_seconds: float = Field(default=120.0, gt=0)
+    """After which a server that answers nothing at all is ended and started again."""
+    restarts: int = Field(default=5, ge=0)
+    """How often servers of the group may be started again before the run stops."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _not_ours(cls, given: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
+        for name in given:
+            if name.startswith("-") or not name.replace("-", "").isalnum():
+                raise ValueError(f"write the argument {name!r} without its dashes in front, such as dtype")
+            if name in SET_BY_US:
+                raise ValueError(f"{name} is set by opd; leave it out")
+        return given
+
+    @property
+    def words(self) -> list[str]:
+        """`arguments` as a command line has them; a flag that is true stands alone, one that is false not."""
+        found = []
+        for name, value in self.arguments.items():
+            if value is not False:
+                found += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        return found

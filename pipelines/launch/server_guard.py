@@ -1,0 +1,124 @@
+"""Stands between a run and one server it has started: when the run is gone, so is the server, and all of it.
+
+`python -I server_guard.py FD SECONDS COMMAND...`, in a session of its own. FD is one end of a pipe of which
+the run has the other, and on which nothing is ever written: its end is the run's end, also after kill -9.
+SIGTERM asks for the same; SECONDS later force is used. What the server has started itself counts as the
+server, whichever group or session it is in, and so does the shared memory that it leaves behind.
+
+Knows the standard library alone: it is run by its path, and must cost a server neither seconds nor memory.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+LOOK = 5.0
+"""Seconds between two looks at the shared memory of a server that runs."""
+ORPHANS = 2.0
+"""Seconds for what a server leaves running."""
+_PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
+_SHARED = "/dev/shm/"
+
+
+def _prctl(option, value):
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux: what is left is the pipe
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _descendants():
+    """Process ids of everything below this process; the dead that nobody has read are left out."""
+    children = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    children.setdefault(int(parent), []).append(int(name))
+    found, ahead = [], [os.getpid()]
+    while ahead:
+        own = children.get(ahead.pop(), [])
+        found += own
+        ahead += own
+    return found
+
+
+def _shared_memory(processes):
+    """Files of shared memory that these have mapped."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as file:
+            found.update(
+                path
+                for line in file
+                if (path := line.rstrip("\n").partition(_SHARED)[2]) and not path.endswith(" (deleted)")
+            )
+    return {_SHARED + name for name in found}
+
+
+def _end_all(server, grace, left):
+    """Ask the server to end, which then ends what it has started; see to it that nothing of it is left.
+
+    It alone is asked: a server whose parts end by themselves takes that for a crash, and what tidies up
+    behind its parts needs a moment after them. `left`: files of shared memory that it had mapped before.
+    """
+    left |= _shared_memory(_descendants())
+    with contextlib.suppress(ProcessLookupError):
+        server.terminate()
+    until = time.monotonic() + grace
+    while (processes := _descendants()) and time.monotonic() < until + 20.0:
+        left |= _shared_memory(processes)
+        gone = server.poll() is not None
+        until = min(until, time.monotonic() + ORPHANS) if gone else until
+        if time.monotonic() >= until:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass  # what this process was left with
+    if left:
+        left -= _shared_memory(name for name in os.listdir("/proc") if name.isdigit())  # others use it, too
+    for path in left:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def main():
+    pipe, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(_SUBREAPER, 1)
+    try:
+        # Should this guard itself be killed, its server does not live on.
+        server = subprocess.Popen(command, preexec_fn=lambda: _prctl(_PDEATHSIG, signal.SIGKILL))
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error.strerror}", flush=True)
+        return 127
+
+    def watch():
+        with contextlib.suppress(OSError):
+            while os.read(pipe, 1):
+                pass
+        ended.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    # One that is killed has no time to tidy up, and nobody can ask it then what it had mapped.
+    mapped, look = set(), 0.0
+    while server.poll() is None and not ended.wait(0.1):
+        if time.monotonic() >= look:
+            look = time.monotonic() + LOOK
+            mapped |= _shared_memory(_descendants())
+    status = server.returncode
+    _end_all(server, grace, mapped)
+    return 0 if status is None else status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
