@@ -8,7 +8,9 @@ once between them.
 
 from __future__ import annotations
 
+import mmap
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -127,14 +129,38 @@ def _add(adapter: PeftAdapter, name: str, rows: Tensor, first: int) -> None:
         rows.copy_(merged(rows, a, b[first : first + len(rows)], adapter.scaling))
 
 
-def _make_room(module: nn.Module, device: torch.device) -> None:
-    """Give every parameter that is still on the meta device memory on `device`; tied ones stay tied."""
+def put_in_file(model: CausalLM, folder: Path) -> None:
+    """Give the weights of `model`, which `open_empty` gave, room in a file without a name in `folder`, in
+    place of memory: the system writes what they hold there when it needs theirs. What they are is the
+    caller's to say. Raises `OSError` if the disk has no room for them.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+
+        def room(old: Tensor) -> Tensor:
+            begin, size = os.fstat(file.fileno()).st_size, max(1, old.nbytes)
+            size += -size % mmap.ALLOCATIONGRANULARITY
+            # A page that the disk has no room for when it is written ends the process; this is an error.
+            os.posix_fallocate(file.fileno(), begin, size)
+            # Each is mapped by itself: of tensors in one storage a copy is made when they are written.
+            pages = torch.frombuffer(mmap.mmap(file.fileno(), size, offset=begin), dtype=torch.uint8)
+            return pages[: old.nbytes].view(old.dtype).view(old.shape)
+
+        _make_room(model.module, torch.device("cpu"), room)
+    model.filled()
+
+
+def _make_room(
+    module: nn.Module, device: torch.device, make: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """Give every parameter that is still on the meta device memory on `device`, or what `make` gives for it;
+    tied ones stay tied.
+    """
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, old in part.named_parameters(recurse=False):
             if old.is_meta:
                 if id(old) not in made:
-                    room = torch.empty_like(old, device=device)
+                    room = torch.empty_like(old, device=device) if make is None else make(old)
                     made[id(old)] = nn.Parameter(room, requires_grad=old.requires_grad)
                 part._parameters[name] = made[id(old)]
         for name, buffer in part.named_buffers(recurse=False):

@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
+from opd.errors import writing
 from opd.models.adapters import AdaptedLM, MergingLM, save_adapted
 from opd.models.causal_lm import CausalLM, torch_dtype
-from opd.models.checkpoint import save_checkpoint
-from opd.models.sharded import open_empty
+from opd.models.checkpoint import MAX_SHARD_BYTES, save_checkpoint
+from opd.models.sharded import open_empty, put_in_file
 from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.precision import model_dtype
@@ -42,6 +42,8 @@ from opd.train.backends import Load, open_backend
 from opd.train.terms import LossTerm
 from opd.types import SampleGroup, SamplingParams
 
+EXPORTED_BYTES = 1 << 30
+"""Of a file of a model that several ranks write: so much of it is in memory at a time."""
 CHUNK_SECONDS = 0.02
 """Tokens that are decoded in less reach log and reader together."""
 
@@ -263,18 +265,24 @@ class Student:
         sync_weights(self.writer, self.backend.weights(), version)
 
     def export(self, folder: Path, card: dict[str, Any]) -> str:
-        """Write the Hugging Face folder, on the first rank, and return the digest of its weights there."""
+        """Write the Hugging Face folder, on the first rank, and return the digest of its weights there. Of
+        weights that ranks share one tensor at a time is whole, on its way into a file.
+        """
         if type(self.backend) is TorchBackend:  # its model is whole, and in the dtype it computes in
             return save_trained(self.backend.model, self.tokenizer, folder, card)
-        kept: dict[str, Tensor] = {}
-        for name, tensor in self.backend.weights():
-            if self.ranks.main:
-                kept[name] = tensor.to("cpu", copy=True)
         if not self.ranks.main:
+            for _ in self.backend.weights():
+                pass  # all ranks gather them together
             return ""
-        model = self.load(None)
-        model.load_weights(kept.items())
-        return save_trained(model, self.tokenizer, folder, card)
+        model = self.load(None, empty=True)
+        if isinstance(model, AdaptedLM) and model.unread is not None:
+            model = self.load(None)  # adapters are merged with a base that is there
+        if model.unread is not None:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with writing(folder):
+                put_in_file(model, folder.parent)
+        model.load_weights(self.backend.weights())
+        return save_trained(model, self.tokenizer, folder, card, EXPORTED_BYTES)
 
 
 def adapted(recipe: Recipe, model: CausalLM, path: Path, dtype: str | None = None) -> CausalLM:
@@ -297,10 +305,14 @@ def receiving(recipe: Recipe, model: CausalLM) -> CausalLM:
 
 
 def save_trained(
-    model: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict[str, Any]
+    model: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    card: dict[str, Any],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> str:
     """Write the Hugging Face folder, adapters merged and kept beside; returns the digest of its weights."""
     if isinstance(model, AdaptedLM):
         return save_adapted(model, tokenizer, folder, card)
-    save_checkpoint(model, tokenizer, folder, card)
+    save_checkpoint(model, tokenizer, folder, card, max_shard_bytes=max_shard_bytes)
     return model.digest()

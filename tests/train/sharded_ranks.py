@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import backend_ranks
 import numpy as np
@@ -24,7 +25,10 @@ from opd.config.train import TrainConfig
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM
 from opd.models.sharded import compare_together, open_empty
+from opd.models.tokenizers import load_tokenizer
+from opd.pipelines.stages import student as student_module
 from opd.pipelines.stages.saving import save_together
+from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks
 from opd.storage.checkpoints import CheckpointStore
 from opd.train.backend import Backend, Training
@@ -157,13 +161,26 @@ def at_once(folder: Path, task: dict, ranks: Ranks) -> dict:
 
 
 def limited(folder: Path, task: dict, ranks: Ranks) -> dict:
-    """Load within `task["limit"]` bytes, then take three steps."""
+    """Load within `task["limit"]` bytes, then take three steps, and write the model within
+    `task["export"]`.
+    """
     task |= {"peak": Peak(), "peaks": []}
     try:
         with opened(folder, task, ranks, whole=False) as backend:
             limit(None)
             peaks = [*task["peaks"], task["peak"].bytes()]
-            return {"metrics": learn(backend, 0, 3), "peaks": peaks}
+            metrics = learn(backend, 0, 3)
+            if "export" not in task:
+                return {"metrics": metrics, "peaks": peaks}
+            digest, empty = backend.digest(), open_empty(folder / task["model"])
+            limit(task["export"])
+            student_module.EXPORTED_BYTES = 8 * MIB
+            tokenizer = load_tokenizer(folder / task["model"])
+            student = SimpleNamespace(
+                backend=backend, ranks=ranks, load=lambda *_, **__: empty, tokenizer=tokenizer
+            )
+            exported = Student.export(student, folder / f"{task['name']} exported", {})
+            return {"metrics": metrics, "peaks": peaks, "digests": [digest, exported]}
     finally:
         limit(None)
 

@@ -48,6 +48,8 @@ BATCH = {"max_tokens": 4096}
 LIMIT = 88 * MIB  # RLIMIT_DATA, beside what libraries took before
 """What a rank may take to load and try the model of 130 MiB: its quarter, layers that are gathered."""
 
+EXPORT = 60 * MIB
+"""What it may take to write it: files of 8 MiB, twice, and what libraries need."""
 LARGEST = 3 * MIB
 """Bytes of a tensor of it."""
 
@@ -71,7 +73,7 @@ def place(request, tmp_path_factory) -> Path:
         {"name": "altered", "does": "limited", "model": "altered"},
         {"name": "whole"} | limited | {"does": "at once"},
         {"name": "too small"} | limited | {"limit": 16 * MIB},
-        {"name": "limited"} | limited,
+        {"name": "limited"} | limited | {"export": EXPORT},
     ]
     (root / "tasks.json").write_text(json.dumps(tasks))
     with pytest.MonkeyPatch.context() as patch:
@@ -133,6 +135,19 @@ def test_ranks_load_and_train_a_model_larger_than_the_memory_of_each(place):
             for key, value in mine.items():
                 assert math.isclose(value, theirs[key], rel_tol=1e-5, abs_tol=1e-5), key
     assert all(result["peak"] > size for result in said(place, "whole"))
+    assert size > 2 * EXPORT
+    [digest, exported], *others = (result["digests"] for result in said(place, "limited"))
+    assert exported == digest
+    assert [other for _, other in others] == [""] * 3
+    folder = place / "limited exported"
+    assert CausalLM.from_pretrained(folder).digest() == digest
+    sharded = {"model.safetensors.index.json"}
+    assert {file.name for file in folder.iterdir() if "model-" not in file.name} == sharded | {
+        file.name for file in (place / "big").iterdir() if file.name != "model.safetensors"
+    }
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (folder / name).read_bytes() == (place / "big" / name).read_bytes()
+    assert not [file for file in place.iterdir() if file.name.startswith(".")]
 
 
 def test_memory_that_does_not_hold_a_share_is_one_sentence(place):
