@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
+from opd import errors
 from opd.errors import OpdError, RanksError, from_system, reason_of
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -283,6 +284,22 @@ class Ranks:
         work()
         if self.main and not self.alone:
             self._set(event)
+
+    def agreed(self, work: Callable[[], object], what: str) -> None:
+        """`work()` on every rank. The `OpdError` of the first that meets one is raised on all of them, and
+        nobody waits in vain for a rank that has ended.
+        """
+        mine: OpdError | None = None
+        try:
+            work()
+        except OpdError as error:
+            mine = error
+        said = self.gather_json(None if mine is None else [type(mine).__name__, *map(str, mine.args)], what)
+        if mine is not None:
+            raise mine
+        if (first := next((words for words in said if words is not None), None)) is not None:
+            kind, *words = first
+            raise getattr(errors, kind, OpdError)(*words)
 
     @contextlib.contextmanager
     def collective(self, what: str) -> Iterator[None]:

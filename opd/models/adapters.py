@@ -44,8 +44,9 @@ from opd.models.hf_weights import LORA_A, LORA_B, PREFIX, adapter_pairs, merged,
 from opd.models.sharded import whole
 from opd.storage.files import file_digest
 
-BASE = "base.sha256"
-"""Name under which the digest of the base, `[32]` uint8, stands before the adapters."""
+BASE_DIGEST = "base.json"
+"""Name under which the digest of the base, `[32]` uint8, stands before the adapters, in checkpoints too: that
+of the file which says the same of a folder."""
 _PART = re.compile(r"\.(lora_[AB])\.default\.weight$")
 
 
@@ -91,7 +92,7 @@ class AdaptedLM(CausalLM):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The digest of the base and the adapters: all that training changes, and what it belongs to."""
-        yield BASE, self._base_digest
+        yield BASE_DIGEST, self._base_digest
         yield from self.adapters()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest | None = None) -> None:
@@ -135,7 +136,7 @@ class MergingLM(CausalLM):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The digest of the base and the adapters that are merged into it."""
-        yield BASE, self._base_digest
+        yield BASE_DIGEST, self._base_digest
         yield from self._adapters.items()
 
     @torch.no_grad()
@@ -177,7 +178,7 @@ def digest_tensor(weights: Iterable[tuple[str, Tensor]]) -> Tensor:
 def _of_base(weights: Iterable[tuple[str, Tensor]], digest: Tensor) -> Iterator[tuple[str, Tensor]]:
     """`weights` as they are; `ModelError` if they belong to another base."""
     for name, tensor in weights:
-        if name == BASE and not torch.equal(tensor.cpu(), digest):
+        if name == BASE_DIGEST and not torch.equal(tensor.cpu(), digest):
             raise ModelError(
                 f"the adapters belong to a base of digest {bytes(tensor.tolist()).hex()[:12]}, but this one"
                 f" has {bytes(digest.tolist()).hex()[:12]}; give every process the same base."

@@ -93,7 +93,7 @@ def fill(model: CausalLM, ranks: Ranks) -> None:
                 f"{folder / changed[0]} changed while it was read; start again once nobody writes it."
             )
 
-    agreed(ranks, read, "the weights of a model")
+    ranks.agreed(read, "the weights of a model")
     model.filled()
 
 
@@ -182,23 +182,6 @@ def _parts(folder: Path) -> TensorParts:
     return TensorParts(folder / name for name in weight_files(folder))
 
 
-def agreed(ranks: Ranks, work: Callable[[], None], what: str) -> None:
-    """`work()` on every rank; the `OpdError` of the first that meets one is raised on all of them, and nobody
-    waits in vain for a rank that has ended.
-    """
-    mine: OpdError | None = None
-    try:
-        work()
-    except OpdError as error:
-        mine = error
-    said = ranks.gather_json(None if mine is None else str(mine), what)
-    if mine is not None:
-        raise mine
-    first = next((sentence for sentence in said if sentence is not None), None)
-    if first is not None:
-        raise CheckpointError(first)
-
-
 def compare_together(
     ranks: Ranks, root: Path, digests: Mapping[str, str], mend: str, kind: type[OpdError]
 ) -> None:
@@ -210,8 +193,7 @@ def compare_together(
     everyone = ranks.gather_json(seen, "the files of a model")
     peers = [rank for rank, other in enumerate(everyone) if other == seen]
     mine = sorted(digests)[peers.index(ranks.rank) :: len(peers)]
-    agreed(
-        ranks,
+    ranks.agreed(
         lambda: check_files(root, {name: digests[name] for name in mine}, mend, kind),
         "the digests of a model",
     )

@@ -14,7 +14,7 @@ from recipes import tiny_recipe
 from safetensors.torch import load_file
 
 from opd.metrics import read_metrics
-from opd.models.adapters import BASE, read_adapter
+from opd.models.adapters import BASE_DIGEST, read_adapter
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.storage.tensors import TensorParts
@@ -231,4 +231,4 @@ def test_a_model_comes_out_in_the_precision_it_computes_in(ranks, alone):
         pairs = read_adapter(run / "merged").pairs.values()
         assert {part.dtype for pair in pairs for part in pair} == {torch.bfloat16}
         kept = TensorParts((run / "stages" / "merge" / "checkpoints").glob("*/model*.safetensors"))
-        assert {t.dtype for name, t in kept.items() if name != BASE} == {torch.float32}
+        assert {t.dtype for name, t in kept.items() if name != BASE_DIGEST} == {torch.float32}

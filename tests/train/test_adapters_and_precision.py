@@ -13,7 +13,7 @@ from backend_ranks import FILES, assert_same, on_two_ranks, read_state
 from safetensors.torch import load_file
 
 from opd.config import TrainConfig
-from opd.models.adapters import BASE, AdaptedLM, MergingLM
+from opd.models.adapters import BASE_DIGEST, AdaptedLM, MergingLM
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
 from opd.train.backend import TorchBackend, Training
@@ -85,8 +85,8 @@ def test_adapters_learn_on_two_ranks_what_they_learn_on_one(ranks, adapters_alon
     assert metrics[-1]["kl/mean"] != metrics[0]["kl/mean"]
     weights, own = load_file(ranks / name / "weights.safetensors"), dict(backend.weights())
     assert weights.keys() == own.keys()
-    assert BASE in weights
-    assert all("lora_" in key for key in weights if key != BASE)  # what an engine is sent
+    assert BASE_DIGEST in weights
+    assert all("lora_" in key for key in weights if key != BASE_DIGEST)  # what an engine is sent
     for key, tensor in own.items():
         torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=2e-5)
     engine = MergingLM(backend_ranks.student(), backend_ranks.LORA)
@@ -107,9 +107,9 @@ def test_adapters_go_on_with_another_number_of_ranks(ranks, adapters_alone, name
 def test_bfloat16_layers_learn_float32_weights(ranks, name):
     for file in FILES:
         kept = read_state(ranks / name)[file]
-        assert {str(t.dtype) for key, t in kept.items() if key != BASE} == {"torch.float32"}
+        assert {str(t.dtype) for key, t in kept.items() if key != BASE_DIGEST} == {"torch.float32"}
     sent = load_file(ranks / name / "weights.safetensors")
-    assert {str(t.dtype) for key, t in sent.items() if key != BASE} == {"torch.bfloat16"}
+    assert {str(t.dtype) for key, t in sent.items() if key != BASE_DIGEST} == {"torch.bfloat16"}
     kept = read_state(ranks / name)["model"]
     assert kept.keys() == sent.keys()
     for key, tensor in sent.items():
@@ -185,7 +185,7 @@ def steps(backend, first: int, last: int, lr: float) -> None:
 def learnt(backend) -> torch.Tensor:
     """[P] float32: every weight as it is trained, in one order for all back ends."""
     weights = backend.state()["model"]
-    return torch.cat([weights[n].float().reshape(-1) for n in sorted(weights) if n != BASE])
+    return torch.cat([weights[n].float().reshape(-1) for n in sorted(weights) if n != BASE_DIGEST])
 
 
 @functools.cache
