@@ -158,9 +158,9 @@ class DecodeWeight:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _FEW) if self._packed else weight.t()
 
     @property
-    def address(self) -> int:
-        """Where its numbers lie."""
-        return self._weight.data_ptr()
+    def laid_out(self) -> Tensor:
+        """Its numbers, as they lie in memory."""
+        return self._weight
 
     def copy_(self, other: DecodeWeight) -> None:
         """Take over the numbers of `other`, of the same shape, in place. Not for a layout of oneDNN's."""

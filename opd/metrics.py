@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
@@ -32,25 +32,68 @@ CHAIN = "chain"
 _MARK = f', "{CHAIN}": "'.encode()
 
 
-class PhaseTimer:
-    """Attributes a step's wall time to its phases."""
+Held = Callable[[], Mapping[str, int]]
+"""Says how many bytes each part of something large takes now: weights, moments, keys and values."""
+
+
+class MemoryMeter:
+    """How many bytes of memory are whose, as those count them who hold much: models, optimiser, engine and
+    teachers. What passes by (activations, logits) is nobody's.
+    """
 
     def __init__(self) -> None:
+        self._held: list[Held] = []
+        self._most: dict[str, int] = {}
+
+    def watch(self, held: Held) -> None:
+        """Ask `held` with every sample, too. Parts of one name are added up."""
+        self._held.append(held)
+
+    def sample(self) -> dict[str, int]:
+        """Bytes of each part now."""
+        now: dict[str, int] = {}
+        for held in self._held:
+            for part, size in held().items():
+                now[part] = now.get(part, 0) + size
+        self._most = max(now, self._most, key=_sum)
+        return now
+
+    def take(self) -> dict[str, int]:
+        """The largest of the samples since this was last asked, the one that is taken now among them."""
+        self.sample()
+        most, self._most = self._most, {}
+        return most
+
+
+class PhaseTimer:
+    """Attributes a step's wall time to its phases, and the most memory that each of them held."""
+
+    def __init__(self, memory: MemoryMeter | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self._memory = MemoryMeter() if memory is None else memory
+        self._most: dict[str, dict[str, int]] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self._memory.take()  # what came before is not this phase's
         start = time.perf_counter()
         try:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+            self._most[phase] = max(self._memory.take(), self._most.get(phase, {}), key=_sum)
 
     def add_to(self, phases: dict[str, float]) -> dict[str, float]:
-        """Add the seconds to those of all steps; returns them as metrics."""
+        """Add the seconds to those of all steps; returns them, and the memory of this one, as metrics."""
         for phase, seconds in self.seconds.items():
             phases[phase] = phases.get(phase, 0.0) + seconds
-        return {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        times = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        most = ((phase, *item) for phase, parts in self._most.items() for item in parts.items())
+        return times | {f"memory/{phase}/{part}": size for phase, part, size in most}
+
+
+def _sum(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
 
 
 _OUTERMOST = {"policy/ratio_min": min, "policy/ratio_max": max}

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,16 @@ class Piece:
     """Of the whole tensor."""
     first: int
     """Number of the first of them."""
+
+
+def copied(values: Tensor, shape: Sequence[int], first: int) -> Tensor | Piece:
+    """A copy in the host's memory of the elements `values` from number `first` on of a tensor of `shape`: in
+    that shape if these are all.
+    """
+    found = values.detach().reshape(-1).to("cpu", copy=True)
+    return (
+        found.view(tuple(shape)) if found.numel() == math.prod(shape) else Piece(found, tuple(shape), first)
+    )
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Piece]) -> str:

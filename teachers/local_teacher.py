@@ -32,6 +32,8 @@ class LocalTeacher:
         sequence_chunk: More packed tokens go through the layers in pieces of so many.
     """
 
+    streams = False
+
     def __init__(
         self,
         name: str,
@@ -57,6 +59,11 @@ class LocalTeacher:
         model = CausalLM.from_pretrained(self.path, dtype=self._dtype, device=self._device)
         model.module.requires_grad_(False)
         return model
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of its weights, once they were read."""
+        return self.model.nbytes if "model" in self.__dict__ else 0
 
     @property
     def digest(self) -> str:

@@ -60,6 +60,8 @@ class StreamedTeacher:
         stream: What reads its layers; teachers that share one also share its memory.
     """
 
+    streams = True
+
     def __init__(self, name: str, url: str, *, placement: Placement, stream: LayerStream) -> None:
         self.name = name
         self.url = url
@@ -130,6 +132,11 @@ class StreamedTeacher:
     def take_weight_bytes_peak(self) -> int:
         """The most bytes of weights in memory since this was last asked: of all teachers on its stream."""
         return self.stream.meter.take_peak()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights in memory now, of all teachers on its stream."""
+        return self.stream.meter.now
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> HiddenStates:
@@ -303,6 +310,8 @@ class LoRATeacher:
     agree.
     """
 
+    streams = True
+
     def __init__(self, name: str, adapter: PublishedAdapter, base: SharedBase) -> None:
         """Raises `TeacherError` if the published base is not the one `adapter` belongs to."""
         self.name, self.adapter, self.base = name, adapter, base
@@ -397,6 +406,11 @@ class LoRATeacher:
     def take_weight_bytes_peak(self) -> int:
         """The most bytes of weights in memory since this was last asked: of all teachers on its stream."""
         return self.base.take_weight_bytes_peak()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights in memory now, of all teachers on its stream."""
+        return self.base.weight_bytes
 
     def close(self) -> None:
         """Close the base, and with it every teacher on its stream."""

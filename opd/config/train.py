@@ -203,6 +203,43 @@ class DecodeConfig(Config):
     be captured is run as it is, with a line in the log."""
 
 
+class OffloadConfig(Config):
+    """What leaves the device's memory while others use it: rollout, teachers and training own it in turn. The
+    weights that a run ends with stay the same, bit for bit. Needs `rollout.schedule: in_turn`.
+    """
+
+    engine: bool = False
+    """The embedded engine gives everything back (weights, the copies that decode makes of them, keys and
+    values, CUDA graphs) from when a batch is written until the next weights are pushed, which wake it; of a
+    base with adapters the merged layers alone, since nobody pushes the base."""
+    trainer: bool = False
+    """Weights and AdamW's moments of `train.backend: torch` leave until they are learnt with: from a GPU to
+    pinned memory of the host, from a CPU to a file in the run folder, which takes 12 bytes a parameter in
+    float32 and is compared with its digest when it is read. With several ranks the moments alone."""
+
+    def check(self, schedule: str, backend: str, *, embedded: bool) -> None:
+        """`ValueError` where there is nobody to hand the device over; `embedded`: the student writes in the
+        process that trains.
+        """
+        for name in ("engine", "trainer"):
+            if getattr(self, name) and schedule != "in_turn":
+                raise ValueError(
+                    f"runtime.offload.{name} needs rollout.schedule in_turn: with {schedule} the student"
+                    " writes while it learns; leave one of the two out"
+                )
+        if self.engine and not embedded:
+            raise ValueError(
+                "runtime.offload.engine is about the embedded engine, and this recipe's engines are in other"
+                " processes; leave it out"
+            )
+        if self.trainer and backend != "torch":
+            other = "{zero_optimization: {offload_optimizer: {device: cpu}}}"
+            instead = f", and set train.deepspeed to {other}" if backend == "deepspeed" else ""
+            raise ValueError(
+                f"runtime.offload.trainer has no effect with train.backend {backend}; leave it out{instead}"
+            )
+
+
 class RuntimeConfig(Config):
     """The machine."""
 
@@ -217,6 +254,8 @@ class RuntimeConfig(Config):
     """Stages that may run side by side."""
     decode: DecodeConfig = DecodeConfig()
     """The embedded engine's memory, and CUDA graphs."""
+    offload: OffloadConfig = OffloadConfig()
+    """What leaves the device while others use it."""
     tensorboard: bool = False
     """Write TensorBoard event files beside the JSON lines: short for `tensorboard` among `sinks`."""
     sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []

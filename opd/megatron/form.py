@@ -10,8 +10,9 @@ tensors again, bit for bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,9 +94,11 @@ class MegatronForm:
         widths |= {"units of an MLP": self.ffn} if 0 in (self.moe_layers or (0,)) else {}
         for what, count in widths.items():
             if count % ranks:
+                most = math.gcd(*widths.values())
+                fitting = " or ".join(str(size) for size in range(1, most + 1) if most % size == 0)
                 raise ModelError(
                     f"a model with {count} {what} cannot be cut into {ranks} equal slices; choose a tensor"
-                    " parallel size that divides it."
+                    f" parallel size of {fitting}."
                 )
 
     def padded_vocabulary(self, ranks: int) -> int:
@@ -293,31 +296,32 @@ Read = Callable[[Cut], Tensor]
 """Gives the part of a Hugging Face tensor that a cut names."""
 
 
-def to_megatron(
-    form: MegatronForm, weights: Mapping[str, Tensor], rank: int = 0, ranks: int = 1
-) -> dict[str, Tensor]:
-    """The parameters of rank `rank` of `ranks`, and its rows of the head, from a whole model's tensors.
+def parts_of(piece: Piece, tensor: Tensor) -> dict[str, tuple[Cut, Tensor]]:
+    """What a rank's parameter `tensor` has of each Hugging Face tensor, by name, and where in it that lies.
 
-    Raises `ModelError` naming a tensor that is missing or of another shape.
+    Cuts of one tensor follow one another there, and are given as one. Raises `ModelError` if `tensor` does
+    not have the rows of `piece`.
     """
-    return {piece.name: assemble(piece, form, read_from(weights)) for piece in pieces(form, rank, ranks)}
+    found: dict[str, list[tuple[Cut, Tensor]]] = {}
+    row = 0
+    for cut in piece.cuts:
+        stacked = cut.axis == 0 and cut.stop is not None
+        rows = (cut.stop or 0) - cut.start if stacked else tensor.shape[0]
+        found.setdefault(cut.source, []).append((cut, tensor[row : row + rows]))
+        row += rows
+    if row + piece.padding != tensor.shape[0]:
+        raise ModelError(
+            f"{piece.name} has {tensor.shape[0]} rows, but {row + piece.padding} are needed; the parameters"
+            " do not fit their configuration."
+        )
+    return {
+        source: (replace(parts[0][0], stop=parts[-1][0].stop), _joined([part for _, part in parts]))
+        for source, parts in found.items()
+    }
 
 
-def from_megatron(form: MegatronForm, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """A whole model's tensors by Hugging Face's names, from the parameters of every rank, in their order.
-
-    Raises `ModelError` naming a parameter that is missing, of another shape, or that the ranks should have
-    in common and do not.
-    """
-    parts: dict[str, list[tuple[Cut, Tensor]]] = {}
-    for rank, shard in enumerate(shards):
-        for piece in pieces(form, rank, len(shards)):
-            if piece.name == HEAD and form.tied:
-                continue
-            if piece.name not in shard:
-                raise ModelError(f"rank {rank} has no parameter {piece.name}; give every rank's parameters.")
-            _take_apart(piece, shard[piece.name], rank, parts)
-    return {source: _join(source, found) for source, found in parts.items()}
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def check_tensors(form: MegatronForm, shapes: Mapping[str, Sequence[int]], where: str) -> None:
@@ -379,38 +383,35 @@ def read_from(weights: Mapping[str, Tensor]) -> Read:
     return read
 
 
-def _take_apart(piece: Piece, tensor: Tensor, rank: int, parts: dict[str, list[tuple[Cut, Tensor]]]) -> None:
-    row = 0
-    for cut in piece.cuts:
-        stacked = cut.axis == 0 and cut.stop is not None
-        rows = (cut.stop or 0) - cut.start if stacked else tensor.shape[0]
-        found = parts.setdefault(cut.source, [])
-        part = tensor[row : row + rows]
-        if piece.split or not found:
-            found.append((cut, part))
-        elif not torch.equal(found[0][1], part):
-            raise ModelError(
-                f"rank {rank} has other values in {piece.name} than rank 0, but all ranks must hold the same;"
-                " the parameters are not of one model."
-            )
-        row += rows
-    if row + piece.padding != tensor.shape[0]:
-        raise ModelError(
-            f"{piece.name} of rank {rank} has {tensor.shape[0]} rows, but {row + piece.padding} are needed;"
-            " the parameters do not fit their configuration."
-        )
+Elements = Callable[[str, int, Tensor], None]
+"""Fills a tensor with elements of a named one from a number on, in row-major order."""
+_BLOCK = 1 << 20
+"""Elements read at a time of a tensor that is cut by columns."""
 
 
-def _join(source: str, found: list[tuple[Cut, Tensor]]) -> Tensor:
-    ordered = sorted(found, key=lambda part: part[0].start)
-    at = 0
-    for cut, _ in ordered:
-        if cut.start != at:
-            raise ModelError(
-                f"the ranks' parts of {source} do not follow one another; give every rank's once."
-            )
-        at = cut.stop or 0
-    return torch.cat([part for _, part in ordered], dim=ordered[0][0].axis)
+def read_elements(shapes: Mapping[str, Sequence[int]], elements: Elements, device: torch.device) -> Read:
+    """Cuts, in float32 on `device`, of tensors of these `shapes`. Of one cut by columns whole rows are
+    read, a few MiB at a time.
+    """
+
+    def read(cut: Cut) -> Tensor:
+        shape = shapes[cut.source]
+        stop = shape[cut.axis] if cut.stop is None else cut.stop
+        if cut.axis == 0:
+            found = torch.empty(stop - cut.start, *shape[1:], device=device)
+            elements(cut.source, cut.start * math.prod(shape[1:]), found)
+            return found
+        rows, width = shape
+        found = torch.empty(rows, stop - cut.start, device=device)
+        each = max(1, _BLOCK // width)
+        for first in range(0, rows, each):
+            part = found[first : first + each]
+            block = torch.empty(len(part), width, device=device)
+            elements(cut.source, first * width, block)
+            part.copy_(block[:, cut.start : stop])
+        return found
+
+    return read
 
 
 def head_shard(

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, MissingExtraError, ModelError, reason_of
 from opd.foreign import is_file_name
-from opd.models.causal_lm import CausalLM, WeightsDigest, weights_digest
+from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes, weights_digest
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import (
     ADAPTER_CONFIG,
@@ -123,16 +123,25 @@ class MergingLM(CausalLM):
         """Take over `base`; the layers that `config` names are kept twice, as they were and merged."""
         self._base_digest = digest_tensor(base.weights())
         self._scaling = config.alpha / config.rank
-        own = dict(base.weights())
+        own = dict(base.module.named_parameters())
         layers = target_layers(base.module, config.targets)
         self._merged = {layer: own[f"{layer}.weight"] for layer in layers}
-        self._base = {layer: tensor.clone() for layer, tensor in self._merged.items()}
+        self._base = {layer: weight.detach().clone() for layer, weight in self._merged.items()}
         self._adapters: dict[str, Tensor] = {}
         for layer, weight in self._base.items():
             self._adapters[layer + LORA_A] = weight.new_zeros(config.rank, weight.shape[1])
             self._adapters[layer + LORA_B] = weight.new_zeros(weight.shape[0], config.rank)
         super().__init__(base.module)
         self.vocabulary = base.vocabulary
+
+    def _brought(self) -> Iterable[nn.Parameter]:
+        """The base stays: nobody sends it."""
+        return self._merged.values()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the layers that are adapted twice, as they were and merged."""
+        return super().nbytes + held_bytes((*self._base.values(), *self._adapters.values()))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The digest of the base and the adapters that are merged into it."""

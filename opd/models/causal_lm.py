@@ -319,6 +319,21 @@ def weights_digest(weights: Iterable[tuple[str, Tensor]], *, quick: bool = False
     return digest.hex()
 
 
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory that `tensors` lie in: what several share once, of one cut over ranks this rank's
+    part.
+    """
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        own = getattr(tensor, "_local_tensor", tensor)
+        if own.layout == torch.strided:
+            storage = own.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        else:  # laid out for a library
+            found[id(own)] = own.numel() * own.element_size()
+    return sum(found.values())
+
+
 def raw_bytes(tensor: Tensor) -> Tensor:
     """[nbytes] uint8 on the CPU: the bytes of `tensor`, shared where it lies there in order."""
     return _flat(tensor.detach().cpu())
@@ -396,6 +411,7 @@ class CausalLM:
         """Whether it was seen to give the same in pieces as whole; see `check_pieces`."""
         self.unread = unread
         """Set while the parameters are on the meta device; see `sharded.fill`."""
+        self._vacated: dict[nn.Parameter, torch.Size] = {}
         if unread is None:
             self.check()
 
@@ -538,6 +554,9 @@ class CausalLM:
 
         Raises `ModelError` naming a tensor that is unknown, missing or of another shape.
         """
+        vacated, self._vacated = self._vacated, {}
+        for parameter, shape in vacated.items():
+            parameter.data = parameter.new_empty(shape)
         own = dict(self.weights())
         missing = set(own)
         sent = weights.take_digest() if held is not None and isinstance(weights, Watched) else None
@@ -560,6 +579,22 @@ class CausalLM:
             raise ModelError(
                 f"{len(missing)} tensors were not given, among them {min(missing)}; pass all weights."
             )
+
+    def vacate(self) -> None:
+        """Give the memory of the weights back, until `load_weights` brings all of them again."""
+        for parameter in self._brought():
+            if parameter not in self._vacated:
+                self._vacated[parameter] = parameter.shape
+                parameter.data = parameter.new_empty(0)
+
+    def _brought(self) -> Iterable[nn.Parameter]:
+        """What `load_weights` writes."""
+        return self.module.parameters()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that its weights take now."""
+        return held_bytes((*self.module.parameters(), *self.module.buffers()))
 
     def digest(self) -> str:
         """sha256 (hex) over the names, shapes, dtypes and bytes of `weights()`: which model this is."""

@@ -1,17 +1,20 @@
-"""A model of which every rank holds its share: made without weights, cut by FSDP2, then filled.
+"""A model of which every rank holds its share: made without weights, cut, then filled.
 
-Nobody holds all of it at any time. `open_empty` makes the module with its parameters on the meta device; once
-they are `DTensor`s, `fill` gives each rank memory for its rows and reads those rows of the safetensors files
-into them. Before that the files are compared with their digests: ranks that see the same files hash each file
+Nobody holds all of it at any time. `open_empty` makes the module with its parameters on the meta device. Once
+FSDP2 has made them `DTensor`s, `fill` gives each rank memory for its rows and reads those rows of the
+safetensors files into them; other back ends cut it in their own ways, and `read_together` is their share of
+the files. Before that these are compared with their digests: ranks that see the same files hash each file
 once between them.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from opd.errors import CheckpointError, ModelError, OpdError, reason_of
 from opd.models.causal_lm import CausalLM, Unread, torch_device, torch_dtype
 from opd.models.hf_folder import MEND, adapter_base, check_folder, read_checksums, weight_files
-from opd.models.hf_weights import PeftAdapter, empty_module, merged, read_peft
+from opd.models.hf_weights import empty_module, merged, read_peft
 from opd.ranks import Ranks
 from opd.storage.files import check_files, file_state
 from opd.storage.tensors import TensorParts
@@ -41,7 +44,7 @@ def open_empty(path: str | Path, *, dtype: str = "float32", device: str | torch.
     check_folder(folder, digests=False)
     module = empty_module(folder, torch_dtype(dtype))
     parts, stored = _parts(adapter_base(folder) or folder), {}
-    for names, tensor in _own_tensors(module):
+    for names, tensor in own_tensors(module):
         found = [name for name in names if name in parts and parts.shape(name) == tuple(tensor.shape)]
         if not found:
             return CausalLM.from_pretrained(folder, dtype=dtype, device=device)
@@ -69,13 +72,45 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@torch.no_grad()
-def fill(model: CausalLM, ranks: Ranks) -> None:
-    """Read this rank's share of the weights of `model`, which `open_empty` gave and FSDP2 has cut; all
-    `ranks` call it together. In memory are the share and, where the files have another dtype, a few MiB.
+class Stored:
+    """The weights that a model lacks, as its folder has them; where that is an adapter's, merged with it.
+
+    Of a tensor, named by all its names in the module, it gives the part that is asked for and reads no more.
+    """
+
+    def __init__(self, unread: Unread) -> None:
+        base = adapter_base(unread.folder)
+        self._names = unread.stored
+        self._parts = _parts(base or unread.folder)
+        self._adapter = None if base is None else read_peft(unread.folder)
+
+    def read(self, names: Sequence[str], width: int, first: int, into: Tensor) -> None:
+        """Fill `into` (contiguous) with elements from number `first` on, in row-major order; rows of the
+        tensor have `width` elements.
+        """
+        self._parts.read(self._names[names[0]], first, into)
+        for name in names if self._adapter is not None else ():
+            self._add(name, width, first, into.view(-1))
+
+    def _add(self, name: str, width: int, first: int, into: Tensor) -> None:
+        adapter = self._adapter
+        if adapter is None or name not in adapter.pairs or not into.numel():
+            return
+        row, begin = divmod(first, width)
+        stop = -(-(first + into.numel()) // width)
+        a, b = (part.to(into.device) for part in adapter.pairs[name])
+        rows = into.new_zeros(stop - row, width)  # a part may begin and end within a row
+        part = rows.view(-1)[begin : begin + into.numel()]
+        part.copy_(into)
+        into.copy_(merged(rows, a, b[row:stop], adapter.scaling).view(-1)[begin : begin + into.numel()])
+
+
+def read_together(model: CausalLM, ranks: Ranks, read: Callable[[Stored], None]) -> None:
+    """`read` this rank's share of the weights of `model`, which `open_empty` gave, after its folder's files
+    were compared with their digests; all `ranks` call it together.
 
     Raises on every rank what one has met: `CheckpointError` for a file that is not what its folder says, or
-    `ModelError` for a share that there is no memory for.
+    that changes meanwhile.
     """
     unread = model.unread
     assert unread is not None
@@ -85,48 +120,70 @@ def fill(model: CausalLM, ranks: Ranks) -> None:
     before = {name: file_state(folder / name) for name in known}
     compare_together(ranks, folder, known, MEND, CheckpointError)
 
-    def read() -> None:
-        _read(model.module, unread, ranks.rank)
+    def unchanged() -> None:
+        read(Stored(unread))
         changed = [name for name, state in before.items() if file_state(folder / name) != state]
         if changed:
             raise CheckpointError(
                 f"{folder / changed[0]} changed while it was read; start again once nobody writes it."
             )
 
-    ranks.agreed(read, "the weights of a model")
+    ranks.agreed(unchanged, "the weights of a model")
     model.filled()
 
 
-def _read(module: nn.Module, unread: Unread, rank: int) -> None:
-    missing = {names[0] for names, tensor in _own_tensors(module) if tensor.is_meta}
+@torch.no_grad()
+def fill(model: CausalLM, ranks: Ranks) -> None:
+    """`read_together` of a model that FSDP2 has cut. In memory are the share and, where the files have
+    another dtype, a few MiB. Raises `ModelError` too, for a share that there is no memory for.
+    """
+    unread = model.unread
+    assert unread is not None
+    empty = {names[0] for names, tensor in own_tensors(model.module) if tensor.is_meta}
+
+    def read(stored: Stored) -> None:
+        nbytes = sum(local_part(tensor)[0].nbytes for _, tensor in own_tensors(model.module))
+        with _room_for_share(unread.folder, ranks.rank, nbytes):
+            _make_room(model.module, unread.device)
+        for names, tensor in own_tensors(model.module):
+            if names[0] in empty or not isinstance(tensor, nn.Parameter):  # others were made since
+                local, start = local_part(tensor)
+                stored.read(names, width_of(tensor.shape), start, local)
+
+    read_together(model, ranks, read)
+
+
+def width_of(shape: Sequence[int]) -> int:
+    """Elements in a row of a tensor."""
+    return math.prod(shape[1:])
+
+
+@contextmanager
+def _room_for_share(folder: Path, rank: int, nbytes: int) -> Iterator[None]:
+    """Around the taking of memory for `nbytes`: `ModelError` where there is not so much."""
     try:
-        _make_room(module, unread.device)
+        yield
     except (RuntimeError, MemoryError) as error:
         if "allocate" not in str(error) and not isinstance(error, MemoryError):
             raise
-        nbytes = sum(local_part(tensor)[0].nbytes for _, tensor in _own_tensors(module))
         raise ModelError(
-            f"rank {rank} has no memory for its share of {unread.folder}, {nbytes} bytes of weights"
+            f"rank {rank} has no memory for its share of {folder}, {nbytes} bytes"
             f" ({reason_of(error)[-120:]}); start more ranks, or free some memory."
         ) from error
-    base = adapter_base(unread.folder)
-    parts = _parts(base or unread.folder)
-    adapter = None if base is None else read_peft(unread.folder)
-    for names, tensor in _own_tensors(module):
-        if names[0] not in missing and isinstance(tensor, nn.Parameter):
-            continue  # made since: an adapter, a head of values
-        local, start = local_part(tensor)
-        parts.read(unread.stored[names[0]], start, local)
-        if adapter is not None:
-            for name in names:
-                _add(adapter, name, local, start // (tensor.numel() // max(1, tensor.shape[0])))
 
 
-def _add(adapter: PeftAdapter, name: str, rows: Tensor, first: int) -> None:
-    """Merge into `rows` of the weight `name`, from row `first` on, what `adapter` has for it."""
-    if name in adapter.pairs:
-        a, b = (part.to(rows.device) for part in adapter.pairs[name])
-        rows.copy_(merged(rows, a, b[first : first + len(rows)], adapter.scaling))
+def need_room(model: CausalLM, ranks: Ranks, numbers: int, each: int) -> None:
+    """Raise `ModelError` on all ranks where one has no memory for its `numbers` of the weights, of which each
+    takes `each` bytes with all that is kept of it.
+    """
+    unread = model.unread
+    assert unread is not None
+
+    def ask() -> None:
+        with _room_for_share(unread.folder, ranks.rank, numbers * each):
+            torch.empty(numbers * each, dtype=torch.uint8, device=unread.device)
+
+    ranks.agreed(ask, "the memory for a model")
 
 
 def put_in_file(model: CausalLM, folder: Path) -> None:
@@ -136,38 +193,47 @@ def put_in_file(model: CausalLM, folder: Path) -> None:
     """
     with tempfile.TemporaryFile(dir=folder) as file:
 
-        def room(old: Tensor) -> Tensor:
+        def room(old: nn.Parameter) -> nn.Parameter:
             begin, size = os.fstat(file.fileno()).st_size, max(1, old.nbytes)
             size += -size % mmap.ALLOCATIONGRANULARITY
             # A page that the disk has no room for when it is written ends the process; this is an error.
             os.posix_fallocate(file.fileno(), begin, size)
             # Each is mapped by itself: of tensors in one storage a copy is made when they are written.
             pages = torch.frombuffer(mmap.mmap(file.fileno(), size, offset=begin), dtype=torch.uint8)
-            return pages[: old.nbytes].view(old.dtype).view(old.shape)
+            found = pages[: old.nbytes].view(old.dtype).view(old.shape)
+            return nn.Parameter(found, requires_grad=old.requires_grad)
 
-        _make_room(model.module, torch.device("cpu"), room)
+        replace_empty(model.module, torch.device("cpu"), room)
     model.filled()
 
 
-def _make_room(
-    module: nn.Module, device: torch.device, make: Callable[[Tensor], Tensor] | None = None
+def _make_room(module: nn.Module, device: torch.device) -> None:
+    """Give every parameter that is still on the meta device memory on `device`."""
+
+    def room(old: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+
+    replace_empty(module, device, room)
+
+
+def replace_empty(
+    module: nn.Module, device: torch.device, make: Callable[[nn.Parameter], nn.Parameter]
 ) -> None:
-    """Give every parameter that is still on the meta device memory on `device`, or what `make` gives for it;
-    tied ones stay tied.
+    """Put what `make` gives in place of every parameter that is still on the meta device, one after another,
+    and buffers on `device`; tied parameters stay tied.
     """
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, old in part.named_parameters(recurse=False):
             if old.is_meta:
                 if id(old) not in made:
-                    room = torch.empty_like(old, device=device) if make is None else make(old)
-                    made[id(old)] = nn.Parameter(room, requires_grad=old.requires_grad)
+                    made[id(old)] = make(old)
                 part._parameters[name] = made[id(old)]
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = buffer.to(device)
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+def own_tensors(module: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     """Every tensor of the state with all its names as a folder has them; tied ones once."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}

@@ -112,13 +112,14 @@ class StaticRunner(Runner):
     def __init__(
         self,
         model: CausalLM,
+        vocab_size: int | None = None,
         *,
         lean: bool | None = None,
         positions: int | None = None,
         captures: bool = True,
     ) -> None:
         """`captures`: whether steps become graphs; the numbers are the same. The others as of `Runner`."""
-        super().__init__(model, lean=lean, positions=positions)
+        super().__init__(model, vocab_size, lean=lean, positions=positions)
         self.captures = captures
         self.graphs = Graphs(model.device, captures)
         self.buffers: Buffers | None = None
@@ -148,9 +149,10 @@ class StaticRunner(Runner):
         self.graphs.run(("forward", count, window), step)
         return buffers.hidden[:rows]
 
-    def draw(self, head: Head, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
+    def draw(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
         """As `Runner.draw`; what `decode` has returned is where it should be."""
-        size, buffers = len(hidden), self._room()
+        size, buffers, head = len(hidden), self._room(), self.head
+        assert head is not None  # nobody decodes asleep
         if hidden.data_ptr() != buffers.hidden.data_ptr():
             buffers.hidden[:size].copy_(hidden)
         count, host = self._rounded(size), buffers.host_settings
@@ -188,8 +190,8 @@ class StaticRunner(Runner):
     def _places(self) -> list[int]:
         """Where the weights lie that a decode step reads."""
         module = self.model.module
-        own = [x.data_ptr() for x in (*module.parameters(), *module.buffers())]
-        return own + ([] if self.lean is None else self.lean.addresses())
+        own = [*module.parameters(), *module.buffers(), *([] if self.lean is None else self.lean.tensors())]
+        return [x.data_ptr() for x in own]
 
     def _step(self, buffers: Buffers, span: Span) -> None:
         ids, positions = buffers.tokens[:, : span.rows]

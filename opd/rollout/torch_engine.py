@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from opd.config.train import DecodeConfig
 from opd.errors import RolloutError
-from opd.kernels.head import Head
-from opd.kernels.projection import wide_product
 from opd.models.causal_lm import CausalLM, WeightsDigest
 from opd.models.hf_folder import positions_of
 from opd.rollout.batch import Limits, RunningBatch, queue_requests
@@ -58,7 +55,6 @@ class TorchEngine(Streaming):
                 f" {max_sequence}."
             )
         self.model = model
-        self._vocab_size = vocab_size
         self._max_running = max_running
         trained, settings = positions_of(model.config), settings or DecodeConfig()
         token_bytes = model.kv_numbers * model.dtype.itemsize
@@ -71,8 +67,7 @@ class TorchEngine(Streaming):
         runner = Runner
         if model.device.type == "cuda":
             runner = partial(StaticRunner, captures=settings.cuda_graphs)
-        self._runner: Runner = runner(model, lean=lean, positions=self._limits.positions)
-        self._head = self._decode_head()
+        self._runner: Runner = runner(model, vocab_size, lean=lean, positions=self._limits.positions)
         self._version = version
         self.chunk_seconds = 0.0
         """Tokens are handed out together that are decoded in less; a single decode step may take longer."""
@@ -183,19 +178,22 @@ class TorchEngine(Streaming):
                 f"the policy version must grow, but {version} was given while the engine holds"
                 f" {self._version}."
             )
+        asleep = self._runner.head is None
         try:
             self.model.load_weights(weights, held := WeightsDigest(quick=True))
+            asleep = False
         finally:
             # Even a refused tensor leaves those before it copied: nothing computed earlier is valid any more.
-            self._runner.refresh()
+            self._runner.sleep() if asleep else self._runner.refresh()
             self.saved.clear()
-            self._head = self._decode_head()
             self._cached = 0
         self._version = version
         return held.hex()
 
     def resume(self) -> None:
-        """Continue sampling."""
+        """Continue sampling. Raises `RolloutError` while it sleeps."""
+        if self._runner.head is None:
+            raise RolloutError("the engine sleeps and holds no weights; call update_weights() to wake it.")
         self._paused = False
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -238,19 +236,22 @@ class TorchEngine(Streaming):
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def sleep(self) -> None:
+        """`pause` and `release`, and give the weights' memory back, too, until `update_weights`."""
+        self.pause()
+        self.release()
+        self._runner.sleep()
+
+    def resident(self) -> dict[str, int]:
+        """Bytes of weights, as they are and as decode lays them out, and of keys and values."""
+        return self._runner.resident()
+
     def _check_paused(self, verb: str) -> None:
         if not self._paused:
             raise RolloutError(f"requests are being decoded; call pause() before {verb}().")
 
     def _origin(self) -> Origin:
         return Origin(self.model.digest(), self._version, self._runner.lean is not None)
-
-    def _decode_head(self) -> Head:
-        """The model's head, in float32 where `Head.logits` would convert 16-bit weights at every step."""
-        head = self.model.head(self._vocab_size)
-        if head.weight.dtype not in (torch.float16, torch.bfloat16) or wide_product(head.weight, head.weight):
-            return head
-        return replace(head, weight=head.weight.detach()[: head.vocabulary].float(), vocab_size=None)
 
     def _make_room(self) -> None:
         """Lay slots and cache out for those that have come: for them alone, or beside what is running."""
@@ -268,7 +269,7 @@ class TorchEngine(Streaming):
     def _decode(self) -> Chunk:
         """One token for every running request."""
         self._batch.admit(self._queue, self._limits.positions)
-        ids, logprobs = self._runner.draw(self._head, self._forward(), self._batch)
+        ids, logprobs = self._runner.draw(self._forward(), self._batch)
         check_finite(logprobs)
         return self._commit(ids, logprobs)
 

@@ -20,11 +20,12 @@ from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import CheckpointError, TrainingError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
-from opd.models.causal_lm import CausalLM, weights_digest
+from opd.models.causal_lm import CausalLM, held_bytes, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
 from opd.ranks import Ranks
-from opd.storage.tensors import Piece
+from opd.storage.tensors import Piece, shape_of
+from opd.train.offload import Shelf
 from opd.train.packing import PerSample, Shares, of_packed, pack, pieces
 from opd.train.plan import CostModel
 from opd.train.terms import LossTerm, MetricSums, StudentRows, linear_logprobs, shares
@@ -76,6 +77,7 @@ def update(backend: Backend, optimizer: torch.optim.Optimizer, norm: float, lr: 
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
+    backend.measured()  # all there is to a step
     backend.zero_grad()
     return {"lr": lr, "grad_norm": norm}
 
@@ -134,14 +136,23 @@ def state_of(parameter: Tensor, fields: Mapping[str, Tensor]) -> dict[str, Tenso
     }
 
 
-def check_names(saved: Iterable[str], own: Iterable[str], model: str) -> None:
-    """`CheckpointError` unless a checkpoint has `saved` exactly the tensors `model` owns."""
-    different = sorted(set(saved) ^ set(own))
+def check_tensors(saved: Mapping[str, Tensor], own: Mapping[str, Sequence[int]], model: str) -> None:
+    """`CheckpointError` unless a checkpoint has `saved` exactly the tensors that `model` has, in the shapes
+    `own`.
+    """
+    shapes = {name: shape_of(saved, name) for name in saved}
+    different = sorted(name for name in saved.keys() | own.keys() if shapes.get(name) != own.get(name))
     if different:
         raise CheckpointError(
             f"the checkpoint and {model} do not have the same tensors, {different[0]} among them; resume with"
             " the recipe the run was started with."
         )
+
+
+def moments_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """The shapes of what AdamW keeps of parameters of these `shapes`, all of which have been updated."""
+    fields = {f"{name}/{key}": shape for name, shape in shapes.items() for key in MOMENTS}
+    return fields | {f"{name}/step": () for name in shapes}
 
 
 Read = Callable[[Sequence[Sequence[int]]], Iterable[RolloutBatch]]
@@ -160,6 +171,8 @@ class Training:
     """Sampling temperature; every log-probability is taken at it."""
     terms: Sequence[LossTerm]
     """The streams of the loss."""
+    shelf: Shelf | None = None
+    """Where what learns is put while others use the device; `None`: it stays."""
 
 
 def cost_of(model: CausalLM) -> CostModel:
@@ -201,6 +214,8 @@ class Backend(ABC):
         self.max_tokens = training.batch.max_tokens
         """Packed tokens of a micro-batch, at most, but for one sample that has more."""
         self._batch = training.batch
+        self.measured: Callable[[], object] = lambda: None
+        """Called when most of the memory of a step is held."""
 
     @property
     @abstractmethod
@@ -261,6 +276,20 @@ class Backend(ABC):
         """Give back what outlives the object."""
         return
 
+    def resident(self) -> dict[str, int]:
+        """Bytes that weights, gradients and moments take now, of this rank; nothing where nobody knows."""
+        return {}
+
+    def rest(self, weights: bool = True) -> None:
+        """Put moments, and `weights`, away until they are used, where that is asked for. Raises `OSError` if
+        they cannot be written; nothing is lost by that.
+        """
+        return
+
+    def wake(self) -> None:
+        """Bring the weights back. Raises `CheckpointError` if they are not what was put away."""
+        return
+
     def mine(self, samples: Sequence[Sample]) -> list[Sample]:
         """Deal out the samples of a new step; returns those this rank scores and trains."""
         self.shares.deal(samples)
@@ -285,6 +314,7 @@ class Backend(ABC):
         """`[R]` float32 of samples that are this rank's: what `compute`, which uses `hidden` and `head`,
         makes of packs of them (see `of_packed`); `what` names it. All ranks call it together.
         """
+        self.wake()
         with self.data.collective(what):
             missing = self._missing_passes(samples)
             results = of_packed(
@@ -332,6 +362,7 @@ class Backend(ABC):
                 f"all {len(samples)} responses of this step are empty: there is nothing to learn from;"
                 " check the stop ids, the prompts and rollout.max_new_tokens."
             )
+        self.wake()
         sums = MetricSums()
         parts = self.shares.in_step(samples, self.max_tokens)
         self._trim()  # what rollout and teachers have left in pieces
@@ -344,6 +375,7 @@ class Backend(ABC):
             self.zero_grad()
             raise TrainingError(f"{error}; lower the learning rate or resume from a checkpoint.") from error
         self._trim()
+        self.measured()  # with the head that came last
         sums = self._everyones(sums)
         metrics = sums.means()
         for kind in ("token_share", "grad_share"):
@@ -460,6 +492,31 @@ class TorchBackend(WholeModelBackend):
         super().__init__(model, training, data)
         self._parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
         self._optimizer = adamw(self._parameters, training.optim)
+        self._shelf = training.shelf
+
+    def close(self) -> None:
+        if self._shelf is not None:
+            self._shelf.close()
+
+    def rest(self, weights: bool = True) -> None:
+        if self._shelf is not None:
+            states = self._optimizer.state.values()
+            self._shelf.put("moments", (moment for state in states for moment in state.values()))
+            if weights:
+                self._shelf.put("weights", self._own_weights())
+            self._trim()
+
+    def _own_weights(self) -> Iterable[Tensor]:
+        """Those that can be put away."""
+        return self.model.module.parameters()
+
+    def wake(self) -> None:
+        if self._shelf is not None:
+            self._shelf.take("weights")
+
+    def _wake_moments(self) -> None:
+        if self._shelf is not None:
+            self._shelf.take("moments")
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
@@ -469,30 +526,45 @@ class TorchBackend(WholeModelBackend):
 
         Raises `TrainingError` if the gradient is not finite; the weights are untouched then.
         """
-        return update(self, self._optimizer, self._clip(), lr)
+        norm = self._clip()
+        self._wake_moments()
+        return update(self, self._optimizer, norm, lr)
 
     def _clip(self) -> float:
         """The global norm of the gradient, which is scaled down to the limit."""
         return float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
 
+    def resident(self) -> dict[str, int]:
+        module = self.model.module
+        gradients = (p.grad for p in self._parameters.values() if p.grad is not None)
+        return {
+            "trainer_weights": held_bytes((*module.parameters(), *module.buffers())),
+            "trainer_gradients": held_bytes(gradients),
+            "trainer_moments": held_bytes(m for s in self._optimizer.state.values() for m in s.values()),
+        }
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the student, in a fixed order."""
+        self.wake()
         return self.model.weights()
 
     def state(self) -> State:
-        return {
-            "model": {n: t.detach().to("cpu", copy=True) for n, t in self.weights()},
-            "optimizer": {n: t.detach().to("cpu", copy=True) for n, t in self._moments()},
-        }
+        model = {n: t.detach().to("cpu", copy=True) for n, t in self.weights()}
+        self.rest()  # where they leave the device, both need not be there at once
+        moments = {n: t.detach().to("cpu", copy=True) for n, t in self._moments()}
+        return {"model": model, "optimizer": moments}
 
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
         """What the optimiser keeps of each parameter, as `NAME/FIELD`."""
+        self._wake_moments()
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 yield f"{name}/{key}", value
 
     def load_state(self, state: Saved) -> None:
         by_name = optimizer_fields(state["optimizer"], self._parameters)
+        self.wake()
+        self._wake_moments()
         self.model.load_weights(state["model"].items())
         for name, fields in by_name.items():
             parameter = self._parameters[name]

@@ -49,7 +49,8 @@ def open_backend(
         else:
             _refuse(train, training.batch)
             stack.enter_context(process_group())
-            model = load("float32" if mixed else None, empty=train.backend == "torch")
+            shared = train.backend != "deepspeed" or train.zero_stage == 3
+            model = load("float32" if mixed else None, empty=shared)
             compute = torch_dtype(dtype) if mixed else None
             backend = _on_ranks(model, train, training, ranks, compute)
         stack.callback(backend.close)

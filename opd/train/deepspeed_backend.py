@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opd.config.train import TrainConfig
 from opd.errors import MissingExtraError
 from opd.models.causal_lm import CausalLM
+from opd.models.sharded import Stored, need_room, own_tensors, read_together, replace_empty, width_of
 from opd.ranks import Ranks
+from opd.storage.tensors import Piece, copied, part_of
 from opd.train.backend import (
     MOMENTS,
     Saved,
@@ -27,11 +30,12 @@ from opd.train.backend import (
     Training,
     WholeModelBackend,
     adamw,
-    check_names,
+    check_tensors,
+    moments_of,
     not_finite,
     optimizer_fields,
 )
-from opd.train.fsdp_backend import Root
+from opd.train.fsdp_backend import Root, layers_of
 
 
 def deepspeed_library() -> ModuleType:
@@ -55,7 +59,9 @@ def deepspeed_library() -> ModuleType:
 
 
 class DeepSpeedBackend(WholeModelBackend):
-    """The back end on a DeepSpeed engine. Checkpoints hold whole tensors, which any back end reads.
+    """The back end on a DeepSpeed engine, of whose weights and moments each rank writes its own pieces.
+
+    With stage 3 the model may lack its weights: it is cut before it has any, and each rank reads its share.
 
     Args:
         model: The student; trained in place.
@@ -77,35 +83,105 @@ class DeepSpeedBackend(WholeModelBackend):
     ) -> None:
         super().__init__(model, training, data)
         self._device = model.device
-        self._parameters = dict(model.module.named_parameters())
         self._library = deepspeed_library()
         self._stage = train.zero_stage
-        optimizer = adamw(self._parameters, training.optim, fused=False)
-        self._engine = self._start(optimizer, train.deepspeed, compute_dtype)
+        config = self._settings(train.deepspeed, compute_dtype)
+        empty = {names[0] for names, tensor in own_tensors(model.module) if tensor.is_meta}
+        if empty:
+            self._cut(config, compute_dtype)
+        self._parameters = dict(model.module.named_parameters())
+        # DeepSpeed rounds them to the layers' dtype before it makes its own copies in float32.
+        begin = {} if empty or compute_dtype is None else {n: p.detach() for n, p in self._parameters.items()}
+        self._engine = self._start(adamw(self._parameters, training.optim, fused=False), config)
+        for name in begin:
+            self._put(self._parameters[name], None, partial(part_of, begin, name))
+        if empty:
+            self._fill(empty)
 
-    def _start(
-        self, optimizer: torch.optim.Optimizer, more: dict[str, Any], compute_dtype: torch.dtype | None
-    ) -> Any:
-        os.environ.setdefault("LOCAL_RANK", "0")
-        root = Root(self.model.module)
-        config = {
+    def _settings(self, more: dict[str, Any], compute_dtype: torch.dtype | None) -> dict[str, Any]:
+        """DeepSpeed's configuration: what it gathers and sums at a time is bounded by the model's layers."""
+        module = self.model.module
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(self.model)]
+        largest = max(p.numel() for p in module.parameters())
+        # Beside the layer that computes, the next one; and what belongs to no layer.
+        live = 2 * max(layers) + sum(p.numel() for p in module.parameters()) - sum(layers)
+        bounds = {
+            "reduce_bucket_size": min(500_000_000, largest),
+            "stage3_prefetch_bucket_size": min(50_000_000, max(layers)),
+            "stage3_max_live_parameters": min(1_000_000_000, live),
+            "stage3_max_reuse_distance": min(1_000_000_000, live),
+        }
+        own = {
             "train_micro_batch_size_per_gpu": 1,  # passes are counted here, not there
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self._max_grad_norm,
-            "zero_optimization": more.get("zero_optimization", {}) | {"stage": self._stage},
+            "zero_optimization": bounds | more.get("zero_optimization", {}) | {"stage": self._stage},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": compute_dtype is torch.bfloat16},
             "fp16": {"enabled": compute_dtype is torch.float16},
             "steps_per_print": 2**31,
         }
+        return more | own
+
+    def _start(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+        os.environ.setdefault("LOCAL_RANK", "0")
+        root = Root(self.model.module)
         engine, *_ = self._library.initialize(
-            model=root, optimizer=optimizer, config=more | config, dist_init_required=False
+            model=root, optimizer=optimizer, config=config, dist_init_required=False
         )
         if self._stage == 3:
             # Used by the loss, outside of the forward of the module that owns them.
             for parameter in self.model.module.get_output_embeddings().parameters():
                 self._library.zero.register_external_parameter(root, parameter)
+            zero = engine.optimizer
+            pairs = zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True)
+            for own, layers in pairs:
+                # As DeepSpeed means to, but it compares a device with its name: one copy of equal weights.
+                if layers is not None and (own.dtype, own.device) == (layers.dtype, layers.device):
+                    own.data = layers.data
         return engine
+
+    def _cut(self, config: dict[str, Any], compute_dtype: torch.dtype | None) -> None:
+        """Give every parameter that is on the meta device this rank's part of it, as `zero.Init` does when a
+        module is built; what is in the parts is not set yet.
+        """
+        os.environ.setdefault("LOCAL_RANK", "0")
+        dtype = compute_dtype or self.model.dtype
+        share = sum(-(-p.numel() // self.data.size) for p in self.model.module.parameters())
+        # What layers read, DeepSpeed's own copy in float32, the gradient.
+        need_room(self.model, self.data, share, 2 * dtype.itemsize + 4)
+        # On the ranks there are: DeepSpeed would look for a launcher's.
+        self._library.init_distributed(dist_init_required=False)
+        init = self._library.zero.Init(config_dict_or_path=config)
+
+        def part(old: nn.Parameter) -> nn.Parameter:
+            # Whole, but its memory is not touched: of the part alone it becomes resident.
+            new: Any = nn.Parameter(
+                torch.empty_like(old, device=self._device, dtype=dtype), requires_grad=old.requires_grad
+            )
+            # `Init` would send the first rank's, which hold nothing, to the others before.
+            init._convert_to_deepspeed_param(new)
+            new.partition()
+            return new
+
+        replace_empty(self.model.module, self._device, part)
+
+    @torch.no_grad()
+    def _fill(self, empty: Collection[str]) -> None:
+        """Read this rank's share of the tensors that were `empty`, and check the model."""
+
+        def read(stored: Stored) -> None:
+            for names, tensor in own_tensors(self.model.module):
+                if not isinstance(tensor, nn.Parameter):
+                    stored.read(names, width_of(tensor.shape), 0, tensor)
+                elif names[0] in empty:
+                    width = width_of(_shape(tensor))
+                    self._put(tensor, None, partial(stored.read, names, width))
+
+        read_together(self.model, self.data, read)
+        self._hand_over()
+        with self.data.naming_the_lost("the first pass of a model"):
+            self._engine(self.model.check)
 
     @property
     def device(self) -> torch.device:
@@ -150,51 +226,105 @@ class DeepSpeedBackend(WholeModelBackend):
             return parameter.detach().clone()
 
     def state(self) -> State:
-        """On the first rank the files `model` and `optimizer`, with whole tensors; elsewhere nothing."""
-        utils = self._library.utils
-        model: dict[str, Tensor] = {}
-        optimizer: dict[str, Tensor] = {}
+        """This rank's pieces of the float32 weights and of the moments; the first has what all ranks have
+        whole, too.
+        """
+        model: dict[str, Tensor | Piece] = {}
+        optimizer: dict[str, Tensor | Piece] = {}
         steps = [state["step"] for state in self._engine.optimizer.optimizer.state.values()]
         for name, tensor in self.model.weights():
             parameter = self._parameters.get(name)
-            self._keep(
-                model, name, tensor if parameter is None else utils.safe_get_full_fp32_param(parameter)
-            )
-            if not steps or parameter is None:
+            if parameter is None:
+                if self.data.main:
+                    model[name] = tensor.to("cpu", copy=True)
                 continue
-            for key in MOMENTS:
-                self._keep(optimizer, f"{name}/{key}", utils.safe_get_full_optimizer_state(parameter, key))
-            self._keep(optimizer, f"{name}/step", torch.as_tensor(steps[0], dtype=torch.float32))
-        return {"model": model, "optimizer": optimizer} if self.data.main else {}
+            self._keep(model, name, parameter, None)
+            for key in MOMENTS if steps else ():
+                self._keep(optimizer, f"{name}/{key}", parameter, key)
+            if steps and self.data.main:
+                optimizer[f"{name}/step"] = torch.as_tensor(steps[0], dtype=torch.float32).clone()
+        return {"model": model, "optimizer": optimizer}
 
-    def _keep(self, kept: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-        if self.data.main:
-            kept[name] = tensor.detach().to("cpu", copy=True)
+    def _keep(
+        self, kept: dict[str, Tensor | Piece], name: str, parameter: nn.Parameter, key: str | None
+    ) -> None:
+        first, count = self._share(parameter)
+        if count:
+            kept[name] = copied(self._own(parameter, key)[:count], _shape(parameter), first)
+
+    def _share(self, parameter: Any) -> tuple[int, int]:
+        """Of `parameter` the number of the first element, in row-major order, that this rank updates, and how
+        many these are.
+        """
+        if self._stage == 3:
+            each = parameter.ds_tensor.ds_numel  # the last rank's may be partly padding
+            first = min(parameter.ds_zero_partition_rank * each, parameter.ds_numel)
+            return first, min(each, parameter.ds_numel - first)
+        mapping = parameter._hp_mapping
+        return (
+            (0, 0)
+            if mapping is None
+            else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+        )
+
+    def _own(self, parameter: Any, key: str | None) -> Tensor:
+        """[n] float32 of this rank's share: the weights, or the moment `key`; padding may follow."""
+        if self._stage < 3:
+            return parameter._hp_mapping.get_hp_fragment(key).view(-1)
+        utils = self._library.utils
+        if key is None:
+            return utils.safe_get_local_fp32_param(parameter)
+        return utils.safe_get_local_optimizer_state(parameter, key)
+
+    @torch.no_grad()
+    def _put(self, parameter: Any, key: str | None, read: Callable[[int, Tensor], None]) -> None:
+        """Set this rank's share of the weights, or of the moment `key`, to what `read(first, into)` reads."""
+        first, count = self._share(parameter)
+        if not count:
+            return
+        if self._stage < 3:
+            read(first, self._own(parameter, key))
+            return
+        utils = self._library.utils
+        values = torch.zeros(parameter.ds_tensor.ds_numel, dtype=torch.float32, device=self._device)
+        read(first, values[:count])
+        if key is None:
+            utils.safe_set_local_fp32_param(parameter, values)
+        else:
+            utils.safe_set_local_optimizer_state(parameter, values, key)
 
     @torch.no_grad()
     def load_state(self, state: Saved) -> None:
-        fields = optimizer_fields(state["optimizer"], self._parameters)
-        self._load_weights(state["model"])
-        if not fields:
-            return
-        self._make_moments(next(iter(fields.values()))["step"])
-        for name, values in fields.items():
+        saved, moments = state["model"], state["optimizer"]
+        fields = optimizer_fields(moments, self._parameters)
+        own = {name: _shape(self._parameters.get(name, tensor)) for name, tensor in self.model.weights()}
+        check_tensors(saved, own, type(self.model.module).__name__)
+        check_tensors(moments, moments_of({name: own[name] for name in fields}), "the optimiser of this run")
+        for name, tensor in self.model.weights():
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                tensor.copy_(saved[name])
+                continue
+            self._put(parameter, None, partial(part_of, saved, name))
+            if self._stage < 3:  # of which every rank has all weights
+                parameter.copy_(saved[name])
+        self._hand_over()
+        if fields:
+            self._make_moments(next(iter(fields.values()))["step"])
+        for name in fields:
             for key in MOMENTS:
-                value = values[key].to(self._device, torch.float32)
-                self._library.utils.safe_set_full_optimizer_state(self._parameters[name], value, key)
+                self._put(self._parameters[name], key, partial(part_of, moments, f"{name}/{key}"))
 
-    def _load_weights(self, saved: Mapping[str, Tensor]) -> None:
-        own = {name for name, _ in self.model.weights()}
-        check_names(saved, own, type(self.model.module).__name__)
-        for name, parameter in self._parameters.items():
-            value = saved[name].to(self._device)
-            if self._stage == 3:
-                with self._library.zero.GatheredParameters([parameter], modifier_rank=0):
-                    if self.data.main:
-                        parameter.copy_(value)
-            else:
-                parameter.copy_(value)
-            self._library.utils.safe_set_full_fp32_param(parameter, value.float())
+    def _hand_over(self) -> None:
+        """Give layers the weights that the optimiser holds now, as DeepSpeed does after a step."""
+        if self._stage < 3:
+            return
+        zero = self._engine.optimizer
+        zero._partition_all_parameters()
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def _make_moments(self, step: Tensor) -> None:
         """AdamW's state before its first step, for the values of a checkpoint."""
@@ -210,3 +340,8 @@ class DeepSpeedBackend(WholeModelBackend):
         self._engine.destroy()
         # It would use the groups it has noted for the next stage too, whose process group is another.
         self._library.utils.groups._release_process_group_references()
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Of all of a tensor; what a rank has of one that ZeRO-3 has cut has another."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))

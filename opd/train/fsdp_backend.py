@@ -22,7 +22,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
 from opd.models.sharded import fill, local_part, whole
 from opd.ranks import Ranks
-from opd.storage.tensors import Piece, part_of, shape_of
+from opd.storage.tensors import Piece, copied, part_of, shape_of
 from opd.train.backend import Saved, State, TorchBackend, Training, cost_of, optimizer_fields, state_of
 from opd.train.packing import Shares
 from opd.train.terms import MetricSums, linear_logprobs
@@ -91,6 +91,9 @@ class FSDPBackend(TorchBackend):
         assert isinstance(self._root, FSDPModule)  # which `fully_shard` has made it
         self._root.reshard()
 
+    def _own_weights(self) -> Iterable[Tensor]:
+        return ()  # FSDP2 knows where its parts lie
+
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
         return self._root(compute)
 
@@ -118,14 +121,8 @@ class FSDPBackend(TorchBackend):
         found: dict[str, Tensor | Piece] = {}
         for name, tensor in tensors:
             local, first = local_part(tensor.detach())
-            if not isinstance(tensor, DTensor):
-                if self._sharding.main:
-                    found[name] = local.to("cpu", copy=True)
-            elif local.shape == tensor.shape:
-                found[name] = local.to("cpu", copy=True)
-            elif local.numel():
-                values = local.reshape(-1).to("cpu", copy=True)
-                found[name] = Piece(values, tuple(tensor.shape), first)
+            if local.numel() if isinstance(tensor, DTensor) else self._sharding.main:
+                found[name] = copied(local, tensor.shape, first)
         return found
 
     @torch.no_grad()

@@ -24,10 +24,24 @@ from opd.config.train import OptimConfig, TrainConfig
 from opd.errors import ConfigError, ModelError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
-from opd.megatron.form import HEAD, MegatronForm, from_megatron, head_shard, pieces, to_megatron
+from opd.megatron.form import (
+    HEAD,
+    Cut,
+    Elements,
+    MegatronForm,
+    Piece,
+    assemble,
+    head_shard,
+    parts_of,
+    pieces,
+    read_elements,
+)
 from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, model_parallel
 from opd.models.causal_lm import CausalLM
+from opd.models.sharded import Stored, need_room, read_together, width_of
 from opd.ranks import Ranks
+from opd.storage.tensors import Piece as TensorPiece
+from opd.storage.tensors import copied, part_of
 from opd.train.backend import (
     MOMENTS,
     Backend,
@@ -35,17 +49,14 @@ from opd.train.backend import (
     State,
     Training,
     adamw,
-    check_names,
+    check_tensors,
+    moments_of,
     not_finite,
     optimizer_fields,
 )
 
 WEIGHT = "param"
 """The field that holds the weights in the optimiser's own precision."""
-
-Fields = dict[str, dict[str, Tensor]]
-"""`WEIGHT` and, after a first step, the moments: each by Megatron-Core's names of the parameters, in float32,
-as large as the parameter is on this tensor-parallel rank."""
 
 
 class MegatronOptimizer(ABC):
@@ -63,12 +74,18 @@ class MegatronOptimizer(ABC):
         """Multiply the gradient of the last `norm` by `scale` and update the weights."""
 
     @abstractmethod
-    def fields(self) -> Fields:
-        """What a checkpoint needs; the data-parallel ranks call it together."""
+    def whole(self, name: str, key: str) -> Tensor:
+        """`WEIGHT`, in the optimiser's precision, or a moment of a parameter, as large as that is on this
+        tensor-parallel rank; the data-parallel ranks call it together.
+        """
 
     @abstractmethod
-    def load(self, fields: Fields, steps: int) -> None:
-        """Go on from `fields`, after `steps` updates. Weights of the model itself are not touched."""
+    def resume(self, steps: int) -> None:
+        """Go on after `steps` updates, once `put` has set all weights and, after any, moments."""
+
+    @abstractmethod
+    def put(self, name: str, key: str, value: Tensor) -> None:
+        """Set what `whole` gives. Weights of the model itself are not touched."""
 
     @abstractmethod
     def zero_grad(self) -> None:
@@ -122,21 +139,23 @@ class SlicedAdamW(MegatronOptimizer):
             if self._own[name] is not parameter:
                 parameter.copy_(self._own[name])
 
-    def fields(self) -> Fields:
-        found: Fields = {WEIGHT: {name: own.detach().float() for name, own in self._own.items()}}
-        states = {name: self._optimizer.state.get(own, {}) for name, own in self._own.items()}
-        if self.steps:
-            found |= {key: {name: state[key] for name, state in states.items()} for key in MOMENTS}
-        return found
+    def whole(self, name: str, key: str) -> Tensor:
+        own = self._own[name]
+        return own.detach() if key == WEIGHT else self._optimizer.state[own][key]
+
+    def resume(self, steps: int) -> None:
+        self.steps = steps
+        self._optimizer.state.clear()
+        for own in self._own.values() if steps else ():
+            self._optimizer.state[own] = {"step": torch.tensor(float(steps), device=own.device)}
 
     @torch.no_grad()
-    def load(self, fields: Fields, steps: int) -> None:
-        self.steps = steps
-        for name, own in self._own.items():
-            own.copy_(fields[WEIGHT][name])
-            if steps:
-                moments = {key: fields[key][name].to(own.device, own.dtype) for key in MOMENTS}
-                self._optimizer.state[own] = moments | {"step": torch.tensor(float(steps), device=own.device)}
+    def put(self, name: str, key: str, value: Tensor) -> None:
+        own = self._own[name]
+        if key == WEIGHT:
+            own.copy_(value)
+        else:
+            self._optimizer.state[own][key] = value.to(own.device, own.dtype)
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
@@ -184,37 +203,38 @@ class DistributedAdamW(MegatronOptimizer):
         self.steps += 1
 
     @torch.no_grad()
-    def fields(self) -> Fields:
-        found: Fields = {key: {} for key in (WEIGHT, *MOMENTS)[: None if self.steps else 1]}
-        for name, parameter in self._parameters.items():
-            mine = self._share(parameter)
-            for key, whole in found.items():
-                flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
-                if mine is not None:
-                    start, end, own = mine
-                    flat[start:end] = own if key == WEIGHT else self._inner.optimizer.state[own][key]
-                dist.all_reduce(flat, group=self._inner.data_parallel_group)
-                whole[name] = flat.view(parameter.shape)
-        return found
+    def whole(self, name: str, key: str) -> Tensor:
+        parameter = self._parameters[name]
+        flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
+        mine = self._share(parameter)
+        if mine is not None:
+            start, end, own = mine
+            flat[start:end] = own if key == WEIGHT else self._inner.optimizer.state[own][key]
+        dist.all_reduce(flat, group=self._inner.data_parallel_group)
+        return flat.view(parameter.shape)
 
-    @torch.no_grad()
-    def load(self, fields: Fields, steps: int) -> None:
+    def resume(self, steps: int) -> None:
         self.steps = steps
         inner = self._inner.optimizer
-        counts = isinstance(inner, torch.optim.AdamW)  # others count in the group
-        for name, parameter in self._parameters.items():
-            mine = self._share(parameter)
-            if mine is None:
-                continue
-            start, end, own = mine
-            own.copy_(fields[WEIGHT][name].view(-1)[start:end])
-            if steps:
-                inner.state[own] = {key: fields[key][name].view(-1)[start:end].to(own) for key in MOMENTS}
-            if steps and counts:
-                inner.state[own]["step"] = torch.tensor(float(steps))
-        if not counts:
+        inner.state.clear()
+        if not isinstance(inner, torch.optim.AdamW):  # others count in the group
             for group in inner.param_groups:
                 group["step"] = steps
+        elif steps:
+            for share in filter(None, map(self._share, self._parameters.values())):
+                inner.state[share[2]] = {"step": torch.tensor(float(steps))}
+
+    @torch.no_grad()
+    def put(self, name: str, key: str, value: Tensor) -> None:
+        mine = self._share(self._parameters[name])
+        if mine is None:
+            return
+        start, end, own = mine
+        part = value.view(-1)[start:end]
+        if key == WEIGHT:
+            own.copy_(part)
+        else:
+            self._inner.optimizer.state[own][key] = part.to(own, copy=True)
 
     def _share(self, parameter: nn.Parameter) -> tuple[int, int, Tensor] | None:
         """Which elements of `parameter` this rank updates, and its float32 copy of them."""
@@ -258,7 +278,8 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class MegatronBackend(Backend):
-    """The back end on Megatron-Core. Checkpoints hold whole Hugging Face tensors, which any back end reads.
+    """The back end on Megatron-Core. Each rank reads its slices of a model or checkpoint, and writes its
+    pieces of Hugging Face's tensors, which any back end reads.
 
     Args:
         model: The student as it begins; its weights are copied, it may be dropped.
@@ -283,6 +304,10 @@ class MegatronBackend(Backend):
         tensor_parallel = train.tensor_parallel
         distributed = _distributed(train, model.device)
         self._form = _form(model, tensor_parallel)
+        if model.unread is not None:
+            numbers = model.parameter_count // tensor_parallel
+            each = (compute_dtype or model.dtype).itemsize + (4 if compute_dtype is None else 8)
+            need_room(model, ranks, numbers, each)  # gradients are float32, and perhaps masters
         self._ranks, self._stack = ranks, ExitStack()
         self._group = self._stack.enter_context(model_parallel(tensor_parallel))
         # The ranks at this one's place in the other tensor-parallel groups have other samples.
@@ -290,7 +315,7 @@ class MegatronBackend(Backend):
         super().__init__(training, ranks.one_of(places, "data"), model)
         self._vocabulary = model.vocabulary
         self._device = model.device
-        self._order = [name for name, _ in model.weights()]
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.weights()}
         dtype = compute_dtype or model.dtype
         self._module = MegatronModule(self._form, self._group, dtype, model.device, trained=True)
         padding = model.module.get_input_embeddings().padding_idx
@@ -302,13 +327,15 @@ class MegatronBackend(Backend):
             rows = self._form.padded_vocabulary(tensor_parallel) // tensor_parallel
             shape = (rows, self._form.hidden_size)
             self._parameters[HEAD] = nn.Parameter(torch.empty(shape, dtype=dtype, device=model.device))
-        weights = dict(model.weights())
-        self._load(weights)
+        self._where = {cut.source: piece for piece in self._pieces(first=True) for cut in piece.cuts}
         self._max_grad_norm = training.optim.max_grad_norm
         self._buffers = self._data_parallel(distributed)
         self._keeps_float32 = compute_dtype is not None
         self._optimizer = self._open_optimizer(training.optim, distributed)
-        self._optimizer.load({WEIGHT: self._slices(weights)}, 0)
+        if model.unread is None:
+            self._take(partial(part_of, dict(model.weights())))
+        else:
+            read_together(model, ranks, self._read)
 
     def _open_optimizer(self, optim: OptimConfig, distributed: bool) -> MegatronOptimizer:
         cut = {piece.name: piece.split for piece in self._pieces()}
@@ -333,12 +360,10 @@ class MegatronBackend(Backend):
         with inside_megatron(self._device):
             return DistributedDataParallel(self._module.module.config, settings, whole)
 
-    def _pieces(self) -> list[Any]:
-        return [
-            piece
-            for piece in pieces(self._form, self._group.rank(), self._group.size())
-            if piece.name in self._parameters
-        ]
+    def _pieces(self, *, first: bool = False) -> list[Piece]:
+        """Of this rank's parameters, or of those of the `first` tensor-parallel rank."""
+        found = pieces(self._form, 0 if first else self._group.rank(), self._group.size())
+        return [piece for piece in found if piece.name in self._parameters]
 
     @property
     def device(self) -> torch.device:
@@ -389,60 +414,111 @@ class MegatronBackend(Backend):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the student by Hugging Face's names, whole, in the dtype it computes in; all ranks
-        walk together.
+        walk together, one tensor at a time.
         """
-        whole = self._whole({name: parameter.detach() for name, parameter in self._parameters.items()})
-        for name in self._order:
-            yield name, whole[name]
-
-    def _whole(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by Hugging Face's names, from every rank's slices."""
-        shards: list[dict[str, Tensor]] = [{} for _ in range(self._group.size())]
-        for name, tensor in mine.items():
-            parts = [torch.empty_like(tensor) for _ in shards]
-            dist.all_gather(parts, tensor.contiguous(), group=self._group)
-            for shard, part in zip(shards, parts, strict=True):
-                shard[name] = part
-        return from_megatron(self._form, shards)
-
-    def state(self) -> State:
-        """On the first rank the files `model` and `optimizer`, with whole tensors; elsewhere nothing."""
-        fields = self._optimizer.fields()
-        kept = fields.pop(WEIGHT)
-        model = self._whole(kept) if self._keeps_float32 else dict(self.weights())
-        optimizer: dict[str, Tensor] = {}
-        for key, values in fields.items():
-            optimizer |= {f"{name}/{key}": tensor for name, tensor in self._whole(values).items()}
-        if fields:
-            step = torch.tensor(float(self._optimizer.steps))
-            optimizer |= {f"{name}/step": step.clone() for name in self._order}
-        if not self._ranks.main:
-            return {}
-        files = {"model": model, "optimizer": optimizer}
-        return {
-            file: {n: t.to("cpu", copy=True).contiguous() for n, t in tensors.items()}
-            for file, tensors in files.items()
-        }
-
-    def load_state(self, state: Saved) -> None:
-        fields = optimizer_fields(state["optimizer"], dict.fromkeys(self._order))
-        check_names(state["model"], self._order, f"a {self._form.family} on Megatron-Core")
-        self._load(state["model"])
-        mine = {WEIGHT: self._slices(state["model"])}
-        if fields:
-            for key in MOMENTS:
-                mine[key] = self._slices({name: values[key] for name, values in fields.items()})
-        steps = int(next(iter(fields.values()))["step"]) if fields else 0
-        self._optimizer.load(mine, steps)
+        own = {piece.name: piece for piece in self._pieces()}
+        for name, shape in self._shapes.items():
+            yield name, self._gathered(name, own[self._where[name].name])[: shape[0]]
 
     @torch.no_grad()
-    def _load(self, weights: Mapping[str, Tensor]) -> None:
-        mine = self._slices(weights)
-        for name, parameter in self._parameters.items():
-            parameter.copy_(mine[name])
+    def _gathered(self, source: str, piece: Piece) -> Tensor:
+        """A whole tensor from every rank's part of it; rows of padding may follow."""
+        part, axis = self._parameters[piece.name].detach(), 0
+        if not piece.split:
+            return part
+        if piece.name not in (_EMBEDDING, HEAD):  # of which ranks have as many rows each, with their padding
+            cut, part = parts_of(piece, part)[source]
+            axis = cut.axis
+        parts = [torch.empty_like(part) for _ in range(self._group.size())]
+        dist.all_gather(parts, part.contiguous(), group=self._group)
+        return torch.cat(parts, dim=axis)
 
-    def _slices(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return to_megatron(self._form, weights, self._group.rank(), self._group.size())
+    @torch.no_grad()
+    def state(self) -> State:
+        """This rank's pieces of Hugging Face's tensors; the first has what all ranks have whole, too."""
+        files: dict[str, dict[str, Tensor | TensorPiece]] = {"model": {}, "optimizer": {}}
+        for piece in self._pieces():
+            for key in (WEIGHT, *MOMENTS) if self._optimizer.steps else (WEIGHT,):
+                values = self._optimizer.whole(piece.name, key)
+                if key == WEIGHT and not self._keeps_float32:
+                    values = values.to(self._parameters[piece.name].dtype)
+                for source, (cut, part) in parts_of(piece, values).items():
+                    if key == WEIGHT:
+                        self._keep(files["model"], source, piece, cut, part)
+                    else:
+                        self._keep(files["optimizer"], f"{source}/{key}", piece, cut, part)
+        if self._optimizer.steps and self._ranks.main:
+            step = torch.tensor(float(self._optimizer.steps))
+            files["optimizer"] |= {f"{name}/step": step.clone() for name in self._shapes}
+        return files
+
+    def _keep(
+        self, kept: dict[str, Tensor | TensorPiece], name: str, piece: Piece, cut: Cut, part: Tensor
+    ) -> None:
+        shape = self._shapes[cut.source]
+        if not piece.split:
+            if self._ranks.main:
+                kept[name] = part.to("cpu", copy=True)
+            return
+        rows, first = (part, cut.start) if cut.axis == 0 else self._own_rows(part)
+        # Data-parallel ranks have the same rows, and each writes a part of them.
+        flat, (low, high) = rows.reshape(-1), self._data_part(rows.numel())
+        if high > low:
+            kept[name] = copied(flat[low:high], shape, first * width_of(shape) + low)
+
+    def _data_part(self, count: int) -> tuple[int, int]:
+        """Of `count` elements that all data-parallel ranks have, those that this one writes."""
+        each = -(-count // self.data.size)
+        return min(self.data.rank * each, count), min((self.data.rank + 1) * each, count)
+
+    def _own_rows(self, columns: Tensor) -> tuple[Tensor, int]:
+        """This rank's rows of a tensor, of which all have `columns` [R, C / ranks]: a part
+        [r, C] that lies in one piece in the whole, and the number of its first row.
+        """
+        ranks, (rows, width) = self._group.size(), columns.shape
+        each = -(-rows // ranks)
+        sizes = [min(each, max(0, rows - rank * each)) for rank in range(ranks)]
+        mine = sizes[self._group.rank()]
+        found = columns.new_empty(ranks * mine, width)
+        dist.all_to_all_single(found, columns.contiguous(), [mine] * ranks, sizes, group=self._group)
+        return found.view(ranks, mine, width).transpose(0, 1).reshape(mine, -1), self._group.rank() * each
+
+    def load_state(self, state: Saved) -> None:
+        saved, moments = state["model"], state["optimizer"]
+        fields = optimizer_fields(moments, self._shapes)
+        check_tensors(saved, self._shapes, f"a {self._form.family} on Megatron-Core")
+        if not fields:
+            self._take(partial(part_of, saved))
+            return
+        check_tensors(moments, moments_of(self._shapes), "the optimiser of this run")
+        steps = int(next(iter(fields.values()))["step"])
+        self._take(partial(part_of, saved), partial(part_of, moments), steps)
+
+    def _read(self, stored: Stored) -> None:
+        def elements(name: str, first: int, into: Tensor) -> None:
+            stored.read([name], width_of(self._shapes[name]), first, into)
+
+        self._take(elements)
+
+    @torch.no_grad()
+    def _take(self, weights: Elements, moments: Elements | None = None, steps: int = 0) -> None:
+        """Read this rank's slices of weights and moments, a parameter at a time."""
+        self._optimizer.resume(steps)
+        for piece in self._pieces():
+            value = self._assembled(piece, weights)
+            self._parameters[piece.name].copy_(value)
+            self._optimizer.put(piece.name, WEIGHT, value)
+            if moments is not None:
+                for key in MOMENTS:
+                    self._optimizer.put(piece.name, key, self._assembled(piece, moments, f"/{key}"))
+
+    def _assembled(self, piece: Piece, elements: Elements, field: str = "") -> Tensor:
+        """[..] float32: a parameter from elements of Hugging Face's tensors, or from a `field` of them."""
+
+        def of_field(name: str, first: int, into: Tensor) -> None:
+            elements(name + field, first, into)
+
+        return assemble(piece, self._form, read_elements(self._shapes, of_field, self._device))
 
     def close(self) -> None:
         self._stack.close()

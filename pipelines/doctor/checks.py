@@ -219,7 +219,8 @@ def check_scorer(recipe: Recipe, name: str) -> list[Finding]:
     from opd.rewards.kinds import own_reward
 
     config = recipe.domains[name]
-    if own_reward(config) is None and config.source.endswith((".jsonl", ".parquet")):
+    own = config.environment is not None or own_reward(config) is not None
+    if config.is_file and not own:
         detail = f"{config.source} has no checker of its own; set domains.{name}.reward"
         return [Finding("error", f"domain {name}", detail)]
     return []
@@ -446,7 +447,10 @@ def check_rewards(
     """
     findings: list[Finding] = []
     for name, domain in domains.items():
-        if domain.train and (recipe.domains[name].reward is not None or domain.checker is not None):
+        config = recipe.domains[name]
+        if config.environment is not None:
+            continue  # what is scored is an episode
+        if domain.train and (config.reward is not None or domain.checker is not None):
             title = f"reward {name}" if written is None else f"reward {name}, the base"
             texts = None if written is None else written.get(name, ())
             findings += attempt(title, lambda d=domain, t=title, w=texts: _check_reward(recipe, d, t, w))

@@ -12,6 +12,7 @@ from opd.foreign import machine_memory
 from opd.pipelines.doctor.checks import Finding, existing_parent, unwritable
 from opd.pipelines.doctor.engine import engine_parts, on_cuda, token_bytes
 from opd.pipelines.doctor.models import Models, Shape
+from opd.pipelines.doctor.phases import by_phase, handed_over
 from opd.pipelines.stages.precision import (
     WIDTH,
     has_masters,
@@ -40,14 +41,45 @@ _PLACES = {
 _SMALLER = {_WEIGHTS: "lower runtime.weights_cache_mb", "hidden states": "lower storage.cache_mb"}
 """What makes room where one of these parts alone is too much."""
 
+_PUT_AWAY = ("weights", "AdamW", "critics")
 Parts = dict[str, int]
 """Bytes by what they are for."""
 
 
 def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts:
     """Bytes of each part of the stage that holds the most at once: the merge, what trains all weights of the
-    base, or the specialists that train side by side.
+    base, or the specialists that train side by side. With `runtime.offload` of its largest phase.
     """
+    offload, stages = recipe.runtime.offload, _stages(recipe, student, teachers)
+    if not (offload.engine or offload.trainer):
+        return max(stages, key=_total)
+    return max((held for stage in stages for held in by_phase(recipe, stage).values()), key=_total)
+
+
+def memory_by_phase(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> dict[str, Parts]:
+    """By phase of a step what the stage holds whose largest phase is the largest."""
+    stages = [by_phase(recipe, stage) for stage in _stages(recipe, student, teachers)]
+    return max(stages, key=lambda phases: max(map(_total, phases.values())))
+
+
+def told_by_phase(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> tuple[str, Parts]:
+    """The phases in words, with `runtime.offload` too where that changes something; and their bytes."""
+    sizes = {phase: _total(held) for phase, held in memory_by_phase(recipe, student, teachers).items()}
+    told = ", ".join(f"{phase} {readable(size)}" for phase, size in sizes.items())
+    other = handed_over(recipe)
+    if other is not None:
+        most = max(map(_total, memory_by_phase(other, student, teachers).values()))
+        told += f"; at most {readable(most)} with runtime.offload {_asked(other)}"
+        sizes["with offload"] = most
+    return told, sizes
+
+
+def _asked(recipe: Recipe) -> str:
+    given = recipe.runtime.offload.model_dump()
+    return "{" + ", ".join(f"{name}: true" for name, value in given.items() if value) + "}"
+
+
+def _stages(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> list[Parts]:
     width, lora = WIDTH[model_dtype(recipe)], recipe.model.lora is not None
     stages = [_training(recipe, student, recipe.distill.batch, lora) | _led(recipe, student, teachers)]
     if recipe.distill.prefixes == "student":
@@ -61,8 +93,7 @@ def memory_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) 
         stages.append(_training(recipe, student, recipe.base.batch, lora=False))
     for domain, sft in recipe.demonstrated().items():
         stages.append(_training(recipe, student, sft.batch, lora and bool(domain)))
-    stages += _grpo_stages(recipe, student, teachers)
-    return max(stages, key=_total)
+    return [*stages, *_grpo_stages(recipe, student, teachers)]
 
 
 def _total(parts: Parts) -> int:
@@ -279,6 +310,8 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
         parts["hidden states"] = _caches(recipe) * recipe.storage.cache_mb * _MIB
     if kept := _kept_weights(recipe, teachers, published):
         parts[_WEIGHTS] = kept
+    if recipe.runtime.offload.trainer and not on_cuda(recipe.model.device):
+        parts["what the trainer puts away"] = _put_away(recipe, student, teachers)
     if recipe.distill.prefixes == "teacher" and recipe.rollout.log is not None:
         parts["log of teachers' answers"] = answers_held(recipe)[1]
     if "off_policy" in methods and recipe.rollout.log is not None:
@@ -301,6 +334,15 @@ def _kept_weights(recipe: Recipe, teachers: Mapping[str, Shape], published: int)
             found[shape.digest] = max(found.get(shape.digest, 0), size)
     total = sum(found.values())
     return total if most is None else min(total, most * _MIB)
+
+
+def _put_away(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> int:
+    """Bytes of weights and moments that are elsewhere while the student writes, at most."""
+    sizes = [
+        _total(stage) - _total({name: size for name, size in stage.items() if name not in _PUT_AWAY})
+        for stage in _stages(recipe, student, teachers)
+    ]
+    return max(sizes)
 
 
 def _caches(recipe: Recipe) -> int:
@@ -408,12 +450,26 @@ def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Findi
     apart = [] if recipe.runtime.weights_cache is None else [_check_copies(recipe, disk.pop(_WEIGHTS, 0))]
     free, ranks = available_memory(recipe.model.device), recipe.train.ranks or 1
     shared = not on_cuda(recipe.model.device)  # each rank has a GPU of its own
+    free = free // ranks if shared else free
+    told, sizes = told_by_phase(recipe, models.student, models.teachers)
+    fits = sizes.get("with offload", free + 1) <= free
+    room = told.rpartition("; ")[2] if fits else None
     return [
         *_check_cache(recipe, models.student),
-        _compare("memory" if ranks == 1 else "memory of a rank", memory, free // ranks if shared else free),
+        _compare("memory" if ranks == 1 else "memory of a rank", memory, free, room),
+        Finding("ok", "memory by phase", told, dict(sizes)),
+        *_check_host(recipe, models),
         _compare("disk", disk, shutil.disk_usage(existing_parent(run_dir)).free),
         *apart,
     ]
+
+
+def _check_host(recipe: Recipe, models: Models) -> list[Finding]:
+    """Whether the host has room for what leaves GPUs."""
+    if models.student is None or not (recipe.runtime.offload.trainer and on_cuda(recipe.model.device)):
+        return []
+    size = _put_away(recipe, models.student, models.teachers) * (recipe.train.ranks or 1)
+    return [_compare("memory of the host", {"what the trainer puts away": size}, available_memory("cpu"))]
 
 
 def _check_cache(recipe: Recipe, student: Shape) -> list[Finding]:
@@ -465,7 +521,8 @@ def _meminfo() -> int:
         return machine_memory()
 
 
-def _compare(title: str, parts: Parts, free: int) -> Finding:
+def _compare(title: str, parts: Parts, free: int, room: str | None = None) -> Finding:
+    """`room`: what would make it fit, where somebody knows."""
     needed = sum(parts.values())
     listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
     text = f"about {readable(needed)} of {readable(free)} free ({listed})"
@@ -473,6 +530,7 @@ def _compare(title: str, parts: Parts, free: int) -> Finding:
     if needed > free:
         enough = [name for name in _SMALLER if needed - parts.get(name, 0) <= free]
         smaller = _SMALLER[enough[0]] if enough else "use a smaller model or batch"
+        smaller = f"but {room}" if room else smaller
         text = f"{text}; this does not fit, {smaller}, or free some"
         return Finding("error", title, text, numbers)
     return Finding("warning" if needed > _TIGHT * free else "ok", title, text, numbers)

@@ -13,7 +13,14 @@ import numpy as np
 from opd.config import Recipe
 from opd.errors import ConfigError, DataError
 from opd.pipelines.doctor.checks import number_of
-from opd.pipelines.doctor.estimate import answers_asked, answers_held, disk_parts, memory_parts, readable
+from opd.pipelines.doctor.estimate import (
+    answers_asked,
+    answers_held,
+    disk_parts,
+    memory_parts,
+    readable,
+    told_by_phase,
+)
 from opd.pipelines.stages.precision import WIDTH, model_dtype
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryStore
 from opd.train.plan import CostModel, DeviceBudget, PlanSettings, TrainingPlan, Workload, make_plan
@@ -228,6 +235,8 @@ def _beside(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> li
     for what, parts, of in (("memory", memory, stage), ("disk", disk, "the run")):
         listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
         lines.append(f"{what:10}at most {readable(sum(parts.values()))} of {of} ({listed})")
+        if what == "memory":
+            lines.append(f"phases    {told_by_phase(recipe, student, teachers)[0]}")
     return lines
 
 

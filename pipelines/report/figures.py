@@ -296,6 +296,63 @@ def time_per_phase(run: Run) -> Panel | None:
     return Panel("Time per phase", "seconds", bar_chart("Time per phase", bars, "seconds", told), caption)
 
 
+KINDS = (
+    ("trainer_weights", "trainer: weights"),
+    ("trainer_gradients", "gradients"),
+    ("trainer_moments", "AdamW\u2019s moments"),
+    ("engine_weights", "engine: weights"),
+    ("engine_kv", "keys and values"),
+    ("teacher_weights", "teachers: layers"),
+    ("teacher_heads", "heads"),
+    ("hidden_states", "hidden states"),
+)
+"""What memory holds, with the words for it."""
+_MIB = 1 << 20
+
+
+def memory_per_phase(run: Run) -> Panel | None:
+    """Stacked bars: what the merge and the largest specialist held in each phase of a step, at most."""
+    stages = [(stage, _most_held(stage)) for stage in run.stages]
+    merges = [(stage, most) for stage, most in stages if most and stage.name == "merge"]
+    others = [(stage, most) for stage, most in stages if most and _is_specialist(stage)]
+    largest = sorted(others, key=lambda pair: -max(sum(held.values()) for held in pair[1].values()))[:1]
+    bars = []
+    for stage, most in [*merges, *largest] or [(stage, most) for stage, most in stages if most][:1]:
+        for phase in [name for name in PHASES if name in most]:
+            held = most[phase]
+            parts = [(series_role(i), held.get(kind, 0.0) / _MIB) for i, (kind, _) in enumerate(KINDS)]
+            note = f"{sum(held.values()) / _MIB:,.4g} MiB"
+            bars.append(Bar(f"{stage_label(stage.name)}: {phase}", note, parts))
+    if not bars:
+        return None
+    told = ", ".join(f"{bar.label} {bar.note}" for bar in bars)
+    caption = (
+        "The most that each phase of a step held at once, of one process. What passes by (activations,"
+        " logits) is not counted."
+    )
+    return Panel("Memory by phase", "MiB", bar_chart("Memory by phase", bars, "MiB", told), caption)
+
+
+def _most_held(stage: StageResult) -> dict[str, dict[str, float]]:
+    """By phase the bytes of each kind, in the step in which they were the most together."""
+    found: dict[str, dict[str, float]] = {}
+    for row in stage.metrics:
+        phases: dict[str, dict[str, float]] = {}
+        for key, value in row.items():
+            place, _, kind = key.removeprefix("memory/").partition("/")
+            if key.startswith("memory/") and isinstance(value, int | float):
+                phases.setdefault(place, {})[kind] = float(value)
+        for phase, held in phases.items():
+            if sum(held.values()) > sum(found.get(phase, {}).values()):
+                found[phase] = held
+    return found
+
+
+def kind_cues() -> list[Cue]:
+    """Legend of the chart of memory."""
+    return [Cue(words, series_role(i), "block") for i, (_, words) in enumerate(KINDS)]
+
+
 def phase_cues(run: Run) -> list[Cue]:
     """Legend of the time chart: the phases some stage spent time in, and what no phase accounts for."""
     timed = {phase for stage in run.stages for phase, seconds in stage.phases.items() if seconds > 0}

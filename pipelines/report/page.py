@@ -242,6 +242,9 @@ def _time(run: Run) -> str:
     body = beside(
         figures.time_per_phase(run), captioned(tables.stages_table(run), note), figures.phase_cues(run)
     )
+    memory = figures.memory_per_phase(run)
+    if memory:
+        body += grid([memory], figures.kind_cues())
     counters = tables.counters_table(run)
     if counters:
         note = (

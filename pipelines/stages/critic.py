@@ -45,7 +45,8 @@ class Critic:
         recipe, specialist = context.recipe, context.recipe.specialist
         config, advantage = specialist.critic or CriticConfig(), specialist.advantage
         assert isinstance(advantage, GAEAdvantage)
-        training = Training(config.optim, specialist.batch, 1.0, [ValueTerm(config.clip)])
+        terms = [ValueTerm(config.clip)]
+        training = Training(config.optim, specialist.batch, 1.0, terms, context.shelf)
         opened = open_backend(
             lambda dtype, empty=False: with_value_head(load_model(recipe, start, dtype, empty=empty)),
             recipe.train,
@@ -53,7 +54,10 @@ class Critic:
             context.ranks,
             dtype=model_dtype(recipe),
         )
-        return cls(config, advantage, context.closing.enter_context(opened), student)
+        backend = context.closing.enter_context(opened)
+        context.memory.watch(backend.resident)
+        backend.rest()
+        return cls(config, advantage, backend, student)
 
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """See `own_values`."""
@@ -86,4 +90,5 @@ class Critic:
             found = self.backend.accumulate(part, samples.batches(part, terms))
             taken = self.backend.step(rate)
             steps.append(found | {"critic/lr": taken["lr"], "critic/grad_norm": taken["grad_norm"]})
+        self.backend.rest()
         return of_updates(steps)

@@ -202,8 +202,8 @@ def train(
         source.start(state.step)
         begin = time.perf_counter() - state.seconds
         while extent.progress(state) < 1.0:
-            left = extent.left(state)
-            step = Step(state.step, extent.progress(state), PhaseTimer(), state.counters, left, state.rate)
+            left, timer = extent.left(state), PhaseTimer(context.memory)
+            step = Step(state.step, extent.progress(state), timer, state.counters, left, state.rate)
             step.memory = state.memory
             metrics, tokens = _one_step(algorithm, source, backend, step, last)
             state.step += 1

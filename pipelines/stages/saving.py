@@ -69,6 +69,7 @@ class Saver:
         tensors: dict[str, Any] = {}
         for begin, backend in self._backends.items():
             tensors |= {begin + file: found for file, found in backend.state().items()}
+            backend.rest()
         tail = ""
         if self._context.ranks.main:
             self._context.metrics.sync()

@@ -151,7 +151,7 @@ def fine_tune(
     if not learnt.rows:
         raise DataError(f"{config.source}: no demonstration is left to learn from; {told}.")
     algorithm = FineTuning(config, student.backend, context.stage, held_out)
-    source = Given(_batches(recipe, config, context.stage, learnt), student.backend)
+    source = Given(_batches(recipe, config, context.stage, learnt), student)
     steps = config.steps or math.ceil(config.epochs * len(learnt.rows) / config.batch_size)
     algorithm.steps = steps
     result = train(context, algorithm, source, student.backend, Extent(steps=steps), config.checkpoint_every)

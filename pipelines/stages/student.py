@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
+from opd.config.environments import AGENT
 from opd.errors import writing
 from opd.models.adapters import AdaptedLM, MergingLM, save_adapted
 from opd.models.causal_lm import CausalLM, torch_dtype
@@ -22,9 +23,11 @@ from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.stage_rollout import StageRollout, open_rollout
 from opd.progress import doing
+from opd.protocols import Resident
 from opd.ranks import Ranks
 from opd.rollout.collect import (
     EncodedPrompt,
+    Generate,
     Generates,
     Way,
     WriterBarrier,
@@ -41,6 +44,9 @@ from opd.train.backend import Backend, TorchBackend, Training
 from opd.train.backends import Load, open_backend
 from opd.train.terms import LossTerm
 from opd.types import SampleGroup, SamplingParams
+
+if TYPE_CHECKING:
+    from opd.environments.trajectory import TrajectoryLog
 
 EXPORTED_BYTES = 1 << 30
 """Of a file of a model that several ranks write: so much of it is in memory at a time."""
@@ -119,15 +125,37 @@ def ways_of(
     tokenizer: PreTrainedTokenizerBase,
     greedy: bool = False,
     teacher: Path | None = None,
+    log: TrajectoryLog | None = None,
 ) -> dict[str, Way]:
-    """How the responses of each domain are written; `greedy` and `teacher` as in `sampling_params`."""
+    """How the responses of each domain are written; `greedy` and `teacher` as in `sampling_params`. What
+    agents do is logged in `log`.
+    """
     of_domains = {name: recipe.for_domain(name) for name in recipe.domains}
     # Each once: domains that share a rollout of the user's own are written by one call of it.
     loaded = {path: load_generate(path) for path in {own.rollout.generate for own in of_domains.values()}}
     return {
-        name: Way(sampling_params(own, tokenizer, greedy, teacher), loaded[own.rollout.generate])
+        name: Way(
+            sampling_params(own, tokenizer, greedy, teacher),
+            episodes_of(recipe, name, tokenizer, log) or loaded[own.rollout.generate],
+        )
         for name, own in of_domains.items()
     }
+
+
+def episodes_of(
+    recipe: Recipe, domain: str, tokenizer: PreTrainedTokenizerBase, log: TrajectoryLog | None = None
+) -> Generate | None:
+    """What writes the episodes of a domain with an environment; `None` for one without."""
+    config = recipe.domains[domain].environment
+    if config is None:
+        return None
+    if config.type == AGENT:
+        from opd.environments.agents import Agents
+
+        return Agents(config, domain, tokenizer, recipe.model.chat_template_kwargs)
+    from opd.environments.episodes import Episodes
+
+    return Episodes(config, domain, tokenizer, recipe.model.chat_template_kwargs, log)
 
 
 def make_engine(recipe: Recipe, model: CausalLM) -> TorchEngine:
@@ -189,6 +217,10 @@ class Student:
     stops: StopStrings | None = None
     rollouts: StageRollout | None = None
     """The engine behind the stage's token log, once `open_rollouts` was called."""
+    sleeps: bool = False
+    """Whether the engine gives its memory back while there is nothing to write."""
+    logged: dict[str, Way] | None = None
+    """`ways`, for responses of that engine."""
 
     @classmethod
     def open(
@@ -203,11 +235,15 @@ class Student:
         recipe, ranks, helpers = context.recipe, context.ranks, context.helpers
         tokenizer = tokenizer_of(recipe, path)
         load = partial(load_trained, recipe, path)
-        training = Training(optim, batch, recipe.rollout.temperature, terms)
+        training = Training(optim, batch, recipe.rollout.temperature, terms, context.shelf)
         opened = open_backend(load, recipe.train, training, ranks, dtype=model_dtype(recipe))
         backend = context.closing.enter_context(opened)
         writing = ranks.new_group(f"{context.stage}/rollouts")
         writers = embedded(recipe, path) if helpers is None else helpers.writers(path)
+        backend.measured = context.memory.sample
+        for held in (backend, *writers.engines):
+            if isinstance(held, Resident):
+                context.memory.watch(held.resident)
         stops = stop_strings(recipe, tokenizer)
         ways = ways_of(recipe, tokenizer)
         return cls(
@@ -222,11 +258,14 @@ class Student:
             writing,
             WriterBarrier(writing),
             stops,
+            sleeps=recipe.runtime.offload.engine,
         )
 
     def open_rollouts(self, context: StageContext, stack: ExitStack) -> StageRollout:
         """Log every token of `rollout` from now on, until `stack` is unwound."""
         self.rollouts = stack.enter_context(open_rollout(context, self.writers, self.stops))
+        # Others measure beside it, whose episodes have the same names: they log nothing.
+        self.logged = ways_of(context.recipe, self.tokenizer, log=self.rollouts.episodes)
         return self.rollouts
 
     @property
@@ -246,7 +285,7 @@ class Student:
         return write_shared(
             self.writing,
             prompts,
-            lambda mine: write(engine, mine, group_size, self.ways, self.seed),
+            lambda mine: write(engine, mine, group_size, self.logged or self.ways, self.seed),
             self.barrier,
         )
 
@@ -256,18 +295,30 @@ class Student:
         """
         if step or self.writer.policy_version < 0:
             self.sync(step)
+        self.backend.rest()
 
     def sync(self, version: int) -> None:
-        """Push the trained weights: pause, flush, push, verify, resume.
+        """Push the trained weights: pause, flush, push, verify, resume. Then the trainer leaves the device.
 
         Raises `RolloutError` if the engine does not hold what was sent.
         """
+        self.backend.rest(weights=False)
         sync_weights(self.writer, self.backend.weights(), version)
+        self.backend.measured()  # both have weights now
+        self.backend.rest()
+
+    def written(self) -> None:
+        """A batch is there: until `sync` the engine leaves the device to those who read and learn it."""
+        self.backend.measured()
+        for engine in self.writers.engines if self.sleeps else ():
+            if isinstance(engine, TorchEngine):
+                engine.sleep()
 
     def export(self, folder: Path, card: dict[str, Any]) -> str:
         """Write the Hugging Face folder, on the first rank, and return the digest of its weights there. Of
         weights that ranks share one tensor at a time is whole, on its way into a file.
         """
+        self.backend.wake()
         if type(self.backend) is TorchBackend:  # its model is whole, and in the dtype it computes in
             return save_trained(self.backend.model, self.tokenizer, folder, card)
         if not self.ranks.main:

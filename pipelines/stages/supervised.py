@@ -97,7 +97,7 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
 
     weights = {name: domain.weight for name, domain in recipe.domains.items()}
     algorithm = Supervised(config.optim, weights if config.normalise == "teacher" else None)
-    source = Given(samples, student.backend)
+    source = Given(samples, student)
     extent = Extent(tokens=tokens)
     result = train(context, algorithm, source, student.backend, extent, config.checkpoint_every)
     return result | {"digest": student.export(out, context.card(result))}
@@ -178,7 +178,7 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     data = DomainSet.open(recipe, student.tokenizer)
     algorithm = WarmUp(context, config, student, data)
     source = Given(
-        lambda index: _demonstrations(data, config, student.tokenizer, recipe.seed, index), student.backend
+        lambda index: _demonstrations(data, config, student.tokenizer, recipe.seed, index), student
     )
     extent = _Rounds(steps=config.steps)
     result = train(context, algorithm, source, student.backend, extent, config.checkpoint_every)

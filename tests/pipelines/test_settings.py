@@ -129,7 +129,17 @@ def test_samples_on_disk_and_sequences_in_pieces_make_the_same_merge(whole, tmp_
     plain = merge(whole, tmp_path / "memory", **changes)
     batch = {"max_tokens": 40, "sequence_chunk": 8}
     rows = merge(whole, tmp_path / "disk", batch=batch, storage={"trajectories": "disk"}, **changes)
-    passing = ("time", "teacher/", "rollout/log", "stall", "bytes_read", "weight_bytes", "token", "cached")
+    passing = (
+        "time",
+        "memory/",
+        "teacher/",
+        "rollout/log",
+        "stall",
+        "bytes_read",
+        "weight_bytes",
+        "token",
+        "cached",
+    )
     assert ("correction/ess" in plain[-1]) == ("rollout" in changes)
     assert plain[-1].get("correction/rejected", 0.5) > 0
     for mine, other in zip(rows, plain, strict=True):

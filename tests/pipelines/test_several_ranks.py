@@ -98,7 +98,9 @@ def alone(trained, tmp_path_factory):
 def test_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, loss, storage):
     skip_without(launch)
     train = {"ranks": 2, **LAUNCHES[launch]}
-    recipe = write_recipe(tmp_path / "recipe.yaml", **merge(trained, loss), train=train, storage=storage)
+    offload = {"offload": {"engine": True, "trainer": True}} if launch == "context" else {}
+    changes = merge(trained, loss) | {"train": train, "storage": storage, "runtime": offload}
+    recipe = write_recipe(tmp_path / "recipe.yaml", **changes)
     out = tmp_path / "run"
     command(recipe, out, "distill")
     ours, expected = load_file(out / "merged" / "model.safetensors"), alone(loss)

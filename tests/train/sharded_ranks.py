@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from rank_processes import do_tasks
 
 from opd.config.train import TrainConfig
+from opd.megatron.module import model_parallel
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM
 from opd.models.sharded import compare_together, open_empty
@@ -164,25 +166,33 @@ def limited(folder: Path, task: dict, ranks: Ranks) -> dict:
     """Load within `task["limit"]` bytes, then take three steps, and write the model within
     `task["export"]`.
     """
-    task |= {"peak": Peak(), "peaks": []}
+    task |= {"peaks": []}
+    width = task.get("train", {}).get("tensor_parallel")
     try:
-        with opened(folder, task, ranks, whole=False) as backend:
-            limit(None)
-            peaks = [*task["peaks"], task["peak"].bytes()]
-            metrics = learn(backend, 0, 3)
-            if "export" not in task:
-                return {"metrics": metrics, "peaks": peaks}
-            digest, empty = backend.digest(), open_empty(folder / task["model"])
-            limit(task["export"])
-            student_module.EXPORTED_BYTES = 8 * MIB
-            tokenizer = load_tokenizer(folder / task["model"])
-            student = SimpleNamespace(
-                backend=backend, ranks=ranks, load=lambda *_, **__: empty, tokenizer=tokenizer
-            )
-            exported = Student.export(student, folder / f"{task['name']} exported", {})
-            return {"metrics": metrics, "peaks": peaks, "digests": [digest, exported]}
+        with nullcontext() if width is None else model_parallel(width):  # whose groups' threads take memory
+            task["peak"] = Peak()
+            return within_limit(folder, task, ranks)
     finally:
         limit(None)
+
+
+def within_limit(folder: Path, task: dict, ranks: Ranks) -> dict:
+    """`limited`, of which `task` says what is measured."""
+    with opened(folder, task, ranks, whole=False) as backend:
+        limit(None)
+        peaks = [*task["peaks"], task["peak"].bytes()]
+        metrics = learn(backend, 0, 3)
+        if "export" not in task:
+            return {"metrics": metrics, "peaks": peaks}
+        digest, empty = backend.digest(), open_empty(folder / task["model"])
+        limit(task["export"])
+        student_module.EXPORTED_BYTES = 8 * MIB
+        tokenizer = load_tokenizer(folder / task["model"])
+        student = SimpleNamespace(
+            backend=backend, ranks=ranks, load=lambda *_, **__: empty, tokenizer=tokenizer
+        )
+        exported = Student.export(student, folder / f"{task['name']} exported", {})
+        return {"metrics": metrics, "peaks": peaks, "digests": [digest, exported]}
 
 
 def saves(folder: Path, task: dict, ranks: Ranks) -> dict:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pretend_kernels
 import pytest
@@ -13,6 +15,7 @@ from opd.config.rl import CISPOLoss, GSPOLoss, ReferenceKLConfig, TopKKL
 from opd.kernels.head import Head
 from opd.train.backend import TorchBackend, Training
 from opd.train.distill_terms import FullVocabularyTerm, K2Term, TeacherView, TopKTerm
+from opd.train.offload import Shelf
 from opd.train.terms import CrossEntropyTerm, MetricSums, MismatchProbe, PolicyTerm, ReferenceTerm
 from opd.types import MicroBatch, RolloutBatch, TokenTerms
 
@@ -98,6 +101,26 @@ def test_two_steps_are_those_of_a_cpu(gpu, name, options) -> None:
     torch.testing.assert_close(gpu.get(moved), weights, rtol=1e-4, atol=1e-5)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
+def test_what_learns_leaves_the_device_through_pinned_memory_without_a_wait(gpu, tmp_path) -> None:
+    training = tiny.training(TERMS["policy"](None), 0.7, max_tokens=1000)
+    there = TorchBackend(gpu.model(tiny.model()), training)
+    away = TorchBackend(gpu.model(tiny.model()), replace(training, shelf=Shelf(tmp_path)))
+    for _ in range(3):
+        with gpu.counted() as counts:
+            away.rest()
+            away.wake()
+            away.rest()
+        assert counts.unpinned_bytes == 0
+        assert counts.waits == []
+        assert {parameter.numel() for parameter in away.model.module.parameters()} == {0}
+        for backend in (there, away):
+            backend.forward_backward(batch())
+            backend.step(1e-2)
+    ours, theirs = (torch.cat([t.flatten() for _, t in backend.weights()]) for backend in (away, there))
+    assert torch.equal(gpu.get(ours), gpu.get(theirs))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", TERMS)

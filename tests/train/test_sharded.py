@@ -104,9 +104,9 @@ def adapter_of(base: Path, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(described))
 
 
-def said(place: Path, name: str) -> list[dict]:
+def said(place: Path, name: str, world: int = 4) -> list[dict]:
     """What each rank said of a task."""
-    return [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(4)]
+    return [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(world)]
 
 
 @pytest.mark.parametrize("name", [*ALIKE, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])

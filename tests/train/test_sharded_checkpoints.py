@@ -14,6 +14,7 @@ import sharded_ranks
 import tiny
 from rank_processes import run_ranks
 from sharded_ranks import MIB
+from test_sharded import said
 
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
@@ -30,7 +31,7 @@ def launch(root: Path, world: int, tasks: list[dict]) -> None:
     """Let `world` ranks do `tasks`; their answers are `root / f"{name}-{rank}.json"`."""
     (root / "rendezvous").unlink(missing_ok=True)
     (root / "tasks.json").write_text(json.dumps(tasks))
-    run_ranks(sharded_ranks.__file__, world, root, seconds=250)
+    run_ranks(sharded_ranks.__file__, world, root, seconds=500)
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +49,6 @@ def place(tmp_path_factory) -> Path:
     for world in (2, 3):
         launch(root, world, [{"name": f"{task['from']} on {world}"} | task for task in reading])
     return root
-
-
-def said(place: Path, name: str, world: int = 4) -> list[dict]:
-    """What each rank said of a task."""
-    return [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(world)]
 
 
 def assert_alike(found: list[dict], expected: list[dict]) -> None:
@@ -119,8 +115,13 @@ def test_a_piece_that_is_missing_or_changed_is_named(place, tmp_path, damage, ca
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_kill_9_while_a_checkpoint_is_written_leaves_the_newest_whole_one(place, tmp_path, victim, caplog):
+    assert_kill_leaves_one({"model": str(place / "tied")}, tmp_path, victim, caplog)
+
+
+def assert_kill_leaves_one(settings: dict, tmp_path: Path, victim: int, caplog) -> None:
+    """Kill -9 of a rank in the middle of a save leaves the newest whole checkpoint, which is used."""
     into = tmp_path / "c"
-    task = {"name": "killed", "does": "for ever", "model": str(place / "tied"), "into": str(into)}
+    task = {"name": "killed", "does": "for ever", "into": str(into)} | settings
     (tmp_path / "tasks.json").write_text(json.dumps([task]))
     command = [sys.executable, sharded_ranks.__file__]
     ranks = [

@@ -1,0 +1,140 @@
+"""What plan and doctor say of the memory of each phase is what a run holds; what does not fit is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from opd.config import Recipe
+from opd.pipelines.doctor import estimate
+from opd.pipelines.doctor.checks import Finding
+from opd.pipelines.doctor.estimate import check_resources, disk_parts, memory_by_phase, memory_parts
+from opd.pipelines.doctor.models import Models, _shape
+from opd.rollout.torch_engine import TorchEngine
+from opd.train.backend import TorchBackend
+from opd.train.offload import Shelf
+from opd.train.terms import CrossEntropyTerm
+
+BOTH = {"engine": True, "trainer": True}
+ENGINE = {"engine copy", "KV cache", "weights laid out for decode"}
+
+
+def recipe_of(offload: dict[str, bool] | None = None, **changes: Any) -> Recipe:
+    settings = {
+        "name": "demo",
+        "model": {"config": tiny.LLAMA},
+        "domains": {"sort": {"source": "procedural:sort", "prompts": 50}},
+        "rollout": {"max_new_tokens": 5, "max_sequence": 64, "max_running": 16},
+        "specialist": {"batch": {"max_tokens": 16}},
+        "distill": {"batch": {"max_tokens": 16}},
+        "runtime": {"offload": offload or {}},
+    }
+    return Recipe.model_validate(settings | changes)
+
+
+def shape():
+    return _shape(tiny.model().module.config, "it")
+
+
+def total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
+
+
+def test_parts_are_in_the_phases_that_use_them():
+    phases = memory_by_phase(recipe_of(BOTH), shape(), {})
+    assert phases["rollout"].keys() >= ENGINE
+    assert not {"weights", "AdamW", "gradients", "activations"} & phases["rollout"].keys()
+    assert not {"weights", "AdamW", "gradients", *ENGINE} & phases["score"].keys()
+    assert {"weights", "AdamW", "gradients", "activations"} <= phases["train"].keys()
+    assert not ENGINE & phases["train"].keys()
+    assert {"weights", "engine copy"} <= phases["sync"].keys()
+    assert not {"AdamW", "KV cache"} & phases["sync"].keys()
+    assert all("teachers" in held for held in phases.values())
+    stays = memory_by_phase(recipe_of(), shape(), {})
+    assert {"weights", "AdamW", *ENGINE} <= set.intersection(*(set(held) for held in stays.values()))
+    assert stays["train"] == memory_parts(recipe_of(), shape(), {})
+    assert memory_parts(recipe_of(BOTH), shape(), {}) == phases["train"]
+    ranks = memory_by_phase(recipe_of(BOTH, train={"ranks": 2}), shape(), {})
+    assert "weights" in ranks["rollout"]  # of FSDP2 the moments alone leave
+    assert "AdamW" not in ranks["rollout"]
+
+
+def test_the_estimate_of_a_phase_is_what_is_held(tmp_path):
+    model = tiny.model()
+    phases = memory_by_phase(recipe_of(BOTH), _shape(model.module.config, "it"), {})
+    buffers = sum(buffer.nbytes for buffer in model.module.buffers())
+    training = tiny.training([CrossEntropyTerm()])
+    backend = TorchBackend(model, training)
+    for parameter in model.module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    held = backend.resident()
+    assert held["trainer_weights"] - buffers == phases["train"]["weights"]
+    assert held["trainer_gradients"] == phases["train"]["gradients"]
+    backend.step(1e-3)
+    counts = 4 * len(list(model.module.parameters()))
+    assert backend.resident()["trainer_moments"] - counts == phases["train"]["AdamW"]
+    engine = TorchEngine(tiny.model())
+    rotary = engine._runner.lean._rotary.nbytes if engine._runner.lean else 0
+    copies = phases["rollout"]["engine copy"] + phases["rollout"]["weights laid out for decode"]
+    # Weights too small to gain by another layout stay as they are.
+    assert phases["rollout"]["engine copy"] < engine.resident()["engine_weights"] - buffers - rotary <= copies
+    put_away = disk_parts(recipe_of(BOTH), _shape(model.module.config, "it"), {})[
+        "what the trainer puts away"
+    ]
+    shelf = Shelf(tmp_path)
+    shelf.put("all", [*model.module.parameters(), *(m for _, m in backend._moments())])
+    file = shelf._away["all"][2]._file  # type: ignore[attr-defined]
+    assert file.seek(0, 2) - counts == put_away
+    shelf.close()
+
+
+@pytest.mark.parametrize(
+    ("offload", "free", "level", "said"),
+    [
+        (
+            {},
+            "both",
+            "error",
+            r"does not fit, but at most .* with runtime\.offload \{engine: true, trainer",
+        ),
+        (BOTH, "both", "warning", "about"),
+        (BOTH, "little", "error", "this does not fit, use a smaller model or batch, or free some"),
+        ({}, "little", "error", "this does not fit, use a smaller model or batch, or free some"),
+        ({}, "much", "ok", "about"),
+    ],
+)
+def test_a_device_that_cannot_hold_the_largest_phase_is_refused(monkeypatch, offload, free, level, said):
+    whole = total(memory_parts(recipe_of(), shape(), {}))
+    largest = max(map(total, memory_by_phase(recipe_of(BOTH), shape(), {}).values()))
+    assert largest < whole
+    sizes = {"both": largest, "little": largest - 1, "much": 2 * whole}
+    monkeypatch.setattr(estimate, "available_memory", lambda device: sizes[free])
+    findings = check_resources(recipe_of(offload), Models(student=shape()), Path())
+    found = {finding.title: finding for finding in findings}
+    assert found["memory"].level == level
+    assert re.search(said, found["memory"].detail), found["memory"].detail
+    phases = found["memory by phase"]
+    assert ("with runtime.offload" in phases.detail) == (not offload)
+    assert phases.numbers["train"] == (largest if offload else whole)
+
+
+def test_what_leaves_a_gpu_is_compared_with_the_hosts_memory(monkeypatch):
+    monkeypatch.setattr(estimate, "on_cuda", lambda device: device == "cuda")
+    put_away = 3 * 4 * shape().parameters
+    sizes = {"cuda": 1 << 40, "cpu": put_away - 1}
+    monkeypatch.setattr(estimate, "available_memory", lambda device: sizes[device])
+    recipe = recipe_of(BOTH, model={"config": tiny.LLAMA, "device": "cuda"})
+
+    def host() -> Finding:
+        findings = check_resources(recipe, Models(student=shape()), Path())
+        return next(finding for finding in findings if finding.title == "memory of the host")
+
+    assert host().level == "error"
+    sizes["cpu"] = 2 * put_away
+    assert host().level == "ok"
+    assert host().numbers["needed"] == put_away
