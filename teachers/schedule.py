@@ -27,7 +27,7 @@ from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
 from opd.protocols import Teacher
 from opd.teachers.layer_stream import Staging, naming_lost_ranks
-from opd.teachers.score_cache import GivenLogprobs, Piecewise, ScoreCache, cuts
+from opd.teachers.score_cache import GivenLogprobs, Piecewise, ScoreCache, cuts, resident_parts
 from opd.train.distill_terms import ScoredView, TeacherView, View
 from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogprobs, TopKLogprobs
 
@@ -115,7 +115,7 @@ class ResidentHeads:
 
     def __init__(self, teachers: Mapping[str, Teacher]) -> None:
         self._teachers = teachers
-        self._heads: dict[str, Head] = {}
+        self.held: dict[str, Head] = {}
         self._ahead: str | None = None
         self.loads = 0
         self.resident_peak = 0
@@ -124,22 +124,22 @@ class ResidentHeads:
     def bring(self, names: Sequence[str], following: Sequence[str]) -> dict[str, Head]:
         """The heads of `names`; one of `following`, the next route's, is read ahead meanwhile."""
         # Heads of other routes go first, so that the peak never counts two routes.
-        self._heads = {name: head for name, head in self._heads.items() if name in names}
+        self.held = {name: head for name, head in self.held.items() if name in names}
         if self._ahead is not None and self._ahead not in (*names, *following):
             self._discard()
         for name in names:
-            if name not in self._heads:
-                self._heads[name] = self._teachers[name].load_head()
+            if name not in self.held:
+                self.held[name] = self._teachers[name].load_head()
                 self.loads += 1
                 if name == self._ahead:
                     self._ahead = None
-        self.resident_peak = max(self.resident_peak, len(self._heads))
+        self.resident_peak = max(self.resident_peak, len(self.held))
         self.read_ahead(following)
-        return {name: self._heads[name] for name in names}
+        return {name: self.held[name] for name in names}
 
     def read_ahead(self, names: Sequence[str]) -> None:
         """Begin to read the first head of `names` that is not in memory, if its teacher can."""
-        missing = next((name for name in names if name not in self._heads), None)
+        missing = next((name for name in names if name not in self.held), None)
         if missing is None or self._ahead is not None:
             return
         teacher = self._teachers[missing]
@@ -150,7 +150,7 @@ class ResidentHeads:
 
     def release(self) -> None:
         """Drop all of them."""
-        self._heads.clear()
+        self.held.clear()
         self._discard()
 
     def _discard(self) -> None:
@@ -365,6 +365,11 @@ class TeacherSchedule:
         if self._cache is not None:
             self._cache.release()
         self._prefetch(self._first)
+
+    def resident(self) -> dict[str, int]:
+        """Bytes of teachers' weights, of the resident heads among them, and of hidden states in memory."""
+        apart = [rows for (name, _), rows in self._rows.items() if self._cache_of(name) is None]
+        return resident_parts(self._teachers.values(), self._heads.held.values(), apart, self._cache)
 
     @property
     def counters(self) -> ScheduleCounters:

@@ -6,7 +6,7 @@ node's cache: computed once, then mapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from opd.errors import TeacherError
+from opd.kernels.head import Head
+from opd.models.causal_lm import held_bytes
 from opd.protocols import Teacher
 from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, Lease, RowsWriter, cache_key
 from opd.storage.tensors import rows_array, rows_tensor
@@ -131,6 +133,10 @@ class ScoreCache(Protocol):
 
     def store_pieces(self, teacher: Teacher, pieces: RowPieces) -> dict[str, Tensor]:
         """`store` for rows that come in pieces, each valid until the next; by uid."""
+        ...
+
+    def resident(self) -> int:
+        """Bytes of rows that are in memory, and in no file."""
         ...
 
     def drop(self, samples: Sequence[Sample]) -> None:
@@ -270,6 +276,10 @@ class CachedScores:
         for _, lease in leases:
             lease.release()
 
+    def resident(self) -> int:
+        """Bytes of the rows of this mini-batch that were few enough to stay in memory."""
+        return self._memory - self._room
+
     def drop(self, samples: Sequence[Sample]) -> None:
         """End the leases on the rows of `samples` alone."""
         gone = {sample.uid for sample in samples}
@@ -283,6 +293,37 @@ class CachedScores:
 
     def _record(self, teacher: Teacher, sample: Sample) -> CacheRecord:
         return CacheRecord(uid=sample.uid, teacher=teacher.name, version=teacher.digest[:16])
+
+
+def resident_parts(
+    teachers: Iterable[Teacher], heads: Iterable[Head], rows: Iterable[Tensor], cache: ScoreCache | None
+) -> dict[str, int]:
+    """Bytes of the weights of `teachers` that are in this process now, of the `heads` among them, and of the
+    hidden states in memory: `rows`, and what `cache` keeps there. Teachers that are streamed share one
+    buffer, of which each tells.
+    """
+    held = [(teacher.streams, teacher.weight_bytes) for teacher in teachers if isinstance(teacher, Weighing)]
+    whole = max((size for streams, size in held if streams), default=0)
+    whole += sum(size for streams, size in held if not streams)
+    resident = held_bytes(t for head in heads for t in (head.weight, head.bias) if t is not None)
+    return {
+        "teacher_weights": max(0, whole - resident),
+        "teacher_heads": resident,
+        "hidden_states": held_bytes(rows) + (0 if cache is None else cache.resident()),
+    }
+
+
+@runtime_checkable
+class Weighing(Protocol):
+    """What a teacher offers beyond `Teacher` when its weights are in this process."""
+
+    streams: bool
+    """Whether they pass by, in memory that it shares with others."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """How much of them is in memory now, heads too; of those that share memory all together."""
+        ...
 
 
 def unusable(name: str, sample: Sample, rows: int) -> TeacherError:

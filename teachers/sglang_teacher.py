@@ -1,13 +1,9 @@
-"""A teacher behind HTTP: SGLang servers score the student's tokens, the published head stays here.
-
-Every server is asked whether it has the right model before it works, and again after it was away.
-"""
+"""A teacher behind HTTP: SGLang servers score the student's tokens, the published head stays here."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -20,9 +16,7 @@ import torch
 from opd.config import Recipe, TopKKL
 from opd.config.teachers import ServerConfig, SGLangTeacherConfig
 from opd.errors import ConfigError, OpdError, TeacherError
-from opd.foreign import decoding
 from opd.kernels.head import Head
-from opd.kernels.ops import linear_logprobs
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.models.hf_folder import read_object
 from opd.progress import doing
@@ -39,220 +33,26 @@ from opd.served.http_pool import (
 from opd.served.sglang_answers import (
     Question,
     check_finished,
-    hidden_body,
-    hidden_of,
     logprob_body,
     logprobs_of,
     most_bytes,
-    ranks_of,
     top_logprobs_of,
-    versions_of,
 )
 from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Opening, Placement, TeacherKind
+from opd.teachers.sglang_admission import (
+    Expected,
+    admit,
+    check_versions,
+    checksum,
+    expected_of,
+    hidden_states,
+)
 from opd.teachers.skeleton import is_published, read_head, small_files
 from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
 
 if TYPE_CHECKING:
     from opd.storage.shard_cache import ShardCache
-
-EXACT, HALF = 1e-3, 0.25
-"""Nats by which log-probabilities of the same model may differ: served in float32, and in anything less."""
-PROBE = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7, 2, 3], dtype=np.int32)
-"""Ids below 8: every vocabulary has them, also a wrong one."""
-
-
-Rebuild = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """Of the head's weight, padding included."""
-
-    rows: int
-    width: int
-
-
-@dataclass(slots=True)
-class Expected:
-    """What a server must be; what the recipe leaves open is what the first server was."""
-
-    config: Mapping[str, Any]
-    """The model's Hugging Face configuration."""
-    head: HeadShape
-    hidden: bool
-    """Whether hidden states are needed."""
-    rebuild: Rebuild | None = None
-    """Log-probabilities of ids [N] from hidden rows [N, D], by the right head; `None` compares servers with
-    each other only."""
-    weight_version: str | None = None
-    checksum: str | None = None
-    logprobs: np.ndarray | None = None
-    """[len(PROBE) - 2] of the probe's tokens."""
-    tolerance: float = EXACT
-    context: int | None = None
-    """Most tokens a request may have on any server."""
-    chunk: int | None = None
-    """Most tokens a server prefills at once; hidden states of earlier chunks are lost."""
-
-
-async def admit(pool: HTTPPool, server: Server, expected: Expected) -> None:
-    """Raises `TeacherError` if another model or other weights answer, or the server lacks what is needed;
-    `UnavailableError` if it does not answer.
-    """
-    info = await pool.ask(server, "GET", "/model_info")
-    _check_kind(pool.owner, server, info, expected)
-    _check_version(pool.owner, server, str(info.get("weight_version")), expected)
-    settings = await _settings(pool, server)
-    _check_settings(pool.owner, server, settings, expected)
-    if expected.checksum is not None:
-        await _check_checksum(pool, server, expected)
-    await _check_outputs(pool, server, settings, expected)
-
-
-async def checksum(pool: HTTPPool, server: Server) -> str:
-    """The server's checksum over all weights on all of its ranks."""
-    answer = await pool.ask(server, "POST", "/weights_checker", {"action": "checksum"})
-    return "+".join(str(rank.get("per_gpu_checksum")) for rank in ranks_of(answer))
-
-
-def _check_kind(owner: str, server: Server, info: dict[str, Any], expected: Expected) -> None:
-    for key in ("architectures", "model_type"):
-        there, here = info.get(key), expected.config.get(key)
-        if there and here and there != here:
-            raise TeacherError(
-                f"{owner}: {server.url} serves {info.get('model_path')} with {key} {there}, the recipe's"
-                f" teacher has {here}; check which model is behind the URL."
-            )
-
-
-def _check_version(owner: str, server: Server, version: str, expected: Expected) -> None:
-    if expected.weight_version is None:
-        expected.weight_version = version
-    if version != expected.weight_version:
-        raise TeacherError(
-            f"{owner}: {server.url} holds weight version {version}, but {expected.weight_version} is due;"
-            " serve the version the run began with."
-        )
-
-
-def check_versions(owner: str, answer: dict[str, Any], expected: Expected) -> None:
-    """`TeacherError` unless the answer was computed with the expected weights alone."""
-    found = versions_of(answer)
-    if found != {expected.weight_version}:
-        raise TeacherError(
-            f"{owner}: an answer was computed with weight version {', '.join(sorted(found))}, but"
-            f" {expected.weight_version} is due; serve the version the run began with and --resume."
-        )
-
-
-async def _settings(pool: HTTPPool, server: Server) -> dict[str, Any]:
-    try:
-        return await pool.ask(server, "GET", "/server_info") or {}
-    except RefusedError:
-        return {}  # a router passes scoring on but not this
-
-
-def _check_settings(owner: str, server: Server, settings: dict[str, Any], expected: Expected) -> None:
-    if expected.hidden and settings.get("enable_return_hidden_states") is False:
-        raise TeacherError(
-            f"{owner}: {server.url} returns no hidden states; start it with --enable-return-hidden-states, or"
-            " set the server's signal to topk or sampled."
-        )
-    limits = [settings.get("context_length"), settings.get("max_total_num_tokens")]
-    with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
-        known = [int(limit) for limit in (*limits, expected.context) if limit]
-        chunk = int(settings.get("chunked_prefill_size") or 0)
-    expected.context = min(known, default=None)
-    if chunk > 0:
-        expected.chunk = min(chunk, expected.chunk or chunk)
-    if settings and settings.get("dtype") != "float32":
-        expected.tolerance = HALF
-
-
-async def _check_checksum(pool: HTTPPool, server: Server, expected: Expected) -> None:
-    held = await checksum(pool, server)
-    if held != expected.checksum:
-        raise TeacherError(
-            f"{pool.owner}: the weights of {server.url} have checksum {held}, the recipe says"
-            f" {expected.checksum}; serve the right weights or correct the recipe."
-        )
-
-
-async def _check_outputs(
-    pool: HTTPPool, server: Server, settings: dict[str, Any], expected: Expected
-) -> None:
-    """The probe's log-probabilities: rebuilt by the published head, and those of the first server.
-
-    A server without hidden states can only be compared with the first one.
-    """
-    head = expected.head
-    question = Question("probe", PROBE, 0)
-    if expected.hidden or settings.get("enable_return_hidden_states"):
-        body = hidden_body(question)
-        answer = await pool.ask(server, "POST", "/generate", body, most_bytes(body, head.width))
-        served = logprobs_of(answer, PROBE[:-1], 0, head.rows)
-        check_width(pool.owner, server, answer, head.width)
-        if expected.logprobs is None and expected.rebuild is not None:
-            rows = hidden_of(answer, question, head.width, head.rows)[:-1]
-            rebuilt = await asyncio.to_thread(expected.rebuild, rows, PROBE[1:-1])
-            _compare(pool.owner, server, served, rebuilt, expected.tolerance, "the published head gives")
-    else:
-        body = logprob_body(Question("probe", PROBE[:-1], 0))
-        answer = await pool.ask(server, "POST", "/generate", body, most_bytes(body))
-        served = logprobs_of(answer, PROBE[:-1], 0, head.rows)
-    if expected.logprobs is None:
-        expected.logprobs = served
-    _compare(pool.owner, server, served, expected.logprobs, expected.tolerance, "the first server gave")
-
-
-def check_width(owner: str, server: Server, answer: dict[str, Any], width: int) -> None:
-    """`TeacherError` if the hidden states have another width than the head."""
-    with decoding(lambda cause: UnavailableError(f"{server.url}: hidden states, {cause}", answered=True)):
-        states = answer["meta_info"].get("hidden_states") or [[[]]]
-        found = len(states[0][0]) if isinstance(states[0][0], list) else len(states[0])
-    if found != width:
-        raise TeacherError(
-            f"{owner}: {server.url} returns hidden states of width {found}, the published head takes {width};"
-            " check which model is behind the URL."
-        )
-
-
-def _compare(
-    owner: str, server: Server, served: np.ndarray, due: np.ndarray, tolerance: float, source: str
-) -> None:
-    apart = float(np.abs(served - due).max())
-    if not apart <= tolerance:
-        raise TeacherError(
-            f"{owner}: {server.url} serves another model, vocabulary or other weights than the recipe's: its"
-            f" log-probabilities differ by up to {apart:.3g} nats from what {source}."
-        )
-
-
-def expected_of(model: PublishedModel | Mapping[str, Any], settings: SGLangTeacherConfig) -> Expected:
-    """What the servers of a teacher must be: the published `model`, or the one of a configuration."""
-    if isinstance(model, PublishedModel):
-        head = model.manifest.head
-        described, shape = model.manifest.config, HeadShape(head.vocabulary, head.hidden)
-        rebuild = rebuild_with(model)
-    else:
-        text = model.get("text_config", model)
-        described, shape = model, HeadShape(text["vocab_size"], text["hidden_size"])
-        rebuild = None
-    hidden = settings.signal == "hidden"
-    return Expected(described, shape, hidden, rebuild, settings.weight_version, settings.checksum)
-
-
-def rebuild_with(published: PublishedModel) -> Rebuild:
-    """By the head of `published`, over all of its rows, as a server has them; read at each call."""
-
-    def rebuild(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        head = read_head(published, torch.float32, torch.device("cpu"))
-        with torch.no_grad():
-            hidden, tokens = torch.from_numpy(rows), torch.from_numpy(ids.astype(np.int64))
-            return linear_logprobs(hidden, head, tokens).float().numpy()
-
-    return rebuild
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,9 +221,9 @@ class SGLangTeacher:
             await self._ask_limits()
         self._check_length(question)
         if self.signal == "hidden":
-            width, rows = self._head.hidden, self._head.vocabulary
-            return await self._ask(
-                question, hidden_body(question), lambda answer: hidden_of(answer, question, width, rows)
+            return await self.pool.call(
+                len(question.tokens),
+                lambda server: hidden_states(self.pool, server, question, self._expected, self._check),
             )
         top_k = min(self._asked.top_k, self._vocabulary) if self.signal == "topk" else 0
         return await self._ask(
@@ -432,13 +232,14 @@ class SGLangTeacher:
 
     async def _ask(self, question: Question, body: dict[str, Any], read: Any) -> Any:
         def check(answer: dict[str, Any]) -> Any:
-            check_finished(answer)
-            check_versions(self.pool.owner, answer, self._expected)
+            self._check(answer)
             return read(answer)
 
-        return await self.pool.post(
-            "/generate", body, len(question.tokens), check, most_bytes(body, self._head.hidden)
-        )
+        return await self.pool.post("/generate", body, len(question.tokens), check, most_bytes(body))
+
+    def _check(self, answer: dict[str, Any]) -> None:
+        check_finished(answer)
+        check_versions(self.pool.owner, answer, self._expected)
 
     async def _ask_limits(self) -> None:
         question = Question("limits", np.array([1, 2], dtype=np.int32), 0)
@@ -474,8 +275,8 @@ class SGLangTeacher:
         if self.signal == "hidden" and chunk is not None and length - 1 > chunk:
             raise TeacherError(
                 f"sample {question.uid} has {length} tokens, the servers of teacher {self.name} prefill"
-                f" {chunk} at once and lose the hidden states before; start them with --chunked-prefill-size"
-                " -1."
+                f" {chunk} at once and lose the hidden states before; start them with the plug-in for hidden"
+                " states (opd/served/plugin on their PYTHONPATH), or with --chunked-prefill-size -1."
             )
 
     def _targets(self, found: list[Any]) -> TeacherTargets:
@@ -558,8 +359,11 @@ async def _visit(pool: HTTPPool, server: Server, expected: Expected) -> str:
         raise TeacherError(f"{pool.owner}: {trouble}; start the server or correct its URL.") from None
     except RefusedError as refusal:
         raise TeacherError(f"{pool.owner}: {refusal}; check its URL and key.") from None
+    plugin = expected.plugins.get(server.url)
+    way = "as JSON" if plugin is None else "over HTTP" if plugin.folder is None else "through shared memory"
+    hidden = f", hidden states {way}" if expected.hidden else ""
     compared = "outputs match the published head" if expected.rebuild else "outputs as the first server's"
-    return f"{server.url}: weight version {expected.weight_version}, checksum {held}, {compared}"
+    return f"{server.url}: weight version {expected.weight_version}, checksum {held}, {compared}{hidden}"
 
 
 KIND = TeacherKind(_open, _check)

@@ -356,11 +356,8 @@ class Trouble:
 class _Call(Trouble):
     """One request, however often it is tried."""
 
-    path: str
-    body: dict[str, Any]
     tokens: int
-    check: Callable[[dict[str, Any]], Any]
-    most: int
+    attempt: Callable[[Server], Awaitable[Any]]
     asked: list[Server] = field(default_factory=list)
     """Servers that have it now, or had it last."""
 
@@ -406,8 +403,16 @@ class HTTPPool(HTTPClient):
         `check` raises `UnavailableError` for an answer that another attempt may mend, and an `OpdError` for
         one that must stop the run. Raises the pool's error when patience is over or the request is refused.
         """
+
+        async def attempt(server: Server) -> Any:
+            return check(await self.ask(server, "POST", path, body, most))
+
+        return await self.call(tokens, attempt)
+
+    async def call(self, tokens: int, attempt: Callable[[Server], Awaitable[T]]) -> T:
+        """What `attempt` makes of the first server with which it ends well; see `post` for what it raises."""
         self.counters.requests += 1
-        call = _Call(path, body, tokens, check, most)
+        call = _Call(tokens, attempt)
         while True:
             try:
                 return await self._hedged(call)
@@ -446,7 +451,7 @@ class HTTPPool(HTTPClient):
 
     async def _once(self, call: _Call) -> Any:
         async with self.lease(call.tokens, call.asked) as server:
-            return call.check(await self.ask(server, "POST", call.path, call.body, call.most))
+            return await call.attempt(server)
 
     @asynccontextmanager
     async def lease(

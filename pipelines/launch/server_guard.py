@@ -3,7 +3,8 @@
 `python -I server_guard.py FD SECONDS COMMAND...`, in a session of its own. FD is one end of a pipe of which
 the run has the other, and on which nothing is ever written: its end is the run's end, also after kill -9.
 SIGTERM asks for the same; SECONDS later force is used. What the server has started itself counts as the
-server, whichever group or session it is in, and so does the shared memory that it leaves behind.
+server, whichever group or session it is in, and so does the shared memory that it leaves behind, with the
+folder of hidden states that nobody has fetched.
 
 Knows the standard library alone: it is run by its path, and must cost a server neither seconds nor memory.
 """
@@ -11,6 +12,7 @@ Knows the standard library alone: it is run by its path, and must cost a server 
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +89,9 @@ def _end_all(server, grace, left):
     for path in left:
         with contextlib.suppress(OSError):
             os.unlink(path)
+    folder = os.environ.get("OPD_HIDDEN_FOLDER", "")
+    if os.path.basename(folder).startswith("opd-hidden-"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main():

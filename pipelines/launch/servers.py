@@ -12,12 +12,14 @@ import http.client
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +33,13 @@ from opd.foreign import printable
 from opd.progress import doing
 from opd.ranks import Ranks
 from opd.retry import Retry
+from opd.served.plugin import opd_hidden_states
+from opd.served.plugin.opd_hidden_states import SHARED, VARIABLE
 
 _log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+PLUGIN = Path(opd_hidden_states.__file__).parent
 GUARD = Path(__file__).with_name("server_guard.py")
 _OF_RANKS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _RAISED = re.compile(r"[\w.]+(Error|Exception): ")
@@ -42,6 +47,8 @@ AGAIN = Retry(pause=1.0, longest=30.0)
 """Between the end of a server and its next start."""
 LOOK = 0.5
 """Seconds between two looks at a server; each asks it whether it is there."""
+ANSWER = 5.0
+"""Seconds it has to answer a look: one that is at work may be slow to."""
 Served = TypeVar("Served", bound=ServerConfig)
 _NO_SUCH = 127
 GRACE = 10.0
@@ -68,7 +75,12 @@ def _environment(group: ServerGroupConfig, number: int) -> dict[str, str]:
         first = number * group.tensor_parallel
         shown = group.devices[first : first + group.tensor_parallel]
         own["CUDA_VISIBLE_DEVICES"] = ",".join(_seen(device) for device in shown)
-    return {**ours, **own, **group.environment}
+    own[VARIABLE] = f"{SHARED}/opd-hidden-{uuid.uuid4().hex}"
+    found = {**ours, **own, **group.environment}
+    if group.arguments.get("enable-return-hidden-states"):
+        # SGLang looks there for plug-ins by itself, whichever command starts it.
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), found.get("PYTHONPATH")]))
+    return found
 
 
 def _seen(device: int) -> str:
@@ -113,6 +125,8 @@ class StartedServer:
     """Whether it was ready since it was started last."""
     _guard: subprocess.Popen[bytes] | None = None
     _pipe: int | None = None
+    _hidden: str = ""
+    """Where it leaves hidden states."""
 
     @property
     def url(self) -> str:
@@ -122,13 +136,15 @@ class StartedServer:
         """Start it, at the port that it has if it was started before. Raises `OSError` if that cannot be."""
         self.port = self.port or _free_port()
         self.served, self.answered = False, time.monotonic()
+        environment = _environment(self.group, self.number)
+        self._hidden = environment[VARIABLE]
         read, self._pipe = os.pipe()
         command = command_of(self.group, self.model, self.port)
         try:
             with self.log.open("ab") as log:
                 self._guard = subprocess.Popen(
                     [sys.executable, "-I", str(GUARD), str(read), str(GRACE), *command],
-                    env=_environment(self.group, self.number),
+                    env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -146,9 +162,9 @@ class StartedServer:
         return _NO_SUCH if self._guard is None else self._guard.poll()
 
     def look(self) -> bool:
-        """Ask whether it is ready, which it says within the time of a look, or not at all."""
+        """Ask whether it is ready, which it says within `ANSWER` seconds, or not at all."""
         with contextlib.suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection(HOST, self.port, timeout=LOOK)
+            connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER)
             with contextlib.closing(connection):
                 connection.request("GET", "/health")
                 status = connection.getresponse().status
@@ -172,6 +188,8 @@ class StartedServer:
             self._guard.kill()
             self._guard.wait()
         self._guard = None
+        if Path(self._hidden).name.startswith("opd-hidden-"):
+            shutil.rmtree(self._hidden, ignore_errors=True)  # its guard has, unless it was killed itself
 
     def lost_its_port(self) -> bool:
         """Whether another process was faster to take the port that was free when it was started."""

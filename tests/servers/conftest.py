@@ -15,6 +15,7 @@ from served_models import write_served_models
 from sglang_server import SGLangServer, installing, sglang_server
 
 __all__ = ["hub", "hub_model"]
+CHUNK = {"chunked-prefill-size": 16}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -70,10 +71,10 @@ def served_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def sglang(
     served_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SGLangServer]:
-    """A real server of model `a`."""
+    """A real server of model `a`. It prefills a few tokens at once: what is longer comes in chunks."""
     pytest.importorskip("orjson", reason="needs the extra sglang")
     reason = installing().result()
     if reason is not None:
         pytest.skip(f"no SGLang server: {reason}")
-    with sglang_server(served_models["a"], tmp_path_factory.mktemp("sglang")) as server:
+    with sglang_server(served_models["a"], tmp_path_factory.mktemp("sglang"), CHUNK) as server:
         yield server

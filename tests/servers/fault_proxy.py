@@ -57,6 +57,8 @@ class FaultProxy:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _open: set[socket.socket] = field(default_factory=set)
     _listener: socket.socket | None = None
+    _held: socket.socket | None = None
+    """Bound and never listening: nobody else is given the port while this proxy is away."""
     _port: int = 0
     _free_at: float = 0.0
 
@@ -69,11 +71,11 @@ class FaultProxy:
             self.faults.append(Fault(kind, **options))  # type: ignore[arg-type]
 
     def start(self) -> None:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", self._port))
+        if self._held is None:
+            self._held = _bound(0)
+            self._port = self._held.getsockname()[1]
+        listener = self._listener = _bound(self._port)
         listener.listen(64)
-        self._port, self._listener = listener.getsockname()[1], listener
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def stop(self) -> None:
@@ -87,6 +89,12 @@ class FaultProxy:
             sockets = list(self._open)
         for one in sockets:
             _reset(one)
+
+    def close(self) -> None:
+        """Stop for good and let the port go."""
+        self.stop()
+        if self._held is not None:
+            self._held.close()
 
     def away_for(self, seconds: float) -> None:
         """Be unreachable from now on, for so long."""
@@ -201,7 +209,15 @@ def fault_proxy(upstream: tuple[str, int]) -> Iterator[FaultProxy]:
     try:
         yield proxy
     finally:
-        proxy.stop()
+        proxy.close()
+
+
+def _bound(port: int) -> socket.socket:
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    one.bind(("127.0.0.1", port))
+    return one
 
 
 def _read_head(file: object) -> bytes:

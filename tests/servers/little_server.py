@@ -1,7 +1,8 @@
 """A server as small as can be, for those who start and end servers: it takes the arguments of SGLang's.
 
-It answers 200 to everything, holds a semaphore's worth of shared memory, and has a child of its own, in a
-session of its own. `--fail-once FILE` ends it at its first start, `--slow SECONDS` makes it ready late.
+It answers 200 to everything, holds a semaphore's worth of shared memory and a folder of hidden states, and
+has a child of its own, in a session of its own. `--fail-once FILE` ends it at its first start,
+`--slow SECONDS` makes it ready late.
 """
 
 import argparse
@@ -42,7 +43,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the worst of servers
     shared = SharedMemory(create=True, size=4096)
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    hidden = Path(os.environ["OPD_HIDDEN_FOLDER"])
+    hidden.mkdir()
+    (hidden / "segment").touch()
     if told.pids:
+        Path(told.pids, f"hidden-{told.port}").write_text(str(hidden))
         Path(told.pids, "arguments").write_text(" ".join(sys.argv[1:]))
         Path(told.pids, str(told.port)).write_text(f"{os.getpid()} {child.pid} {shared.name.lstrip('/')}")
     http.server.HTTPServer((told.host, told.port), Answer).serve_forever()

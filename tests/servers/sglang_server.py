@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -56,12 +57,14 @@ class SGLangServer:
     tests please.
     """
 
-    def __init__(self, model: Path, log: Path, **arguments: bool | int | str) -> None:
+    def __init__(
+        self, model: Path, log: Path, plugins: str = "opd_hidden_states", **arguments: bool | int | str
+    ) -> None:
         self.model, self.log = model, log
         self._group = ServerGroupConfig(
             command=["bash", str(CPU_SERVER / "serve.sh")],
             arguments={"context-length": 256, **arguments},
-            environment={"PYTHON": sys.executable},
+            environment={"PYTHON": sys.executable, "SGLANG_PLUGINS": plugins},
         )
         self._server = StartedServer("sglang", self._group, 0, model, log)
 
@@ -72,6 +75,16 @@ class SGLangServer:
     @property
     def url(self) -> str:
         return self._server.url
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of its processes, by id."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                own = (folder / "environ").read_bytes().split(b"\0")
+                if f"OPD_HIDDEN_FOLDER={self._server._hidden}".encode() in own:
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
+        return found
 
     def launch(self) -> None:
         """Begin to start; `wait` until it serves."""
@@ -120,10 +133,12 @@ class SGLangServer:
 
 
 @contextlib.contextmanager
-def sglang_server(model: Path, folder: Path) -> Iterator[SGLangServer]:
+def sglang_server(
+    model: Path, folder: Path, arguments: Mapping[str, bool | int | str] = types.MappingProxyType({})
+) -> Iterator[SGLangServer]:
     """A running server of the Hugging Face folder `model`; it is gone when the block ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    server = SGLangServer(model, folder / "sglang.log")
+    server = SGLangServer(model, folder / "sglang.log", **arguments)
     server.launch()
     try:
         server.wait()

@@ -27,6 +27,7 @@ LITTLE = [sys.executable, str(Path(__file__).with_name("little_server.py"))]
 def soon(monkeypatch):
     monkeypatch.setattr(module, "AGAIN", module.Retry(pause=0.01, longest=0.05))
     monkeypatch.setattr(module, "LOOK", 0.1)
+    monkeypatch.setattr(module, "ANSWER", 0.2)
     monkeypatch.setattr(module, "GRACE", 0.5)
 
 
@@ -55,6 +56,11 @@ def parts(folder, server):
     return int(own), int(child), Path("/dev/shm", shared)
 
 
+def hidden(folder):
+    """The folders of hidden states of the servers that have been ready."""
+    return [Path(file.read_text()) for file in folder.glob("hidden-*")]
+
+
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -80,6 +86,9 @@ def test_servers_are_ready_when_they_are_handed_out_and_gone_with_all_they_have(
         assert len(set(group.urls)) == 2
         assert all(answers(url) for url in group.urls)
         own = [part for server in group.servers for part in parts(tmp_path, server)]
+        own += hidden(tmp_path)
+        assert len(set(own)) == 8
+        assert all(folder.exists() for folder in hidden(tmp_path))
     finally:
         group.close()
     assert [part for part in own if (part.exists() if isinstance(part, Path) else alive(part))] == []
@@ -166,7 +175,8 @@ def test_a_port_that_another_took_first_is_left_to_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_the_run_is_ended(tmp_path, how):
     code = (
-        "import sys, time; from pathlib import Path\n"
+        "import signal, sys, time; from pathlib import Path\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's jobs ignore it
         "from opd.config.servers import ServerGroupConfig\n"
         "from opd.pipelines.launch import servers\n"
         "servers.GRACE = 0.5\n"
@@ -189,6 +199,8 @@ def test_nothing_is_left_when_the_run_is_ended(tmp_path, how):
     run.send_signal(how)
     run.wait()
     until(lambda: not any(alive(a) or alive(b) or c.exists() for a, b, c in own))
+    assert len(hidden(tmp_path)) == 2
+    until(lambda: not any(folder.exists() for folder in hidden(tmp_path)))
 
 
 def test_a_killed_guard_takes_its_server_with_it_and_both_are_started_again(tmp_path):
@@ -197,9 +209,11 @@ def test_a_killed_guard_takes_its_server_with_it_and_both_are_started_again(tmp_
         server = group.servers[0]
         own, guard = parts(tmp_path, server)[0], server._guard
         assert guard is not None
+        [left] = hidden(tmp_path)
         guard.kill()
         until(lambda: not alive(own))
         until(lambda: group.restarts == 1 and server.served)
+        assert not left.exists()
         assert answers(server.url)
     finally:
         group.close()
@@ -219,7 +233,7 @@ def test_servers_are_kept_for_a_model_of_the_same_form_if_it_is_given_its_weight
         first = at("a", any_weights=True)
         assert first.servers is None
         said = (tmp_path / "arguments").read_text()
-        assert "--enable-return-hidden-states --chunked-prefill-size -1" in said  # for the signal `hidden`
+        assert "--enable-return-hidden-states" in said  # for the signal `hidden`
         assert at("b", any_weights=True).urls == first.urls
         second = at("b")
         assert second.urls != first.urls
@@ -276,6 +290,15 @@ SERVED = {"type": "sglang", "servers": "group"}
         (
             {"servers": {"group": {"count": 2, "devices": [0]}}, "teachers": {"sort": SERVED}},
             "names 1 devices, but 2 servers of 1 each need 2",
+        ),
+        (
+            {
+                "servers": {"group": {}},
+                "teachers": {"other": {**SERVED, "path": "x"}},
+                "specialist": {"opd": {"teacher": "other"}},
+                "runtime": {"workers": 2},
+            },
+            "would each start the servers group; set runtime.workers to 1",
         ),
         ({"servers": {"group": {"arguments": {"port": 1}}}}, "port is set by opd"),
         ({"servers": {"group": {"arguments": {"--dtype": "x"}}}}, "without its dashes"),

@@ -1,0 +1,210 @@
+"""Last hidden states of a server with our plug-in (`opd/served/plugin`): bytes, read here once and gone then.
+
+The name of a segment is drawn here, so that nothing a server says leads to a file: of its folder it tells the
+name alone, which counts only below shared memory, if this user owns it and it holds what the server says it
+does. Where it is not there, as with a server on another machine, the same bytes come over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opd.foreign import decoding, shown, whole
+from opd.served.http_pool import HTTPClient, RefusedError, Server, UnavailableError
+from opd.served.plugin.opd_hidden_states import (
+    DTYPES,
+    FOLDER_NAME,
+    FORMAT,
+    HEADER_BYTES,
+    KEY,
+    PROOF,
+    SHARED,
+    Header,
+    tokens_digest,
+)
+from opd.served.sglang_answers import Question, hidden_body, most_bytes
+
+_PATH = "/opd/hidden"
+_WIDEST = max(DTYPES.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """What a server's plug-in offers."""
+
+    folder: Path | None
+    """Where this process finds its segments; `None` if it has to ask for them."""
+
+
+async def plugin_of(pool: HTTPClient, server: Server) -> Plugin | None:
+    """The plug-in of `server`, `None` if it has none that is understood here. Raises `UnavailableError`."""
+    try:
+        said = await pool.ask(server, "GET", _PATH)
+    except RefusedError:
+        return None
+    if said.get("format") != FORMAT:
+        return None
+    return Plugin(await asyncio.to_thread(_seen, said.get("folder"), said.get("proof")))
+
+
+def _seen(name: Any, proof: Any) -> Path | None:
+    """The folder of that name in this machine's shared memory, if it is the server's."""
+    if not (isinstance(name, str) and FOLDER_NAME.fullmatch(name) and isinstance(proof, str)):
+        return None
+    path = Path(SHARED, name)
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return None
+        held = _content(path, PROOF, 1024)
+        return path if hmac.compare_digest(bytes(held), proof.encode(errors="replace")) else None
+    return None
+
+
+def segment_body(question: Question, name: str, logprobs: bool) -> dict[str, Any]:
+    """`hidden_body` for a server with the plug-in, which leaves the rows in the segment `name`. It computes
+    them where a cached prefix covers them, so that log-probabilities are only asked for if they are wanted.
+    """
+    body = hidden_body(question)
+    body["sampling_params"]["custom_params"] = {KEY: {"segment": name, "start": question.start}}
+    if not logprobs:
+        del body["return_logprob"], body["logprob_start_len"]
+    return body
+
+
+class Segment:
+    """One segment, from its name to its last byte; use it in a `with` block.
+
+    Args:
+        plugin: Of the server that is asked.
+        question: What it is asked about.
+        width: Of the hidden states that are due.
+    """
+
+    def __init__(self, plugin: Plugin, question: Question, width: int) -> None:
+        self.name = secrets.token_hex(16)
+        self._plugin, self._question, self._width = plugin, question, width
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Also of a request that was given up, whose answer may have been on its way.
+        if self._plugin.folder is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._plugin.folder / self.name)
+
+    def body(self, *, logprobs: bool = False) -> dict[str, Any]:
+        """The request."""
+        return segment_body(self._question, self.name, logprobs)
+
+    async def rows(self, pool: HTTPClient, server: Server, answer: dict[str, Any]) -> np.ndarray:
+        """[count, D] float32: what the answer to `body` refers to. Raises `UnavailableError`."""
+        check_reference(answer)
+        most = HEADER_BYTES + self._question.count * self._width * _WIDEST
+        folder = self._plugin.folder
+        if folder is None:
+            try:
+                _, content = await pool.fetch(server, "GET", f"{_PATH}/{self.name}", None, most)
+            except RefusedError as refusal:
+                raise UnavailableError(f"hidden states are gone: {refusal}", answered=True) from None
+            return await asyncio.to_thread(self._checked, content, server)
+        return await asyncio.to_thread(lambda: self._checked(self._read(folder, most, server), server))
+
+    def _read(self, folder: Path, most: int, server: Server) -> bytearray:
+        try:
+            return _content(folder, self.name, most)
+        except OSError as error:
+            raise UnavailableError(
+                f"{server.url} left no hidden states in {folder} ({error.strerror})", answered=True
+            ) from None
+
+    def _checked(self, content: bytes | bytearray, server: Server) -> np.ndarray:
+        try:
+            return rows_of(content, self.name, self._question, self._width)
+        except ValueError as cause:
+            raise UnavailableError(
+                f"the hidden states that {server.url} left are not usable: {cause}", answered=True
+            ) from None
+
+
+def _unreadable(cause: str) -> UnavailableError:
+    return UnavailableError(f"the reference to hidden states has another form ({cause})", answered=True)
+
+
+@decoding(_unreadable)
+def check_reference(answer: dict[str, Any]) -> dict[str, Any]:
+    """What an answer says of its segment. Raises `UnavailableError` if there is none."""
+    said = answer["meta_info"].get(KEY)
+    if not isinstance(said, list) or not said:
+        raise UnavailableError("the answer refers to no hidden states", answered=True)
+    reference = said[0]
+    if "error" in reference:
+        raise UnavailableError(f"the server says that {shown(reference['error'], 300)}", answered=True)
+    return reference
+
+
+def rows_of(content: bytes | bytearray, name: str, question: Question, width: int) -> np.ndarray:
+    """[count, D] float32: numbers of a segment. Raises `ValueError` unless it is whole, and the one due."""
+    header = Header.read(content)
+    due = (question.count, width)
+    if header.name != name or header.tokens != tokens_digest(question.tokens[:-1].tolist(), question.start):
+        raise ValueError("they are the answer to another request")
+    if (header.rows, header.width) != due:
+        raise ValueError(f"their shape is [{header.rows}, {header.width}], due are [{due[0]}, {due[1]}]")
+    if len(content) != header.size:
+        raise ValueError(f"there are {len(content)} bytes of {header.size}")
+    numbers = memoryview(content)[HEADER_BYTES:]
+    if hashlib.sha256(numbers).digest() != header.digest:
+        raise ValueError("they are damaged")
+    found = _floats(numbers, header.dtype).reshape(due)
+    if not np.isfinite(found).all():
+        raise ValueError("one of them is not finite")
+    return found
+
+
+def _floats(numbers: memoryview, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        return (np.frombuffer(numbers, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(numbers, "<f4" if dtype == "float32" else "<f2").astype(np.float32)
+
+
+def _content(folder: Path, name: str, most: int) -> bytearray:
+    """A file of `folder`, by its name alone: at most `most` bytes. Raises `OSError`."""
+    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
+    finally:
+        os.close(inside)
+    with os.fdopen(file, "rb", buffering=0) as opened:
+        found = os.fstat(opened.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > most:
+            raise OSError(0, f"it is no file of at most {most} bytes")
+        content = bytearray(found.st_size)
+        view = memoryview(content)
+        while view and (count := opened.readinto(view)):
+            view = view[count:]
+        return content[: len(content) - len(view)] if view else content
+
+
+def most_answered(body: dict[str, Any]) -> int:
+    """Most bytes of a good answer to `body`, whose hidden states lie elsewhere."""
+    return most_bytes({**body, "return_hidden_states": False})
+
+
+def width_of(answer: dict[str, Any]) -> int | None:
+    """What an answer that refers to a segment says of its width; `None` if it refers to none."""
+    if answer["meta_info"].get(KEY) is None:
+        return None
+    return whole(check_reference(answer)["width"], 0, 2**31, "the width of hidden states")

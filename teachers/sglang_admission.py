@@ -1,0 +1,290 @@
+"""Whether an SGLang server is the one a teacher needs: its model and weights, and how hidden states come.
+
+Every server is asked before it works, and again after it was away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from opd.config.teachers import SGLangTeacherConfig
+from opd.errors import TeacherError
+from opd.foreign import decoding
+from opd.kernels.ops import linear_logprobs
+from opd.served.hidden_segments import Plugin, Segment, most_answered, plugin_of, width_of
+from opd.served.http_pool import HTTPPool, RefusedError, Server, UnavailableError
+from opd.served.sglang_answers import (
+    Question,
+    hidden_body,
+    hidden_of,
+    logprob_body,
+    logprobs_of,
+    most_bytes,
+    ranks_of,
+    versions_of,
+)
+from opd.storage.published import PublishedModel
+from opd.teachers.skeleton import read_head
+
+_log = logging.getLogger(__name__)
+
+EXACT, HALF = 1e-3, 0.25
+"""Nats by which log-probabilities of the same model may differ: served in float32, and in anything less."""
+PROBE = np.array([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 7, 2, 3], dtype=np.int32)
+"""Ids below 8: every vocabulary has them, also a wrong one."""
+
+
+Rebuild = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Of the head's weight, padding included."""
+
+    rows: int
+    width: int
+
+
+@dataclass(slots=True)
+class Expected:
+    """What a server must be; what the recipe leaves open is what the first server was."""
+
+    config: Mapping[str, Any]
+    """The model's Hugging Face configuration."""
+    head: HeadShape
+    hidden: bool
+    """Whether hidden states are needed."""
+    rebuild: Rebuild | None = None
+    """Log-probabilities of ids [N] from hidden rows [N, D], by the right head; `None` compares servers with
+    each other only."""
+    weight_version: str | None = None
+    checksum: str | None = None
+    logprobs: np.ndarray | None = None
+    """[len(PROBE) - 2] of the probe's tokens."""
+    tolerance: float = EXACT
+    context: int | None = None
+    """Most tokens a request may have on any server."""
+    chunk: int | None = None
+    """Most tokens a server without the plug-in prefills at once; it loses hidden states of earlier chunks."""
+    plugins: dict[str, Plugin] = field(default_factory=dict)
+    """Of the servers, by URL, that leave hidden states as bytes."""
+    warned: bool = False
+    """Whether it was said that hidden states come as JSON."""
+
+
+async def admit(pool: HTTPPool, server: Server, expected: Expected) -> None:
+    """Raises `TeacherError` if another model or other weights answer, or the server lacks what is needed;
+    `UnavailableError` if it does not answer.
+    """
+    info = await pool.ask(server, "GET", "/model_info")
+    _check_kind(pool.owner, server, info, expected)
+    _check_version(pool.owner, server, str(info.get("weight_version")), expected)
+    settings = await _settings(pool, server)
+    if expected.hidden:
+        await _look_for_plugin(pool, server, expected)
+    _check_settings(pool.owner, server, settings, expected)
+    if expected.checksum is not None:
+        await _check_checksum(pool, server, expected)
+    await _check_outputs(pool, server, settings, expected)
+
+
+async def _look_for_plugin(pool: HTTPPool, server: Server, expected: Expected) -> None:
+    expected.plugins.pop(server.url, None)
+    plugin = await plugin_of(pool, server)
+    if plugin is not None:
+        expected.plugins[server.url] = plugin
+    elif not expected.warned:
+        expected.warned = True
+        _log.warning(
+            "%s: %s gives hidden states as JSON numbers, the prompt's too, which takes many times the bytes"
+            " and the time; start it with the folder opd/served/plugin on its PYTHONPATH",
+            pool.owner,
+            server.url,
+        )
+
+
+async def hidden_states(
+    pool: HTTPPool,
+    server: Server,
+    question: Question,
+    expected: Expected,
+    check: Callable[[dict[str, Any]], None],
+    *,
+    logprobs: bool = False,
+) -> np.ndarray:
+    """[count, D] float32: last hidden states at the positions of `question`, by one attempt at one server.
+
+    Args:
+        check: Raises for an answer whose hidden states need not be looked at.
+        logprobs: Ask for the tokens' log-probabilities, too.
+
+    Raises `UnavailableError`, `RefusedError` and what `check` raises.
+    """
+    head, plugin = expected.head, expected.plugins.get(server.url)
+    if plugin is None:
+        body = hidden_body(question)
+        answer = await pool.ask(server, "POST", "/generate", body, most_bytes(body, head.width))
+        check(answer)
+        return hidden_of(answer, question, head.width, head.rows)
+    with Segment(plugin, question, head.width) as segment:
+        body = segment.body(logprobs=logprobs)
+        answer = await pool.ask(server, "POST", "/generate", body, most_answered(body))
+        check(answer)
+        return await segment.rows(pool, server, answer)
+
+
+async def checksum(pool: HTTPPool, server: Server) -> str:
+    """The server's checksum over all weights on all of its ranks."""
+    answer = await pool.ask(server, "POST", "/weights_checker", {"action": "checksum"})
+    return "+".join(str(rank.get("per_gpu_checksum")) for rank in ranks_of(answer))
+
+
+def _check_kind(owner: str, server: Server, info: dict[str, Any], expected: Expected) -> None:
+    for key in ("architectures", "model_type"):
+        there, here = info.get(key), expected.config.get(key)
+        if there and here and there != here:
+            raise TeacherError(
+                f"{owner}: {server.url} serves {info.get('model_path')} with {key} {there}, the recipe's"
+                f" teacher has {here}; check which model is behind the URL."
+            )
+
+
+def _check_version(owner: str, server: Server, version: str, expected: Expected) -> None:
+    if expected.weight_version is None:
+        expected.weight_version = version
+    if version != expected.weight_version:
+        raise TeacherError(
+            f"{owner}: {server.url} holds weight version {version}, but {expected.weight_version} is due;"
+            " serve the version the run began with."
+        )
+
+
+def check_versions(owner: str, answer: dict[str, Any], expected: Expected) -> None:
+    """`TeacherError` unless the answer was computed with the expected weights alone."""
+    found = versions_of(answer)
+    if found != {expected.weight_version}:
+        raise TeacherError(
+            f"{owner}: an answer was computed with weight version {', '.join(sorted(found))}, but"
+            f" {expected.weight_version} is due; serve the version the run began with and --resume."
+        )
+
+
+async def _settings(pool: HTTPPool, server: Server) -> dict[str, Any]:
+    try:
+        return await pool.ask(server, "GET", "/server_info") or {}
+    except RefusedError:
+        return {}  # a router passes scoring on but not this
+
+
+def _check_settings(owner: str, server: Server, settings: dict[str, Any], expected: Expected) -> None:
+    if expected.hidden and settings.get("enable_return_hidden_states") is False:
+        raise TeacherError(
+            f"{owner}: {server.url} returns no hidden states; start it with --enable-return-hidden-states, or"
+            " set the server's signal to topk or sampled."
+        )
+    limits = [settings.get("context_length"), settings.get("max_total_num_tokens")]
+    with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
+        known = [int(limit) for limit in (*limits, expected.context) if limit]
+        chunk = int(settings.get("chunked_prefill_size") or 0)
+    expected.context = min(known, default=None)
+    if chunk > 0 and server.url not in expected.plugins:
+        expected.chunk = min(chunk, expected.chunk or chunk)
+    if settings and settings.get("dtype") != "float32":
+        expected.tolerance = HALF
+
+
+async def _check_checksum(pool: HTTPPool, server: Server, expected: Expected) -> None:
+    held = await checksum(pool, server)
+    if held != expected.checksum:
+        raise TeacherError(
+            f"{pool.owner}: the weights of {server.url} have checksum {held}, the recipe says"
+            f" {expected.checksum}; serve the right weights or correct the recipe."
+        )
+
+
+async def _check_outputs(
+    pool: HTTPPool, server: Server, settings: dict[str, Any], expected: Expected
+) -> None:
+    """The probe's log-probabilities: rebuilt by the published head, and those of the first server.
+
+    A server without hidden states can only be compared with the first one.
+    """
+    head = expected.head
+    question = Question("probe", PROBE, 0)
+    if expected.hidden or settings.get("enable_return_hidden_states"):
+        found: list[np.ndarray] = []
+
+        def check(answer: dict[str, Any]) -> None:
+            found.append(logprobs_of(answer, PROBE[:-1], 0, head.rows))
+            check_width(pool.owner, server, answer, head.width)
+
+        rows = await hidden_states(pool, server, question, expected, check, logprobs=True)
+        served = found[0]
+        if expected.logprobs is None and expected.rebuild is not None:
+            rebuilt = await asyncio.to_thread(expected.rebuild, rows[:-1], PROBE[1:-1])
+            _compare(pool.owner, server, served, rebuilt, expected.tolerance, "the published head gives")
+    else:
+        body = logprob_body(Question("probe", PROBE[:-1], 0))
+        answer = await pool.ask(server, "POST", "/generate", body, most_bytes(body))
+        served = logprobs_of(answer, PROBE[:-1], 0, head.rows)
+    if expected.logprobs is None:
+        expected.logprobs = served
+    _compare(pool.owner, server, served, expected.logprobs, expected.tolerance, "the first server gave")
+
+
+def check_width(owner: str, server: Server, answer: dict[str, Any], width: int) -> None:
+    """`TeacherError` if the hidden states have another width than the head."""
+    with decoding(lambda cause: UnavailableError(f"{server.url}: hidden states, {cause}", answered=True)):
+        found = width_of(answer)
+        if found is None:
+            states = answer["meta_info"].get("hidden_states") or [[[]]]
+            found = len(states[0][0]) if isinstance(states[0][0], list) else len(states[0])
+    if found != width:
+        raise TeacherError(
+            f"{owner}: {server.url} returns hidden states of width {found}, the published head takes {width};"
+            " check which model is behind the URL."
+        )
+
+
+def _compare(
+    owner: str, server: Server, served: np.ndarray, due: np.ndarray, tolerance: float, source: str
+) -> None:
+    apart = float(np.abs(served - due).max())
+    if not apart <= tolerance:
+        raise TeacherError(
+            f"{owner}: {server.url} serves another model, vocabulary or other weights than the recipe's: its"
+            f" log-probabilities differ by up to {apart:.3g} nats from what {source}."
+        )
+
+
+def expected_of(model: PublishedModel | Mapping[str, Any], settings: SGLangTeacherConfig) -> Expected:
+    """What the servers of a teacher must be: the published `model`, or the one of a configuration."""
+    if isinstance(model, PublishedModel):
+        head = model.manifest.head
+        described, shape = model.manifest.config, HeadShape(head.vocabulary, head.hidden)
+        rebuild = rebuild_with(model)
+    else:
+        text = model.get("text_config", model)
+        described, shape = model, HeadShape(text["vocab_size"], text["hidden_size"])
+        rebuild = None
+    hidden = settings.signal == "hidden"
+    return Expected(described, shape, hidden, rebuild, settings.weight_version, settings.checksum)
+
+
+def rebuild_with(published: PublishedModel) -> Rebuild:
+    """By the head of `published`, over all of its rows, as a server has them; read at each call."""
+
+    def rebuild(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        head = read_head(published, torch.float32, torch.device("cpu"))
+        with torch.no_grad():
+            hidden, tokens = torch.from_numpy(rows), torch.from_numpy(ids.astype(np.int64))
+            return linear_logprobs(hidden, head, tokens).float().numpy()
+
+    return rebuild
