@@ -16,17 +16,20 @@ from collections.abc import Sequence
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """Machine -> what seccomp calls it, and the column of `_REFUSED`."""
+_PROCESSES = {
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
+    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "setpriority": (141, 140),
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
+}  # fmt: skip
+"""What starts other processes, or reaches them."""
 _REFUSED = {
     # sockets, and what could open one past this filter; pairs within the process are no way out
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    # other processes
-    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
+    # what is in other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272), "setpriority": (141, 140), "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
+    "pidfd_getfd": (438, 438), "kcmp": (312, 272),
     # limits, namespaces, mounts and the kernel
     "setrlimit": (160, 164), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
     "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
@@ -49,7 +52,7 @@ _REFUSED = {
 _OWN_ONLY = {"kill": (62, 129), "tgkill": (234, 131)}
 """Refused but to the process itself, which may abort."""
 _CLONE, _CLONE3, _PRLIMIT = (56, 220), 435, (302, 261)
-_THREAD = 0x10000
+_THREAD, _NAMESPACES = 0x10000, 0x7E020000
 _ALLOW, _NO_PERMISSION, _NO_SUCH_CALL = 0x7FFF0000, 0x00050001, 0x00050026
 _LOAD, _EQUAL, _BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
 _X32 = 0x40000000
@@ -58,21 +61,22 @@ Jump = tuple[int, int, int, int]
 """An instruction of the filter: code, where to if true, where to if false, operand."""
 
 
-def refuse_calls() -> bool:
-    """Seccomp, for this process and its threads for good; False where the machine or the kernel has none.
+def refuse_calls(*, processes: bool = False) -> bool:
+    """Seccomp, for this process and what it starts for good; False where the machine or the kernel has none.
 
-    What is refused fails with EPERM. Processes can be neither started nor signalled.
+    What is refused fails with EPERM. Processes can be neither started nor signalled, unless `processes`: then
+    nothing but programs of their own is allowed beyond that, and no namespaces.
     """
     known = _MACHINES.get(os.uname().machine)
     if known is None or not _no_new_privileges():
         return False
-    program = b"".join(struct.pack("<HBBI", *step) for step in _filter(*known))
+    program = b"".join(struct.pack("<HBBI", *step) for step in _filter(*known, processes))
     held = ctypes.create_string_buffer(program)
     told = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(held)))
     return _prctl(22, 2, ctypes.addressof(told)) == 0
 
 
-def _filter(machine: int, column: int) -> list[Jump]:
+def _filter(machine: int, column: int, processes: bool) -> list[Jump]:
     """Words of a call: number at 0, machine at 4, arguments from 16 in pairs of a low and a high half."""
     own = os.getpid()
     steps: list[Jump] = [
@@ -80,14 +84,18 @@ def _filter(machine: int, column: int) -> list[Jump]:
         (_LOAD, 0, 0, 0), (_BITS, 0, 1, _X32 if column == 0 else 0), (_RETURN, 0, 0, _NO_PERMISSION),
         (_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _NO_SUCH_CALL),  # the C library then takes clone
     ]  # fmt: skip
-    for numbers in _REFUSED.values():
+    refused = _REFUSED if processes else _PROCESSES | _REFUSED
+    for numbers in refused.values():
         if numbers[column] is not None:
             steps += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _NO_PERMISSION)]
-    for numbers in _OWN_ONLY.values():
+    for numbers in {} if processes else _OWN_ONLY.values():
         steps += [(_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, 16), (_EQUAL, 0, 1, own)]
         steps += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _NO_PERMISSION)]
-    steps += [(_EQUAL, 0, 4, _CLONE[column]), (_LOAD, 0, 0, 16), (_BITS, 0, 1, _THREAD)]
-    steps += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _NO_PERMISSION)]
+    steps += [(_EQUAL, 0, 4, _CLONE[column]), (_LOAD, 0, 0, 16)]
+    if processes:
+        steps += [(_BITS, 0, 1, _NAMESPACES), (_RETURN, 0, 0, _NO_PERMISSION), (_RETURN, 0, 0, _ALLOW)]
+    else:
+        steps += [(_BITS, 0, 1, _THREAD), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _NO_PERMISSION)]
     steps += [(_EQUAL, 0, 6, _PRLIMIT[column]), (_LOAD, 0, 0, 32), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, 36)]
     steps += [(_EQUAL, 0, 1, 0), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _NO_PERMISSION)]
     return [*steps, (_RETURN, 0, 0, _ALLOW)]
@@ -132,18 +140,20 @@ def restrict_files(read: Sequence[str], write: Sequence[str] = ()) -> bool:
         os.close(rules)
 
 
-def limit(seconds: int, memory: int, output: int) -> None:
-    """Of this process and what it starts, each: seconds of processor time, bytes of memory, and of a file."""
+def limit(seconds: int, memory: int, output: int, files: int = 64) -> None:
+    """Of this process and what it starts, each: seconds of processor time, bytes of memory, and of a file,
+    and open files.
+    """
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (output, output))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def no_processes() -> None:
-    """No more processes of this user, where seccomp does not refuse them; root may all the same."""
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+def limit_processes(most: int = 0) -> None:
+    """At most so many processes and threads of this user in its namespace; root may have more."""
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
 
 def end_with_parent() -> None:
@@ -151,12 +161,42 @@ def end_with_parent() -> None:
     _prctl(1, 9)
 
 
+def become(user: int) -> None:
+    """As root: be `user` for good, whose processes the kernel counts, which it does not do with root's. It
+    still reads what root may, such as a Python below /root, which only Landlock then narrows; it writes what
+    is its own. Raises `OSError` without the right to.
+    """
+    _prctl(8, 1)  # keep capabilities over the change of the user
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    _keep_capabilities(1 << _DAC_READ_SEARCH)
+    _prctl(47, 2, _DAC_READ_SEARCH)  # over `execve` too
+
+
 def drop_privileges() -> None:
     """Give back what root may beyond others; its files stay its own."""
+    _keep_capabilities(0)
+
+
+_DAC_READ_SEARCH = 2
+
+
+def _keep_capabilities(kept: int) -> None:
     header = ctypes.create_string_buffer(struct.pack("<Ii", 0x20080522, 0))
     number = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine)
     if number is not None:
-        _syscall(number, header, ctypes.create_string_buffer(24))
+        _syscall(number, header, ctypes.create_string_buffer(struct.pack("<6I", *[kept] * 3, 0, 0, 0)))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what this process's children leave behind, however far down."""
+    _prctl(36, 1)
+
+
+def hide() -> None:
+    """Let no process of the same user look into this one, or change it."""
+    _prctl(4, 0)
 
 
 def _no_new_privileges() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from opd.kernels.head import Head
+
+
+@runtime_checkable
+class Resident(Protocol):
+    """Who holds much memory in this process."""
+
+    def resident(self) -> dict[str, int]:
+        """Bytes of the device's memory that each of its parts takes now."""
+        ...
 
 
 class RolloutEngine(Protocol):

@@ -62,6 +62,7 @@ def _dispatch(argv: list[str]) -> int:
         "watch": _watch,
         "compare": _compare,
         "wal": _wal,
+        "trajectory": _trajectory,
         "publish": _publish,
         "plan": _plan,
         "sample": _sample,
@@ -203,6 +204,14 @@ def _wal(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from opd.pipelines.commands.wal import wal_command
 
     return wal_command(options.action, options.folder, options.out)
+
+
+def _trajectory(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if overrides:
+        raise ConfigError(f"opd trajectory takes a run folder and --episode; remove {overrides[0]}")
+    from opd.pipelines.commands.trajectory import trajectory_command
+
+    return trajectory_command(options.action, options.run, options.episode)
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:

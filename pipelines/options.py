@@ -77,6 +77,7 @@ PLAN_NUMBERS = {
 _WITH_VALUE = {
     "--out",
     "--domain",
+    "--episode",
     "--pairs",
     "--shards",
     "--store",
@@ -99,6 +100,7 @@ OTHERS = {
     "sample": "print what a model answers, as it writes",
     "push": "upload a model's folder, with its card, to the Hub",
     "wal": "look into a write-ahead log of tokens",
+    "trajectory": "what agents did with their tools, command by command; run it again and compare",
     "plan": "print who would train on what, and in which order",
     "completion": "print what lets bash or zsh complete commands and options",
 }
@@ -108,6 +110,12 @@ _WAL_ACTIONS = {
     "verify": "read every byte and say whether the log is whole; status 2 if it is damaged",
     "export": "write every request that has not been retired as one line of JSON",
     "repair": "give up what comes after a damaged place; the old files are kept as NAME.damaged",
+}
+
+
+_TRAJECTORY_ACTIONS = {
+    "show": "the episodes that were not learnt from yet, or with --episode all that one did, in its order",
+    "replay": "run the commands of --episode in a fresh sandbox; status 1 and the first that ends otherwise",
 }
 
 
@@ -180,6 +188,7 @@ def build_parser() -> argparse.ArgumentParser:
     watch.add_argument("--terminal", action="store_true", help="show them here instead of in a page")
     _models_parsers(commands)
     _wal_parser(commands)
+    _trajectory_parser(commands)
     _plan_parser(commands)
     completion = commands.add_parser(
         "completion",
@@ -236,6 +245,17 @@ def _wal_parser(commands: argparse._SubParsersAction) -> None:
     wal.add_argument("action", choices=list(_WAL_ACTIONS), metavar="ACTION")
     wal.add_argument("folder", type=Path, metavar="FOLDER")
     wal.add_argument("--out", type=_place, metavar="FILE", help="where export writes (default: the screen)")
+
+
+def _trajectory_parser(commands: argparse._SubParsersAction) -> None:
+    lines = [f"{name}: {summary}." for name, summary in _TRAJECTORY_ACTIONS.items()]
+    told = " ".join([*lines, "Example: opd trajectory show runs/mine"])
+    trajectory = commands.add_parser(
+        "trajectory", help=OTHERS["trajectory"], description=told, allow_abbrev=False
+    )
+    trajectory.add_argument("action", choices=list(_TRAJECTORY_ACTIONS), metavar="ACTION")
+    trajectory.add_argument("run", type=Path, metavar="RUN", help="a run folder, or that of a log")
+    trajectory.add_argument("--episode", action=_Once, metavar="UID", help="one of those that show lists")
 
 
 def _command(commands: argparse._SubParsersAction, name: str, summary: str, recipes: str = "+") -> _Parser:

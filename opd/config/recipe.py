@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from opd.config.base import Config, Name
 from opd.config.distill import DistillConfig, SharesConfig
+from opd.config.environments import NamedEnvironment
 from opd.config.evaluation import EvaluationConfig
 from opd.config.rewards import RewardConfig
 from opd.config.rl import SampledTokenK1, shared_out
@@ -65,10 +66,14 @@ class DomainConfig(Config):
     """Arguments of the source; for a file, `domain` keeps the rows whose column `domain` says so."""
     reward: RewardConfig | None = None
     """What scores answers: `package.module:function`, the name of a built-in reward (`math`), or a mapping
-    with its `type` and settings; `None` takes the source's own checker."""
+    with its `type` and settings; `None` takes the environment's rewards where there is one, else the source's
+    own checker."""
     teacher: str | dict[str, float] | None = None
     """Name of a teacher, or weights over several, which are divided by their sum; `None` is the teacher of
     the domain's own name: the entry under `teachers`, or else the specialist that the run trains on it."""
+    environment: NamedEnvironment | None = None
+    """An agent's world, in which responses are episodes of several turns: `package.module:Class`, or a
+    mapping with its `type` and settings."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the merge's loss, relative to the other domains, with `distill.normalise: teacher`."""
     held_out: float = Field(default=0.1, ge=0.0001, le=0.9999)
@@ -548,12 +553,28 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _episodes_have_one_writer(self) -> Recipe:
+        for name, domain in self.domains.items():
+            if domain.environment is not None and self.for_domain(name).rollout.generate is not None:
+                raise ValueError(
+                    f"domains.{name} has both an environment and rollout.generate, which would each write its"
+                    " responses; leave one of the two out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _one_stage_for_the_workers(self) -> Recipe:
         if self.rollout.engine.type == "sglang" and self.runtime.workers > 1:
             raise ValueError(
                 "rollout.engine sglang gives its workers one student's weights, so stages cannot run side by"
                 " side; set runtime.workers to 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _the_device_is_handed_over(self) -> Recipe:
+        launched = self.rollout.engine.type == "torch" and self.launch.type == "local"
+        self.runtime.offload.check(self.rollout.schedule, self.train.backend, embedded=launched)
         return self
 
     @model_validator(mode="after")
@@ -578,6 +599,12 @@ class Recipe(Config):
                 raise ValueError(
                     f"servers.{name} has no effect: no teacher and not rollout.engine names it; add `servers:"
                     f" {name}` there, or leave the group out"
+                )
+            user = users[name].removeprefix("teachers.")
+            if self.runtime.workers > 1 and user in self.followed():
+                raise ValueError(
+                    f"with runtime.workers {self.runtime.workers} stages side by side, which follow {user},"
+                    f" would each start the servers {name}; set runtime.workers to 1"
                 )
             if self.launch.type == "ray":
                 raise ValueError(

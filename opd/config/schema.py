@@ -44,7 +44,8 @@ def tag(model: type[Config] | Config) -> Any:
     field = kind.model_fields.get("type")
     if field is None:
         return None
-    return get_args(field.annotation)[0] if field.is_required() else field.default
+    kinds = get_args(field.annotation)
+    return next(iter(kinds), None) if field.is_required() else field.default
 
 
 def below(annotation: Any, key: str) -> Any:

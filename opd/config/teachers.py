@@ -199,9 +199,8 @@ class SGLangTeacherConfig(TeacherSettings, ServerConfig):
 
     @property
     def server_arguments(self) -> dict[str, bool | int | float | str]:
-        """Of a prompt that is prefilled in chunks only the last chunk's hidden states come back."""
-        hidden = self.signal == "hidden"
-        return {"enable-return-hidden-states": True, "chunked-prefill-size": -1} if hidden else {}
+        """Servers return hidden states only if they are told to when they start."""
+        return {"enable-return-hidden-states": True} if self.signal == "hidden" else {}
 
     @model_validator(mode="after")
     def _known(self) -> Self:

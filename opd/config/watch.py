@@ -296,11 +296,13 @@ METRICS = (
         "lr",
     ),
     *("grad_norm", "frac_reward_zero_std", "length/mean", "length/max", "length/p10", "length/p50"),
-    *("length/p90", "truncated", "policy/clip_ratio", "policy/clip_low", "policy/clip_high"),
+    *("length/p90", "truncated", "episode/turns", "episode/done"),
+    *("policy/clip_ratio", "policy/clip_low", "policy/clip_high"),
     *("policy/dual_clip", "policy/ratio_mean", "policy/ratio_min", "policy/ratio_max", "policy/kl_old"),
     *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/ess", "token_share/TEACHER", "grad_share/TEACHER"),
     *("staleness/mean", "staleness/max", "staleness/dropped", "correction/rejected", "correction/truncated"),
-    *("correction/weight_mean", "correction/ess", "time/PHASE", "head_loads", "resident_heads_peak"),
+    *("correction/weight_mean", "correction/ess", "time/PHASE", "memory/PHASE/KIND"),
+    *("head_loads", "resident_heads_peak"),
     *("prefetched_heads_peak", "teacher_tokens", "cached_tokens", "bytes_read", "cached_bytes"),
     *("weight_bytes_peak", "stall_seconds", "teacher/TEACHER/wait_seconds", "teacher/TEACHER/wait_share"),
     *("rollout/requests", "rollout/completed", "rollout/truncated", "rollout/failed", "rollout/aborted"),
@@ -313,15 +315,19 @@ METRICS = (
     *("critic/value_mean", "critic/return_mean", "critic/clip_ratio", "critic/grad_norm", "critic/lr"),
 )
 """All that a stage may log, as `docs/reference/metrics.md` has it: DOMAIN and TEACHER are names of the
-recipe, PART is of a reward in parts, PHASE of a step, P a power of two.
+recipe, PART is of a reward in parts, PHASE of a step, KIND of what memory holds, P a power of two.
 """
 _PHASES = ("data", "rollout", "score", "train", "sync", "evaluate")
+_KINDS = (
+    *("engine_weights", "engine_kv", "trainer_weights", "trainer_gradients", "trainer_moments"),
+    *("teacher_weights", "teacher_heads", "hidden_states"),
+)
 _POWERS = tuple(str(2**exponent) for exponent in range(31))
 
 
 def metrics_of(domains: Sequence[str], teachers: Sequence[str]) -> Iterator[str]:
     """The names of `METRICS` in a run with these domains and teachers; PART stays as it is."""
-    names = {"DOMAIN": domains, "TEACHER": teachers, "PHASE": _PHASES, "P": _POWERS}
+    names = {"DOMAIN": domains, "TEACHER": teachers, "PHASE": _PHASES, "KIND": _KINDS, "P": _POWERS}
     for template in METRICS:
         parts = [names.get(part, (part,)) for part in template.split("/")]
         yield from ("/".join(chosen) for chosen in product(*parts))

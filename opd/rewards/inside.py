@@ -352,7 +352,7 @@ def confine() -> bool:
     """The last word before code that nobody trusts."""
     refused = lockdown.refuse_calls()
     if not refused:
-        lockdown.no_processes()
+        lockdown.limit_processes()
     return refused
 
 

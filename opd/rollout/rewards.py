@@ -513,8 +513,17 @@ class RewardRunner:
         return [view.text.strip() if own is None else own for own, view in zip(read, views, strict=True)]
 
     def text(self, sample: Sample) -> str:
-        """The response as its reward function sees it."""
-        return self._view(sample, "").text
+        """The response for people: as its reward function sees it, or, of an agent, turn by turn: what the
+        model wrote behind `> `, and what it was answered below.
+        """
+        if sample.loss_mask.all():
+            return self._view(sample, "").text
+        ids = sample.response_ids.tolist()
+        lines = []
+        for start, stop in _runs(sample.loss_mask.tolist()):
+            said = self._tokenizer.decode(ids[start:stop], skip_special_tokens=True)
+            lines.append(f"> {said}" if sample.loss_mask[start] else str(said).strip())
+        return "\n".join(lines)
 
     def _view(self, sample: Sample, prompt: str) -> RewardSample:
         """`sample` as its reward function sees it. The token that ended a turn is left out of its text; any

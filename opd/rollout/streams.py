@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -53,9 +53,27 @@ class StepLock:
             yield
 
 
+More = Callable[[bool], Sequence[RolloutRequest] | None]
+"""`more(idle) -> requests`: what a stream is to ask for besides, looked at before each of its chunks; `None`
+once there will be nothing else. With `idle` all it asked for has ended: it may wait, for a moment."""
+
+
 def several(requests: RolloutRequest | Sequence[RolloutRequest]) -> list[RolloutRequest]:
     """One request, or several, as a list."""
     return [requests] if isinstance(requests, RolloutRequest) else list(requests)
+
+
+def noting(more: More | None, note: Callable[[Sequence[RolloutRequest]], None]) -> More | None:
+    """`more`, of whose requests `note` is told before they begin."""
+    if more is None:
+        return None
+
+    def noted(idle: bool) -> Sequence[RolloutRequest] | None:
+        if asked := more(idle):
+            note(asked)
+        return asked
+
+    return noted
 
 
 class StoppedError(Exception):
@@ -65,9 +83,10 @@ class StoppedError(Exception):
 class _Inbox:
     """What one stream has asked for, and what waits for it."""
 
-    def __init__(self, requests: Sequence[RolloutRequest]) -> None:
+    def __init__(self, requests: Sequence[RolloutRequest], more: More | None) -> None:
         self.open = {request.uid for request in requests}
         self.chunks: deque[Chunk] = deque()
+        self.more = more
 
 
 class Stream(Iterator[Chunk]):
@@ -113,21 +132,38 @@ class Streams:
         """What the engine raised last."""
         self._driven = self._stopped = False
 
-    def generate(self, requests: RolloutRequest | Sequence[RolloutRequest]) -> Stream:
-        """What is written to one request, or to several, which join what the engine is at.
+    def generate(
+        self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
+    ) -> Stream:
+        """What is written to one request, or to several, which join what the engine is at, and to what `more`
+        asks for while the stream is read.
 
         Raises what `RolloutEngine.submit` raises, and `StoppedError` after `stop`.
         """
         asked = several(requests)
-        inbox = _Inbox(asked)
+        inbox = _Inbox(asked, more)
+        self._submit(inbox, asked)
+        return Stream(self, inbox)
+
+    def _submit(self, inbox: _Inbox, asked: Sequence[RolloutRequest]) -> None:
         with self.steps.step():
             if self._stopped:
                 raise StoppedError
             self._let_go()
             if asked:
                 self._engine.submit(asked)
-                self._inboxes.append(inbox)
-        return Stream(self, inbox)
+                inbox.open.update(request.uid for request in asked)
+                if inbox not in self._inboxes:
+                    self._inboxes.append(inbox)
+
+    def _ask_more(self, inbox: _Inbox) -> None:
+        """Begin what the stream's reader wants besides."""
+        if inbox.more is not None:
+            asked = inbox.more(not inbox.open and not inbox.chunks)
+            if asked is None:
+                inbox.more = None
+            elif asked:
+                self._submit(inbox, asked)
 
     def stop(self) -> None:
         """Let no stream go on."""
@@ -143,18 +179,20 @@ class Streams:
 
     def _next(self, inbox: _Inbox) -> Chunk | None:
         while True:
+            self._ask_more(inbox)
             with self._changed:
-                while True:
-                    if self._stopped:
-                        raise StoppedError
-                    if inbox.chunks:
-                        return inbox.chunks.popleft()
-                    if not inbox.open:
+                if self._stopped:
+                    raise StoppedError
+                if inbox.chunks:
+                    return inbox.chunks.popleft()
+                if not inbox.open:
+                    if inbox.more is None:
                         return None
-                    if not self._driven:
-                        self._driven = True
-                        break
+                    continue
+                if self._driven:
                     self._changed.wait(LOOK)
+                    continue
+                self._driven = True
             try:
                 self._drive(inbox)
             finally:
@@ -222,10 +260,12 @@ class Streaming:
     _streams: weakref.ref[Streams] | None = None
     """Streams keep their engine alive, not the other way round."""
 
-    def generate(self, requests: RolloutRequest | Sequence[RolloutRequest]) -> Stream:
+    def generate(
+        self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
+    ) -> Stream:
         """What is written to one request, or to several: see `Streams.generate`."""
         streams = self._streams() if self._streams is not None else None
         if streams is None:
             streams = Streams(cast("RolloutEngine", self))
             self._streams = weakref.ref(streams)
-        return streams.generate(requests)
+        return streams.generate(requests, more)

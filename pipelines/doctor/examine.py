@@ -33,6 +33,7 @@ from opd.pipelines.doctor.checks import (
     number_of,
 )
 from opd.pipelines.doctor.demonstrations import check_demonstrations
+from opd.pipelines.doctor.environments import check_environments
 from opd.pipelines.doctor.evaluation import check_contamination, check_set_prompts, check_sets
 from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models
 from opd.pipelines.records.run_folder import Accepted, default_path
@@ -79,6 +80,7 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
         failed = {finding.title for finding in findings if finding.level == "error"}
         sound = {name: domain for name, domain in domains.items() if f"domain {name}" not in failed}
         findings += check_sandbox(recipe) + check_sandbox(recipe.of_sets()) + check_rewards(recipe, sound)
+        findings += check_environments(recipe, sound)
         findings += check_sets(recipe, sets)
         findings += check_publishing(recipe)
     if _errors(findings) and not thorough:

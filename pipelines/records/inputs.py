@@ -79,6 +79,8 @@ def user_code(recipe: Recipe) -> dict[str, str]:
     for where, own in sources.items():
         if isinstance(own.reward, FunctionReward):
             paths[f"{where}.reward"] = own.reward.path
+        if own.environment is not None and own.environment.code is not None:
+            paths[f"{where}.environment"] = own.environment.code
         kind, _, task = own.source.partition(":")
         if kind == "procedural" and ":" in task:
             paths[f"{where}.source"] = task

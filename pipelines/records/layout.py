@@ -8,8 +8,8 @@ stages/STAGE/                    metrics.jsonl  checkpoints/  last_samples.json 
                                  watches)  flags.jsonl (where a rule of `watch` fired)  done.json (written
                                  last), log.txt of a stage that ran in a process of its own, and
                                  difficulty.json of one that measured its prompts
-                                 wal/ (the log of its rollouts) and cache/ (teachers' hidden states) are
-                                 there while the stage runs
+                                 wal/ (the log of its rollouts), episodes/ (of what agents did with tools)
+                                 and cache/ (teachers' hidden states) are there while the stage runs
 base/  sft/DOMAIN/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
 published/TEACHER/               what the merge streams, unless storage.published says elsewhere
 downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, where needed whole;
@@ -36,6 +36,7 @@ from opd.errors import RunFolderError
 from opd.metrics import FILE_NAME, FLAGS
 from opd.models.hf_folder import adapter_base
 
+EPISODES = "episodes"
 DONE, LAST_SAMPLES = "done.json", "last_samples.json"
 CONFIG = "config.json"
 WEIGHTS = "weights_cache"
@@ -129,6 +130,10 @@ class Layout:
     def wal(self, stage: str) -> Path:
         return self.stage(stage) / "wal"
 
+    def episodes(self, stage: str) -> Path:
+        """The log of what agents did with their tools."""
+        return self.stage(stage) / EPISODES
+
     def trajectories(self, stage: str) -> Path:
         return self.stage(stage) / "trajectories"
 
@@ -165,14 +170,15 @@ class Layout:
     def remove_working_files(self, stage: str) -> None:
         """A stage that is done needs neither its rollouts, their log, nor its teachers' hidden states."""
         signals = self.stage(stage) / "signals"
-        for folder in (self.wal(stage), self.cache(stage), self.trajectories(stage), signals):
+        logs = (self.wal(stage), self.episodes(stage))
+        for folder in (*logs, self.cache(stage), self.trajectories(stage), signals):
             for own in (folder, *folder.parent.glob(f"{folder.name}-rank-*")):
                 shutil.rmtree(own, ignore_errors=True)
 
 
 def forget(stage: Path) -> None:
     """Drop all of it, in the folder of the stage, of every rank: it would be written otherwise now."""
-    for own in (*_of_ranks(stage, "wal"), *_of_ranks(stage, "trajectories")):
+    for own in (path for name in ("wal", EPISODES, "trajectories") for path in _of_ranks(stage, name)):
         shutil.rmtree(own, ignore_errors=True)
     for file in stage.glob("in_flight*.safetensors*"):
         file.unlink(missing_ok=True)
@@ -189,7 +195,14 @@ def forget_later(stage: Path, step: int) -> None:
     for own in _of_ranks(stage, "wal"):
         with TokenWAL(own) as log:
             known = ((uid, log.find(uid)) for uid in log.uids())
-            log.retire([u for u, logged in known if logged and logged.policy_versions.max(initial=0) > step])
+            later = [u for u, logged in known if logged and logged.policy_versions.max(initial=0) > step]
+            log.retire(later)
+        episodes = own.with_name(own.name.replace("wal", EPISODES, 1))
+        if episodes.is_dir():
+            from opd.environments.trajectory import TrajectoryLog
+
+            with TrajectoryLog(episodes) as commands:
+                commands.retire_requests(later)
     for own in _of_ranks(stage, "trajectories"):
         with TrajectoryWriter(own) as store:
             store.retire([uid for uid in store.uids if store.record(uid).last_version > step])

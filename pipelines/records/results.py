@@ -16,6 +16,7 @@ import torch
 import opd
 from opd import installed_version
 from opd.config import Recipe
+from opd.config.environments import AGENT
 from opd.config.hub_names import told
 from opd.config.rewards import ServedReward
 from opd.pipelines.evaluation.answers import side_by_side
@@ -120,6 +121,7 @@ def used_extras(recipe: Recipe) -> list[str]:
         "sglang": "sglang" in teachers
         or recipe.rollout.engine.type == "sglang"
         or any(isinstance(reward, ServedReward) for reward in rewards),
+        "agents": any(own.environment is not None and own.environment.type == AGENT for own in scored),
         "megatron": "megatron" in (*teachers, recipe.train.backend),
         "deepspeed": recipe.train.backend == "deepspeed",
         "lora": recipe.model.lora is not None,

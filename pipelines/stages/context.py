@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from opd.config import Recipe
-from opd.metrics import MetricsWriter, NoMetrics
+from opd.metrics import MemoryMeter, MetricsWriter, NoMetrics
 from opd.pipelines.launch.servers import Servers
 from opd.pipelines.records.cards import Cards
 from opd.pipelines.records.run_folder import RunFolder
@@ -21,6 +21,7 @@ from opd.ranks import Ranks, path_of_rank
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.preemption import Preemption
 from opd.storage.checkpoints import CheckpointStore
+from opd.train.offload import Shelf
 
 
 class Helpers(Protocol):
@@ -59,6 +60,8 @@ class StageContext:
     """The processes that run this stage together."""
     closing: ExitStack = field(default_factory=ExitStack)
     """What is given back when the stage ends."""
+    memory: MemoryMeter = field(default_factory=MemoryMeter)
+    """Who holds how much in this process."""
 
     @classmethod
     def open(
@@ -93,6 +96,13 @@ class StageContext:
     def of_rank(self, path: Path) -> Path:
         """Where this rank keeps what is at `path` for the first."""
         return path_of_rank(path, self.ranks.rank)
+
+    @property
+    def shelf(self) -> Shelf | None:
+        """A place for what learns while others use the device, where the recipe asks for one."""
+        if not self.recipe.runtime.offload.trainer:
+            return None
+        return Shelf(self.folder.stage(self.stage))
 
     def model_path(self, name: str) -> Path:
         """Folder of a model of the run: see `RunFolder.model`."""

@@ -153,7 +153,7 @@ class Distill(Algorithm):
     def open_source(self, stack: ExitStack) -> Rollouts | Given:
         """What the student writes, until `stack` is unwound; or what its teachers have written."""
         if self._given:
-            return Given(self._written, self.student.backend, self.student.ranks)
+            return Given(self._written, self.student)
         together = self.config.to_batch is not None
         asked = Asked(self.prompts, self.config.samples_per_prompt, together=together)
         return open_source(self.context, self.student, self.teachers.listening(asked), stack)

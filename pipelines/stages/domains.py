@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe
+from opd.config.environments import AGENT
 from opd.data.load import load_domain
+from opd.environments.kinds import tools_of
 from opd.errors import ConfigError, ModelError
 from opd.models.hf_folder import positions_of, read_config, scratch_config
 from opd.models.tokenizers import character_tokenizer, set_chat_template
@@ -87,6 +90,16 @@ def prompt_room(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: str)
     return Room(limit - most, f"{name} {limit} leaves beside {key} {most}")
 
 
+def template_arguments(recipe: Recipe, domain: str) -> dict[str, Any]:
+    """What the chat template is given for prompts of `domain`: the recipe's, and the tools of its
+    environment.
+    """
+    config = recipe.domains[domain].environment
+    # An agent brings its own with each request.
+    tools = [] if config is None or config.type == AGENT else tools_of(config, domain)
+    return {**recipe.model.chat_template_kwargs, **({"tools": tools} if tools else {})}
+
+
 @dataclass(slots=True)
 class DomainSet:
     """Domains with a tokenizer."""
@@ -108,10 +121,11 @@ class DomainSet:
         dealt with as the recipe says, and logged.
         """
         rooms, domains = {name: prompt_room(recipe, tokenizer, name) for name in recipe.domains}, {}
-        template = recipe.model.chat_template_kwargs
+        templates = {name: template_arguments(recipe, name) for name in recipe.domains}
         for name, domain in (load_domains(recipe) if loaded is None else loaded).items():
             policy = recipe.domains[name].long_prompts
-            fitted = fit(domain, rooms[name], policy, lambda p: encode_prompt(p, tokenizer, template))
+            encoded = partial(encode_prompt, tokenizer=tokenizer, template=templates[name])
+            fitted = fit(domain, rooms[name], policy, encoded)
             domains[name] = fitted.domain
             if fitted.long:
                 _log.info("domain %s: %s", name, fitted.sentence(rooms[name], policy))
@@ -125,7 +139,7 @@ class DomainSet:
         bos: Any = tokenizer.bos_token_id  # one number, though its annotation allows more
 
         def encode(prompt: Prompt) -> EncodedPrompt:
-            ids = encode_prompt(prompt, tokenizer, template)
+            ids = encode_prompt(prompt, tokenizer, templates[prompt.domain])
             ids = truncated(ids, rooms[prompt.domain].tokens, bos)
             shown = {"prompt": prompt.text} if prompt.text is not None else {}
             return EncodedPrompt(prompt.key, prompt.domain, ids, prompt.label, prompt.metadata | shown)

@@ -192,6 +192,8 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         metrics[f"length/p{share}"] = float(value)
     if any(len(group.samples) > 1 for group in groups):
         metrics["frac_reward_zero_std"] = zero_variance_fraction(groups)
+    if told := [(e["turns"], e["ended"] == "done") for s in samples if (e := s.metadata.get("episode"))]:
+        metrics["episode/turns"], metrics["episode/done"] = np.mean(told, axis=0).tolist()
     for domain in dict.fromkeys(s.domain for s in samples):
         own = [s for s in samples if s.domain == domain]
         metrics[f"reward/{domain}"] = float(np.array([s.reward for s in own], dtype=np.float64).mean())

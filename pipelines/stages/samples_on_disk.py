@@ -29,7 +29,7 @@ from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks, path_of_rank
 from opd.rollout.collect import EncodedPrompt, Generates, collect, stream, write
 from opd.rollout.rewards import RewardRunner
-from opd.rollout.streams import several
+from opd.rollout.streams import More, noting, several
 from opd.storage.trajectories import TrajectoryUnion
 from opd.train.backend import Backend
 from opd.train.packing import PerSample
@@ -201,9 +201,14 @@ class _Noted:
         self._engine = engine
         self.asked: list[str] = []
 
-    def generate(self, requests: RolloutRequest | Sequence[RolloutRequest]) -> Iterator[Chunk]:
-        self.asked += [request.uid for request in several(requests)]
-        return self._engine.generate(requests)
+    def generate(
+        self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
+    ) -> Iterator[Chunk]:
+        def note(asked: Sequence[RolloutRequest]) -> None:
+            self.asked += [request.uid for request in asked]
+
+        note(several(requests))
+        return self._engine.generate(requests, noting(more, note))
 
 
 class SamplesOnDisk(StepSamples):

@@ -15,10 +15,8 @@ from opd.pipelines.stages.samples import Home, StepSamples
 from opd.pipelines.stages.samples_on_disk import DiskHome
 from opd.pipelines.stages.stage_rollout import StageRollout
 from opd.pipelines.stages.student import Student
-from opd.ranks import Ranks
 from opd.rollout.ahead import RolloutAhead
 from opd.rollout.collect import EncodedPrompt, Generates
-from opd.train.backend import Backend
 from opd.types import Sample, SampleGroup
 
 
@@ -45,21 +43,19 @@ class Given:
 
     Args:
         make: The samples of a step, by its number.
-        backend: Who trains on them.
-        ranks: Who shares their rewards, where they are rewarded.
+        student: Who trains on them.
     """
 
-    def __init__(
-        self, make: Callable[[int], list[Sample]], backend: Backend, ranks: Ranks | None = None
-    ) -> None:
-        self._make, self._backend, self._ranks = make, backend, ranks
+    def __init__(self, make: Callable[[int], list[Sample]], student: Student) -> None:
+        self._make, self._student = make, student
 
     def start(self, step: int) -> None:
         """Nobody writes."""
 
     def take(self, index: int) -> AbstractContextManager[StepSamples]:
         groups = [SampleGroup(sample.uid, sample.domain, [sample]) for sample in self._make(index)]
-        return nullcontext(StepSamples(groups, self._backend, self._ranks))
+        self._student.written()
+        return nullcontext(StepSamples(groups, self._student.backend, self._student.ranks))
 
     def learnt(self, version: int) -> None:
         """No engine waits for the weights."""
@@ -144,6 +140,7 @@ class InTurn(Rollouts):
             with self.home.open(groups, index) as samples:
                 prompts = self._asked.more(samples)
                 if not prompts:
+                    self._student.written()
                     yield samples
                     return
             groups = groups + self._answer(self._rollouts.engine, prompts, index)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from opd.environments.trajectory import TrajectoryLog
 
 
 class KVFile:
@@ -65,8 +67,10 @@ MIB = 1 << 20
 class TimedLog:
     """A `TokenLog` that knows how long its caller has waited for it."""
 
-    def __init__(self, log: TokenWAL) -> None:
+    def __init__(self, log: TokenWAL, episodes: TrajectoryLog | None = None) -> None:
         self.log = log
+        self.episodes = episodes
+        """Of what agents do in them; it forgets what is forgotten here."""
         self.seconds = 0.0
 
     def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
@@ -90,7 +94,10 @@ class TimedLog:
 
     def retire(self, uids: Iterable[str]) -> None:
         with self._timed():
-            self.log.retire(uids)
+            gone = list(uids)
+            self.log.retire(gone)
+            if self.episodes is not None:
+                self.episodes.retire_requests(gone)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -115,6 +122,11 @@ class StageRollout:
             return lambda: None
         uids = [uid for uid in log.log.uids() if uid not in keep]
         return lambda: log.retire(uids)
+
+    @property
+    def episodes(self) -> TrajectoryLog | None:
+        """The log of what agents do, where one is kept."""
+        return None if self._log is None else self._log.episodes
 
     def forget(self, uids: Iterable[str]) -> None:
         """These responses are safe elsewhere: the log and its memory may let them go."""
@@ -152,13 +164,21 @@ def open_log(context: StageContext) -> Iterator[TimedLog | None]:
     if config is None:
         yield None
         return
-    with TokenWAL(
-        context.of_rank(context.folder.wal(context.stage)),
-        fsync=config.fsync,
-        interval_seconds=config.interval_seconds,
-        segment_bytes=config.segment_mb * MIB,
-    ) as log:
-        yield TimedLog(log)
+    given: Any = {
+        "fsync": config.fsync,
+        "interval_seconds": config.interval_seconds,
+        "segment_bytes": config.segment_mb * MIB,
+    }
+    with ExitStack() as stack:
+        log = TokenWAL(context.of_rank(context.folder.wal(context.stage)), **given)
+        stack.enter_context(log)
+        episodes = None
+        if any(one.environment is not None for one in context.recipe.domains.values()):
+            from opd.environments.trajectory import TrajectoryLog
+
+            place = context.of_rank(context.folder.episodes(context.stage))
+            episodes = stack.enter_context(TrajectoryLog(place, **given))
+        yield TimedLog(log, episodes)
 
 
 def tolerant(

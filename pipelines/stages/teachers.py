@@ -36,7 +36,7 @@ from opd.pipelines.stages.source import Asked
 from opd.progress import doing
 from opd.protocols import Teacher
 from opd.rollout.ledger import Tokens, Transcript
-from opd.rollout.streams import several
+from opd.rollout.streams import More, several
 from opd.storage.files import digest_of, open_plain
 from opd.storage.hidden_cache import HiddenStateCache
 from opd.storage.shard_cache import ShardCache
@@ -228,7 +228,9 @@ def open_schedule(
             cache = CachedScores(stack.enter_context(files), variants=cached, memory_bytes=memory)
         # What the cache has is mapped, and so on the CPU.
         device = torch_device(recipe.model.device)
-        yield TeacherSchedule(teachers, router, cache=cache, device=device, group=group)
+        schedule = TeacherSchedule(teachers, router, cache=cache, device=device, group=group)
+        context.memory.watch(schedule.resident)
+        yield schedule
 
 
 def open_teachers(
@@ -385,8 +387,13 @@ class ScoreAhead:
         self._engine, self._schedule = engine, schedule
         self._prompts = {prompt.uid: prompt for prompt in prompts}
 
-    def generate(self, requests: RolloutRequest | Sequence[RolloutRequest]) -> Iterator[Chunk]:
+    def generate(
+        self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
+    ) -> Iterator[Chunk]:
         """The engine's chunks, as they come."""
+        if more is not None:  # turns of episodes, none of which is a response yet when it ends
+            yield from self._engine.generate(requests, more)
+            return
         asked = {request.uid: request for request in several(requests)}
         transcript = Transcript({uid: Tokens.empty() for uid in asked})
         for step in self._engine.generate(requests):

@@ -371,10 +371,10 @@ def test_the_estimate_counts_the_weights_that_decode_holds(monkeypatch, dtype, w
     held = 0
     for layer in engine._runner.lean._layers:
         for weight in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            own = weight._packed or weight.address not in shared
+            own = weight._packed or weight.laid_out.data_ptr() not in shared
             held += own * weight._weight.numel() * weight._weight.dtype.itemsize
-    if engine._head.weight.data_ptr() not in shared:
-        held += engine._head.weight.nbytes
+    if engine._runner.head.weight.data_ptr() not in shared:
+        held += engine._runner.head.weight.nbytes
     recipe = make_recipe(Path("unused"), model={"config": LLAMA, "dtype": dtype})
     parts = memory_parts(recipe, _shape(model.module.config, "it"), {})
     assert parts["weights laid out for decode"] == held

@@ -109,7 +109,7 @@ def test_what_specialists_ask_and_a_stage_holds_is_told(recipe: str, capsys) -> 
     words = ["--specialist.refill.limit", "4", "--specialist.difficulty.samples", "6"]
     words += ["--evaluation.base_kl_every", "5", "--specialist.steps", "10", "--rollout.max_new_tokens", "50"]
     assert main(["plan", recipe, *words]) == 0
-    *_, sort, reverse, memory, disk = capsys.readouterr().out.splitlines()
+    *_, sort, reverse, memory, phases, disk = capsys.readouterr().out.splitlines()
     assert sort == reverse.replace("reverse", "sort")
     answers = "10 steps of 64 prompts x 8 answers of at most 50 tokens: 256,000 tokens"
     assert sort == (
@@ -118,6 +118,12 @@ def test_what_specialists_ask_and_a_stage_holds_is_told(recipe: str, capsys) -> 
     )
     assert re.match(r"memory    at most [\d.]+ MiB of a stage \(weights", memory)
     assert "frozen copy of the start" in memory
+    size = r"[\d.]+ [KM]iB"
+    assert re.fullmatch(
+        rf"phases    rollout {size}, score {size}, train {size}, sync {size}; at most {size} with"
+        r" runtime.offload \{engine: true, trainer: true\}",
+        phases,
+    )
     assert re.match(r"disk      at most [\d.]+ GiB of the run \(model folders", disk)
 
 
@@ -165,7 +171,7 @@ def test_no_help_sends_the_reader_into_the_source(capsys) -> None:
     names = [name for name in build_parser()._subparsers._group_actions[0].choices]
     for words in ([], *([name] for name in names)):
         assert main([*words, "--help"]) == 0
-        said = re.sub(r"DeepSpeed|DeepSeekMath|TensorBoard|IcePop", "", capsys.readouterr().out)
+        said = re.sub(r"DeepSpeed|DeepSeek|TensorBoard|IcePop", "", capsys.readouterr().out)
         assert not re.search(r"[a-z_]+\.py\b|[A-Z][a-z]+[A-Z][a-z]\w+", said), words
 
 

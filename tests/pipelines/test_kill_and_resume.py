@@ -76,6 +76,7 @@ def assert_all_end(family: dict[int, int]) -> None:
         time.sleep(0.05)
 
 
+HANDED_OVER = ["--runtime.offload.engine", "true", "--runtime.offload.trainer", "true"]
 SOME = [MEASURING, "specialist-sort", "merge", "baseline-mixed_grpo"]
 """The stages that train with most at once; each kill costs a start."""
 
@@ -86,7 +87,8 @@ def test_killed_in_every_stage(tmp_path, stages):
     """With stages side by side, whose processes end with the run, responses on disk, rewards whose scale is
     that of all steps, a coefficient that follows what was measured, prompts that are measured, refilled and
     asked again, a teacher that specialists follow, in one domain a critic in its place, and a rule that has
-    lowered the rate before every kill.
+    lowered the rate before every kill. Engine and trainer hand the device to each other in the killed run
+    alone.
     """
     lowered = {"metric": "lr", "above": 0.0, "steps": 2, "action": "lower_rate", "stages": "[!b]*"}
     storage = {"trajectories": "disk"}
@@ -122,7 +124,7 @@ def test_killed_in_every_stage(tmp_path, stages):
     disturbed = tmp_path / "disturbed"
     killed = 0
     for stage in stages:
-        process = start(recipe, disturbed, *(["--resume"] if disturbed.exists() else []))
+        process = start(recipe, disturbed, *HANDED_OVER, *(["--resume"] if disturbed.exists() else []))
         try:
             deadline = time.monotonic() + 300
             while process.poll() is None and not middle_of(disturbed, stage):
@@ -136,7 +138,7 @@ def test_killed_in_every_stage(tmp_path, stages):
         assert workers or stage != "specialist-sort"
         assert_all_end(workers)
     assert killed >= len(stages) - 1, "a stage that ends before the kill is allowed once, not as a rule"
-    finish(recipe, disturbed, "--resume")
+    finish(recipe, disturbed, *HANDED_OVER, "--resume")
     assert digests(disturbed) == digests(tmp_path / "undisturbed")
     assert len(digests(disturbed)) == 10
     assert last_samples(disturbed) == last_samples(tmp_path / "undisturbed")

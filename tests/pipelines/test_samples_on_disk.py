@@ -197,7 +197,7 @@ def outcome(folder: Path, stage: str, recipe) -> tuple[str, list[dict[str, float
         done = run.stage_done(stage)
     assert done is not None
     assert not (folder / "stages" / stage / "trajectories").exists()
-    other = re.compile("time|seconds|wait|rollout/|bytes|cached|chain")
+    other = re.compile("time|memory|seconds|wait|rollout/|bytes|cached|chain")
     rows = read_metrics(folder / "stages" / stage / "metrics.jsonl")
     return done["digest"], [
         {name: value for name, value in row.items() if not other.search(name)} for row in rows

@@ -455,7 +455,7 @@ def test_a_step_of_one_update_is_the_same_without_a_pass_before_it(models, tmp_p
         found.append((weights, read_metrics(out / "stages" / "specialist-sort" / "metrics.jsonl")))
     for name, tensor in found[0][0].items():
         torch.testing.assert_close(found[1][0][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
-    passing = ("time", "seconds", "wait", "rollout/", "chain", "stall", "bytes")
+    passing = ("time", "memory", "seconds", "wait", "rollout/", "chain", "stall", "bytes")
     for before, after in zip(found[0][1], found[1][1], strict=True):
         assert before.keys() == after.keys()
         assert after["policy/ratio_max"] == 1.0

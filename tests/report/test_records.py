@@ -45,7 +45,7 @@ def test_the_extras_that_a_recipe_takes(monkeypatch):
     sort = {"source": "procedural:sort", "params": {"digits": 3}}
     assert used_extras(tiny_recipe()) == []
     domains = {
-        "a": sort | {"reward": "math"},
+        "a": sort | {"reward": "math", "environment": {"type": "agent", "params": {"run": "agents:plain"}}},
         "b": sort | {"reward": {"type": "judge", "urls": ["http://h"]}},
     }
     recipe = tiny_recipe(
@@ -54,7 +54,7 @@ def test_the_extras_that_a_recipe_takes(monkeypatch):
         model=tiny_recipe().model.model_dump() | {"lora": {}},
         runtime={"tensorboard": True},
     )
-    assert used_extras(recipe) == ["s3", "verifiers", "sglang", "lora", "tensorboard"]
+    assert used_extras(recipe) == ["s3", "verifiers", "sglang", "agents", "lora", "tensorboard"]
     monkeypatch.setenv("OPD_KERNELS", "reference")
     assert kernels() == "reference"
     monkeypatch.setenv("OPD_KERNELS", "no such")

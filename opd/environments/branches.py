@@ -1,0 +1,348 @@
+"""What one agent asks for, as branches of tokens: a request goes on with an earlier answer, or begins anew.
+
+A request whose messages are those of an earlier one, the answer to it and more goes on with that answer: its
+tokens are the earlier ones as they were written, and what the chat template puts behind them. Any other (an
+edited history, another conversation, a sub-agent) begins a branch of its own, whose prompt is all it brings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from opd.config.environments import EnvironmentConfig
+from opd.environments.asked import Asked, RefusedError
+from opd.environments.conversation import Conversation
+from opd.environments.protocol import Message
+from opd.environments.tool_calls import parse, without_calls
+from opd.errors import RolloutError, is_of_library, reason_of
+from opd.rollout.ledger import StopStrings, Tokens
+from opd.types import RolloutRequest, Sample, SamplingParams, Status, no_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Limit = Literal["turns", "tokens"]
+"""What an agent has met: `max_turns`, or `rollout.max_new_tokens`."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """What the model is asked for once, and what it wrote."""
+
+    uid: str
+    """Of its request."""
+    parent: Turn | None
+    """The turn that it goes on with."""
+    added: np.ndarray
+    """[A] int32: what lies between the parent's tokens and its own; a branch's whole prompt."""
+    most: int
+    """Tokens it may have."""
+    stops: tuple[str, ...]
+    """Texts that end it."""
+    branch: str
+    depth: int
+    taken: bool = True
+    """Whether a client waits for it or has been answered: what nobody has taken is for whoever asks again."""
+    live: bool = False
+    """Whether somebody wants to hear of it before it has ended."""
+    tokens: Tokens = field(default_factory=Tokens.empty)
+    """Written so far."""
+    status: Status | None = None
+    """Once it has ended."""
+    looked: int = 0
+    """Tokens in which no stop string is."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by whoever hears the engine, in the gateway's loop."""
+
+    def context(self) -> np.ndarray:
+        """[C] int32: the tokens it is written behind."""
+        parts: list[np.ndarray] = []
+        turn: Turn | None = self
+        while turn is not None:
+            parts += [turn.added] if turn is self else [turn.tokens.token_ids, turn.added]
+            turn = turn.parent
+        return np.concatenate(parts[::-1])
+
+    def path(self) -> list[Turn]:
+        """From the branch's first turn to this."""
+        found, turn = [], self
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent
+        return found[::-1]
+
+    def feed(self, tokens: Tokens, status: Status | None) -> None:
+        """What is written by now. In the gateway's loop."""
+        if self.status is None:
+            self.tokens, self.status = tokens, status
+            self.changed.set()
+
+    def stop_at(self, stops: StopStrings) -> None:
+        """End at the first of these strings in it: what is written behind it counts for nothing."""
+        ids = self.tokens.token_ids.tolist()
+        for end in range(self.looked + 1, len(ids) + 1):
+            if stops.found(ids[max(0, end - stops.window) : end]):
+                self.tokens, self.status = self.tokens.cut(slice(0, end)), Status.COMPLETED
+                return
+        self.looked = len(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a turn says to its client."""
+
+    text: str
+    calls: list[dict[str, Any]]
+    """As OpenAI's API has them."""
+    finish: str
+
+    @property
+    def message(self) -> Message:
+        """The assistant's."""
+        return {"role": "assistant", "content": self.text, "tool_calls": self.calls}
+
+
+class Branches:
+    """All that one agent asks for in its episode.
+
+    Args:
+        sample: What becomes of it; its prompt is what the agent is given.
+        config: The domain's.
+        sampling: The recipe's; `max_new_tokens` bounds each branch behind its prompt.
+        template: Arguments of the chat template's own.
+    """
+
+    def __init__(
+        self,
+        sample: Sample,
+        config: EnvironmentConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        template: Mapping[str, Any],
+        sampling: SamplingParams,
+    ) -> None:
+        self.sample, self.sampling = sample, sampling
+        self._config, self._tokenizer, self._template = config, tokenizer, template
+        self.room = len(sample.prompt_ids) + sampling.max_new_tokens
+        """Tokens of a branch, its prompt included."""
+        self.turns: list[Turn] = []
+        self.limit: Limit | None = None
+        """For which a request was refused last."""
+        self.broken = 0
+        """Tool calls that could not be read."""
+        self.asks: list[list[Turn]] = []
+        """The turns of each request, one a choice, in the order in which they were asked for."""
+        self.answered: dict[tuple[str, int], Turn] = {}
+        """By name of the answer and number of the choice."""
+        self._ends: dict[bytes, Turn] = {}
+        """By digest of a conversation whose last message is the turn's."""
+        self._texts: dict[Turn, str] = {}
+        """Prompt and answer of turns without messages."""
+
+    def conversation(self, asked: Asked) -> Conversation:
+        """What makes tokens of messages, with the tools of the request."""
+        tools = {"tools": list(asked.tools)} if asked.tools else {}
+        return Conversation(self._tokenizer, {**self._template, **tools}, self.sampling.stop_ids)
+
+    def again(self) -> None:
+        """The agent is called anew: the same requests are given the same answers."""
+        for turn in self.turns:
+            turn.taken = False
+        self.limit = None
+        self.asks.clear()
+        self.answered.clear()
+
+    def chosen(self, answer: tuple[str, int] | None = None) -> Turn | None:
+        """The turn that ends the branch which becomes the sample: that of `answer`, else the one that was
+        asked for last of those that were answered. Raises `KeyError` if no answer has that name.
+        """
+        if answer is not None:
+            return self.answered[answer]
+        told = set(self.answered.values())
+        return next((turn for turns in reversed(self.asks) for turn in turns if turn in told), None)
+
+    def place(self, asked: Asked) -> tuple[list[Turn], list[Turn]]:
+        """The turns that answer `asked`, one a choice, and those of them that the model has to be asked for.
+        Raises `RefusedError`.
+        """
+        try:
+            parent, added = self._behind(asked)
+        except RefusedError:
+            raise
+        except RolloutError as error:
+            raise RefusedError(str(error), "template_error", "messages") from error
+        except BaseException as error:  # tokenizers raise plain Exceptions of many kinds
+            if not is_of_library(error):
+                raise
+            raise RefusedError(f"the tokenizer cannot encode the request ({reason_of(error)}).") from error
+        most = self._most(asked, parent, added)
+        same = [one for one in self.turns if not one.taken and _is(one, parent, added, most, asked.stops)]
+        found = same[: asked.choices]
+        lacking = asked.choices - len(found)
+        if sum(one.taken for one in self.turns) + asked.choices > self._config.max_turns:
+            self.limit = "turns"
+            raise RefusedError(
+                f"the episode has had its {self._config.max_turns} turns (environment.max_turns).",
+                "max_turns",
+            )
+        new = []
+        for _ in range(lacking):
+            new.append(self._new(parent, added, most, asked.stops))
+            self.turns.append(new[-1])
+        for turn in found:
+            turn.taken = True
+        self.asks.append([*found, *new])
+        return self.asks[-1], new
+
+    def request(self, turn: Turn, seed: int) -> RolloutRequest:
+        """What the engine is asked for."""
+        return RolloutRequest(
+            turn.uid, turn.context(), replace(self.sampling, max_new_tokens=turn.most), seed
+        )
+
+    def tell(self, asked: Asked, turn: Turn, name: str, choice: int, begun: str = "") -> Said:
+        """What a turn that has ended says to its client, to whom `begun` of it was told before."""
+        text = self.conversation(asked).text(turn.tokens.token_ids.tolist())
+        places = [place for stop in asked.stops if (place := text.find(stop)) >= 0]
+        text = text[: min(places)] if places else text
+        text = text if text.startswith(begun) else begun
+        finish = "stop" if turn.status is Status.COMPLETED else "length"
+        calls: list[dict[str, Any]] = []
+        if asked.calls:
+            read, broken = parse(text, self._config.tool_format)
+            self.broken += len(broken)
+            for place, call in enumerate(read):
+                told = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+                calls.append(
+                    {"id": f"call_{name[-16:]}_{choice}_{place}", "type": "function", "function": told}
+                )
+            if calls:
+                text, finish = without_calls(text, self._config.tool_format), "tool_calls"
+        said = Said(text, calls, finish)
+        self.answered[name, choice] = turn
+        if asked.chat:
+            self._ends[_digest([*asked.messages, said.message], asked.tools)[-1]] = turn
+        elif isinstance(asked.prompt, str):
+            self._texts[turn] = asked.prompt + text
+        return said
+
+    def _most(self, asked: Asked, parent: Turn | None, added: np.ndarray) -> int:
+        """Tokens that may follow."""
+        path = [] if parent is None else parent.path()
+        first = len(path[0].added) if path else len(added)
+        before = sum(len(one.added) + len(one.tokens) for one in path) + len(added)
+        left = min(self.room - before, self.sampling.max_new_tokens - (before - first))
+        if left <= 0:
+            self.limit = "tokens"
+            raise RefusedError(
+                f"this conversation has {before:,} tokens and leaves no room for an answer: a branch has"
+                f" {self.room:,}, {self.sampling.max_new_tokens:,} of them behind its first prompt"
+                " (rollout.max_new_tokens).",
+                "context_length_exceeded",
+                "messages" if asked.chat else "prompt",
+            )
+        return min(left, self._config.turn_tokens or left, asked.most or left)
+
+    def _new(self, parent: Turn | None, added: np.ndarray, most: int, stops: tuple[str, ...]) -> Turn:
+        """A turn with a name that a resumed run gives again, whatever other branches it is asked beside."""
+        before = [one for one in self.turns if one.parent is parent]
+        if parent is None:
+            before = [one for one in before if np.array_equal(one.added, added)]
+            told = added.astype("<i4").tobytes()
+        else:
+            told = parent.uid.encode()
+        if parent is not None and not before:
+            branch, depth = parent.branch, parent.depth + 1
+        else:
+            branch = hashlib.sha256(told + b"#%d" % len(before)).hexdigest()[:12]
+            depth = 0 if parent is None else parent.depth + 1
+        return Turn(f"{self.sample.uid}/{branch}/{depth}", parent, added, most, stops, branch, depth)
+
+    def _behind(self, asked: Asked) -> tuple[Turn | None, np.ndarray]:
+        """The turn that `asked` goes on with, and the tokens that come behind it."""
+        if isinstance(asked.prompt, str):
+            return self._behind_text(asked.prompt)
+        if asked.prompt is not None:
+            return self._behind_ids(asked.prompt)
+        conversation = self.conversation(asked)
+        unread = [{key: one[key] for key in one if key != "content"} for one in asked.messages]
+        if special := conversation.special_in(json.dumps([unread, asked.tools], ensure_ascii=False)):
+            raise RefusedError(
+                f"names, tool calls and tools hold {special}, a token of the chat template's own.",
+                param="messages",
+            )
+        if asked.tools and self._config.tool_format == "none":
+            raise RefusedError(
+                "the recipe does not say how the model writes tool calls: set environment.tool_format.",
+                param="tools",
+            )
+        digests = _digest(asked.messages, asked.tools)
+        for place in range(len(digests) - 2, -1, -1):
+            turn = self._ends.get(digests[place])
+            if turn is not None:
+                said = asked.messages[place + 1 :]
+                return turn, conversation.answer(turn.tokens.token_ids, said, "user")
+        given = list(self.sample.metadata.get("messages") or [])
+        count = len(given) if list(asked.messages[: len(given)]) == given else 0
+        return None, conversation.opening(asked.messages[:count], asked.messages[count:])
+
+    def _behind_text(self, prompt: str) -> tuple[Turn | None, np.ndarray]:
+        best: Turn | None = None
+        for turn, text in self._texts.items():
+            if prompt.startswith(text) and (best is None or len(text) >= len(self._texts[best])):
+                best = turn
+        if best is None:
+            return None, _ids(self._tokenizer(prompt)["input_ids"])
+        rest = prompt[len(self._texts[best]) :]
+        added = _ids(self._tokenizer(rest, add_special_tokens=False)["input_ids"]) if rest else no_ids()
+        written = best.tokens.token_ids
+        ended = len(written) and len(added) and added[0] == written[-1] in self.sampling.stop_ids
+        return best, added[1:] if ended else added
+
+    def _behind_ids(self, prompt: Sequence[int]) -> tuple[Turn | None, np.ndarray]:
+        size = len(self._tokenizer)
+        if not all(0 <= one < size for one in prompt):
+            raise RefusedError(f"prompt holds ids outside of 0 to {size - 1}.", param="prompt")
+        ids, best, longest = _ids(prompt), None, 0
+        for turn in self.turns:
+            if turn.status is None or not turn.taken:
+                continue
+            known = np.concatenate([turn.context(), turn.tokens.token_ids])
+            if longest <= len(known) <= len(ids) and np.array_equal(ids[: len(known)], known):
+                best, longest = turn, len(known)
+        return best, ids[longest:]
+
+
+def _is(turn: Turn, parent: Turn | None, added: np.ndarray, most: int, stops: tuple[str, ...]) -> bool:
+    limits = turn.most == most and turn.stops == stops
+    return limits and turn.parent is parent and np.array_equal(turn.added, added)
+
+
+def _ids(given: Any) -> np.ndarray:
+    return np.array(given, np.int32)
+
+
+def _digest(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Of the conversation up to each message. Blanks around what the assistant says, and the ids of its
+    calls, which clients make anew, are no difference.
+    """
+    found, digest = [], hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
+    for one in messages:
+        content, calls, name = one.get("content") or "", [], one.get("name")
+        if one["role"] == "assistant":
+            content, name = content.strip(), None
+        for call in one.get("tool_calls") or ():
+            called = call["function"]
+            arguments = called["arguments"]
+            calls.append([called["name"], json.loads(arguments) if isinstance(arguments, str) else arguments])
+        told = [one["role"], content, calls, one.get("tool_call_id"), name]
+        text = json.dumps(told, sort_keys=True)
+        digest = hashlib.sha256(digest + text.encode()).digest()
+        found.append(digest)
+    return found

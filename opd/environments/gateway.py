@@ -1,0 +1,406 @@
+"""A server on loopback with OpenAI's API: what an agent asks for goes to the engine that everything goes to.
+
+One serves the episodes of a batch, each known by a key of its own. It trusts nothing that comes in: sizes and
+times are bounded, and no body is read of who has no key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from opd.environments.asked import MOST_BODY, Asked, RefusedError, read_asked
+from opd.environments.branches import Branches, Said, Turn
+from opd.environments.world import Loop
+from opd.errors import MissingExtraError
+from opd.rollout.ledger import StopStrings
+
+if TYPE_CHECKING:
+    from aiohttp import web
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+READING = 30.0
+"""Seconds that a request may take to arrive, head and body each."""
+LINGERING = 2.0
+"""Seconds for which what is still sent is thrown away, so that a client reads why it was refused."""
+MOST_CONNECTIONS = 8192
+STARTING = 60.0
+"""Seconds that the server may take to listen."""
+
+
+def require_server() -> None:
+    """Raise `MissingExtraError` if there is nothing to serve with."""
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError:
+        raise MissingExtraError("an agent of your own", "agents") from None
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """An episode's side of the gateway."""
+
+    branches: Branches
+    in_flight: int = 0
+    quiet: float = field(default_factory=time.monotonic)
+    """When the last answer was given: since then the agent itself is at work."""
+    placing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Gateway:
+    """The server. `ask` is told, in the server's thread, which turns the engine is to write; `Turn.feed` is
+    to be called through `loop`.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, ask: Callable[[Session, Sequence[Turn]], None]
+    ) -> None:
+        """Raises `MissingExtraError`."""
+        require_server()
+        self._tokenizer, self._ask = tokenizer, ask
+        self._sessions: dict[bytes, Session] = {}
+        """By digest of the key."""
+        self._one = ThreadPoolExecutor(1, "gateway")
+        """Renders templates and encodes, so that no client waits for another's megabytes to be accepted."""
+        self._begun: set[Any] = set()
+        """Connections whose first request has come."""
+        self._open = 0
+        self.loop = Loop()
+        try:
+            self.url = self.loop.wait(self._start, STARTING)
+        except BaseException:
+            self.close()
+            raise
+
+    def admit(self, session: Session) -> str:
+        """A key for an episode, until `expel`."""
+        key = f"opd-{secrets.token_urlsafe(32)}"
+        self._sessions[_digest(key)] = session
+        return key
+
+    def expel(self, key: str) -> None:
+        """Whoever comes with `key` is unknown from now on."""
+        self._sessions.pop(_digest(key), None)
+
+    def close(self) -> None:
+        """Stop listening and let everybody go."""
+        self.loop.close(self._stop)
+        self._one.shutdown(wait=False, cancel_futures=True)
+
+    async def _start(self) -> str:
+        from aiohttp import web
+
+        app = web.Application(client_max_size=MOST_BODY, middlewares=[self._guard(web)])
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completion)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            auto_decompress=False,
+            shutdown_timeout=0.1,
+            lingering_time=LINGERING,
+        )
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: self._connection(loop), "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
+
+    async def _stop(self) -> None:
+        if hasattr(self, "_server"):
+            self._server.close()
+        if hasattr(self, "_runner"):
+            await self._runner.cleanup()
+
+    def _connection(self, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
+        """A connection whose first request has to come in time."""
+        server = self._runner.server
+        assert server is not None
+        if len(server.connections) >= MOST_CONNECTIONS:
+            return _TooMany()
+        handler: Any = server()
+
+        def look() -> None:
+            if handler not in self._begun and handler.transport is not None:
+                handler.transport.abort()
+            self._begun.discard(handler)
+
+        loop.call_later(READING, look)
+        return handler
+
+    def _guard(self, web: Any) -> Any:
+        """Knows who asks, before anything of a body is read, and makes error objects of errors."""
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Callable[..., Awaitable[Any]]) -> Any:
+            self._begun.add(request.protocol)
+            try:
+                session = self._session(request)
+                session.in_flight += 1
+                try:
+                    return await handler(request)
+                finally:
+                    session.in_flight -= 1
+                    session.quiet = time.monotonic()
+            except RefusedError as error:
+                return _refusal(web, error)
+            except web.HTTPException as error:
+                said = RefusedError(f"{error.reason}.", "not_found", status=error.status)
+                return _refusal(web, said)
+            except (asyncio.CancelledError, ConnectionError):
+                raise
+            except Exception:
+                _log.exception("gateway: %s", request.path)
+                return _refusal(web, RefusedError("the gateway failed.", "internal", status=500))
+
+        return guard
+
+    def _session(self, request: web.Request) -> Session:
+        """Of the episode whose key it has. Raises `RefusedError`."""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
+        if session is None:
+            raise RefusedError(
+                "the key is none of an episode that is open; use the api_key that the agent was called with.",
+                "invalid_api_key",
+                status=401,
+            )
+        return session
+
+    async def _models(self, request: web.Request) -> Any:
+        from aiohttp import web
+
+        branches = self._session(request).branches
+        model = {"id": "student", "object": "model", "created": 0, "owned_by": "opd"}
+        return web.json_response(
+            {"object": "list", "data": [{**model, "max_model_len": branches.room}]}, dumps=_dumps
+        )
+
+    async def _chat(self, request: web.Request) -> Any:
+        return await self._answer(request, chat=True)
+
+    async def _completion(self, request: web.Request) -> Any:
+        return await self._answer(request, chat=False)
+
+    async def _answer(self, request: web.Request, chat: bool) -> Any:
+        from aiohttp import web
+
+        session = self._session(request)
+        body, loop = await _body(request), asyncio.get_running_loop()
+        asked = await loop.run_in_executor(self._one, read_asked, body, chat)
+        async with session.placing:
+            turns, new = await loop.run_in_executor(self._one, session.branches.place, asked)
+            for turn in turns:
+                turn.live |= asked.stream or bool(asked.stops)
+            if new:
+                self._ask(session, new)
+        answer = _Answer(asked, turns, session.branches, self._tokenizer, self._one)
+        try:
+            if not asked.stream:
+                return web.json_response(await answer.whole(), dumps=_dumps)
+            response = web.StreamResponse(
+                headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            )
+            await response.prepare(request)
+            async for event in answer.events():
+                await response.write(f"data: {_dumps(event)}\n\n".encode())
+            await response.write(b"data: [DONE]\n\n")
+            return response
+        except BaseException:  # the client has gone: what is written is for whoever asks again
+            for turn in turns:
+                turn.taken = False
+            raise
+
+
+class _TooMany(asyncio.Protocol):
+    """Lets a connection go."""
+
+    def connection_made(self, transport: Any) -> None:
+        transport.abort()
+
+
+class _Answer:
+    """What the turns of a request say, as OpenAI's API has it."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        turns: Sequence[Turn],
+        branches: Branches,
+        tokenizer: PreTrainedTokenizerBase,
+        one: ThreadPoolExecutor,
+    ) -> None:
+        self._asked, self._turns, self._branches, self._tokenizer = asked, turns, branches, tokenizer
+        self._one = one
+        told = hashlib.sha256(turns[0].uid.encode()).hexdigest()[:24]
+        self.name = f"{'chatcmpl' if asked.chat else 'cmpl'}-{told}"
+        self._stops = StopStrings(asked.stops, self._decode) if asked.stops else None
+        self._kind = "chat.completion" if asked.chat else "text_completion"
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, once all is written."""
+        choices = []
+        for place, turn in enumerate(self._turns):
+            while not self._ended(turn):
+                await _change(turn)
+            said = await self._tell(turn, place)
+            choice: dict[str, Any] = {"index": place, "finish_reason": said.finish}
+            choice |= {"message": _message(said)} if self._asked.chat else {"text": said.text}
+            choice["logprobs"] = self._logprobs(turn, 0, len(turn.tokens))
+            if self._asked.ids:
+                choice["token_ids"] = turn.tokens.token_ids.tolist()
+            choices.append(choice)
+        return {**self._head(self._kind), "choices": choices, "usage": self._usage()}
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer, piece by piece."""
+        kind = "chat.completion.chunk" if self._asked.chat else self._kind
+        head = self._head(kind)
+        for place, turn in enumerate(self._turns):
+            pieces = _Pieces(self._decode, self._asked.stops)
+            first: dict[str, Any] = {"role": "assistant", "content": ""} if self._asked.chat else {}
+            if first:
+                yield {**head, "choices": [{"index": place, "delta": first, "finish_reason": None}]}
+            done = 0
+            while not self._ended(turn):
+                ids = turn.tokens.token_ids
+                text = "" if self._asked.calls else pieces.take(ids.tolist())
+                if text:
+                    yield {**head, "choices": [self._piece(place, turn, done, len(ids), {"content": text})]}
+                    done = len(ids)
+                await _change(turn)
+            said = await self._tell(turn, place, pieces.told)
+            rest: dict[str, Any] = {"content": said.text[len(pieces.told) :]}
+            if said.calls:
+                rest["tool_calls"] = [{"index": n, **call} for n, call in enumerate(said.calls)]
+            last = self._piece(place, turn, done, len(turn.tokens), rest)
+            yield {**head, "choices": [{**last, "finish_reason": said.finish}]}
+        if self._asked.usage:
+            yield {**head, "choices": [], "usage": self._usage()}
+
+    async def _tell(self, turn: Turn, place: int, begun: str = "") -> Said:
+        loop, told = asyncio.get_running_loop(), self._branches.tell
+        return await loop.run_in_executor(self._one, told, self._asked, turn, self.name, place, begun)
+
+    def _ended(self, turn: Turn) -> bool:
+        if self._stops is not None:
+            turn.stop_at(self._stops)
+        return turn.status is not None
+
+    def _piece(self, place: int, turn: Turn, start: int, end: int, delta: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {"index": place, "finish_reason": None}
+        found |= {"delta": delta} if self._asked.chat else {"text": delta["content"]}
+        found["logprobs"] = self._logprobs(turn, start, end)
+        if self._asked.ids:
+            found["token_ids"] = turn.tokens.token_ids[start:end].tolist()
+        return found
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        head = {"id": self.name, "object": kind, "created": int(time.time()), "model": self._asked.model}
+        return head | ({"prompt_token_ids": self._turns[0].context().tolist()} if self._asked.ids else {})
+
+    def _usage(self) -> dict[str, int]:
+        prompt, written = len(self._turns[0].context()), sum(len(turn.tokens) for turn in self._turns)
+        return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+    def _logprobs(self, turn: Turn, start: int, end: int) -> dict[str, Any] | None:
+        if not self._asked.logprobs:
+            return None
+        texts = [self._decode([one]) for one in turn.tokens.token_ids[start:end].tolist()]
+        values = turn.tokens.logprobs[start:end].tolist()
+        if not self._asked.chat:
+            return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
+        pairs = zip(texts, values, strict=True)
+        told = [{"token": text, "logprob": value, "bytes": None, "top_logprobs": []} for text, value in pairs]
+        return {"content": told, "refusal": None}
+
+    def _decode(self, ids: list[int]) -> str:
+        said = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(said, str)
+        return said
+
+
+class _Pieces:
+    """Text as it becomes known: no half of a character, and nothing that may be the beginning of a stop."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]) -> None:
+        self._decode, self._stops = decode, stops
+        self.told = ""
+        self._known = ""
+        """Text of the tokens that were looked at."""
+        self._start = self._read = 0
+        """Tokens from which text is made, with a few before that it depends on; those that were looked at."""
+
+    def take(self, ids: list[int]) -> str:
+        """What can be told of the tokens `ids` that was not told before. The newest is left out: it may be
+        the one that ends the turn.
+        """
+        ids = ids[:-1]
+        before, now = self._decode(ids[self._start : self._read]), self._decode(ids[self._start :])
+        if not now.startswith(before) or now.endswith("\ufffd") or len(now) == len(before):
+            return ""
+        self._known += now[len(before) :]
+        self._start, self._read = self._read, len(ids)
+        held = max((_held(self._known, stop) for stop in self._stops), default=0)
+        new = self._known[len(self.told) : len(self._known) - held]
+        self.told += new
+        return new
+
+
+def _held(text: str, stop: str) -> int:
+    """Characters at the end of `text` that may be the beginning of `stop`."""
+    most = min(len(stop) - 1, len(text))
+    return next((count for count in range(most, 0, -1) if text.endswith(stop[:count])), 0)
+
+
+def _message(said: Said) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
+    if said.calls:
+        made |= {"content": said.text or None, "tool_calls": said.calls}
+    return made
+
+
+async def _change(turn: Turn) -> None:
+    await turn.changed.wait()
+    turn.changed.clear()
+
+
+async def _body(request: web.Request) -> bytes:
+    """All of it. Raises `RefusedError` if it is too large, or comes too slowly."""
+    from aiohttp import web
+
+    large = RefusedError(f"the body has more than {MOST_BODY:,} bytes.", "too_large", status=413)
+    if (request.content_length or 0) > MOST_BODY:
+        raise large
+    try:
+        return await asyncio.wait_for(request.read(), READING)
+    except web.HTTPRequestEntityTooLarge:
+        raise large from None
+    except TimeoutError:
+        raise RefusedError(f"the body took longer than {READING:g} s.", "timeout", status=408) from None
+
+
+def _refusal(web: Any, error: RefusedError) -> Any:
+    response = web.json_response(error.body, status=error.status, dumps=_dumps)
+    if error.status in (401, 408, 413):
+        response.force_close()
+    return response
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()

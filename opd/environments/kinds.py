@@ -1,0 +1,68 @@
+"""From a recipe's `domains.NAME.environment` to its class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+from opd.config.environments import BUILT_IN, EnvironmentConfig
+from opd.environments.protocol import Environment
+from opd.errors import ConfigError
+from opd.imports import import_attribute
+from opd.own_code import calling
+
+
+def agent_function(config: EnvironmentConfig, domain: str) -> Callable[..., Any]:
+    """The function `params.run`, which can be called with the other params. Raises `ConfigError`."""
+    where, path = f"domains.{domain}.environment.params", str(config.params["run"])
+    found: Any = import_attribute(path, f"{where}.run", ConfigError)
+    if not callable(found) or inspect.isclass(found):
+        raise ConfigError(f"{where}.run: {path} is no function; name one as run(task, base_url, api_key).")
+    given = {name: value for name, value in config.params.items() if name != "run"}
+    with calling(f"{where}.run: {path}", ConfigError):
+        try:
+            inspect.signature(found).bind(None, "", "", **given)
+        except TypeError as error:
+            raise ConfigError(
+                f"{where} do not fit {path}{inspect.signature(found)}, which is called with task, base_url"
+                f" and api_key besides ({error}); change them."
+            ) from None
+    return found
+
+
+def environment_class(config: EnvironmentConfig, domain: str) -> Callable[..., Environment]:
+    """The class, which can be made with the recipe's `params`. Raises `ConfigError` if it is none of an
+    environment, or does not take them.
+    """
+    where = f"domains.{domain}.environment"
+    path = BUILT_IN.get(config.type, config.type)
+    found: Any = import_attribute(path, where, ConfigError)
+    missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+    if missing or not inspect.isclass(found):
+        raise ConfigError(
+            f"{where}: {config.type} is no class, or has no {' and no '.join(missing)}; name one with"
+            " reset(task) and step(action)."
+        )
+    made = cast("Callable[..., Environment]", found)
+    with calling(f"{where}: {config.type}", ConfigError):
+        try:
+            inspect.signature(made).bind(**config.params)
+        except TypeError as error:
+            raise ConfigError(
+                f"{where}.params do not fit {config.type}{inspect.signature(made)} ({error}); change them."
+            ) from None
+    return made
+
+
+def tools_of(config: EnvironmentConfig, domain: str) -> list[dict[str, Any]]:
+    """The JSON schemas of what the model may call there; none for most."""
+    made = environment_class(config, domain)
+    schemas = getattr(made, "schemas", None)
+    found = getattr(made, "tools", ()) if schemas is None else schemas(**config.params)
+    if not isinstance(found, list | tuple) or not all(isinstance(one, dict) for one in found):
+        raise ConfigError(
+            f"domains.{domain}.environment: tools of {config.type} is a {type(found).__name__}; give a list"
+            " of JSON schemas."
+        )
+    return [dict(one) for one in found]

@@ -1,0 +1,94 @@
+"""What an agent acts in: an environment is reset to a task, answers actions, and says what they were worth.
+
+An environment is a class of the user's own (`domains.NAME.environment: package.module:Class`) or a built-in
+one. One object is made for each episode; its methods may be `async` or plain (plain ones run in a thread).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+Message = dict[str, Any]
+"""`{"role": ..., "content": ...}` and what else the chat template reads."""
+Observation = str | Sequence[Message] | None
+"""What the model is shown next: a text, or messages of any role but the assistant's; nothing for `None`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an episode is about."""
+
+    uid: str
+    """Of the sample: the same in a resumed run, and each of a group's its own."""
+    prompt: str
+    """The prompt's text; empty where it is messages."""
+    messages: Sequence[Message]
+    """The prompt's messages; none where it is text."""
+    label: Any
+    """The prompt's label."""
+    metadata: dict[str, Any]
+    """Other columns of the prompt's row."""
+    seed: int
+    """In [0, 2**31): a function of the run's seed and the prompt, so that a group meets one world."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model wrote."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What the model wrote in a turn."""
+
+    text: str
+    """Without the token that ended it; other special tokens are there as they are written."""
+    calls: Sequence[ToolCall] = ()
+    """The tool calls in it, by the domain's `tool_format`."""
+    broken: Sequence[str] = ()
+    """What looks like a call and cannot be read: why, one sentence each."""
+    turn: int = 0
+    """From 0."""
+    cut: bool = False
+    """Whether the limit of a turn's tokens ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An environment's answer to an action."""
+
+    observation: Observation = None
+    """What the model is shown before its next turn; not shown if the episode is over."""
+    reward: float = 0.0
+    """For this turn; an episode's reward is the sum."""
+    done: bool = False
+    """Whether the episode is over."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """For people and reward functions, JSON-able: `sample.metadata["episode"]["info"]`."""
+
+
+class Environment(Protocol):
+    """One episode's world. Made with the recipe's `environment.params` as keyword arguments.
+
+    It may have `close()`, called once the episode is over, whatever ended it.
+    """
+
+    tools: ClassVar[Sequence[dict[str, Any]]] = ()
+    """JSON schemas of the functions that the model may call, as chat templates take them in `tools`."""
+
+    def reset(self, task: Task) -> Any:
+        """Begin; returns an `Observation`, which follows the prompt. May be `async`."""
+        ...
+
+    def step(self, action: Action) -> Any:
+        """Answer `action` with a `Step`. May be `async`.
+
+        The same actions after the same `reset` give the same answers: a run that was killed repeats them
+        (without asking the model again), and so does an episode whose environment failed.
+        """
+        ...

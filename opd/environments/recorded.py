@@ -1,0 +1,162 @@
+"""A sandbox behind the log of trajectories: what was done before a kill is read, and not done again.
+
+The same commands are asked for as before, in the same order, since what the model wrote is in the token log.
+Those that ended are answered from the log, without a sandbox. At the first other one the files are brought
+to where they were: by the state that was kept last, and by running again what came after it, which is marked
+deterministic. A command that was in flight is run again only if it is marked repeatable, from the files as
+they were before it; else it is answered as interrupted, over those files, and that is logged too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from opd.environments.sandbox.local import Sandboxes
+from opd.environments.sandbox.protocol import Outcome, Sandbox, SandboxError
+from opd.environments.trajectory import Command, LoggedCommand, LoggedEpisode, TrajectoryLog
+from opd.errors import StorageError
+from opd.foreign import shown
+
+_log = logging.getLogger(__name__)
+Open = Callable[[str | None], Awaitable[Sandbox]]
+"""A sandbox with the files of a state that was kept; `None`: those that its episode begins with."""
+
+
+def opening(boxes: Sandboxes, name: str, files: Mapping[str, str]) -> Open:
+    """Opens sandboxes of `boxes` in the folder `name`; an episode begins with `files`: text by path."""
+
+    async def opened(state: str | None) -> Sandbox:
+        box = boxes.open(name)
+        if state is not None:
+            await box.restore(state)
+        else:
+            for path, text in files.items():
+                await box.write(path, text.encode())
+        return box
+
+    return opened
+
+
+def settings_of(boxes: Sandboxes, files: Mapping[str, str]) -> dict[str, Any]:
+    """What a log keeps of an episode's sandbox, to open such a one again."""
+    return {
+        "substrate": boxes.substrate.kind,
+        "limits": asdict(boxes.limits),
+        "reads": list(boxes.reads),
+        "files": dict(files),
+    }
+
+
+class RecordedSandbox:
+    """The commands of one episode, one at a time."""
+
+    def __init__(self, log: TrajectoryLog, uid: str, settings: Mapping[str, Any], open_sandbox: Open) -> None:
+        """`settings`: of the environment and its sandbox, JSON-able. Raises `StorageError` if the log knows
+        the episode with others.
+        """
+        self._log, self._uid, self._open = log, uid, open_sandbox
+        self._episode: LoggedEpisode = log.begin(uid, settings)
+        self._given = 0
+        """Commands that were answered, in this life of the episode."""
+        self._sandbox: Sandbox | None = None
+        self.spent: str | None = None
+        """Why nothing more can be done in it."""
+        self._behind = False
+        """A command was begun and did not return: nobody knows the files."""
+
+    @property
+    def episode(self) -> LoggedEpisode:
+        """What the log knows of it."""
+        return self._episode
+
+    def skip(self, turn: int) -> None:
+        """Commands of this turn are not asked for again: the log knows what came of the turn."""
+        commands = self._episode.commands
+        while self._given < len(commands) and commands[self._given].turn == turn:
+            self._look(commands[self._given])
+            self._given += 1
+
+    async def run(self, command: Command, turn: int) -> Outcome:
+        """The outcome of the next command, from the log or of its run. Raises `StorageError` if the log knows
+        another one in its place or a state is damaged, and `SandboxError` once a quota of files is used up.
+        """
+        if self.spent is not None:
+            raise SandboxError(f"nothing more can be done in this sandbox: {self.spent}")
+        known = self._episode.commands[self._given :][:1]
+        if not known:
+            outcome = await self._run(command, turn)
+        else:
+            outcome = await self._again(known[0], command, turn)
+        self._look(self._episode.commands[self._given])
+        self._given += 1
+        return outcome
+
+    async def _again(self, known: LoggedCommand, command: Command, turn: int) -> Outcome:
+        if known.command.digest != command.digest or known.turn != turn:
+            raise StorageError(
+                f"episode {shown(self._uid)} asks for {shown(' '.join(command.words))} as command"
+                f" {known.number}, where it had run {shown(' '.join(known.command.words))}; its environment"
+                " answers otherwise than before: take its randomness from task.seed, and remove"
+                f" {self._log.folder} to begin episodes again"
+            )
+        if known.outcome is not None:
+            return known.outcome
+        if command.repeatable:
+            _log.info("episode %s: command %d was in flight and runs again", self._uid, known.number)
+            return await self._run(command, turn)
+        _log.warning("episode %s: command %d was interrupted, and is not run again", self._uid, known.number)
+        outcome = Outcome(None, interrupted=True)
+        state = await (await self._there(known.number)).snapshot()
+        self._log.finish(self._uid, known.number, outcome, state)
+        return outcome
+
+    async def _run(self, command: Command, turn: int) -> Outcome:
+        sandbox = await self._there(self._given)
+        logged = self._log.intend(self._uid, turn, command)
+        outcome = await self._exec(sandbox, command)
+        state = None
+        if not command.deterministic and sandbox.spent is None:
+            state = await sandbox.snapshot()
+        self._log.finish(self._uid, logged.number, outcome, state)
+        return outcome
+
+    async def _exec(self, sandbox: Sandbox, command: Command) -> Outcome:
+        self._behind = True
+        outcome = await sandbox.exec(command.words, command.stdin, command.timeout)
+        self._behind = False
+        return outcome
+
+    def _look(self, logged: LoggedCommand) -> None:
+        if logged.outcome is not None and logged.outcome.killed_by == "disk":
+            self.spent = "its home holds more than its quota"
+
+    async def _there(self, number: int) -> Sandbox:
+        """The sandbox with the files as they were before command `number`."""
+        if self._sandbox is not None and not self._behind:
+            return self._sandbox
+        await self.close()
+        commands = self._episode.commands[:number]
+        first = next((i for i in range(number, 0, -1) if commands[i - 1].state is not None), 0)
+        self._sandbox = await self._open(commands[first - 1].state if first else None)
+        for one in commands[first:]:
+            if not one.command.deterministic:
+                raise StorageError(
+                    f"episode {shown(self._uid)}: no state was kept after command {one.number}, which may not"
+                    f" be run again; remove {self._log.folder} to begin episodes again"
+                )
+            outcome = await self._exec(self._sandbox, one.command)
+            if outcome != one.outcome:
+                raise StorageError(
+                    f"episode {shown(self._uid)}: command {one.number}, marked deterministic, ended otherwise"
+                    " when it was run again; leave the mark out"
+                )
+        return self._sandbox
+
+    async def close(self) -> None:
+        """Let the sandbox go; the log keeps what it knows."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.close()

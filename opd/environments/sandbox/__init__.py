@@ -1,0 +1,1 @@
+"""Where the tools of agents run."""

@@ -1,0 +1,231 @@
+"""The files of a sandbox as seen from outside: read, written and listed without following a link.
+
+What commands leave may be anything a file system holds. Every folder is opened from the one above it, so that
+no name and no link leads out of the home, and what is no file, folder or link does not outlive its command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from opd.environments.sandbox.protocol import Entry, Limits, SandboxError
+from opd.foreign import shown
+from opd.storage.files import remove_tree
+
+DEEPEST = 64
+"""Folders within folders."""
+_LONGEST = 4096
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_SETTLED = 2.0
+"""Seconds after which another change of a file shows in its times, on every file system."""
+
+
+class Node(NamedTuple):
+    """One name in a home."""
+
+    kind: Literal["file", "folder", "link"]
+    mode: int = 0o700
+    """Of a file or folder; what its owner could not read or enter is made so."""
+    size: int = 0
+    content: str = ""
+    """sha256 (hex) of a file; where a link leads."""
+
+
+Nodes = Mapping[str, Node]
+"""All of a home by path; bytes that are no UTF-8 as `os.fsdecode` has them."""
+
+
+def parts_of(path: str) -> list[str]:
+    """The names along a path from the home. Raises `SandboxError` where it could lead elsewhere."""
+    parts = path.split("/") if path else []
+    if "\0" in path or len(os.fsencode(path)) > _LONGEST or any(part in ("", ".", "..") for part in parts):
+        raise SandboxError(
+            f"{shown(path)!r} is no path within a sandbox's home; give names between single slashes, none of"
+            " them `.` or `..`"
+        )
+    if len(parts) > DEEPEST or any(len(os.fsencode(part)) > 255 for part in parts):
+        raise SandboxError(
+            f"{shown(path)!r} is too long: at most {DEEPEST} names of 255 bytes are read in a sandbox's home"
+        )
+    return parts
+
+
+def changes(before: Nodes, after: Nodes) -> tuple[str, ...]:
+    """Names that were written, made or removed."""
+    return tuple(sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p)))
+
+
+class Home:
+    """One folder, and quotas. Nobody else changes anything in it during a call."""
+
+    def __init__(self, folder: Path, limits: Limits) -> None:
+        self.folder = folder
+        self._limits = limits
+        self._digests: dict[tuple[int, ...], str] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def read(self, path: str, most: int) -> bytes:
+        """See `Sandbox.read`."""
+        *above, name = parts_of(path) or [""]
+        with self._refusing(path), self._folder(above) as place:
+            file = os.open(name or ".", _FILE, dir_fd=place)
+            with os.fdopen(file, "rb", closefd=True) as opened:
+                if not stat.S_ISREG(os.fstat(file).st_mode):
+                    raise OSError(errno.ENXIO, "it is no file")
+                return opened.read(most)
+
+    def write(self, path: str, data: bytes) -> None:
+        """See `Sandbox.write`. What had the name before is replaced and not written into: it may be a link,
+        or have another name elsewhere.
+        """
+        *above, name = parts_of(path) or [""]
+        if not name or len(data) > self._limits.disk:
+            raise SandboxError(
+                f"{shown(path)!r} cannot be written: it has no name, or more bytes than the quota"
+            )
+        temporary = f".{secrets.token_hex(8)}.tmp"
+        with self._refusing(path), self._folder(above, make=True) as place:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            try:
+                with os.fdopen(os.open(temporary, flags, 0o644, dir_fd=place), "wb") as file:
+                    file.write(data)
+                os.rename(temporary, name, src_dir_fd=place, dst_dir_fd=place)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=place)
+                raise
+
+    def list(self, path: str) -> list[Entry]:
+        """See `Sandbox.list`."""
+        with self._refusing(path), self._folder(parts_of(path)) as place, os.scandir(place) as entries:
+            found = []
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                found.append(Entry(entry.name, _kind(status.st_mode), status.st_size))
+            return sorted(found, key=lambda entry: entry.path)
+
+    def scan(self) -> dict[str, Node]:
+        """All that is in it. Raises `SandboxError` over quota, or where folders are too deep."""
+        found: dict[str, Node] = {}
+        try:
+            with self._folder([]) as place:
+                self._scan(place, "", 0, found)
+        except OSError as error:
+            raise SandboxError(f"a sandbox's home cannot be read ({error.strerror or error})") from error
+        size = sum(node.size for node in found.values())
+        if size > self._limits.disk:
+            raise SandboxError(
+                f"a sandbox's home holds {size} bytes where {self._limits.disk} are allowed; raise its quota"
+            )
+        return found
+
+    def _scan(self, place: int, prefix: str, depth: int, found: dict[str, Node]) -> None:
+        if depth > DEEPEST:
+            raise SandboxError(f"a sandbox's home has folders more than {DEEPEST} deep")
+        with os.scandir(place) as entries:
+            names = sorted(entry.name for entry in entries)
+        if len(found) + len(names) > self._limits.files:
+            raise SandboxError(
+                f"a sandbox's home holds more than {self._limits.files} files; raise its quota"
+            )
+        for name in names:
+            status, path = _lstat(name, place), prefix + name
+            if stat.S_ISLNK(status.st_mode):
+                found[path] = Node("link", 0o777, 0, os.readlink(name, dir_fd=place))
+            elif stat.S_ISREG(status.st_mode):
+                found[path] = self._file(name, place, status)
+            elif stat.S_ISDIR(status.st_mode):
+                found[path] = Node("folder", _permit(name, place, status, 0o700))
+                below = os.open(name, _FOLDER, dir_fd=place)
+                try:
+                    self._scan(below, f"{path}/", depth + 1, found)
+                finally:
+                    os.close(below)
+            else:  # a pipe, a socket, a device: nothing of a state
+                os.unlink(name, dir_fd=place)
+
+    def _file(self, name: str, place: int, status: os.stat_result) -> Node:
+        mode = _permit(name, place, status, 0o400)
+        file = os.open(name, _FILE, dir_fd=place)
+        with os.fdopen(file, "rb") as opened:
+            now = os.fstat(file)
+            key = (now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+            digest = self._digests.get(key)
+            if digest is None:
+                if now.st_size > self._limits.disk:
+                    raise SandboxError(
+                        f"a file of {now.st_size} bytes is more than a sandbox's home may hold"
+                    )
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+                if time.time_ns() - now.st_ctime_ns > _SETTLED * 1e9:
+                    self._digests[key] = digest
+        return Node("file", mode, now.st_size, digest)
+
+    def open(self, path: str) -> int:
+        """A descriptor of a file that `scan` has found. Raises `OSError`."""
+        *above, name = parts_of(path)
+        with self._folder(above) as place:
+            return os.open(name, _FILE, dir_fd=place)
+
+    def replace(self, folder: Path) -> None:
+        """Put `folder`, whole, in the place of everything in it."""
+        old = self.folder.with_name(f".{secrets.token_hex(8)}.old")
+        os.rename(self.folder, old)
+        os.rename(folder, self.folder)
+        self._digests.clear()
+        remove_tree(old)
+
+    @contextlib.contextmanager
+    def _folder(self, parts: list[str], *, make: bool = False) -> Iterator[int]:
+        """A descriptor of a folder within."""
+        place = os.open(self.folder, _FOLDER)
+        try:
+            for part in parts:
+                if make:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, 0o755, dir_fd=place)
+                below = os.open(part, _FOLDER, dir_fd=place)
+                os.close(place)
+                place = below
+            yield place
+        finally:
+            os.close(place)
+
+    @contextlib.contextmanager
+    def _refusing(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = "a link is on its way" if error.errno == errno.ELOOP else error.strerror or str(error)
+            raise SandboxError(f"{shown(path)!r} in a sandbox's home cannot be used: {why}") from error
+
+
+def _lstat(name: str, place: int) -> os.stat_result:
+    return os.stat(name, dir_fd=place, follow_symlinks=False)
+
+
+def _permit(name: str, place: int, status: os.stat_result, least: int) -> int:
+    """The permissions of a file or folder, which its owner has at least so much of from now on."""
+    mode = stat.S_IMODE(status.st_mode) & 0o777
+    if mode & least != least or stat.S_IMODE(status.st_mode) != mode:
+        mode |= least
+        os.chmod(name, mode, dir_fd=place)  # no link: nobody else is at work here
+    return mode
+
+
+def _kind(mode: int) -> Literal["file", "folder", "link", "other"]:
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    return "link" if stat.S_ISLNK(mode) else "other"

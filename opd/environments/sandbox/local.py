@@ -1,0 +1,178 @@
+"""Sandboxes of this machine: a folder each, a substrate and a few threads for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import TypeVar
+
+from opd.environments.sandbox.home import Home, Node, changes
+from opd.environments.sandbox.protocol import Entry, Limits, Outcome, SandboxError
+from opd.environments.sandbox.snapshots import SnapshotStore
+from opd.environments.sandbox.substrates import Place, Substrate, find_substrate, run
+from opd.errors import StorageError
+from opd.storage.files import remove_tree
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Sandboxes:
+    """Makes sandboxes. So many commands run at a time, in threads of their own: commands wait for one another
+    and never for the event loop, nor it for them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        store: SnapshotStore,
+        limits: Limits,
+        *,
+        substrate: Substrate | None = None,
+        reads: Sequence[str] = (),
+        at_once: int | None = None,
+    ) -> None:
+        """`folder`: where homes are. `reads`: what commands can read beside the system. Raises `SandboxError`
+        where no substrate works.
+        """
+        self.substrate = substrate or find_substrate()
+        self.store, self.limits = store, limits
+        self._folder, self.reads = folder, tuple(map(str, reads))
+        self._threads = ThreadPoolExecutor(at_once or 2 * (os.cpu_count() or 1) + 2, "opd-sandbox")
+
+    def open(self, name: str) -> LocalSandbox:
+        """A sandbox with an empty home; `name` is that of a folder, and nobody else's."""
+        folder = self._folder / name
+        if folder.exists():
+            remove_tree(folder)
+        place = Place(folder / "home", folder / "tmp", self.limits, self.reads)
+        for path in (place.home, place.temporary):
+            path.mkdir(parents=True)
+        return LocalSandbox(folder, place, self.substrate, self.store, self._threads)
+
+    def close(self) -> None:
+        """When every sandbox has been closed."""
+        self._threads.shutdown()
+
+
+class LocalSandbox:
+    """`Sandbox`, in a folder of this machine."""
+
+    def __init__(
+        self,
+        folder: Path,
+        place: Place,
+        substrate: Substrate,
+        store: SnapshotStore,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self.spent: str | None = None
+        self._folder, self._place, self._substrate = folder, place, substrate
+        self._store, self._threads = store, threads
+        self._home = Home(place.home, place.limits)
+        self._nodes: dict[str, Node] | None = {}
+        self._lock = asyncio.Lock()
+
+    async def exec(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Outcome:
+        """See `Sandbox`."""
+        most = self._place.limits.seconds
+        seconds = most if timeout is None else min(most, timeout)
+        cancelled = Event()
+        return await self._in_turn(lambda: self._exec(command, stdin, seconds, cancelled), cancelled)
+
+    def _exec(self, command: Sequence[str], stdin: bytes, seconds: float, cancelled: Event) -> Outcome:
+        before = self._scanned()
+        self._nodes = None
+        outcome = run(self._substrate.kind, self._place, command, stdin, seconds, cancelled)
+        self._place.home.mkdir(exist_ok=True)  # where nothing keeps a command from removing it
+        if outcome.killed_by == "disk":
+            self.spent = "its home holds more than its quota"
+            return outcome
+        try:
+            after = self._scanned()
+        except SandboxError as error:  # what was written in the last moment
+            self.spent = str(error)
+            return replace(outcome, exit=None, killed_by="disk")
+        return replace(outcome, files_changed=changes(before, after))
+
+    def _scanned(self) -> dict[str, Node]:
+        if self._nodes is None:
+            self._nodes = self._home.scan()
+        return self._nodes
+
+    async def read(self, path: str, most: int = 1 << 20) -> bytes:
+        """See `Sandbox`."""
+        return await self._in_turn(lambda: self._home.read(path, most))
+
+    async def write(self, path: str, data: bytes) -> None:
+        """See `Sandbox`."""
+
+        def write() -> None:
+            held = sum(node.size for node in self._scanned().values())
+            if held + len(data) > self._place.limits.disk:
+                raise SandboxError(
+                    f"a sandbox's home has no room for {len(data)} bytes more; raise its quota"
+                )
+            self._nodes = None
+            self._home.write(path, data)
+
+        await self._in_turn(write)
+
+    async def list(self, path: str = "") -> list[Entry]:
+        """See `Sandbox`."""
+        return await self._in_turn(lambda: self._home.list(path))
+
+    async def snapshot(self) -> str:
+        """See `Sandbox`."""
+        return await self._in_turn(lambda: self._store.keep(self._home, self._scanned()))
+
+    async def restore(self, digest: str) -> None:
+        """See `Sandbox`."""
+
+        def restore() -> None:
+            self._nodes = self._store.restore(digest, self._home, self._place.limits)
+            self.spent = None
+
+        await self._in_turn(restore, spent=True)
+
+    async def close(self) -> None:
+        """See `Sandbox`."""
+
+        def close() -> None:
+            self.spent = "it has been closed"
+            if self._folder.exists():
+                remove_tree(self._folder)
+
+        with contextlib.suppress(StorageError):
+            await self._in_turn(close, spent=True)
+
+    async def _in_turn(
+        self, work: Callable[[], T], cancelled: Event | None = None, *, spent: bool = False
+    ) -> T:
+        """What `work` returns, in a thread, when nothing else is done in this sandbox. Who is cancelled waits
+        until it has ended: files are nobody's while a command may still write them.
+        """
+        async with self._lock:
+            if self.spent and not spent:
+                raise SandboxError(f"nothing more can be done in this sandbox: {self.spent}")
+            future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            try:
+                return await asyncio.shield(future)
+            except asyncio.CancelledError:
+                if cancelled is not None:
+                    cancelled.set()
+                await asyncio.wait([future])
+                raise
+            except OSError as error:
+                if isinstance(error, SandboxError | StorageError):
+                    raise
+                raise SandboxError(
+                    f"a sandbox in {self._folder} cannot be used ({error.strerror or error})"
+                ) from error

@@ -1,0 +1,238 @@
+"""States of sandboxes' homes, by content: each file once, and a list of names whose digest is the state's.
+
+    objects/ab/abcd...     the bytes whose sha256 is the name
+    manifests/ab/abcd...   JSON: every path with its kind, mode, size and object; the name is its sha256
+
+Nothing read from here is believed: names, sizes and digests are checked before a home is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from opd.environments.sandbox.home import Home, Node, parts_of
+from opd.environments.sandbox.protocol import Limits, SandboxError
+from opd.errors import StorageError, way_out
+from opd.foreign import decoding, read_document, shown, whole
+from opd.storage.files import atomic_file, read_plain, remove_tree
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_CHUNK = 1 << 20
+_MANIFEST_BYTES = 1 << 28
+_MEND = "the state is lost; begin the episode again"
+
+
+class SnapshotStore:
+    """One folder of states, which many sandboxes of one process share. Threads may call it side by side."""
+
+    def __init__(self, folder: Path, *, durable: bool = False) -> None:
+        """`durable`: what is kept survives a power cut, and not only the process."""
+        self.folder = folder
+        self._durable = durable
+        self._lock = threading.RLock()
+        self._held: set[str] = set()
+        """States and bytes that were kept by this process, and that nothing names yet."""
+
+    def keep(self, home: Home, nodes: dict[str, Node]) -> str:
+        """The state that `nodes`, just scanned from `home`, are. Raises `StorageError` if it cannot be
+        written, `SandboxError` if a file is not what was scanned.
+        """
+        document = {"version": 1, "nodes": {path: list(node) for path, node in sorted(nodes.items())}}
+        data = json.dumps(document, separators=(",", ":")).encode()
+        digest = hashlib.sha256(data).hexdigest()
+        with self._lock:
+            self._held.add(digest)
+            for path, node in nodes.items():
+                if node.kind == "file" and not self._has("objects", node.content, node.size):
+                    self._copy_in(home, path, node)
+            self._write("manifests", digest, data)
+        return digest
+
+    def _copy_in(self, home: Home, path: str, node: Node) -> None:
+        target, found = self._path("objects", node.content), hashlib.sha256()
+        try:
+            with (
+                os.fdopen(home.open(path), "rb") as source,
+                atomic_file(target, durable=self._durable) as file,
+            ):
+                left = node.size + 1
+                while left and (data := source.read(min(_CHUNK, left))):
+                    found.update(data)
+                    file.write(data)
+                    left -= len(data)
+                if found.hexdigest() != node.content:
+                    raise SandboxError(f"{shown(path)!r} in a sandbox's home changed while it was kept")
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def put(self, data: bytes) -> str:
+        """Keep bytes beside the states; their digest. Raises `StorageError`."""
+        digest = hashlib.sha256(data).hexdigest()
+        with self._lock:
+            self._held.add(digest)
+            self._write("objects", digest, data)
+        return digest
+
+    def get(self, digest: str, most: int) -> bytes:
+        """Bytes that were kept. Raises `StorageError` if they are missing, more than `most`, or others."""
+        return self._read("objects", digest, most)
+
+    def nodes(self, digest: str, limits: Limits) -> dict[str, Node]:
+        """What was in the home. Raises `StorageError` for what no snapshot is, or one over `limits`."""
+        data = self._read("manifests", digest, _MANIFEST_BYTES)
+        with decoding(lambda cause: StorageError(f"snapshot {digest} is none ({cause}); {_MEND}")):
+            document = read_document(data, _MANIFEST_BYTES)
+            if not isinstance(document, dict) or document.get("version") != 1:
+                raise ValueError("it is of another form")
+            nodes = {path: _node(path, said) for path, said in document["nodes"].items()}
+            for path in nodes:
+                above = path.rpartition("/")[0]
+                if above and (above not in nodes or nodes[above].kind != "folder"):
+                    raise ValueError(f"{shown(path)!r} is below what is no folder")
+            size = sum(node.size for node in nodes.values())
+            if len(nodes) > limits.files or size > limits.disk:
+                raise ValueError(f"{len(nodes)} files and {size} bytes are more than the quota")
+        return nodes
+
+    def restore(self, digest: str, home: Home, limits: Limits) -> dict[str, Node]:
+        """Make a home what it was, all at once, and return what is in it. Raises `StorageError` as `nodes`,
+        and for a file that is missing or damaged; the home is then as it was.
+        """
+        nodes = self.nodes(digest, limits)
+        fresh = Path(tempfile.mkdtemp(prefix=".restore-", dir=home.folder.parent))
+        try:
+            for path, node in sorted(nodes.items()):
+                target = fresh / path
+                if node.kind == "folder":
+                    target.mkdir(0o700)
+                elif node.kind == "link":
+                    os.symlink(node.content, target)
+                else:
+                    self._copy_out(node, target)
+            for path, node in sorted(nodes.items(), reverse=True):
+                if node.kind != "link":
+                    (fresh / path).chmod(node.mode)
+            fresh.chmod(0o755)
+            home.replace(fresh)
+        except OSError as error:
+            if fresh.exists():
+                remove_tree(fresh)
+            if isinstance(error, StorageError):
+                raise
+            raise self._unwritten(error) from error
+        return nodes
+
+    def _copy_out(self, node: Node, target: Path) -> None:
+        source, found, size = self._path("objects", node.content), hashlib.sha256(), 0
+        try:
+            with source.open("rb") as opened, target.open("xb") as file:
+                while size <= node.size and (data := opened.read(_CHUNK)):
+                    found.update(data)
+                    file.write(data)
+                    size += len(data)
+        except FileNotFoundError:
+            raise StorageError(f"{source} is missing; {_MEND}") from None
+        if size != node.size or found.hexdigest() != node.content:
+            raise StorageError(f"{source} is damaged: it is not what was kept; {_MEND}")
+
+    def release(self, digests: Iterable[str]) -> None:
+        """These are named elsewhere now: `sweep` is told of them."""
+        with self._lock:
+            self._held.difference_update(digests)
+
+    def sweep(self, states: Iterable[str], objects: Iterable[str], limits: Limits) -> int:
+        """Remove all but these states with their files, these objects, and what is not named yet; how many
+        files went. A state that cannot be read keeps nothing.
+        """
+        with self._lock:
+            kept = set(states) | self._held
+            wanted = set(objects) | self._held
+            for digest in kept:
+                with contextlib.suppress(StorageError):
+                    wanted.update(n.content for n in self.nodes(digest, limits).values() if n.kind == "file")
+            gone = 0
+            for kind, names in (("manifests", kept), ("objects", wanted)):
+                for path in (self.folder / kind).glob("??/*"):
+                    if path.name not in names and _DIGEST.fullmatch(path.name):
+                        path.unlink()
+                        gone += 1
+            return gone
+
+    def remove(self) -> None:
+        """All of it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _path(self, kind: str, digest: str) -> Path:
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise StorageError(f"{shown(digest)!r} is no digest of a snapshot; {_MEND}")
+        return self.folder / kind / digest[:2] / digest
+
+    def _has(self, kind: str, digest: str, size: int) -> bool:
+        """Whether it is there; what a power cut left half of is not."""
+        try:
+            return self._path(kind, digest).stat().st_size == size
+        except FileNotFoundError:
+            return False
+
+    def _write(self, kind: str, digest: str, data: bytes) -> None:
+        target = self._path(kind, digest)
+        try:
+            if not self._has(kind, digest, len(data)):
+                with atomic_file(target, durable=self._durable) as file:
+                    file.write(data)
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def _read(self, kind: str, digest: str, most: int) -> bytes:
+        path = self._path(kind, digest)
+        try:
+            if path.stat().st_size > most:
+                raise StorageError(f"{path} has more than {most} bytes; {_MEND}")
+            data = read_plain(path)
+        except FileNotFoundError:
+            raise StorageError(f"{path} is missing; {_MEND}") from None
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(
+                f"{path} cannot be read ({error.strerror}); {way_out(error, _MEND)}"
+            ) from error
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise StorageError(f"{path} is damaged: it is not what was kept; {_MEND}")
+        return data
+
+    def _unwritten(self, error: OSError) -> StorageError:
+        mend = way_out(error, "check its disk and permissions")
+        return StorageError(
+            f"snapshots in {self.folder} cannot be written ({error.strerror or error}); {mend}"
+        )
+
+
+def _node(path: Any, said: Any) -> Node:
+    """One entry of a manifest that anybody may have written; `ValueError` for what `keep` does not write."""
+    kind, mode, size, content = said
+    try:
+        parts = parts_of(path)
+    except SandboxError as error:
+        raise ValueError(str(error)) from None
+    if not parts or kind not in ("file", "folder", "link") or not isinstance(content, str):
+        raise ValueError(f"{shown(path)!r} is no entry")
+    whole(mode, 0, 0o777, "a mode")
+    whole(size, 0, 1 << 48, "a size")
+    if kind == "file" and not _DIGEST.fullmatch(content):
+        raise ValueError(f"{shown(path)!r} has no digest")
+    if kind != "file" and size:
+        raise ValueError(f"{shown(path)!r} has a size and is no file")
+    if kind == "link" and ("\0" in content or not 0 < len(os.fsencode(content)) < 4096):
+        raise ValueError(f"{shown(path)!r} leads nowhere")
+    return Node(kind, mode, size, content)

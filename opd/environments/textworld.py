@@ -1,0 +1,162 @@
+"""TextWorld's text adventures as an environment (extra `textworld`), and a command that makes games.
+
+`python -m opd.environments.textworld FOLDER` writes games, `tasks.jsonl` (a domain's `source`) and
+`demonstrations.jsonl` (for `sft`), the walkthrough of each game. A prompt's label is the name of its game.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from opd.environments.protocol import Action, Step, Task
+from opd.errors import DataError, MissingExtraError
+from opd.foreign import is_file_name
+
+LONGEST_COMMAND = 200
+"""Characters of a command; the parser of a game reads a line."""
+NOT_PLAYED = (
+    "save",
+    "restore",
+    "script",
+    "transcript",
+    "unscript",
+    "noscript",
+    "restart",
+    "quit",
+    "q",
+    "undo",
+)
+"""Commands to the interpreter and not of the game: some write files, some wait for an answer."""
+_BAR = re.compile(r"\n>[^\n]*\Z")
+"""The prompt, with the room's name and the score behind it."""
+_UNSEEN = re.compile(r"[^\n -~]+")
+_EMPTY = re.compile(r"\n\s*\n\s*")
+
+
+class TextWorld:
+    """One game. An action's first line is the command; the reward is the share of the game's score that it
+    made, so a game that is won is worth 1.
+    """
+
+    def __init__(self, games: str, show_commands: bool = False) -> None:
+        """`games`: the folder of the games. `show_commands`: say after each answer what can be done."""
+        self._games, self._shown = Path(games), show_commands
+        self._game: Any = None
+
+    def reset(self, task: Task) -> str:
+        """The room, and where the prompt does not say it what is to be done."""
+        path = _game_file(self._games, task.label)
+        textworld = _textworld()
+        infos = textworld.EnvInfos(max_score=True, won=True, admissible_commands=True)
+        self._game = textworld.start(str(path), infos)
+        self._state = self._game.reset()
+        self._score = 0
+        return self._told(_opening(self._state.feedback))
+
+    def step(self, action: Action) -> Step:
+        line = action.text.strip().split("\n")[0][:LONGEST_COMMAND]
+        command = _UNSEEN.sub(" ", line).strip()
+        if any(word in NOT_PLAYED for word in re.findall(r"[a-z]+", command.lower())):
+            return Step("That cannot be done here.")
+        self._state, score, done = self._game.step(command)
+        most = max(1, int(self._state.max_score or 1))
+        gained, self._score = (int(score) - self._score) / most, int(score)
+        told = "" if done else self._told(_cleaned(self._state.feedback))
+        return Step(told, gained, bool(done), {"won": bool(self._state.won)})
+
+    def close(self) -> None:
+        if self._game is not None:
+            self._game.close()
+
+    def _told(self, text: str) -> str:
+        if not self._shown:
+            return text
+        return f"{text}\nYou can: {', '.join(self._state.admissible_commands)}."
+
+
+def _textworld() -> Any:
+    try:
+        import textworld
+    except ImportError as error:
+        raise MissingExtraError("environment textworld", "textworld") from error
+    return textworld
+
+
+def _game_file(folder: Path, name: Any) -> Path:
+    """The game `name` below `folder`. Raises `DataError` for a name that leaves it or a game that is not
+    there.
+    """
+    if not isinstance(name, str) or not is_file_name(name) or not name.endswith((".z8", ".ulx")):
+        raise DataError(f"label {str(name)[:80]!r} is no game; give the name of a .z8 file in {folder}.")
+    if not (path := folder / name).is_file():
+        raise DataError(f"there is no game {path}; make some: python -m opd.environments.textworld {folder}")
+    return path
+
+
+def _cleaned(feedback: str) -> str:
+    """What a game says, without its prompt, its banner's signs and empty lines."""
+    text = _UNSEEN.sub("", _BAR.sub("", feedback))
+    return _EMPTY.sub("\n", text).strip()
+
+
+def _opening(feedback: str) -> str:
+    """What a game says first, without its banner, which is drawn in dollar signs."""
+    text = _cleaned(feedback)
+    return text[text.rfind("$") + 1 :].strip().lstrip("\\|/ \n")
+
+
+def make(folder: Path, games: int, rooms: int, objects: int, quest: int, seed: int) -> None:
+    """Write `games` games with their tasks and demonstrations; those that are there are kept."""
+    textworld = _textworld()
+    folder.mkdir(parents=True, exist_ok=True)
+    tasks, demonstrations = [], []
+    for number in range(games):
+        path = folder / f"game-{seed + number}.z8"
+        if not path.is_file():
+            options = textworld.GameOptions()
+            options.seeds, options.path = seed + number, str(path)
+            options.nb_rooms, options.nb_objects, options.quest_length = rooms, objects, quest
+            made = textworld.generator.make_game(options)
+            textworld.generator.compile_game(made, options)
+        messages = walkthrough(path)
+        tasks.append({"prompt": messages[:1], "label": path.name})
+        demonstrations.append({"messages": messages})
+        print(f"{path} {number + 1}/{games}", flush=True)
+    for name, rows in (("tasks", tasks), ("demonstrations", demonstrations)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, "utf-8")
+
+
+def walkthrough(path: Path) -> list[dict[str, str]]:
+    """The conversation of who knows the way: the task with the first room, then commands and answers."""
+    textworld = _textworld()
+    game = textworld.start(str(path), textworld.EnvInfos(policy_commands=True, objective=True))
+    state = game.reset()
+    messages = [{"role": "user", "content": "Win the game. Write one command a turn."}]
+    said = _opening(state.feedback)
+    messages[0]["content"] += f"\n\n{said}"
+    for command in list(state.policy_commands):
+        state, _, done = game.step(command)
+        messages.append({"role": "assistant", "content": command})
+        if not done:
+            messages.append({"role": "user", "content": _cleaned(state.feedback)})
+    game.close()
+    return messages
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m opd.environments.textworld", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    for name, number in {"games": 20, "rooms": 3, "objects": 4, "quest": 2, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=number)
+    make(**vars(parser.parse_args(given)))
+
+
+if __name__ == "__main__":
+    main()

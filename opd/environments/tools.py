@@ -1,0 +1,306 @@
+"""`environment: {type: tools}`: an agent whose tools run in a sandbox, until it answers without a call."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from opd.config.sandbox import SandboxConfig
+from opd.environments.protocol import Action, Message, Observation, Step, Task, ToolCall
+from opd.environments.recorded import RecordedSandbox, opening, settings_of
+from opd.environments.sandbox.local import Sandboxes
+from opd.environments.sandbox.protocol import Limits, Outcome, Sandbox, SandboxError
+from opd.environments.sandbox.snapshots import SnapshotStore
+from opd.environments.sandbox.substrates import find_substrate
+from opd.environments.trajectory import Command, LoggedStep, TrajectoryLog
+from opd.errors import ConfigError
+from opd.foreign import shown
+from opd.storage.files import remove_tree
+
+MOST_CALLS = 4
+"""Of a turn; the model is told of those beyond."""
+_FILES_BYTES = 1 << 20
+
+_CALCULATE = """
+import ast, operator, sys
+DO = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+      ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.USub: operator.neg, ast.UAdd: operator.pos}
+def value(node):
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and type(node.op) in DO:
+        return DO[type(node.op)](value(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in DO:
+        return DO[type(node.op)](value(node.left), value(node.right))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        base, power = value(node.left), value(node.right)
+        if abs(power) <= 1000:
+            return base ** power
+    sys.exit("numbers, + - * / // % ** and brackets are understood")
+try:
+    print(value(ast.parse(sys.argv[1].strip(), mode="eval").body))
+except (SyntaxError, ArithmeticError, RecursionError, MemoryError, ValueError) as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+_LOOK_UP = """
+import csv, sys
+file, column, wanted = sys.argv[1:]
+try:
+    with open(file, newline="", encoding="utf-8") as opened:
+        rows = csv.DictReader(opened)
+        if column not in (rows.fieldnames or []):
+            sys.exit(f"columns are {', '.join(rows.fieldnames or [])}")
+        found = [row for row in rows if (row[column] or "").strip().lower() == wanted.strip().lower()]
+except (OSError, csv.Error, UnicodeDecodeError) as error:
+    sys.exit(f"{file}: {error}")
+for row in found[:20]:
+    print("; ".join(f"{name}: {value}" for name, value in row.items()))
+print(f"{len(found)} rows")
+"""
+
+
+def _schema(name: str, told: str, **arguments: str) -> dict[str, Any]:
+    properties = {key: {"type": "string", "description": what} for key, what in arguments.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+    return {"type": "function", "function": {"name": name, "description": told, "parameters": parameters}}
+
+
+SCHEMAS = {
+    "python": _schema("python", "Run a Python program; what it prints comes back.", code="The program"),
+    "shell": _schema("shell", "Run a command of the shell.", command="The command"),
+    "calculator": _schema(
+        "calculator", "The value of an expression of numbers.", expression="Such as 2*(3+4)"
+    ),
+    "table": _schema(
+        "table",
+        "Rows of a CSV file whose column has a value.",
+        file="Name of the file",
+        column="Name of the column",
+        value="What it has",
+    ),
+}
+_PYTHON = ("python3", "-I", "-S", "-c")
+
+
+def _limits(config: SandboxConfig) -> Limits:
+    return Limits(
+        config.seconds,
+        config.cpu_seconds,
+        config.memory_mb << 20,
+        config.processes,
+        config.disk_mb << 20,
+        output=config.output,
+    )
+
+
+class Tools:
+    """Calls are answered by what their commands say; a turn without one is the answer, right (reward 1) where
+    it ends with the prompt's label. A row's `files`, text by path, are in the home when an episode begins.
+    """
+
+    log: TrajectoryLog | None = None
+    """Of the stage, where it logs its rollouts."""
+
+    def __init__(self, tools: Sequence[str] = ("python",), sandbox: Mapping[str, Any] | None = None) -> None:
+        self._names, self._config = _checked(tools, sandbox)
+        self._boxes: Sandboxes | None = None
+        self._recorded: RecordedSandbox | None = None
+        self._box: Sandbox | None = None
+
+    @classmethod
+    def schemas(
+        cls, tools: Sequence[str] = ("python",), sandbox: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """What the chat template is given. Raises `ConfigError` for a tool or setting that there is not."""
+        return [SCHEMAS[name] for name in _checked(tools, sandbox)[0]]
+
+    def reset(self, task: Task) -> Observation:
+        """See `Environment`."""
+        self._task, self._files = task, _files(task)
+        self._boxes = shared(self._config, self.log)
+        kept = not self._boxes.substrate.open
+        self._repeat = kept if self._config.repeat is None else self._config.repeat
+        opened = opening(self._boxes, f"{next(_numbers)}", self._files)
+        if self.log is not None:
+            settings = {"type": "tools", "tools": self._names, **settings_of(self._boxes, self._files)}
+            self._recorded = RecordedSandbox(self.log, task.uid, settings, opened)
+        self._open = opened
+        return None
+
+    async def step(self, action: Action) -> Step:
+        """See `Environment`."""
+        wrote = hashlib.sha256(action.text.encode(errors="surrogatepass")).hexdigest()
+        recorded, log = self._recorded, self.log
+        if recorded is None or log is None:
+            return await self._step(action)
+        known = recorded.episode.steps[action.turn : action.turn + 1]
+        if known and known[0].action == wrote:
+            recorded.skip(action.turn)
+            return Step(known[0].observation, known[0].reward, known[0].done, known[0].info)
+        step = await self._step(action)
+        told = LoggedStep(
+            action.turn, 0, wrote, step.observation, float(step.reward), step.done, dict(step.info)
+        )
+        log.step(self._task.uid, told)
+        return step
+
+    async def _step(self, action: Action) -> Step:
+        if not action.calls and not action.broken:
+            label = self._task.label
+            right = label is not None and _ending(action.text, str(label))
+            return Step(reward=float(right), done=True)
+        said: list[Message] = [{"role": "tool", "content": f"error: {why}"} for why in action.broken]
+        for number, call in enumerate(action.calls):
+            if number >= MOST_CALLS:
+                answer = f"error: only {MOST_CALLS} calls of a turn are answered"
+            else:
+                try:
+                    answer = await self._answer(call, action.turn)
+                except SandboxError as error:
+                    if self._spent() is None:
+                        raise  # not the model's fault
+                    return Step(done=True, info={"ended": str(error)})
+            said.append({"role": "tool", "name": call.name, "content": answer})
+        if self._task.messages:
+            return Step(said)
+        return Step("\n" + "\n".join(one["content"] for one in said) + "\n")
+
+    async def _answer(self, call: ToolCall, turn: int) -> str:
+        words = self._words(call)
+        if isinstance(words, str):
+            return f"error: {words}"
+        fixed = call.name in self._config.deterministic
+        return _told(
+            await self._run(Command(words, repeatable=self._repeat or fixed, deterministic=fixed), turn)
+        )
+
+    async def _run(self, command: Command, turn: int) -> Outcome:
+        if self._recorded is not None:
+            return await self._recorded.run(command, turn)
+        if self._box is None:
+            self._box = await self._open(None)
+        return await self._box.exec(command.words, command.stdin, command.timeout)
+
+    def _spent(self) -> str | None:
+        place = self._recorded or self._box
+        return None if place is None else place.spent
+
+    def _words(self, call: ToolCall) -> tuple[str, ...] | str:
+        """The command of a call; or what is wrong with it."""
+        if call.name not in self._names:
+            return f"there is no tool {shown(call.name)}; there are {', '.join(self._names)}"
+        wanted = SCHEMAS[call.name]["function"]["parameters"]["required"]
+        given = [call.arguments.get(name) for name in wanted]
+        texts = [str(one) if isinstance(one, int | float) else one for one in given]
+        if not all(isinstance(one, str) and "\0" not in one and len(one) < 1 << 16 for one in texts):
+            return f"{call.name} takes {' and '.join(wanted)}, each a text"
+        try:
+            arguments = [str(one) for one in texts]
+            b"".join(one.encode() for one in arguments)
+        except UnicodeEncodeError:
+            return f"the arguments of {call.name} are no text"
+        return {
+            "python": ("python3", "-c", *arguments),
+            "shell": ("/bin/sh", "-c", *arguments),
+            "calculator": (*_PYTHON, _CALCULATE, *arguments),
+            "table": (*_PYTHON, _LOOK_UP, *arguments),
+        }[call.name]
+
+    async def close(self) -> None:
+        """See `Environment`."""
+        for one in (self._recorded, self._box):
+            if one is not None:
+                await one.close()
+        self._box = None
+
+
+def _told(outcome: Outcome) -> str:
+    """What the model reads of it."""
+    if outcome.interrupted:
+        return "error: the command was interrupted; files are as before it"
+    text = outcome.stdout.decode(errors="replace")
+    if outcome.stderr:
+        text += outcome.stderr.decode(errors="replace")
+    if outcome.cut:
+        text += f"\n[{outcome.cut} bytes more]"
+    if outcome.killed_by:
+        return f"{text}\nerror: the command was ended: {outcome.killed_by}"
+    return text if outcome.exit == 0 else f"{text}\nerror: exit status {outcome.exit}"
+
+
+def _ending(text: str, label: str) -> bool:
+    answer, label = text.strip().rstrip("."), label.strip()
+    before = answer[: -len(label)][-1:] if label else "x"
+    return bool(label) and answer.endswith(label) and not before.isalnum() and before not in ("-", ".")
+
+
+def _checked(tools: Sequence[str], sandbox: Mapping[str, Any] | None) -> tuple[list[str], SandboxConfig]:
+    unknown = next((name for name in tools if name not in SCHEMAS), None)
+    if isinstance(tools, str) or not tools or unknown is not None:
+        wrong = "a list of tools is needed" if unknown is None else f"there is no tool {shown(unknown)}"
+        raise ConfigError(f"environment tools: {wrong}; give some of {', '.join(SCHEMAS)} as params.tools")
+    try:
+        config = SandboxConfig(**(sandbox or {}))
+    except (ValidationError, TypeError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": ("",), "msg": str(error)}
+        where = ".".join(map(str, ("params", "sandbox", *first["loc"])))
+        raise ConfigError(f"environment tools: {where}: {first['msg']}; mend it") from None
+    return list(dict.fromkeys(tools)), config
+
+
+def _files(task: Task) -> dict[str, str]:
+    found = task.metadata.get("files") or {}
+    if not isinstance(found, Mapping) or not all(
+        isinstance(key, str) and isinstance(text, str) for key, text in found.items()
+    ):
+        raise ConfigError(f"files of prompt {shown(task.uid)} are no object of texts by path; mend the data")
+    if sum(len(text.encode()) for text in found.values()) > _FILES_BYTES:
+        raise ConfigError(
+            f"files of prompt {shown(task.uid)} have more than {_FILES_BYTES >> 20} MiB; use reads"
+        )
+    return dict(found)
+
+
+_numbers = itertools.count()
+_shared: dict[tuple[str, int], Sandboxes] = {}
+_lock = threading.Lock()
+_FOLDER = "opd-sandboxes-"
+
+
+def shared(config: SandboxConfig, log: TrajectoryLog | None) -> Sandboxes:
+    """The sandboxes of all episodes of this process with these settings, and their threads; states are kept
+    beside `log`. Homes are in a folder for temporary files and go with the process.
+    """
+    key = json.dumps(config.model_dump(), sort_keys=True), 0 if log is None else id(log.store)
+    with _lock:
+        if key not in _shared:
+            _remove_left()
+            folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            store = log.store if log is not None else SnapshotStore(folder / "snapshots")
+            substrate = find_substrate(config.substrate)
+            _shared[key] = Sandboxes(
+                folder / "homes", store, _limits(config), substrate=substrate, reads=config.reads
+            )
+        return _shared[key]
+
+
+def _remove_left() -> None:
+    """Homes of processes of this user that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+        pid = path.name.removeprefix(_FOLDER).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and path.stat().st_uid == os.getuid():
+                remove_tree(path)

@@ -1,0 +1,516 @@
+"""The log of what agents do: every command and every step of an environment, in one order, before it counts.
+
+It lies beside the token log, in the same framed files (`storage/framed_log.py`). A command is in it before it
+starts, its result before anybody sees it: after a kill what was finished is read and not run again, and what
+was in flight is known (`recorded.py`).
+
+    episode   uid, settings of its environment: files that it began with, quotas
+    intent    a command is about to run: turn, number, its words and input
+    result    how it ended: status, outputs, files changed, the state after
+    step      what the environment answered to a turn
+    retire    episodes that nobody needs any more
+
+Each is an object of JSON with a number of its own, `order`, that only grows. Bytes are text where they are
+UTF-8; what is long lies in the store of snapshots, under its sha256.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from opd.environments.sandbox.protocol import Limits, Outcome
+from opd.environments.sandbox.snapshots import SnapshotStore
+from opd.errors import StorageError, way_out
+from opd.foreign import read_document, shown, whole
+from opd.storage.framed_log import Frame, FrameReport, LogIO, read_beside_writer, recover
+from opd.storage.framed_log_writer import Content, FramedLog, LogPolicy, SyncPolicy, WriteGuard
+
+_LOCK, _STORE = "LOCK", "snapshots"
+_INLINE = 1 << 14
+"""Bytes of an input or output; longer ones are kept beside the log."""
+_LONGEST = 1 << 26
+_ANY = Limits(disk=1 << 60, files=1 << 40)
+_SWEEP = 64
+"""Episodes retired, at least, before states that nobody names are looked for."""
+
+
+class RecordKind(IntEnum):
+    """Of a frame; 5 is the framed log's own."""
+
+    EPISODE = 1
+    INTENT = 2
+    RESULT = 3
+    STEP = 4
+    RETIRE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What is to be run in a sandbox."""
+
+    words: Sequence[str]
+    stdin: bytes = b""
+    timeout: float | None = None
+    repeatable: bool = False
+    """One that was interrupted may be run again, from the files as they were before it."""
+    deterministic: bool = False
+    """From the same files it makes the same files and says the same: no state is kept after it."""
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of what is run, on what input, for how long."""
+        what = [list(self.words), hashlib.sha256(self.stdin).hexdigest(), self.timeout]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedCommand:
+    """A command that was begun, and how it ended if it did."""
+
+    turn: int
+    number: int
+    """From 0, in its episode."""
+    order: int
+    command: Command
+    attempts: int = 1
+    """How often it was begun."""
+    outcome: Outcome | None = None
+    """`None`: it was in flight."""
+    state: str | None = None
+    """Digest of the files after it; `None` where none was kept."""
+    ended: int = -1
+    """The order of its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """What an environment answered."""
+
+    turn: int
+    order: int
+    action: str
+    """sha256 (hex) of what the model wrote."""
+    observation: Any
+    reward: float
+    done: bool
+    info: dict[str, Any]
+
+
+@dataclass(slots=True)
+class LoggedEpisode:
+    """All that is known of an episode that was not retired."""
+
+    uid: str
+    order: int
+    settings: dict[str, Any]
+    """Of its environment and sandbox."""
+    commands: list[LoggedCommand] = field(default_factory=list)
+    steps: list[LoggedStep] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of its settings."""
+        return _digest_of(self.settings)
+
+
+@dataclass(slots=True)
+class TrajectoryReport(FrameReport):
+    """What was found on reading a log of trajectories."""
+
+    episodes: int = 0
+    commands: int = 0
+
+
+class TrajectoryTable:
+    """Episodes as records make them, whether written now or read."""
+
+    def __init__(self, store: SnapshotStore) -> None:
+        self.episodes: dict[str, LoggedEpisode] = {}
+        self.order = 0
+        """Of the next record."""
+        self._store = store
+
+    def take(self, kind: int, record: Mapping[str, Any]) -> None:
+        """Take a record in. Raises `ValueError` for one that does not follow on what is known."""
+        if kind == RecordKind.RETIRE:
+            for uid in _texts(record["uids"]):
+                self.episodes.pop(uid, None)
+        elif kind == RecordKind.EPISODE:
+            episode = LoggedEpisode(_text(record["uid"]), self._next(record), dict(record["settings"]))
+            if episode.uid in self.episodes:
+                raise ValueError(f"episode {shown(episode.uid)} begins twice")
+            self.episodes[episode.uid] = episode
+        elif kind in (RecordKind.INTENT, RecordKind.RESULT, RecordKind.STEP):
+            episode = self.episodes[_text(record["uid"])]
+            {RecordKind.INTENT: self._intent, RecordKind.RESULT: self._result, RecordKind.STEP: self._step}[
+                RecordKind(kind)
+            ](episode, record)
+        else:
+            raise ValueError(f"a record of kind {kind}")
+
+    def _next(self, record: Mapping[str, Any]) -> int:
+        order = whole(record["order"], self.order, 1 << 62, "a record's order")
+        self.order = order + 1
+        return order
+
+    def _intent(self, episode: LoggedEpisode, record: Mapping[str, Any]) -> None:
+        number = whole(record["number"], 0, len(episode.commands), "a command's number")
+        command = Command(
+            tuple(_texts(record["words"])),
+            self._bytes(record["stdin"]),
+            record["timeout"],
+            record["repeatable"] is True,
+            record["deterministic"] is True,
+        )
+        if record["digest"] != command.digest:
+            raise ValueError(f"command {number} of {shown(episode.uid)} is not what its digest says")
+        turn, order = whole(record["turn"], 0, 1 << 31, "a turn"), self._next(record)
+        attempts = whole(record["attempts"], 1, 1 << 31, "attempts")
+        logged = LoggedCommand(turn, number, order, command, attempts)
+        if number < len(episode.commands):
+            before = episode.commands[number]
+            if before.outcome is not None or before.command.digest != command.digest:
+                raise ValueError(f"command {number} of {shown(episode.uid)} is begun again")
+            episode.commands[number] = logged
+        else:
+            if episode.commands and episode.commands[-1].outcome is None:
+                raise ValueError(f"command {number} of {shown(episode.uid)} begins within another")
+            episode.commands.append(logged)
+
+    def _result(self, episode: LoggedEpisode, record: Mapping[str, Any]) -> None:
+        number = whole(record["number"], 0, len(episode.commands) - 1, "a command's number")
+        logged = episode.commands[number]
+        if logged.outcome is not None:
+            raise ValueError(f"command {number} of {shown(episode.uid)} ends twice")
+        status = record["exit"]
+        outcome = Outcome(
+            None if status is None else whole(status, -255, 255, "an exit status"),
+            self._bytes(record["stdout"]),
+            self._bytes(record["stderr"]),
+            record["killed_by"],
+            tuple(_texts(record["files_changed"])),
+            whole(record["cut"], 0, 1 << 62, "what was cut"),
+            record["interrupted"] is True,
+        )
+        episode.commands[number] = replace(
+            logged, outcome=outcome, state=_state(record["state"]), ended=self._next(record)
+        )
+
+    def _step(self, episode: LoggedEpisode, record: Mapping[str, Any]) -> None:
+        turn = whole(record["turn"], len(episode.steps), len(episode.steps), "a step's turn")
+        episode.steps.append(
+            LoggedStep(
+                turn,
+                self._next(record),
+                _text(record["action"]),
+                record["observation"],
+                float(record["reward"]),
+                record["done"] is True,
+                dict(record["info"]),
+            )
+        )
+
+    def _bytes(self, said: Mapping[str, Any]) -> bytes:
+        if "text" in said:
+            return _text(said["text"]).encode()
+        if "base64" in said:
+            return base64.b64decode(said["base64"], validate=True)
+        return self._store.get(_text(said["sha256"]), _LONGEST)
+
+
+class TrajectoryReplay:
+    """Brings a table to where it was when the frames were written."""
+
+    def __init__(self, folder: Path, store: SnapshotStore) -> None:
+        self.report = TrajectoryReport(str(folder))
+        self.table = TrajectoryTable(store)
+
+    def take(self, frame: Frame, payload: memoryview) -> None:
+        """See `framed_log.Replay`."""
+        record = read_document(bytes(payload), _LONGEST)
+        if not isinstance(record, dict):
+            raise ValueError("a record that is no object")
+        self.table.take(frame.kind, record)
+
+    def end_file(self) -> None:
+        """See `framed_log.Replay`."""
+        self.report.episodes = len(self.table.episodes)
+        self.report.commands = sum(len(episode.commands) for episode in self.table.episodes.values())
+
+
+def read_trajectories(folder: Path) -> tuple[dict[str, LoggedEpisode], TrajectoryReport]:
+    """What the log in `folder` holds, by uid; any process may read at any time. Damage is in the report.
+    Raises `StorageError` if there is no log or it cannot be read.
+    """
+    store = SnapshotStore(folder / _STORE)
+    replay, _ = read_beside_writer(folder, LogIO(), lambda: TrajectoryReplay(folder, store))
+    return replay.table.episodes, replay.report
+
+
+class TrajectoryLog:
+    """The writer, in a folder of its own. `fsync` promises what `TokenWAL` says of it: whatever it is, no
+    death of a process loses what a call has returned from. Methods may be called from several threads.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fsync: SyncPolicy = "interval",
+        interval_seconds: float = 0.2,
+        segment_bytes: int = 64 << 20,
+        io: LogIO | None = None,
+    ) -> None:
+        """Read what is there and go on. Raises `StorageError` if another process writes, the folder cannot be
+        written, or what had been acknowledged is damaged.
+        """
+        self.folder = folder
+        self.store = SnapshotStore(folder / _STORE, durable=fsync == "always")
+        self._io = io or LogIO()
+        self._mutex, self._gone = threading.RLock(), 0
+        self._guard = WriteGuard(f"the log of trajectories in {folder}")
+        try:
+            self._io.make_folder(folder)
+            self._lock = self._io.lock(folder / _LOCK)
+            try:
+                replay = TrajectoryReplay(folder, self.store)
+                found = recover(folder, self._io, replay)
+                if replay.report.damage is not None:
+                    raise StorageError(
+                        f"{replay.report.damage}; restore the file, or remove {folder}: its episodes then"
+                        " begin again"
+                    )
+                self._table, self.recovery = replay.table, replay.report
+                policy = LogPolicy(fsync, interval_seconds, segment_bytes)
+                self._files = FramedLog(folder, found, policy, self._guard, self._io, self._contents)
+            except BaseException:
+                self._lock.release()
+                raise
+        except StorageError:
+            raise
+        except OSError as error:
+            mend = way_out(error, "mend that and continue with --resume")
+            raise StorageError(
+                f"the log of trajectories in {folder} cannot be opened ({error.strerror or error}); {mend}"
+            ) from error
+
+    def find(self, uid: str) -> LoggedEpisode | None:
+        """What is known of an episode. It grows as more is logged."""
+        with self._mutex:
+            return self._table.episodes.get(uid)
+
+    def uids(self) -> list[str]:
+        """Episodes that have not been retired, in the order in which they began."""
+        with self._mutex:
+            return list(self._table.episodes)
+
+    def begin(self, uid: str, settings: Mapping[str, Any]) -> LoggedEpisode:
+        """An episode begins, or goes on. Raises `StorageError` if it is known with other settings."""
+        with self._mutex:
+            known = self._table.episodes.get(uid)
+            if known is None:
+                self._write(RecordKind.EPISODE, {"uid": uid, "settings": dict(settings)}, [])
+                return self._table.episodes[uid]
+            if known.digest != _digest_of(settings):
+                raise StorageError(
+                    f"episode {shown(uid)} was begun with other settings of its environment; go on with"
+                    f" those, or remove {self.folder}"
+                )
+            return known
+
+    def intend(self, uid: str, turn: int, command: Command) -> LoggedCommand:
+        """A command is about to run: the next one, or again the one that was in flight."""
+        with self._mutex:
+            episode = self._episode(uid)
+            last = episode.commands[-1] if episode.commands else None
+            again = last is not None and last.outcome is None
+            number = len(episode.commands) - again
+            record = _intent(uid, turn, number, command, last.attempts + 1 if again and last else 1)
+            record["stdin"] = self._packed(command.stdin)
+            self._write(RecordKind.INTENT, record, [record["stdin"].get("sha256")])
+            return episode.commands[number]
+
+    def finish(self, uid: str, number: int, outcome: Outcome, state: str | None) -> None:
+        """A command has ended so, and left files in that state."""
+        with self._mutex:
+            self._episode(uid)
+            record = _result(uid, number, outcome, state)
+            record |= {"stdout": self._packed(outcome.stdout), "stderr": self._packed(outcome.stderr)}
+            kept = [state, record["stdout"].get("sha256"), record["stderr"].get("sha256")]
+            self._write(RecordKind.RESULT, record, kept)
+
+    def step(self, uid: str, step: LoggedStep) -> None:
+        """The environment has answered a turn, which follows on those that are known."""
+        with self._mutex:
+            self._episode(uid)
+            self._write(RecordKind.STEP, {"uid": uid, **asdict(step)}, [])
+
+    def retire(self, uids: Iterable[str]) -> None:
+        """Forget episodes, and the states that no other names; those that are not known are passed over."""
+        with self._mutex:
+            known = [uid for uid in dict.fromkeys(uids) if uid in self._table.episodes]
+            if not known:
+                return
+            self._write(RecordKind.RETIRE, {"uids": known}, [])
+            self._gone += len(known)
+            live = len(self._table.episodes)
+            if self._gone >= max(_SWEEP, live) or not live:
+                self._gone = 0
+                with self._guard:
+                    self._files.rewrite()
+                states, others = self._named()
+                self.store.release(others)
+                self.store.sweep(states, others, _ANY)
+
+    def retire_requests(self, uids: Iterable[str]) -> None:
+        """Forget episodes by their uids, or by those of their turns in the token log (`EPISODE/TURN`)."""
+        self.retire(name for uid in uids for name in (uid, uid.rpartition("/")[0]))
+
+    def shutdown(self) -> None:
+        """Make everything durable and let another process write. Does nothing the second time."""
+        with self._mutex:
+            if self._guard.closed:
+                return
+            try:
+                if self._guard.intact:
+                    with self._guard:
+                        self._files.end()
+                elif self._guard.untold:
+                    self._guard.check()
+            finally:
+                self._guard.close()
+                self._files.close()
+                self._lock.release()
+
+    def __enter__(self) -> TrajectoryLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(StorageError) if error is not None else contextlib.nullcontext():
+            self.shutdown()
+
+    def _episode(self, uid: str) -> LoggedEpisode:
+        if uid not in self._table.episodes:
+            raise StorageError(f"episode {shown(uid)} is not in the log of trajectories; begin it first")
+        return self._table.episodes[uid]
+
+    def _write(self, kind: RecordKind, record: dict[str, Any], kept: Sequence[str | None]) -> None:
+        """Log a record and take it in; what it names in the store is now kept for it."""
+        self._guard.check()
+        numbered = {**record, "order": self._table.order}
+        payload = _encoded(numbered)
+        with self._guard:
+            self._files.append(kind, payload)
+            self._files.commit()
+            self._table.take(kind, numbered)
+        self.store.release(digest for digest in kept if digest)
+
+    def _packed(self, data: bytes) -> dict[str, str]:
+        if len(data) > _INLINE:
+            return {"sha256": self.store.put(data)}
+        with contextlib.suppress(UnicodeDecodeError):
+            return {"text": data.decode()}
+        return {"base64": base64.b64encode(data).decode()}
+
+    def _named(self) -> tuple[set[str], set[str]]:
+        """States, and other content, that records name."""
+        states, others = set[str](), set[str]()
+        for episode in self._table.episodes.values():
+            states.update(one.state for one in episode.commands if one.state)
+            for one in episode.commands:
+                parts = [
+                    one.command.stdin,
+                    *((one.outcome.stdout, one.outcome.stderr) if one.outcome else ()),
+                ]
+                others.update(hashlib.sha256(p).hexdigest() for p in parts if len(p) > _INLINE)
+        return states, others
+
+    def _contents(self) -> Iterator[Content]:
+        """A snapshot: the records of what has not been retired, in their order."""
+        records: list[tuple[int, RecordKind, dict[str, Any]]] = []
+        for uid, episode in self._table.episodes.items():
+            begun = {"uid": uid, "settings": episode.settings}
+            records.append((episode.order, RecordKind.EPISODE, begun))
+            for one in episode.commands:
+                intent = _intent(uid, one.turn, one.number, one.command, one.attempts)
+                intent["stdin"] = self._packed(one.command.stdin)
+                records.append((one.order, RecordKind.INTENT, intent))
+                if one.outcome is not None:
+                    result = _result(uid, one.number, one.outcome, one.state)
+                    result["stdout"] = self._packed(one.outcome.stdout)
+                    result["stderr"] = self._packed(one.outcome.stderr)
+                    records.append((one.ended, RecordKind.RESULT, result))
+            records += [(step.order, RecordKind.STEP, {"uid": uid, **asdict(step)}) for step in episode.steps]
+        for order, kind, record in sorted(records, key=lambda found: found[0]):
+            yield Content(kind, [_encoded({**record, "order": order})])
+
+
+def _intent(uid: str, turn: int, number: int, command: Command, attempts: int) -> dict[str, Any]:
+    return {
+        "uid": uid,
+        "turn": turn,
+        "number": number,
+        "attempts": attempts,
+        "digest": command.digest,
+        "words": list(command.words),
+        "timeout": command.timeout,
+        "repeatable": command.repeatable,
+        "deterministic": command.deterministic,
+    }
+
+
+def _result(uid: str, number: int, outcome: Outcome, state: str | None) -> dict[str, Any]:
+    return {
+        "uid": uid,
+        "number": number,
+        "exit": outcome.exit,
+        "killed_by": outcome.killed_by,
+        "files_changed": list(outcome.files_changed),
+        "cut": outcome.cut,
+        "interrupted": outcome.interrupted,
+        "state": state,
+    }
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    try:
+        data = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StorageError(
+            f"what an episode says cannot be logged ({shown(error)}); keep observations and info to JSON"
+        ) from error
+    if len(data) > _LONGEST:
+        raise StorageError(f"a record of {len(data)} bytes is too long for the log of trajectories")
+    return data + b" " * (-len(data) % 8)
+
+
+def _digest_of(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _text(said: Any) -> str:
+    if not isinstance(said, str):
+        raise ValueError(f"{shown(said)} is no text")
+    return said
+
+
+def _texts(said: Any) -> list[str]:
+    if not isinstance(said, list):
+        raise ValueError(f"{shown(said)} is no list")
+    return [_text(one) for one in said]
+
+
+def _state(said: Any) -> str | None:
+    return None if said is None else _text(said)

@@ -1,0 +1,264 @@
+"""Environments while they are acted in: one loop in a thread of its own, in which none waits for another.
+
+Plain methods run in threads, so that one that blocks holds up nobody. What takes too long or raises is not
+the model's fault: the environment is made anew and brought to where it was by the same actions, and if that
+does not help either the run stops and can be resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from opd.config.environments import EnvironmentConfig
+from opd.environments.protocol import Action, Environment, Observation, Step, Task
+from opd.errors import RolloutError
+from opd.foreign import MAX_DEPTH, depth_exceeds
+from opd.own_code import confined, raised
+from opd.retry import Retry
+from opd.rollout.rewards import LARGEST
+
+_log = logging.getLogger(__name__)
+
+MOST_INFO = 1 << 16
+"""Characters of a step's `info` as JSON."""
+
+
+class FailedError(Exception):
+    """An environment raised or took too long: the text is a part of a sentence."""
+
+
+@dataclass(slots=True)
+class World:
+    """One episode's environment, and all that was done in it."""
+
+    make: Callable[[], Environment]
+    task: Task
+    config: EnvironmentConfig
+    name: str
+    """Of the domain."""
+    begun: Observation = None
+    """What `reset` said."""
+    done: list[tuple[Action, Step]] = field(default_factory=list)
+    _environment: Environment | None = None
+
+    async def reset(self) -> Observation:
+        """Begin. Raises `RolloutError` once all attempts have failed."""
+        self.begun = await self._tried(lambda: self._open(), "reset")
+        return self.begun
+
+    async def step(self, action: Action) -> Step:
+        """Act. Raises `RolloutError` once all attempts have failed."""
+
+        async def attempt() -> Step:
+            if self._environment is None:
+                await self._again()
+            assert self._environment is not None
+            said = await self._call(self._environment.step, "step", action)
+            return _checked(said, f"{self.config.type}.step (domain {self.name})")
+
+        step = await self._tried(attempt, f"step {action.turn + 1}")
+        self.done.append((action, step))
+        return step
+
+    async def close(self) -> None:
+        """Let the environment go, whatever it says."""
+        environment, self._environment = self._environment, None
+        close = getattr(environment, "close", None)
+        if close is not None:
+            try:
+                await self._call(close, "close")
+            except FailedError as error:
+                _log.warning("environment of %s: %s", self.task.uid, error)
+
+    async def _open(self) -> Observation:
+        self._environment = None
+        self._environment = made = await self._call(self.make, "making it")
+        said = await self._call(made.reset, "reset", self.task)
+        return _observation(said, f"{self.config.type}.reset (domain {self.name})")
+
+    async def _again(self) -> None:
+        """Anew, to where it was."""
+        if await self._open() != self.begun:
+            raise self._differs("reset")
+        assert self._environment is not None
+        for action, before in self.done:
+            said = await self._call(self._environment.step, "step", action)
+            if _checked(said, self.config.type) != before:
+                raise self._differs(f"step {action.turn + 1}")
+
+    def _differs(self, what: str) -> RolloutError:
+        return RolloutError(
+            f"environment {self.config.type} (domain {self.name}, {self.task.uid}) failed, and made anew"
+            f" its {what} answered otherwise; take its randomness from task.seed, or mend what fails."
+        )
+
+    async def _tried(self, attempt: Callable[[], Any], what: str) -> Any:
+        retry = Retry(attempts=self.config.attempts)
+        for failures in range(1, retry.attempts + 1):
+            try:
+                return await attempt()
+            except FailedError as error:
+                await self.close()
+                where = f"environment {self.config.type} (domain {self.name}, {self.task.uid}), {what}"
+                if failures == retry.attempts:
+                    raise RolloutError(
+                        f"{where}: {error}, {failures} times; mend it and restart with --resume."
+                    ) from error
+                _log.warning("%s: %s; it is made anew", where, error)
+                await asyncio.sleep(retry.seconds(failures))
+        raise AssertionError("a retry has at least one attempt")
+
+    async def _call(self, method: Callable[..., Any], what: str, *given: Any) -> Any:
+        """What `method` returns, in time. Raises `FailedError`."""
+        limit = self.config.seconds
+        try:
+            with confined(f"environment {self.config.type}"):
+                if inspect.iscoroutinefunction(method):
+                    return await asyncio.wait_for(method(*given), limit)
+                found = await asyncio.wait_for(in_thread(method, given, self.config.type), limit)
+                return await asyncio.wait_for(found, limit) if inspect.isawaitable(found) else found
+        except TimeoutError as error:
+            raise FailedError(
+                f"{what} took longer than {limit:g} s (domains.{self.name}.environment.seconds)"
+            ) from error
+        except asyncio.CancelledError:
+            raise
+        except RolloutError:
+            raise
+        except Exception as error:
+            raise FailedError(f"{what} {raised(error)}") from error
+
+
+def in_thread(method: Callable[..., Any], given: Sequence[Any], what: str) -> asyncio.Future[Any]:
+    """What `method` returns. A daemon's thread: one that never returns must not keep the process."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[Any] = loop.create_future()
+
+    def tell(value: Any, error: BaseException | None) -> None:
+        if found.done():
+            return
+        if error is None:
+            found.set_result(value)
+        elif isinstance(error, Exception):
+            found.set_exception(error)
+        else:  # an exit is no end of the command
+            found.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = method(*given)
+        except BaseException as error:  # handed to the loop
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits
+            loop.call_soon_threadsafe(tell, value, failure)
+
+    threading.Thread(target=run, name=f"environment {what}", daemon=True).start()
+    return found
+
+
+def _observation(said: Any, where: str) -> Observation:
+    """`said`, if it is an observation."""
+    if said is None or type(said) is str:
+        return said
+    if isinstance(said, str):
+        return str.__str__(said)
+    if not isinstance(said, list | tuple) or not said:
+        raise FailedError(f"{where} returned a {type(said).__name__}; observations are a text or messages")
+    for one in said:
+        if not (isinstance(one, dict) and isinstance(one.get("role"), str)):
+            raise FailedError(f"{where}: a message is a dict with role and content")
+        if one["role"] == "assistant" or not isinstance(one.get("content"), str):
+            raise FailedError(f"{where}: messages have a content of text, and none is the assistant's")
+    return [dict(one) for one in said]
+
+
+def _checked(said: Any, where: str) -> Step:
+    """`said`, if it is a step with plain values."""
+    if not isinstance(said, Step):
+        raise FailedError(f"{where} returned a {type(said).__name__}; return opd.environments.protocol.Step")
+    try:
+        if depth_exceeds(said.info, MAX_DEPTH):
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        reward = float(said.reward)
+        info = json.loads(json.dumps(dict(said.info), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FailedError(f"{where}: reward is a number and info an object of JSON ({error})") from error
+    if not abs(reward) <= LARGEST:
+        raise FailedError(f"{where}: reward {reward} is not a finite number of at most {LARGEST:g}")
+    if len(json.dumps(info)) > MOST_INFO:
+        raise FailedError(f"{where}: info has more than {MOST_INFO:,} characters")
+    return Step(_observation(said.observation, where), reward, bool(said.done), info)
+
+
+class Loop:
+    """An event loop in a thread; what its coroutines return arrives in `results`, in the order they end."""
+
+    def __init__(self) -> None:
+        self.results: queue.SimpleQueue[tuple[Any, Any, BaseException | None]] = queue.SimpleQueue()
+        """Key, result, and what was raised in its place."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._running: set[asyncio.Task[None]] = set()
+        self._thread.start()
+
+    def start(self, key: Any, work: Callable[[], Any]) -> None:
+        """Run the coroutine that `work` makes; its result arrives under `key`."""
+        self._loop.call_soon_threadsafe(self._begin, key, work)
+
+    def wait(self, work: Callable[[], Any], seconds: float) -> Any:
+        """What the coroutine that `work` makes returns. Raises what it raises, and `TimeoutError`."""
+
+        async def called() -> Any:
+            return await work()
+
+        return asyncio.run_coroutine_threadsafe(called(), self._loop).result(seconds)
+
+    def call(self, function: Callable[..., Any], *given: Any) -> None:
+        """Have the loop call `function` soon; nothing once it is closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *given)
+
+    def close(self, closing: Callable[[], Any]) -> None:
+        """End what runs, then run the coroutine that `closing` makes, for at most a few seconds."""
+
+        async def end() -> None:
+            running = list(self._running)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(closing(), _CLOSING)
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _begin(self, key: Any, work: Callable[[], Any]) -> None:
+        task = self._loop.create_task(self._run(key, work))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _run(self, key: Any, work: Callable[[], Any]) -> None:
+        try:
+            found = await work()
+        except BaseException as error:  # handed to who waits
+            self.results.put((key, None, error))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        else:
+            self.results.put((key, found, None))
+
+
+_CLOSING = 10.0
+"""Seconds that environments may take to close at the end."""

@@ -1,0 +1,193 @@
+"""`opd trajectory`: what agents did, command by command, and whether it comes out the same once more."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+
+from opd.environments.recorded import opening
+from opd.environments.sandbox.local import Sandboxes
+from opd.environments.sandbox.protocol import Limits, Outcome
+from opd.environments.sandbox.snapshots import SnapshotStore
+from opd.environments.sandbox.substrates import KINDS, find_substrate
+from opd.environments.trajectory import LoggedCommand, LoggedEpisode, LoggedStep, read_trajectories
+from opd.errors import StorageError
+from opd.foreign import decoding, shown, visible
+from opd.pipelines.doctor.checks import number_of
+from opd.pipelines.records.layout import DONE, EPISODES
+from opd.redact import redact
+
+_LINES = 12
+"""Of an output that is shown."""
+_WIDTH = 200
+
+
+def trajectory_command(action: str, run: Path, uid: str | None) -> int:
+    """Run `show` or `replay`; returns the exit status: 1 where something came out otherwise, 2 for a log that
+    is damaged. Raises `StorageError` if there is no log, or no such episode.
+    """
+    logs = _logs(run)
+    if action == "show" and uid is None:
+        return max(_overview(folder) for folder in logs)
+    if uid is None:
+        raise StorageError("opd trajectory replay needs --episode UID; `opd trajectory show` lists them")
+    for folder in logs:
+        episodes, report = read_trajectories(folder)
+        if uid in episodes:
+            if action == "replay":
+                return asyncio.run(_replay(episodes[uid]))
+            _show(episodes[uid])
+            return 0 if report.damage is None else 2
+    raise StorageError(
+        f"there is no episode {shown(uid)} in {' or '.join(map(str, logs))}; `opd trajectory show {run}`"
+        " lists those that were not learnt from yet"
+    )
+
+
+def _logs(run: Path) -> list[Path]:
+    """The logs of a run, or the one that `run` is."""
+    if not run.is_dir():
+        raise StorageError(
+            f"{run} is no folder; give that of a run, or of a log: RUN/stages/STAGE/{EPISODES}"
+        )
+    if any(run.glob("*.wal")) or any(run.glob("*.snapshot")):
+        return [run]
+    found = sorted(path for path in run.glob(f"stages/*/{EPISODES}*") if path.is_dir())
+    found += sorted(path for path in run.glob(f"{EPISODES}*") if path.is_dir())
+    if not found:
+        ended = any(run.glob(f"stages/*/{DONE}"))
+        why = "a stage deletes its log when it ends" if ended else "no agent of it has used a tool yet"
+        raise StorageError(f"there is no log of trajectories in {run}: {why}")
+    return found
+
+
+def _overview(folder: Path) -> int:
+    episodes, report = read_trajectories(folder)
+    print(f"log       {folder}: {number_of(len(report.files), 'file')}, {report.stored_bytes:,} bytes")
+    commands = [one for episode in episodes.values() for one in episode.commands]
+    print(f"episodes  {len(episodes):,}, {number_of(len(commands), 'command')}")
+    for episode in episodes.values():
+        done = bool(episode.steps) and episode.steps[-1].done
+        parts = [
+            number_of(len(episode.steps), "step"),
+            number_of(len(episode.commands), "command"),
+            *_told(episode.commands),
+            f"reward {sum(step.reward for step in episode.steps):g}",
+            *(["done"] if done else []),
+        ]
+        print(f"  {shown(episode.uid)}: {', '.join(parts)}")
+    if report.damage is not None:
+        print(f"state     DAMAGED: {redact(report.damage)}")
+        return 2
+    print(
+        f"state     {'whole, and closed' if report.clean else 'whole; its writer is at work or was killed'}"
+    )
+    return 0
+
+
+def _told(commands: list[LoggedCommand]) -> list[str]:
+    flying = sum(one.outcome is None for one in commands)
+    interrupted = sum(one.outcome is not None and one.outcome.interrupted for one in commands)
+    again = sum(one.attempts > 1 for one in commands)
+    told = {"in flight": flying, "interrupted": interrupted, "run again": again}
+    return [f"{count} {what}" for what, count in told.items() if count]
+
+
+def _show(episode: LoggedEpisode) -> None:
+    print(f"episode {shown(episode.uid)}, settings {episode.digest[:12]}")
+    records: list[tuple[int, LoggedCommand | LoggedStep]] = []
+    records += [(one.order, one) for one in episode.commands]
+    records += [(step.order, step) for step in episode.steps]
+    for _, record in sorted(records, key=lambda found: found[0]):
+        if isinstance(record, LoggedStep):
+            print(f"[{record.order}] turn {record.turn}: reward {record.reward:g}{', done' * record.done}")
+            continue
+        again = f" (attempt {record.attempts})" if record.attempts > 1 else ""
+        print(f"[{record.order}] turn {record.turn}, command {record.number}{again}: {_words(record)}")
+        if record.outcome is None:
+            print("    in flight: it was begun, and nothing says that it ended")
+        else:
+            print(
+                f"    [{record.ended}] {_ending(record.outcome)}; state {(record.state or 'not kept')[:12]}"
+            )
+            _output("out", record.outcome.stdout)
+            _output("err", record.outcome.stderr)
+
+
+def _words(one: LoggedCommand) -> str:
+    text = visible(redact(" ".join(one.command.words)), "")
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}..."
+
+
+def _ending(outcome: Outcome) -> str:
+    if outcome.interrupted:
+        return "interrupted, and not run again"
+    how = f"killed: {outcome.killed_by}" if outcome.killed_by else f"exit {outcome.exit}"
+    changed = [shown(name) for name in outcome.files_changed[:8]]
+    more = f" and {len(outcome.files_changed) - 8} more" if len(outcome.files_changed) > 8 else ""
+    return f"{how}; changed {', '.join(changed) or 'nothing'}{more}"
+
+
+def _output(name: str, data: bytes) -> None:
+    lines = visible(redact(data.decode(errors="replace")), "\n").splitlines()
+    for line in lines[:_LINES]:
+        print(f"    {name}| {line[:_WIDTH]}")
+    if len(lines) > _LINES:
+        print(f"    {name}| ... {len(lines) - _LINES} lines more")
+
+
+async def _replay(episode: LoggedEpisode) -> int:
+    """Run an episode's commands in a fresh sandbox, and say the first thing that is not as it was."""
+    with tempfile.TemporaryDirectory(prefix="opd-replay-") as folder:
+        with decoding(
+            lambda cause: StorageError(f"the settings of {shown(episode.uid)} make no sense ({cause})")
+        ):
+            settings, place = episode.settings, Path(folder)
+            limits = Limits(**{one.name: settings["limits"][one.name] for one in fields(Limits)})
+            kind = KINDS[KINDS.index(settings["substrate"])]
+            files = {str(path): str(text) for path, text in settings["files"].items()}
+            reads = [str(path) for path in settings["reads"]]
+        store, substrate = SnapshotStore(place / "store"), find_substrate(kind)
+        boxes = Sandboxes(place / "boxes", store, limits, substrate=substrate, reads=reads)
+        sandbox = await opening(boxes, "replay", files)(None)
+        done = 0
+        try:
+            for one in episode.commands:
+                if one.outcome is None or one.outcome.interrupted:
+                    continue  # the files were as before it
+                found = await sandbox.exec(one.command.words, one.command.stdin, one.command.timeout)
+                kept = sandbox.spent is None and one.state is not None
+                state = await sandbox.snapshot() if kept else one.state
+                difference = _difference(one, found, state)
+                done += 1
+                if difference is not None:
+                    what = f"command {one.number} ({_words(one)})"
+                    print(f"{shown(episode.uid)}: {what} came out otherwise: {difference}")
+                    return 1
+                if sandbox.spent is not None:
+                    break
+        finally:
+            await sandbox.close()
+            boxes.close()
+    print(f"{shown(episode.uid)}: {number_of(done, 'command')} run again, all as before")
+    return 0
+
+
+def _difference(one: LoggedCommand, found: Outcome, state: str | None) -> str | None:
+    before = one.outcome
+    assert before is not None
+    for name in ("exit", "killed_by", "stdout", "stderr", "cut", "files_changed"):
+        was, now = getattr(before, name), getattr(found, name)
+        if was != now:
+            if isinstance(was, bytes):
+                at = next((i for i, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), None)
+                at = min(len(was), len(now)) if at is None else at
+                return f"{name} at byte {at}: {_near(was, at)} before, {_near(now, at)} now"
+            return f"{name} was {shown(was)}, is {shown(now)}"
+    return None if state == one.state else f"files: {one.state} before, {state} now"
+
+
+def _near(data: bytes, at: int) -> str:
+    return repr(redact(data[at : at + 40].decode(errors="replace")))

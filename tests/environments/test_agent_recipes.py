@@ -1,0 +1,115 @@
+"""A domain whose responses an agent of one's own writes, from a recipe to a merged student."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from recipes import tiny_recipe, write_recipe
+
+from opd.errors import ConfigError
+from opd.models.causal_lm import CausalLM
+from opd.pipelines.doctor.examine import examine
+from opd.pipelines.records.inputs import user_code
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.run import run_pipeline
+
+pytest.importorskip("aiohttp")
+AGENT = {"type": "agent", "params": {"run": "agents:plain", "turns": 2}}
+
+
+def settings(**environment) -> dict:
+    """One domain of agents and one of single answers."""
+    given = tiny_recipe()
+    domains = {name: one.model_dump(mode="json", exclude_none=True) for name, one in given.domains.items()}
+    domains["sort"]["environment"] = AGENT | environment
+    return {
+        "model": {"config": {**given.model.config, "max_position_embeddings": 64}},
+        "domains": domains,
+        "base": {"steps": 100, "batch_size": 64, "right": 0.7, "wrong_rule": 0.2, "optim": {"lr": 0.01}},
+        "rollout": {"max_new_tokens": 12, "max_sequence": 32},
+        "specialist": {"steps": 2, "prompts_per_step": 4, "group_size": 2, "checkpoint_every": 1},
+        "distill": {"steps": 2, "prompts_per_domain": 4, "checkpoint_every": 1},
+        "baselines": {"methods": []},
+        "evaluation": {"prompts_per_domain": 6},
+    }
+
+
+def digests(out: Path) -> dict[str, str]:
+    return {name: CausalLM.from_pretrained(out / name).digest() for name in ("merged", "specialists/sort")}
+
+
+def written(log: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in log.rglob("*") if path.is_file())
+    except OSError:
+        return 0
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_conversations_and_resumed_the_weights_are_the_same(tmp_path):
+    recipe = tiny_recipe(**settings())
+    with RunFolder.create(tmp_path / "whole", recipe) as folder:
+        run_pipeline(recipe, folder)
+    results = json.loads((tmp_path / "whole" / "results.json").read_text())
+    merged = next(model for model in results["models"] if model["name"] == "merged")
+    assert merged["domains"]["sort"]["sampled"]["total"] == 6
+
+    path, out = write_recipe(tmp_path / "recipe.yaml", **settings()), tmp_path / "run"
+    command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(path), "--out", str(out)]
+    log = out / "wal" / "specialist-sort"
+    for size in (1, 1500):
+        options = ["--resume"] if (out / "config.json").exists() else []
+        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        while process.poll() is None and written(log) < size:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+    finish = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
+    assert finish.returncode == 0, finish.stderr
+    assert digests(out) == digests(tmp_path / "whole")
+
+
+def test_the_doctor_and_the_records_know_the_agent():
+    recipe = tiny_recipe(**settings())
+    found = {one.title: one for one in examine(recipe, thorough=False)}
+    assert found["environment sort"].level == "ok"
+    assert "agents:plain" in found["environment sort"].detail
+    assert user_code(recipe)["domains.sort.environment"] == "agents:plain"
+    missing = tiny_recipe(**settings(params={"run": "agents:missing"}))
+    found = {one.title: one for one in examine(missing, thorough=False)}
+    assert found["environment sort"].level == "error"
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({}, r"needs params.run, package.module:function"),
+        ({"run": 3}, r"needs params.run"),
+        ({"run": "agents"}, r"needs params.run"),
+    ],
+)
+def test_an_agent_without_a_function_is_refused_by_the_recipe(params, said):
+    with pytest.raises(ValueError, match=said):
+        tiny_recipe(**settings(params=params))
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"run": "agents:missing"}, "cannot be loaded"),
+        ({"run": "agents:SEEN"}, "is no function"),
+        ({"run": "agents:plain", "turn": 3}, r"do not fit.*turn"),
+    ],
+)
+def test_a_function_that_does_not_fit_stops_the_run_before_it_begins(tmp_path, params, said):
+    recipe = tiny_recipe(**settings(params=params))
+    with pytest.raises(ConfigError, match=said), RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_pipeline(recipe, folder)

@@ -1,0 +1,411 @@
+"""The gateway itself: what it answers in pieces, with tools and choices, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+from urllib.parse import urlsplit
+
+import agents
+import chatting
+import pytest
+import tiny
+from test_agents import agent, chat_engine, chat_prompt, chat_sampling, check_exact, contents, playing
+from test_episodes import Recorded, digits_engine, prompts, sampling
+
+import opd.environments.gateway as gateway
+from opd.environments.asked import MOST_BODY
+from opd.environments.episodes import EPISODE
+from opd.errors import RolloutError
+from opd.types import SamplingParams, Status
+
+pytest.importorskip("aiohttp")
+
+
+def once(play, **settings):
+    """The sample of one episode of digits, its engine, and what `play` returned."""
+    told = []
+
+    def played(*given):
+        told.append(play(*given))
+        return 1.0
+
+    engine = Recorded(digits_engine())
+    (group,) = playing(played, **settings)(engine, prompts(1), 1, sampling(), 0)
+    check_exact([group], engine)
+    return group.samples[0], engine, told[-1]
+
+
+def chatted(play, count: int = 1, **settings):
+    """The same with messages."""
+    told, tok = [], chatting.tokenizer(settings.pop("template", "chatml"))
+    reward = settings.pop("reward", lambda said: 1.0)
+
+    def played(*given):
+        told.append(play(*given))
+        return reward(told[-1])
+
+    engine = chat_engine()
+    (group,) = playing(played, tok=tok, **settings)(engine, [chat_prompt(tok)], count, chat_sampling(), 3)
+    check_exact([group], engine)
+    return group.samples[0], engine, told[-1]
+
+
+def refused(url, key, body, path="/chat/completions"):
+    """Status and error object of a request that must not be answered."""
+    with pytest.raises(agents.RefusedError) as caught:
+        agents.post(url, key, path, body)
+    return caught.value.args
+
+
+def events(url, key, path, body):
+    """The events of a stream, and the words that end it."""
+    told = []
+    where, data = urlsplit(url), json.dumps(body | {"stream": True}).encode()
+    with socket.create_connection((where.hostname, where.port)) as line:
+        head = (
+            f"POST {where.path}{path} HTTP/1.0\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(data)}"
+        )
+        line.sendall(head.encode() + b"\r\n\r\n" + data)
+        with line.makefile("rb") as answer:
+            for row in answer:
+                if row.startswith(b"data: "):
+                    told.append(row[6:].decode().strip())
+    return [json.loads(one) for one in told[:-1]], told[-1]
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def test_a_stream_says_in_pieces_what_the_answer_is():
+    def play(task, url, key):
+        body = {"messages": [*task.messages], "max_tokens": 40, "logprobs": True, "return_token_ids": True}
+        pieces, end = events(
+            url, key, "/chat/completions", body | {"stream_options": {"include_usage": True}}
+        )
+        whole = agents.post(url, key, "/chat/completions", body)
+        # The next request brings the stream's text back.
+        text = "".join(one["choices"][0]["delta"].get("content", "") for one in pieces if one["choices"])
+        assert whole["choices"][0]["message"]["content"] != text
+        more = [*task.messages, {"role": "assistant", "content": text}, user("go on")]
+        agents.post(url, key, "/chat/completions", {"messages": more, "max_tokens": 5})
+        return pieces, end
+
+    sample, _, (pieces, end) = chatted(play)
+    assert end == "[DONE]"
+    assert sample.metadata[EPISODE]["turns"] == 2
+    choices = [one["choices"][0] for one in pieces if one["choices"]]
+    first = pieces[-1]["usage"]["completion_tokens"]
+    ids = [token for one in choices for token in one.get("token_ids", ())]
+    assert ids == sample.response_ids[:first].tolist()
+    logprobs = [one["logprob"] for c in choices if c.get("logprobs") for one in c["logprobs"]["content"]]
+    assert logprobs == [float(value) for value in sample.rollout_logprobs[:first]]
+    assert first < len(sample.response_ids) - 5
+    assert [one["finish_reason"] for one in choices][-1] in ("stop", "length")
+
+
+def test_an_edited_history_and_a_second_conversation_are_branches():
+    def play(task, url, key):
+        def ask(*messages):
+            body = {"messages": messages, "max_tokens": 6}
+            return agents.post(url, key, "/chat/completions", body)["choices"][0]["message"]
+
+        asked = user("the cat")
+        first = ask(asked)
+        ask(user("a sub-agent's"))
+        ask(asked, {"role": "assistant", "content": first["content"] + " sat"}, user("edited"))
+        ask(asked, {**first, "content": f" {first['content']}\n"}, user("open the door"))
+
+    sample, engine, _ = chatted(play)
+    told = sample.metadata[EPISODE]
+    assert (told["turns"], told["branches"], told["left_out"]) == (2, 3, 12)
+    text = chatting.tokenizer().decode(sample.token_ids)
+    assert "open the door" in text
+    assert "edited" not in text
+    assert len({uid.split("/")[2] for uid in engine.asked}) == 3
+
+
+def test_the_agent_may_name_the_choice_that_becomes_the_sample():
+    def play(task, url, key):
+        body = {"messages": task.messages, "n": 3, "max_tokens": 6, "return_token_ids": True}
+        return agents.post(url, key, "/chat/completions", body)
+
+    def reward(answer):
+        return {"reward": 0.5, "answer": answer["id"], "choice": 1, "picked": True}
+
+    sample, _, answer = chatted(play, reward=reward)
+    choices = [one["token_ids"] for one in answer["choices"]]
+    assert len({tuple(one) for one in choices}) == 3
+    assert sample.response_ids.tolist() == choices[1]
+    assert sample.metadata[EPISODE]["info"] == {"picked": True}
+    assert answer["usage"]["completion_tokens"] == sum(map(len, choices))
+    with pytest.raises(RolloutError, match="choice 7, which is none it had"):
+        chatted(play, reward=lambda answer: {"answer": answer["id"], "choice": 7}, attempts=1)
+
+
+def test_a_stop_string_ends_the_answer_and_the_tokens_that_are_learnt_from():
+    def play(task, url, key):
+        body = {"prompt": task.prompt, "max_tokens": 30, "stop": ["3", "77"], "return_token_ids": True}
+        whole = agents.post(url, key, "/completions", body)
+        pieces, _ = events(url, key, "/completions", body | {"prompt": "99"})
+        text = "".join(one["choices"][0]["text"] for one in pieces)
+        ids = [token for one in pieces for token in one["choices"][0]["token_ids"]]
+        assert not any(stop in text for stop in ("3", "77"))
+        said = tiny.tokenizer().decode(ids)
+        assert said == text or said[len(text) :] in ("3", "77", "<eos>")
+        return whole["choices"][0]
+
+    stopped = 0
+    for seed in range(4):
+        engine, told = Recorded(digits_engine()), []
+
+        def once(*given, told=told):
+            told.append(play(*given))
+            return {"reward": 0, "answer": None}
+
+        (group,) = playing(once)(engine, prompts(1), 1, sampling(), seed)
+        (sample,), (choice,) = group.samples, told
+        uid = next(u for u, r in engine.asked.items() if r.prompt_ids.tolist() == sample.prompt_ids.tolist())
+        assert sample.response_ids.tolist() == [t for t, _ in engine.written[uid]][: len(sample.response_ids)]
+        assert not any(stop in choice["text"] for stop in ("3", "77"))
+        stopped += choice["finish_reason"] == "stop"
+    assert stopped
+
+
+def test_tools_are_shown_and_calls_are_found(monkeypatch):
+    """A random model writes no calls: the words are put into what it is read as having written."""
+    call = '<tool_call>{"name": "look", "arguments": {"at": "door"}}</tool_call>'
+    monkeypatch.setattr("opd.environments.branches.Conversation.text", lambda self, ids: f"I look. {call}")
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+    def play(task, url, key):
+        body = {"messages": [*task.messages], "tools": tools, "max_tokens": 4}
+        first = agents.post(url, key, "/chat/completions", body)["choices"][0]
+        (called,) = first["message"]["tool_calls"]
+        # Clients make ids and the JSON of arguments anew.
+        again = {"role": "assistant", "content": "I look.", "tool_calls": [{**called, "id": "x"}]}
+        again["tool_calls"][0]["function"]["arguments"] = '{"at":   "door"}'
+        result = {"role": "tool", "tool_call_id": "x", "content": "it is <|im_end|> open"}
+        streamed, _ = events(
+            url, key, "/chat/completions", {**body, "messages": [*body["messages"], again, result]}
+        )
+        return first, streamed[-1]["choices"][0]
+
+    sample, _, (first, last) = chatted(play, tool_format="hermes")
+    assert first["finish_reason"] == last["finish_reason"] == "tool_calls"
+    assert first["message"]["content"] == last["delta"]["content"] == "I look."
+    assert last["delta"]["tool_calls"][0]["function"]["name"] == "look"
+    assert sample.metadata[EPISODE]["turns"] == 2
+    tok = chatting.tokenizer()
+    assert "Tools: " in tok.decode(sample.prompt_ids)
+    between = sample.response_ids[~sample.loss_mask].tolist()
+    assert "it is <|im_end|> open" in tok.decode(between)
+    assert between.count(tok.eos_token_id) <= 2  # those of the template
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        (b"{", "invalid_json", "no JSON"),
+        (b"[" * 100_000, "invalid_json", "nested deeper"),
+        (b"[]", "invalid_json", "no object"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "invalid_json", "surrogates"),
+        (b'{"messages": [{"role": "user", "content": NaN}]}', "invalid_json", "NaN"),
+        ({}, "invalid_value", "messages"),
+        ({"messages": []}, "invalid_value", "messages"),
+        ({"messages": "hello"}, "invalid_value", "messages"),
+        ({"messages": [user("x")] * 10_001}, "invalid_value", "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "invalid_value", "role is one of"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "invalid_value", "role is one of"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "invalid_value", "parts of"),
+        ({"messages": [{"role": "user", "content": 3}]}, "invalid_value", "content is text"),
+        ({"messages": [user("x"), {"role": "assistant", "content": "y"}]}, "invalid_value", "goes on with"),
+        ({"messages": [user("x")], "n": 10**9}, "invalid_value", "n: "),
+        ({"messages": [user("x")], "n": 0}, "invalid_value", "n: "),
+        ({"messages": [user("x")], "n": 16}, "max_turns", "8 turns"),
+        ({"messages": [user("x")], "max_tokens": -1}, "invalid_value", "max_tokens"),
+        ({"messages": [user("x")], "max_tokens": "9"}, "invalid_value", "max_tokens"),
+        ({"messages": [user("x")], "temperature": 3}, "invalid_value", "temperature"),
+        ({"messages": [user("x")], "presence_penalty": 1.0}, "invalid_value", "as the recipe says"),
+        ({"messages": [user("x")], "logit_bias": {"5": 100}}, "invalid_value", "as the recipe says"),
+        ({"messages": [user("x")], "response_format": {"type": "json"}}, "invalid_value", "not applied"),
+        ({"messages": [user("x")], "top_logprobs": 5, "logprobs": True}, "invalid_value", "is 0"),
+        ({"messages": [user("x")], "stop": [""]}, "invalid_value", "stop"),
+        ({"messages": [user("x")], "stop": ["x"] * 17}, "invalid_value", "stop"),
+        ({"messages": [user("x")], "functions": []}, "unsupported_parameter", "functions is not supported"),
+        ({"messages": [user("x")], "tools": [{}]}, "invalid_value", "tools[0]"),
+        (
+            {"messages": [user("x")], "tools": [{"type": "function", "function": {"name": "f"}}]},
+            "invalid_value",
+            "environment.tool_format",
+        ),
+        ({"messages": [{**user("x"), "name": "<|im_start|>"}]}, "invalid_value", "hold <|im_start|>"),
+        ({"messages": [user("x" * 5_000)]}, "context_length_exceeded", "leaves no room"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_request_is_an_error_object(body, code, said, refusals):
+    status, error = refusals(body)
+    assert (status, error["code"], error["type"]) == (400, code, "invalid_request_error")
+    assert said in error["message"]
+    assert "\n" not in error["message"]
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    """Asks a gateway of one session, before which no engine is: nothing that comes is to reach one."""
+    import numpy as np
+
+    from opd.config.environments import EnvironmentConfig
+    from opd.environments.branches import Branches
+    from opd.types import Sample
+
+    def never(session, turns):
+        raise AssertionError("this is to be refused")
+
+    tok = chatting.tokenizer()
+    config = EnvironmentConfig(type="agent", params={"run": "agents:plain"})
+    sample = Sample("p/0", "p", "a", np.array([5, 6], np.int32))
+    made = gateway.Gateway(tok, never)
+    session = gateway.Session(Branches(sample, config, tok, {}, SamplingParams(max_new_tokens=400)))
+    key = made.admit(session)
+    yield lambda body, path="/chat/completions": refused(made.url, key, body, path)
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": ""}, "empty"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": ["a", "b"]}, "one text"),
+        ({"prompt": [10**6]}, "ids outside of"),
+        ({"prompt": [-1]}, "ids outside of"),
+        ({"prompt": [2**70]}, "ids outside of"),
+        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "best_of": 4}, "best_of"),
+        ({"prompt": "x", "logprobs": 5}, "logprobs"),
+        ({"prompt": [1] * 500}, "leaves no room"),
+    ],
+)
+def test_what_is_wrong_with_a_completion(body, said, refusals):
+    status, error = refusals(body, "/completions")
+    assert status == 400
+    assert said in error["message"]
+
+
+def test_without_a_key_nothing_is_read_and_what_is_large_or_slow_is_let_go(monkeypatch):
+    monkeypatch.setattr(gateway, "READING", 0.3)
+    monkeypatch.setattr(gateway, "LINGERING", 0.1)
+    lines = []
+
+    def play(task, url, key):
+        where, body = urlsplit(url), {"prompt": task.prompt, "max_tokens": 3}
+        told = [refused(url, "opd-wrong", body, "/completions")[1]["code"]]
+        for head, sent in (
+            ("POST /v1/completions", b"Authorization: Bearer no\r\nContent-Length: 100000000\r\n\r\n"),
+            ("POST /v1/completions", b"Content-Length: %d\r\n\r\n" % (MOST_BODY + 1)),
+            ("POST /v1/completions", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"),
+            ("POST /v1/completions", b"Content-Length: 10\r\n\r\nhalf"),
+            ("POST /v1/", b"X: "),
+        ):
+            with socket.create_connection((where.hostname, where.port)) as line:
+                known = b"" if b"Bearer" in sent else f"Authorization: Bearer {key}\r\n".encode()
+                line.sendall(f"{head} HTTP/1.1\r\nHost: x\r\n".encode() + known + sent)
+                line.settimeout(60)
+                try:
+                    lines.append(line.recv(100).partition(b"\r\n")[0].decode())
+                    assert not line.recv(1 << 16) or not line.recv(1 << 16)  # it is closed
+                except ConnectionError:
+                    pass
+        assert refused(url, key, body, "/nonsense")[0] == 404
+        agents.post(url, key, "/completions", body)
+        return told, key, url
+
+    sample, _, (told, key, url) = once(play)
+    assert told == ["invalid_api_key"]
+    assert [line[9:12] for line in lines] == ["401", "413", "408", "408", ""]
+    assert len(sample.response_ids) == 3
+    with pytest.raises(urllib.error.URLError):  # it is gone with its batch
+        agents.post(url, key, "/completions", {})
+
+
+def test_an_agent_that_is_refused_room_or_turns_and_raises_is_truncated():
+    def play(task, url, key):
+        text = task.prompt
+        for _ in range(100):
+            text += agents.post(url, key, "/completions", {"prompt": text, "max_tokens": 5})["choices"][0][
+                "text"
+            ]
+            text += "="
+
+    for settings, why in (({"max_turns": 2}, "turns"), ({"max_turns": 50}, "tokens")):
+        engine = Recorded(digits_engine())
+        (group,) = playing(play, **settings)(engine, prompts(1), 1, sampling(20), 0)
+        check_exact([group], engine)
+        (sample,) = group.samples
+        assert sample.status is Status.TRUNCATED
+        assert (sample.metadata[EPISODE]["ended"], sample.metadata[EPISODE]["reward"]) == (why, 0.0)
+        assert len(sample.response_ids) <= 20
+
+
+def test_an_agent_that_asks_nothing_has_an_empty_response():
+    (group,) = agent("nothing")(digits_engine(), prompts(1), 1, sampling(), 0)
+    (sample,) = group.samples
+    assert (len(sample.response_ids), sample.status) == (0, Status.COMPLETED)
+    assert sample.metadata[EPISODE]["reward"] is None
+
+
+@pytest.mark.parametrize(
+    ("play", "said"),
+    [
+        (lambda task, url, key: "good", "return a reward, or a dict of JSON"),
+        (lambda task, url, key: float("nan"), "no finite number"),
+        (lambda task, url, key: {"reward": 1, "x": object()}, "a dict of JSON"),
+        (lambda task, url, key: 1 / 0, "ZeroDivisionError"),
+        (lambda task, url, key: exit(3), "SystemExit"),
+    ],
+)
+def test_an_agent_that_fails_always_is_one_sentence(play, said):
+    with pytest.raises(RolloutError, match=said) as caught:
+        playing(play, attempts=2)(digits_engine(), prompts(1), 1, sampling(), 0)
+    assert "2 times" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_agent_that_does_nothing_is_not_waited_for():
+    import threading
+
+    released = threading.Event()
+    try:
+        with pytest.raises(RolloutError, match=r"neither asked nor returned for 0.05 s"):
+            playing(lambda *given: released.wait(), attempts=1, seconds=0.05)(
+                digits_engine(), prompts(1), 1, sampling(), 0
+            )
+    finally:
+        released.set()
+
+
+def test_an_answer_whose_client_has_gone_is_for_who_asks_again():
+    def play(task, url, key):
+        where, body = urlsplit(url), {"prompt": task.prompt, "max_tokens": 20}
+        data = json.dumps(body).encode()
+        with socket.create_connection((where.hostname, where.port)) as line:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+            line.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        while True:  # until the server has seen that it is gone, the same request is another one
+            answer = agents.post(url, key, "/completions", body)
+            if answer["id"]:
+                return answer
+
+    engine = Recorded(digits_engine())
+    (group,) = playing(lambda *given: bool(play(*given)))(engine, prompts(1), 1, sampling(), 0)
+    check_exact([group], engine)
+    assert len(engine.asked) <= 2
+
+
+def test_many_agents_at_once_are_written_together_and_each_is_its_own():
+    wanted = contents(agent()(digits_engine(), prompts(6), 8, sampling(), 0))
+    found = contents(agent(concurrent=7)(digits_engine(), prompts(6), 8, sampling(), 0))
+    assert found == wanted

@@ -1,0 +1,163 @@
+"""Domains with an environment, from a recipe to a merged student."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from recipes import tiny_recipe, write_recipe
+
+from opd.config import Recipe
+from opd.errors import ConfigError
+from opd.metrics import read_metrics
+from opd.models.causal_lm import CausalLM
+from opd.pipelines.doctor.examine import examine
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.run import run_pipeline
+
+ENVIRONMENT = {"type": "worlds:Sum", "params": {"turns": 2}, "turn_tokens": 3}
+SHORT = {"steps": 2, "prompts_per_step": 4, "group_size": 2, "checkpoint_every": 1}
+
+
+def agents(**changes) -> dict:
+    """One domain of episodes and one of single answers."""
+    model = {"config": {**tiny_recipe().model.config, "max_position_embeddings": 64}}
+    domains = {
+        name: config.model_dump(mode="json", exclude_none=True)
+        for name, config in tiny_recipe().domains.items()
+    }
+    domains["sort"]["environment"] = ENVIRONMENT
+    settings = {
+        "model": model,
+        "domains": domains,
+        "base": {"steps": 100, "batch_size": 64, "right": 0.7, "wrong_rule": 0.2, "optim": {"lr": 0.01}},
+        "rollout": {"max_new_tokens": 12, "max_sequence": 32},
+        "specialist": SHORT,
+        "distill": {"steps": 2, "prompts_per_domain": 4, "checkpoint_every": 1},
+        "baselines": {"methods": ["mixed_grpo", "off_policy"]},
+        "evaluation": {"prompts_per_domain": 6},
+    }
+    return settings | changes
+
+
+def run(out: Path, **changes) -> dict:
+    recipe = tiny_recipe(**agents(**changes))
+    with RunFolder.create(out, recipe) as folder:
+        run_pipeline(recipe, folder)
+    return json.loads((out / "results.json").read_text())
+
+
+def digests(out: Path) -> dict[str, str]:
+    return {name: CausalLM.from_pretrained(out / name).digest() for name in ("merged", "specialists/sort")}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, dict]:
+    out = tmp_path_factory.mktemp("agents") / "run"
+    return out, run(out)
+
+
+def test_agents_and_single_answers_are_trained_merged_and_measured(finished):
+    out, results = finished
+    merged = next(model for model in results["models"] if model["name"] == "merged")
+    assert merged["domains"]["sort"]["sampled"]["total"] == 6
+    assert (
+        merged["domains"]["sort"]["mean_length"] <= 6
+    )  # two turns of three tokens; what is observed not counted
+    rows = read_metrics(out / "stages" / "specialist-sort" / "metrics.jsonl")
+    assert all(row["reward/mean"] > 0 for row in rows)
+    assert all(0 < row["episode/turns"] <= 2 and 0 <= row["episode/done"] <= 1 for row in rows)
+    answers = (out / "report.html").read_text()
+    assert "environment" in answers
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": {"max_new_tokens": 12, "max_sequence": 32, "schedule": "ahead"}},
+        {"rollout": {"max_new_tokens": 12, "max_sequence": 32, "schedule": "async"}},
+        {"storage": {"trajectories": "disk"}},
+    ],
+    ids=["ahead", "async", "disk"],
+)
+def test_the_same_recipe_on_other_ways(tmp_path, finished, changes):
+    results = run(tmp_path / "run", **changes, baselines={"methods": []})
+    merged = next(model for model in results["models"] if model["name"] == "merged")
+    assert merged["domains"]["sort"]["sampled"]["total"] == 6
+    if "storage" in changes:
+        assert digests(tmp_path / "run") == digests(finished[0])
+
+
+def test_killed_in_the_middle_of_episodes_and_resumed_the_weights_are_the_same(tmp_path, finished):
+    slow = {**ENVIRONMENT, "params": {"turns": 2, "delay": 0.02}}
+    settings = agents(baselines={"methods": []})
+    settings["domains"]["sort"]["environment"] = slow
+    recipe, out = write_recipe(tmp_path / "recipe.yaml", **settings), tmp_path / "run"
+    command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(recipe), "--out", str(out)]
+    log = out / "wal" / "specialist-sort"
+    for size in (1, 400, 1500):
+        options = ["--resume"] if (out / "config.json").exists() else []
+        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        while process.poll() is None and written(log) < size:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    finish = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
+    assert finish.returncode == 0, finish.stderr
+    assert digests(out) == digests(finished[0])
+
+
+def written(log: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in log.rglob("*") if path.is_file())
+    except OSError:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ("nonsense", r"(?s)domains.sort.environment.*'nonsense' is not an environment"),
+        ({"type": "worlds:Sum", "max_turns": 0}, "max_turns"),
+        ({"type": "worlds:Sum", "turns": 3}, r"domains.sort.environment.turns"),
+    ],
+)
+def test_bad_settings_are_refused_by_the_recipe(environment, said):
+    settings = agents()
+    settings["domains"]["sort"]["environment"] = environment
+    with pytest.raises(Exception, match=said):
+        tiny_recipe(**settings)
+
+
+def test_two_that_would_write_the_same_responses_are_refused():
+    with pytest.raises(ValueError, match=r"domains.sort has both an environment and rollout.generate"):
+        tiny_recipe(**agents(rollout={"max_new_tokens": 12, "generate": "recipes:own_rollout"}))
+
+
+def test_the_doctor_plays_a_turn_and_says_what_an_environment_answers():
+    found = {one.title: one for one in examine(tiny_recipe(**agents()), thorough=False)}
+    assert found["environment sort"].level == "ok"
+    assert "answers an empty action with '=0='" in found["environment sort"].detail
+    assert "reward sort" not in found
+    settings = agents()
+    settings["domains"]["sort"]["environment"] = {"type": "worlds:Exits"}
+    found = {one.title: one for one in examine(tiny_recipe(**settings), thorough=False)}
+    assert found["environment sort"].level == "error"
+    assert "SystemExit" in found["environment sort"].detail
+
+
+def test_a_class_that_does_not_load_stops_the_run_before_it_begins(tmp_path):
+    settings = agents()
+    settings["domains"]["sort"]["environment"] = "worlds:Missing"
+    recipe: Recipe = tiny_recipe(**settings)
+    with (
+        pytest.raises(ConfigError, match=r"domains\.sort\.environment"),
+        RunFolder.create(tmp_path / "run", recipe) as folder,
+    ):
+        run_pipeline(recipe, folder)

@@ -1,0 +1,254 @@
+"""Commands, files and states of a sandbox, in each substrate that works here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import uuid
+from dataclasses import replace
+
+import pytest
+from boxes import SMALL, gone, opened, running
+
+from opd.environments.sandbox import substrates
+from opd.environments.sandbox.protocol import Entry, SandboxError
+from opd.environments.sandbox.substrates import find_substrate
+from opd.errors import StorageError
+
+
+def test_a_command_has_input_output_status_and_says_which_files_it_changed(tmp_path, substrate):
+    async def steps():
+        async with opened(tmp_path, substrate) as box:
+            first = await box.exec(["sh", "-c", "cat; echo no >&2; mkdir a; echo 1 > a/b; exit 3"], b"given")
+            second = await box.exec(["sh", "-c", "rm a/b; ln -s a c; cat /dev/null"])
+            return first, second, await box.list(), await box.exec(["no-such-program"])
+
+    first, second, entries, missing = asyncio.run(steps())
+    assert (first.exit, first.stdout, first.stderr) == (3, b"given", b"no\n")
+    assert first.files_changed == ("a", "a/b")
+    assert (second.exit, second.files_changed) == (0, ("a/b", "c"))
+    assert entries == [Entry("a", "folder", entries[0].size), Entry("c", "link", 1)]
+    assert (missing.exit, missing.killed_by) == (127, None)
+    assert b"no-such-program" in missing.stderr
+
+
+def test_python_runs_with_its_library_and_without_this_project(tmp_path, substrate):
+    async def steps():
+        async with opened(tmp_path, substrate) as box:
+            code = "import json, sqlite3, statistics; print(json.dumps(statistics.median([1, 2, 9])))"
+            found = await box.exec(["python3", "-c", code])
+            return found, await box.exec(["python3", "-c", "import opd.types"])
+
+    found, own = asyncio.run(steps())
+    assert (found.stdout, found.exit) == (b"2\n", 0)
+    assert own.exit == 1
+
+
+def test_no_variable_of_this_process_reaches_a_command(tmp_path, substrate, monkeypatch):
+    monkeypatch.setenv("OPD_TEST_SECRET", "hf_do_not_tell")
+
+    async def steps():
+        async with opened(tmp_path, substrate) as box:
+            return await box.exec(["env"])
+
+    assert {line.split(b"=")[0] for line in asyncio.run(steps()).stdout.splitlines()} == {
+        b"PATH", b"HOME", b"TMPDIR", b"LANG", b"PYTHONDONTWRITEBYTECODE", b"PYTHONHASHSEED",
+    }  # fmt: skip
+
+
+def test_files_are_written_read_and_listed(tmp_path, substrate):
+    async def steps():
+        async with opened(tmp_path, substrate) as box:
+            await box.write("data/in.txt", b"five\n")
+            counted = await box.exec(["wc", "-c", "data/in.txt"])
+            await box.exec(["sh", "-c", "echo more >> data/in.txt"])
+            await box.write("data/in.txt", b"other")
+            return counted, await box.read("data/in.txt"), await box.read("data/in.txt", 2)
+
+    counted, data, start = asyncio.run(steps())
+    assert counted.stdout.split()[0] == b"5"
+    assert (data, start) == (b"other", b"ot")
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a\0b", "a/" * 70 + "b"]
+)
+def test_a_path_that_leaves_the_home_is_refused(tmp_path, path):
+    async def steps():
+        async with opened(tmp_path, find_substrate()) as box:
+            with pytest.raises(SandboxError):
+                await box.read(path)
+            with pytest.raises(SandboxError):
+                await box.write(path, b"x")
+
+    asyncio.run(steps())
+
+
+def test_a_state_comes_back_with_its_files_links_and_modes(tmp_path, substrate):
+    made = (
+        "mkdir -p d/e; printf 1 > d/e/f; printf same > g; printf same > h; ln -s /etc/passwd l;"
+        " umask 077; mkdir own; printf '#!/bin/sh\\necho ran' > own/run"
+    )
+
+    async def steps():
+        async with opened(tmp_path, substrate) as box:
+            empty = await box.snapshot()
+            await box.exec(["sh", "-c", made])
+            full = await box.snapshot()
+            await box.exec(["sh", "-c", "rm -r d l own; printf other > g; mkdir h2"])
+            await box.restore(full)
+            again = await box.snapshot()
+            told = await box.exec(["sh", "-c", "cat d/e/f g h; readlink l; stat -c %a own own/run"])
+            await box.restore(empty)
+            return full, again, told.stdout, await box.list()
+
+    full, again, told, left = asyncio.run(steps())
+    assert full == again
+    assert told == b"1samesame/etc/passwd\n700\n600\n"
+    assert left == []
+    assert len(list((tmp_path / "store/objects").glob("*/*"))) == 3, "the same bytes are kept once"
+
+
+def test_what_is_unknown_or_damaged_restores_nothing(tmp_path, substrate):
+    async def steps():
+        async with opened(tmp_path, substrate) as box:
+            await box.write("a", b"first")
+            digest = await box.snapshot()
+            await box.write("a", b"second")
+            object_file = next((tmp_path / "store/objects").glob("*/*"))
+            object_file.write_bytes(b"fir\0t")
+            with pytest.raises(StorageError, match="damaged"):
+                await box.restore(digest)
+            object_file.unlink()
+            with pytest.raises(StorageError, match="missing"):
+                await box.restore(digest)
+            for wrong in ("0" * 64, "../../etc/passwd", ""):
+                with pytest.raises(StorageError):
+                    await box.restore(wrong)
+            return await box.read("a"), [path.name for path in (tmp_path / "boxes/one").iterdir()]
+
+    data, left = asyncio.run(steps())
+    assert data == b"second"
+    assert sorted(left) == ["home", "tmp"]
+
+
+def test_who_is_cancelled_ends_the_command(tmp_path, substrate):
+    mark = f"mark-{uuid.uuid4().hex}"
+
+    async def steps():
+        async with opened(tmp_path, substrate) as box:
+            task = asyncio.create_task(box.exec(["python3", "-c", "import time; time.sleep(900)", mark]))
+            while not running(mark):
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert gone(mark)
+            return await box.exec(["echo", "on"])
+
+    assert asyncio.run(steps()).stdout == b"on\n"
+
+
+def test_other_sandboxes_go_on_while_one_waits(tmp_path, substrate):
+    """A command that ends only once another sandbox's command has run."""
+
+    async def steps():
+        async with opened(tmp_path / "a", substrate) as slow, opened(tmp_path / "b", substrate) as fast:
+            waiting = asyncio.create_task(slow.exec(["sh", "-c", "while [ ! -e go ]; do sleep 0.05; done"]))
+            assert (await fast.exec(["echo", "quick"])).stdout == b"quick\n"
+            assert not waiting.done()
+            (tmp_path / "a/boxes/one/home/go").touch()
+            return await waiting
+
+    assert asyncio.run(steps()).exit == 0
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from boxes import opened
+from opd.environments.sandbox.substrates import find_substrate
+
+async def steps():
+    async with opened(Path(sys.argv[1]), find_substrate(sys.argv[2])) as box:
+        code = "import os, sys, time\\nif os.fork() == 0: os.setsid()\\nprint(1); time.sleep(900)"
+        await box.exec(["python3", "-c", code, "in", sys.argv[3]])
+
+asyncio.run(steps())
+"""
+
+
+def test_commands_end_with_the_process_that_runs_them(tmp_path, substrate):
+    mark = f"mark-{uuid.uuid4().hex}"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), substrate.kind, mark])
+    try:
+        while len([pid for pid in running(f"in\0{mark}")]) < 2:
+            assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert gone(mark)
+
+
+def test_without_bubblewrap_one_warning_says_what_is_not_kept_apart(caplog, monkeypatch):
+    monkeypatch.setattr("opd.bubblewrap.bubblewrap", lambda: None)
+    monkeypatch.setattr(substrates.lockdown, "landlock_version", lambda: 0)
+    find_substrate.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            found = find_substrate()
+            find_substrate()
+        with pytest.raises(SandboxError, match="bubblewrap"):
+            find_substrate("bubblewrap")
+    finally:
+        find_substrate.cache_clear()
+    assert found.kind == "process"
+    assert found.keeps["network"]
+    assert not found.keeps["reading"]
+    (said,) = caplog.messages
+    assert ", ".join(found.open) in said
+
+
+def test_time_is_up_and_the_sandbox_goes_on(tmp_path, substrate):
+    async def steps():
+        async with opened(tmp_path, substrate) as box:
+            slept = await box.exec(["sh", "-c", "echo before; sleep 900"], timeout=0.5)
+            return slept, await box.exec(["echo", "after"])
+
+    slept, after = asyncio.run(steps())
+    assert (slept.killed_by, slept.exit, after.stdout) == ("wall", None, b"after\n")
+
+
+def test_processor_time_is_a_quota_of_its_own(tmp_path, substrate):
+    async def steps():
+        async with opened(tmp_path, substrate, replace(SMALL, cpu_seconds=1)) as box:
+            return await box.exec(["sh", "-c", "while :; do :; done"])
+
+    assert asyncio.run(steps()).exit == -9
+
+
+def test_folders_that_are_named_can_be_read_and_not_written(tmp_path, substrate):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared/table.csv").write_text("a,b\n")
+    place = tmp_path / "shared"
+
+    async def steps():
+        from opd.environments.sandbox.local import Sandboxes
+        from opd.environments.sandbox.snapshots import SnapshotStore
+
+        store = SnapshotStore(tmp_path / "store")
+        boxes = Sandboxes(tmp_path / "boxes", store, SMALL, substrate=substrate, reads=[str(place)])
+        box = boxes.open("one")
+        try:
+            return await box.exec(["sh", "-c", f"cat {place}/table.csv; echo x > {place}/new"])
+        finally:
+            await box.close()
+            boxes.close()
+
+    outcome = asyncio.run(steps())
+    assert outcome.stdout == b"a,b\n"
+    assert outcome.exit != 0
+    assert os.listdir(place) == ["table.csv"]

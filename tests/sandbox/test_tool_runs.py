@@ -1,0 +1,89 @@
+"""A recipe whose agent uses tools: trained, killed in the middle of commands, resumed to the same weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from recipes import tiny_recipe, write_recipe
+
+from opd.config import Recipe
+from opd.environments.trajectory import read_trajectories
+from opd.models.causal_lm import CausalLM
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.run import run_stage
+
+
+def settings(**params) -> dict:
+    """One domain of episodes with a shell, and one of single answers."""
+    domains = {
+        name: config.model_dump(mode="json", exclude_none=True)
+        for name, config in tiny_recipe().domains.items()
+    }
+    domains["sort"]["environment"] = {"type": "spoken:Spoken", "params": params, "turn_tokens": 3}
+    return {
+        "model": {"config": {**tiny_recipe().model.config, "max_position_embeddings": 64}},
+        "domains": domains,
+        "base": {"steps": 20, "batch_size": 32, "right": 0.7, "wrong_rule": 0.2, "optim": {"lr": 0.01}},
+        "rollout": {"max_new_tokens": 12, "max_sequence": 32},
+        "specialist": {"steps": 2, "prompts_per_step": 3, "group_size": 2, "checkpoint_every": 1},
+        "baselines": {"methods": []},
+        "evaluation": {"prompts_per_domain": 2},
+    }
+
+
+def weights(out: Path) -> str:
+    return CausalLM.from_pretrained(out / "specialists/sort").digest()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> str:
+    out = tmp_path_factory.mktemp("tools") / "run"
+    recipe: Recipe = tiny_recipe(**settings())
+    with RunFolder.create(out, recipe) as folder:
+        run_stage(recipe, folder, "specialist-sort")
+    assert not (out / "stages/specialist-sort/episodes").exists()
+    return weights(out)
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_commands_the_weights_are_the_same(tmp_path, undisturbed):
+    recipe = write_recipe(tmp_path / "recipe.yaml", **settings())
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "opd.pipelines.cli", "specialist", str(recipe), "--domain", "sort"]
+    command += ["--out", str(out)]
+    log, met = out / "stages/specialist-sort/episodes", 0
+    for wanted in (2, 7, 16) if "OPD_LONG_TESTS" in os.environ else (7,):
+        options = ["--resume"] if (out / "config.json").exists() else []
+        process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            while process.poll() is None and begun(log) < wanted:
+                time.sleep(0.005)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        if log.is_dir():
+            episodes, report = read_trajectories(log)
+            assert report.damage is None
+            met += sum(len(one.commands) for one in episodes.values())
+    assert met > 0, "every kill came before the first command or after the last"
+    show = [sys.executable, "-m", "opd.pipelines.cli", "trajectory", "show", str(out)]
+    told = subprocess.run(show, capture_output=True, text=True, timeout=120)
+    assert re.search(r"episodes  \d+, \d+ commands?", told.stdout) or "log of trajectories" in told.stderr
+    finish = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
+    assert finish.returncode == 0, finish.stderr
+    assert weights(out) == undisturbed
+
+
+def begun(log: Path) -> int:
+    """How many commands the log has seen begin, as far as its newest file tells."""
+    try:
+        return sum(path.read_bytes().count(b'"attempts"') for path in log.glob("*.wal"))
+    except OSError:
+        return 0

@@ -1,0 +1,187 @@
+"""The environment `tools`: calls, answers, files, limits, and what the log gives back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from opd.config.environments import EnvironmentConfig
+from opd.environments.kinds import tools_of
+from opd.environments.protocol import Action, Task, ToolCall
+from opd.environments.tools import Tools
+from opd.environments.trajectory import TrajectoryLog, read_trajectories
+from opd.errors import ConfigError
+from opd.pipelines.cli import main
+
+TABLE = "town,people\nUlm,126000\nBonn,330000\n"
+ALL = ["python", "shell", "calculator", "table"]
+
+
+def task(uid="e", label="456000", **metadata) -> Task:
+    return Task(uid, "", [{"role": "user", "content": "?"}], label, metadata, 0)
+
+
+def acted(log, *actions, tools=ALL, sandbox=None, given=None):
+    """The steps of one life of an episode."""
+
+    async def life():
+        environment = Tools(tools, sandbox)
+        environment.log = log
+        environment.reset(given or task(files={"towns.csv": TABLE}))
+        try:
+            return [
+                await environment.step(Action(f"{turn}", calls, turn=turn))
+                for turn, calls in enumerate(actions)
+            ]
+        finally:
+            await environment.close()
+
+    return asyncio.run(life())
+
+
+def call(name, **arguments):
+    return ToolCall(name, arguments)
+
+
+def said(step):
+    return [message["content"].strip() for message in step.observation]
+
+
+EPISODE = (
+    [
+        call("table", file="towns.csv", column="town", value="bonn"),
+        call("calculator", expression="330000+126000"),
+    ],
+    [call("python", code="open('note', 'w').write('456000'); print('kept')")],
+    [call("shell", command="cat note; date +%N")],
+)
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_tools_answer_and_share_the_files_of_their_episode(tmp_path, logged):
+    with TrajectoryLog(tmp_path / "log") as log:
+        steps = acted(log if logged else None, *EPISODE)
+    assert said(steps[0]) == ["town: Bonn; people: 330000\n1 rows", "456000"]
+    assert said(steps[1]) == ["kept"]
+    assert said(steps[2])[0].startswith("456000")
+    assert not any(step.done or step.reward for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        (call("calculator", expression="2*(3+4)-7**2/7"), "7.0"),
+        (call("calculator", expression="9**9**9"), "error: exit status 1"),
+        (call("calculator", expression="__import__('os')"), "numbers, +"),
+        (call("calculator", expression=7), "7"),
+        (call("calculator"), "error: calculator takes expression, each a text"),
+        (call("table", file="/etc/passwd", column="a", value="b"), "error"),
+        (call("table", file="towns.csv", column="mayor", value="b"), "columns are town, people"),
+        (call("python", code="import sys; sys.exit(3)"), "error: exit status 3"),
+        (call("python", code="print('x' * 100_000)"), "bytes more]"),
+        (call("python", code=["print(1)"]), "error: python takes code"),
+        (call("python", code="\ud800"), "error: the arguments of python are no text"),
+        (call("shell", command="a\0b"), "error: shell takes command"),
+        (call("format_disk", all="yes"), "error: there is no tool format_disk"),
+    ],
+)
+def test_a_call_is_answered_whatever_it_is(call, answer):
+    (step,) = acted(None, [call])
+    assert answer in said(step)[0]
+    assert not step.done
+
+
+def test_an_answer_without_a_call_ends_the_episode_and_is_right_or_not():
+    async def ended(text, label):
+        environment = Tools(["calculator"])
+        environment.reset(task(label=label))
+        return await environment.step(Action(text))
+
+    for text, label, right in [
+        ("It is 456000.", "456000", 1.0),
+        ("456000", 456000, 1.0),
+        ("1456000", "456000", 0.0),
+        ("-456000", "456000", 0.0),
+        ("456", "456000", 0.0),
+        ("", "456000", 0.0),
+        ("anything", None, 0.0),
+    ]:
+        step = asyncio.run(ended(text, label))
+        assert (step.done, step.reward) == (True, right), text
+
+
+def test_who_fills_its_disk_ends_its_episode_with_a_reason():
+    fill = [call("shell", command="for n in 1 2 3 4; do head -c 500000 /dev/zero > $n; done")]
+    first, second = acted(None, fill, fill, sandbox={"disk_mb": 1})
+    assert "disk" in said(first)[0]
+    assert second.done
+    assert "quota" in second.info["ended"]
+
+
+def test_a_resumed_episode_hears_what_it_heard_and_goes_on(tmp_path):
+    more = [call("shell", command="cat note")]
+    with TrajectoryLog(tmp_path / "log") as log:
+        before = acted(log, *EPISODE)
+    with TrajectoryLog(tmp_path / "log") as log:
+        after = acted(log, *EPISODE, more)
+        assert after[:3] == before
+        assert said(after[3]) == ["456000"]
+        assert [one.attempts for one in log.find("e").commands] == [1] * 5
+
+
+def test_tools_that_there_are_not_are_refused_early():
+    for params in (
+        {"tools": ["rm"]},
+        {"tools": []},
+        {"tools": "python"},
+        {"sandbox": {"seconds": -1}},
+        {"sandbox": {"network": True}},
+    ):
+        with pytest.raises(ConfigError):
+            tools_of(EnvironmentConfig(type="tools", params=params), "d")
+    schemas = tools_of(EnvironmentConfig(type="tools", params={"tools": ["table", "python"]}), "d")
+    assert [one["function"]["name"] for one in schemas] == ["table", "python"]
+
+
+def test_trajectories_are_shown_and_replayed(tmp_path, capsys):
+    run = tmp_path / "run"
+    log_folder = run / "stages/merge/episodes"
+    with TrajectoryLog(log_folder) as log:
+        acted(log, *EPISODE[:2], given=task("merge/0/0", files={"towns.csv": TABLE}))
+        acted(log, *EPISODE, given=task("merge/1/0", files={"towns.csv": TABLE}))
+        log.intend("merge/1/0", 3, read_trajectories(log_folder)[0]["merge/1/0"].commands[0].command)
+    assert main(["trajectory", "show", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "merge/0/0: 2 steps, 3 commands" in shown
+    assert "merge/1/0: 3 steps, 5 commands, 1 in flight" in shown
+    assert main(["trajectory", "show", str(log_folder), "--episode", "merge/1/0"]) == 0
+    shown = capsys.readouterr().out
+    assert "out| town: Bonn; people: 330000" in shown
+    assert "changed note" in shown
+    assert "in flight" in shown
+    assert main(["trajectory", "replay", str(run), "--episode", "merge/0/0"]) == 0
+    assert "3 commands run again, all as before" in capsys.readouterr().out
+    assert main(["trajectory", "replay", str(run), "--episode", "merge/1/0"]) == 1
+    assert "command 3" in (said := capsys.readouterr().out)
+    assert "stdout at byte" in said
+
+
+def test_what_cannot_be_shown_is_said(tmp_path, capsys):
+    (tmp_path / "run/stages/merge").mkdir(parents=True)
+    for words in (
+        ["trajectory", "show", str(tmp_path / "nowhere")],
+        ["trajectory", "show", str(tmp_path / "run")],
+        ["trajectory", "replay", str(tmp_path / "run"), "--episode", "x"],
+        ["trajectory", "show", str(tmp_path / "run"), "--seed", "3"],
+        ["trajectory", "erase", str(tmp_path / "run")],
+    ):
+        assert main(words) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    with TrajectoryLog(tmp_path / "run/stages/merge/episodes") as log:
+        log.begin("e", {})
+    for action in (["show", str(tmp_path / "run"), "--episode", "f"], ["replay", str(tmp_path / "run")]):
+        assert main(["trajectory", *action]) == 2
+        assert "opd trajectory show" in capsys.readouterr().err
+    assert main(["trajectory", "replay", str(tmp_path / "run"), "--episode", "e"]) == 2
+    assert "make no sense" in capsys.readouterr().err
