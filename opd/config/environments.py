@@ -11,6 +11,7 @@ from opd.config.base import Config
 BUILT_IN = {
     "tools": "opd.environments.tools:Tools",
     "textworld": "opd.environments.textworld:TextWorld",
+    "gymnasium": "opd.environments.gymnasium:Gymnasium",
 }
 """Name of a built-in environment -> dotted path of its class."""
 AGENT = "agent"
@@ -27,7 +28,7 @@ class EnvironmentConfig(Config):
     """Dotted path, `package.module:Class`, of a class with `reset(task)` and `step(action)`
     (`opd.environments.protocol`). `agent`: a program of your own that asks a server on loopback with OpenAI's
     API for the model's turns; `params.run` is `package.module:function`, called as
-    `run(task, base_url, api_key)`."""
+    `run(task, base_url, api_key)`. Built in: `tools`, `textworld`, `gymnasium`."""
     params: dict[str, Any] = {}
     """Keyword arguments it is made with; an agent's `run` is called with all but `run`."""
     max_turns: int = Field(default=8, gt=0, le=10_000)

@@ -110,6 +110,7 @@ def used_extras(recipe: Recipe) -> list[str]:
     rewards = [config.reward for config in scored]
     sources = [config.source for config in scored] + [sft.source for sft in recipe.demonstrated().values()]
     teachers = {recipe.teacher(name).type for name in recipe.used_teachers()}
+    worlds = {own.environment.type for own in scored if own.environment is not None}
     places = [recipe.storage.published or "", *recipe.given_teachers().values()]
     asked = {
         "s3": any(place.startswith("s3://") for place in places),
@@ -121,7 +122,8 @@ def used_extras(recipe: Recipe) -> list[str]:
         "sglang": "sglang" in teachers
         or recipe.rollout.engine.type == "sglang"
         or any(isinstance(reward, ServedReward) for reward in rewards),
-        "agents": any(own.environment is not None and own.environment.type == AGENT for own in scored),
+        "agents": AGENT in worlds,
+        **{name: name in worlds for name in ("textworld", "gymnasium")},
         "megatron": "megatron" in (*teachers, recipe.train.backend),
         "deepspeed": recipe.train.backend == "deepspeed",
         "lora": recipe.model.lora is not None,

