@@ -300,11 +300,16 @@ class ShapingConfig(Config):
         return self
 
 
+Signal = Literal["hidden", "topk", "sampled"]
+
+
 class DistillLoss(Config):
     """What every loss against a teacher says of itself."""
 
-    signal: ClassVar[Literal["hidden", "topk", "sampled"]] = "hidden"
-    """The least that servers of a teacher have to be asked for."""
+    @property
+    def signal(self) -> Signal:
+        """The least that servers of a teacher have to be asked for."""
+        return "hidden"
 
     @property
     def weighs_samples(self) -> bool:
@@ -335,7 +340,10 @@ class SampledTokenK1(DistillLoss):
     """0 credits each token with its own log-ratio; above 0 with the discounted sum of those that follow."""
     loss: PolicyLossConfig = PolicyLossConfig()
 
-    signal: ClassVar = "sampled"
+    @property
+    def signal(self) -> Signal:
+        """Of the tokens that were written."""
+        return "sampled"
 
 
 class SampledTokenK2(DistillLoss):
@@ -343,7 +351,10 @@ class SampledTokenK2(DistillLoss):
 
     type: Literal["k2"] = "k2"
 
-    signal: ClassVar = "sampled"
+    @property
+    def signal(self) -> Signal:
+        """Of the tokens that were written."""
+        return "sampled"
 
     @property
     def weighs_samples(self) -> bool:
@@ -352,17 +363,24 @@ class SampledTokenK2(DistillLoss):
 
 
 class TopKKL(DistillLoss):
-    """Reverse KL on a top-k support of the teacher."""
+    """Reverse KL on a few tokens of every position, chosen by the teacher, the student or both."""
 
     type: Literal["topk"] = "topk"
     k: int = Field(default=64, gt=0, le=100_000)
-    """Tokens of the teacher's support at every position."""
+    """Tokens that each of those who choose brings to the support of a position."""
+    support: Literal["teacher", "student", "union"] = "teacher"
+    """Who chooses: the reverse KL lives where the student puts its mass, which the teacher's own top k may
+    not hold. `student` and `union` (the top k of each) need a teacher that gives log-probabilities of any
+    token: one in the process, or a server with `signal: hidden`."""
     form: Literal["tail", "hybrid", "truncated"] = "tail"
     """`tail`: everything outside the support is one bucket (a lower bound on the KL); `hybrid`: exact on the
     support plus a score-function term for sampled tokens outside it (unbiased on-policy); `truncated`:
     support only (biased: it leaks mass out of the support; for comparison)."""
 
-    signal: ClassVar = "topk"
+    @property
+    def signal(self) -> Signal:
+        """The teacher's own top k can be asked for; of what the student chooses, only hidden states tell."""
+        return "topk" if self.support == "teacher" else "hidden"
 
     @property
     def weighs_samples(self) -> bool:

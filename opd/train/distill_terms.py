@@ -16,7 +16,8 @@ from opd.config.rl import CustomDivergence, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
 from opd.imports import DIVERGENCE, import_function
 from opd.kernels.head import Head
-from opd.kernels.ops import geometric_floor, linear_topk
+from opd.kernels.ops import geometric_floor
+from opd.kernels.vocab_parallel import HeadShard
 from opd.own_code import calling
 from opd.train.losses import SampledTokens, outside_support, sampled_k2, topk_reverse_kl, with_gradient
 from opd.train.terms import (
@@ -25,6 +26,7 @@ from opd.train.terms import (
     linear_kl,
     linear_logprobs,
     linear_mixture_kl,
+    linear_topk,
     per_token_loss,
 )
 from opd.types import MicroBatch
@@ -166,6 +168,11 @@ class FullVocabularyTerm(DistillTerm):
         )
 
 
+NOTHING = -1e4
+"""The log-probability that stands for a token that a support holds already: its probability is 0 and, the
+same for student and teacher, so is its part of any form, and of its gradient."""
+
+
 class K2Term(DistillTerm):
     """`(log p_s - log p_t)^2 / 2` on the sampled tokens."""
 
@@ -177,17 +184,19 @@ class K2Term(DistillTerm):
 
 
 class TopKTerm(DistillTerm):
-    """Reverse KL on the teacher's top-k support."""
+    """Reverse KL on the top-k support of the teacher, of the student, or of both."""
 
     def __init__(self, teachers: TeacherViews, mixture: str, config: TopKKL) -> None:
         super().__init__(teachers, mixture)
         self.config = config
 
     def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
-        ids, logprobs = self._support(student, view)
+        ids, logprobs, again = self._support(student, view)
         on_support = linear_logprobs(
             student.hidden, student.head, ids, temperature=student.temperature, chunk=student.chunk
         )
+        if again is not None:
+            on_support, logprobs = (rows.masked_fill(again, NOTHING) for rows in (on_support, logprobs))
         sampled = None
         if self.config.form == "hybrid":
             sampled = SampledTokens(
@@ -198,18 +207,36 @@ class TopKTerm(DistillTerm):
             )
         return topk_reverse_kl(on_support, logprobs, form=self.config.form, sampled=sampled)
 
-    def _support(self, student: StudentRows, view: View) -> tuple[Tensor, Tensor]:
+    def _support(self, student: StudentRows, view: View) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ids `[N, K]` and the teacher's log-probabilities of them, no gradient. Where both choose `K` is 2k,
+        and a mask says which of the last k ids stand among the first as well.
+        """
         k = min(self.config.k, student.head.vocabulary)
+        if self.config.support == "teacher":
+            return *self._teachers_own(student, view, k), None
+        whole = _whole(view)
+        ids, again = _topk(student.hidden.detach(), student.head, k, student)[0], None
+        if self.config.support == "union":
+            theirs = _topk(whole.hidden, whole.head, k, student)[0]
+            again = (theirs.unsqueeze(2) == ids.unsqueeze(1)).any(2)
+            again, ids = torch.cat([torch.zeros_like(again), again], 1), torch.cat([ids, theirs], 1)
+        return ids, teacher_logprobs(whole, ids, student), again
+
+    def _teachers_own(self, student: StudentRows, view: View, k: int) -> tuple[Tensor, Tensor]:
         if isinstance(view, TeacherView):
-            return linear_topk(
-                view.hidden, view.head, k, temperature=student.temperature, chunk=student.chunk
-            )[:2]
+            return _topk(view.hidden, view.head, k, student)
         if view.top_ids is None or view.top_logprobs is None or view.top_ids.shape[1] != k:
             raise TeacherError(
                 f"teacher {view.name} gave no log-probabilities of its {k} most likely tokens; set"
                 f" teachers.{view.name}.signal to topk or hidden."
             )
         return view.top_ids, view.top_logprobs
+
+
+def _topk(hidden: Tensor, head: Head | HeadShard, k: int, student: StudentRows) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities `[N, k]` of the most likely tokens; no gradient."""
+    with torch.no_grad():
+        return linear_topk(hidden, head, k, temperature=student.temperature, chunk=student.chunk)[:2]
 
 
 def _whole(view: View) -> TeacherView:
@@ -237,8 +264,8 @@ class CustomTerm(DistillTerm):
 
 
 def teacher_logprobs(view: View, ids: Tensor, student: StudentRows) -> Tensor:
-    """[N] float32: the teacher's log-probabilities of the response tokens `ids [N]` at the student's
-    temperature; no gradient.
+    """Float32, of the shape of `ids`: the teacher's log-probabilities of the response tokens `ids [N]`, or
+    with a head of any `[N, K]`, at the student's temperature; no gradient.
     """
     if isinstance(view, ScoredView):
         return view.sampled

@@ -44,6 +44,15 @@ def linear_logprobs_entropy(
     return ops.linear_logprobs_entropy(hidden, head, ids, **options)
 
 
+def linear_topk(
+    hidden: Tensor, head: Head | HeadShard, k: int, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`opd.kernels.ops.linear_topk`."""
+    if isinstance(head, HeadShard):
+        return vocab_parallel.linear_topk(hidden, head, k, **options)
+    return ops.linear_topk(hidden, head, k, **options)
+
+
 def linear_kl(
     hidden: Tensor, head: Head | HeadShard, teacher_hidden: Tensor, teacher: Head, **options: Any
 ) -> Tensor:

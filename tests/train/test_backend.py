@@ -67,6 +67,8 @@ LOSSES = [
     SampledTokenK2(),
     TopKKL(k=3, form="tail"),
     TopKKL(k=3, form="hybrid"),
+    TopKKL(k=3, form="tail", support="student"),
+    TopKKL(k=3, form="hybrid", support="union"),
 ]
 
 

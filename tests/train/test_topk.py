@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.errors import ConfigError
+from opd.config.rl import TopKKL
+from opd.errors import ConfigError, TeacherError
+from opd.kernels.head import Head
+from opd.train.distill_terms import ScoredView, TeacherView, TopKTerm
 from opd.train.losses import SampledTokens, outside_support, topk_reverse_kl
+from opd.train.terms import StudentRows
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -196,3 +202,86 @@ def test_wrong_arguments_are_named():
         topk_reverse_kl(logp, logp, form="renormalised")
     with pytest.raises(ValueError, match=r"student_logprobs \[3, 2\], teacher_logprobs \[3, 3\]"):
         topk_reverse_kl(logp, torch.zeros(3, 3), form="tail")
+
+
+@given(seeds, st.integers(3, 24), st.data())
+def test_any_support_is_exact_in_expectation_and_below_the_kl(position, seed, vocabulary, data):
+    """The student's own top k as well as the teacher's, and what both choose."""
+    state = position.random(seed, vocabulary)
+    k = data.draw(st.integers(1, vocabulary - 1))
+    mine, theirs = state.logprobs.topk(k).indices, state.support(k)
+    for support in (mine, torch.cat([mine, theirs]).unique()):
+        rows = support.expand(vocabulary, -1)
+        student, teacher = state.logprobs[support].expand_as(rows), state.teacher[support].expand_as(rows)
+        outside = outside_support(torch.arange(vocabulary), rows)
+        sampled = SampledTokens(state.logprobs, state.teacher, outside)
+        losses = topk_reverse_kl(student, teacher, form="hybrid", sampled=sampled)
+        torch.testing.assert_close((state.probs * losses.detach()).sum(), state.kl, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(
+            state.expected_gradient(losses), state.reverse_gradient, rtol=1e-8, atol=1e-10
+        )
+        assert -1e-12 <= topk_reverse_kl(student, teacher, form="tail")[0].item() <= state.kl.item() + 1e-9
+
+
+def test_the_students_own_support_has_the_gradient_where_the_teachers_misses_it(position):
+    """A student whose mass is where the teacher has next to none: what the reverse KL is there to mend."""
+    state = position.random(2, 400, spread=2.0, distance=2.5)
+    exact = state.reverse_gradient
+    error = {}
+    for name, support in (("teacher", state.support(8)), ("student", state.logprobs.topk(8).indices)):
+        tail = topk_reverse_kl(state.logprobs[support][None], state.teacher[support][None], form="tail")[0]
+        error[name] = relative_error(gradient(state, tail), exact)
+    assert error["student"] < 0.5 * error["teacher"], error
+
+
+ENUMERATED = SimpleNamespace(vocabulary=11, hidden=6)
+
+
+def enumerated(term, seed=0):
+    """The divergence of each of V rows, one state with every token in turn as the one that was written; the
+    probabilities; and the gradients `[D]` of the KL and of the term's expectation by the state's hidden."""
+    size, dim = ENUMERATED.vocabulary, ENUMERATED.hidden
+    generator = torch.Generator().manual_seed(seed)
+    state, theirs = torch.randn(2, dim, generator=generator)
+    head, other = (Head(torch.randn(size, dim, generator=generator)) for _ in range(2))
+    hidden = state.clone().requires_grad_()
+    actions = torch.arange(size)
+    student = StudentRows(hidden.expand(size, -1), head, actions, 0.8, 4)
+    view = TeacherView("t", 1.0, theirs.expand(size, -1), other)
+    losses = term.divergence(SimpleNamespace(targets=actions, importance=None), student, view)
+    logp = (hidden @ head.weight.T / 0.8).log_softmax(-1)
+    logt = (theirs @ other.weight.T / 0.8).log_softmax(-1)
+    kl = (logp.exp() * (logp - logt)).sum()
+    probs = logp.exp().detach()
+    mine = torch.autograd.grad((probs * losses).sum(), hidden, retain_graph=True)[0]
+    exact = torch.autograd.grad(kl, hidden)[0]
+    return losses.detach(), probs, kl.detach(), mine, exact
+
+
+@pytest.mark.parametrize("k", [1, 3, 8, 11, 64])
+@pytest.mark.parametrize("support", ["teacher", "student", "union"])
+def test_who_chooses_changes_no_expectation(support, k):
+    """8 of 11 tokens: most of what both choose stands twice, and must count once."""
+    term = TopKTerm(lambda micro: [], "one_hot", TopKKL(k=k, form="hybrid", support=support))
+    losses, probs, kl, mine, exact = enumerated(term)
+    torch.testing.assert_close((probs * losses).sum(), kl, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["tail", "truncated"])
+def test_a_union_that_holds_every_token_is_the_whole_divergence(form):
+    term = TopKTerm(lambda micro: [], "one_hot", TopKKL(k=11, form=form, support="union"))
+    losses, _, kl, mine, exact = enumerated(term, seed=3)
+    torch.testing.assert_close(losses, kl.expand_as(losses), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_student_chooses_needs_a_teacher_that_can_be_asked():
+    assert TopKKL().signal == "topk"
+    assert TopKKL(support="student").signal == TopKKL(support="union").signal == "hidden"
+    term = TopKTerm(lambda micro: [], "one_hot", TopKKL(k=2, support="student"))
+    scored = ScoredView("t", 1.0, torch.zeros(1))
+    written = torch.zeros(1, dtype=torch.int64)
+    student = StudentRows(torch.ones(1, 6), Head(torch.ones(11, 6)), written, 1.0, 4)
+    with pytest.raises(TeacherError, match=r"teachers\.t\.signal to hidden"):
+        term.divergence(SimpleNamespace(), student, scored)
