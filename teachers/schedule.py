@@ -28,7 +28,7 @@ from opd.kernels.ops import linear_logprobs
 from opd.protocols import Teacher
 from opd.teachers.layer_stream import Staging, naming_lost_ranks
 from opd.teachers.score_cache import GivenLogprobs, Piecewise, ScoreCache, cuts, resident_parts
-from opd.train.distill_terms import ScoredView, TeacherView, View
+from opd.train.teacher_views import ScoredView, TeacherView, View
 from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogprobs, TopKLogprobs
 
 

@@ -20,7 +20,7 @@ from opd.models.causal_lm import held_bytes
 from opd.protocols import Teacher
 from opd.storage.hidden_cache import CacheRecord, HiddenStateCache, Lease, RowsWriter, cache_key
 from opd.storage.tensors import rows_array, rows_tensor
-from opd.train.distill_terms import ScoredView
+from opd.train.teacher_views import ScoredView
 from opd.types import Sample, TokenLogprobs, TopKLogprobs
 
 RowPieces = Iterator[tuple[Sample, Tensor]]

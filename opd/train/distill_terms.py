@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,68 +14,22 @@ from opd.config.distill import DistillConfig
 from opd.config.rl import CustomDivergence, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
 from opd.imports import DIVERGENCE, import_function
-from opd.kernels.head import Head
 from opd.kernels.ops import geometric_floor
-from opd.kernels.vocab_parallel import HeadShard
 from opd.own_code import calling
 from opd.train.losses import SampledTokens, outside_support, sampled_k2, topk_reverse_kl, with_gradient
+from opd.train.teacher_views import TeacherView, TeacherViews, View, most_likely, teacher_logprobs, whole
 from opd.train.terms import (
     MetricSums,
     StudentRows,
     linear_kl,
     linear_logprobs,
     linear_mixture_kl,
-    linear_topk,
     per_token_loss,
 )
 from opd.types import MicroBatch
 
 KL_AT = "kl_at/"
 """Begins the name of a metric that is the KL at some positions."""
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherView:
-    """One teacher as a micro-batch sees it."""
-
-    name: str
-    weight: float
-    """Its share in the mixture; 1 where a sample has one teacher."""
-    hidden: Tensor
-    """[N, Dt]: last hidden states at the micro-batch's rows."""
-    head: Head
-
-    def take(self, rows: Tensor) -> TeacherView:
-        """The same at `rows` ([M] int64) alone."""
-        return replace(self, hidden=self.hidden[rows.to(self.hidden.device)])
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredView:
-    """One teacher that gave log-probabilities in place of hidden states; computed at the temperature 1."""
-
-    name: str
-    weight: float
-    sampled: Tensor
-    """[N] float32, nats: of the response tokens."""
-    top_ids: Tensor | None = None
-    """[N, K] int64."""
-    top_logprobs: Tensor | None = None
-    """[N, K] float32, nats."""
-
-    def take(self, rows: Tensor) -> ScoredView:
-        """The same at `rows` ([M] int64) alone."""
-        top = [None if x is None else x[rows] for x in (self.top_ids, self.top_logprobs)]
-        return replace(self, sampled=self.sampled[rows], top_ids=top[0], top_logprobs=top[1])
-
-
-View = TeacherView | ScoredView
-
-
-class TeacherViews(Protocol):
-    """Hands out the teachers of a micro-batch; the schedule in `opd.teachers` is one."""
-
-    def __call__(self, micro: MicroBatch) -> Sequence[View]: ...
 
 
 class DistillTerm(ABC):
@@ -99,7 +52,7 @@ class DistillTerm(ABC):
             per_token = self.mixture_divergence(micro, student, views)
         counted = micro.kl_weight != 0
         if len(views) > 1 and self.mixture == "geometric":
-            floor = pooled_floor([_whole(view) for view in views], student)
+            floor = pooled_floor([whole(view) for view in views], student)
             sums.add("kl/floor", torch.where(counted, floor, 0.0).sum(), counted.sum())
         total = torch.where(counted, per_token.detach(), 0.0).sum()
         route = micro.samples[0].teacher
@@ -141,7 +94,7 @@ class FullVocabularyTerm(DistillTerm):
         self.config = config
 
     def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
-        view = _whole(view)
+        view = whole(view)
         return linear_kl(
             student.hidden,
             student.head,
@@ -155,13 +108,13 @@ class FullVocabularyTerm(DistillTerm):
         )
 
     def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: Sequence[View]) -> Tensor:
-        whole = [_whole(view) for view in views]
+        views = [whole(view) for view in views]
         return linear_mixture_kl(
             student.hidden,
             student.head,
-            [view.hidden for view in whole],
-            [view.head for view in whole],
-            [view.weight for view in whole],
+            [view.hidden for view in views],
+            [view.head for view in views],
+            [view.weight for view in views],
             temperature=student.temperature,
             weight=micro.kl_weight,
             chunk=student.chunk,
@@ -214,39 +167,23 @@ class TopKTerm(DistillTerm):
         k = min(self.config.k, student.head.vocabulary)
         if self.config.support == "teacher":
             return *self._teachers_own(student, view, k), None
-        whole = _whole(view)
-        ids, again = _topk(student.hidden.detach(), student.head, k, student)[0], None
+        view = whole(view)
+        ids, again = most_likely(student.hidden.detach(), student.head, k, student)[0], None
         if self.config.support == "union":
-            theirs = _topk(whole.hidden, whole.head, k, student)[0]
+            theirs = most_likely(view.hidden, view.head, k, student)[0]
             again = (theirs.unsqueeze(2) == ids.unsqueeze(1)).any(2)
             again, ids = torch.cat([torch.zeros_like(again), again], 1), torch.cat([ids, theirs], 1)
-        return ids, teacher_logprobs(whole, ids, student), again
+        return ids, teacher_logprobs(view, ids, student), again
 
     def _teachers_own(self, student: StudentRows, view: View, k: int) -> tuple[Tensor, Tensor]:
         if isinstance(view, TeacherView):
-            return _topk(view.hidden, view.head, k, student)
+            return most_likely(view.hidden, view.head, k, student)
         if view.top_ids is None or view.top_logprobs is None or view.top_ids.shape[1] != k:
             raise TeacherError(
                 f"teacher {view.name} gave no log-probabilities of its {k} most likely tokens; set"
                 f" teachers.{view.name}.signal to topk or hidden."
             )
         return view.top_ids, view.top_logprobs
-
-
-def _topk(hidden: Tensor, head: Head | HeadShard, k: int, student: StudentRows) -> tuple[Tensor, Tensor]:
-    """Ids and log-probabilities `[N, k]` of the most likely tokens; no gradient."""
-    with torch.no_grad():
-        return linear_topk(hidden, head, k, temperature=student.temperature, chunk=student.chunk)[:2]
-
-
-def _whole(view: View) -> TeacherView:
-    """`view`, if it gives the whole vocabulary."""
-    if isinstance(view, TeacherView):
-        return view
-    raise TeacherError(
-        f"teacher {view.name} gave log-probabilities of a few tokens, but this loss or mixture needs the"
-        f" whole vocabulary; set teachers.{view.name}.signal to hidden."
-    )
 
 
 class CustomTerm(DistillTerm):
@@ -261,18 +198,6 @@ class CustomTerm(DistillTerm):
     def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
         with calling(f"{self._where} {self.path}", TrainingError):
             return per_token_loss(self._loss(micro, student, view), student.logprobs, self.path)
-
-
-def teacher_logprobs(view: View, ids: Tensor, student: StudentRows) -> Tensor:
-    """Float32, of the shape of `ids`: the teacher's log-probabilities of the response tokens `ids [N]`, or
-    with a head of any `[N, K]`, at the student's temperature; no gradient.
-    """
-    if isinstance(view, ScoredView):
-        return view.sampled
-    with torch.no_grad():
-        return linear_logprobs(
-            view.hidden, view.head, ids, temperature=student.temperature, chunk=student.chunk
-        )
 
 
 def pooled_floor(views: list[TeacherView], student: StudentRows) -> Tensor:

@@ -16,8 +16,9 @@ from opd.rollout.collect import EncodedPrompt, load_generate
 from opd.rollout.rewards import RewardRunner, load_reward
 from opd.train.advantages import build_advantage, keep_groups
 from opd.train.backend import TorchBackend
-from opd.train.distill_terms import TeacherView, build_distill_term
+from opd.train.distill_terms import build_distill_term
 from opd.train.packing import convert_batch
+from opd.train.teacher_views import TeacherView
 from opd.train.terms import PolicyTerm
 from opd.types import RolloutBatch, SampleGroup, SamplingParams, TokenTerms
 

@@ -15,7 +15,8 @@ from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks
 from opd.train.backend import Backend, Training
 from opd.train.backends import open_backend
-from opd.train.distill_terms import FullVocabularyTerm, TeacherView
+from opd.train.distill_terms import FullVocabularyTerm
+from opd.train.teacher_views import TeacherView
 from opd.types import MicroBatch, RolloutBatch, Sample, Status, TokenTerms
 from tests.gpu import models
 from tests.gpu.clock import Place

@@ -14,8 +14,8 @@ from opd.pipelines.doctor.checks import check_schedule
 from opd.pipelines.stages.distill import loss_terms, policy_loss, token_terms
 from opd.pipelines.stages.policy_stream import PolicyTokens
 from opd.train.backend import TorchBackend
-from opd.train.distill_terms import TeacherView
 from opd.train.loss_weights import weigh
+from opd.train.teacher_views import TeacherView
 from opd.types import RolloutBatch, Sample
 
 PROMPT = np.array([3, 1, 4], np.int32)

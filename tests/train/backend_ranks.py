@@ -30,7 +30,8 @@ from opd.ranks import Ranks
 from opd.storage.tensors import TensorParts, write_files
 from opd.train.backend import Saved, State, Training
 from opd.train.backends import open_backend
-from opd.train.distill_terms import FullVocabularyTerm, TeacherView
+from opd.train.distill_terms import FullVocabularyTerm
+from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
 from opd.types import RolloutBatch, TokenTerms
 

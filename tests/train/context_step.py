@@ -14,7 +14,8 @@ from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossCon
 from opd.config.rl import CISPOLoss, GSPOLoss
 from opd.kernels.head import Head
 from opd.train.backend import TorchBackend, Training
-from opd.train.distill_terms import FullVocabularyTerm, TeacherView
+from opd.train.distill_terms import FullVocabularyTerm
+from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
 from opd.types import RolloutBatch, TokenTerms
 

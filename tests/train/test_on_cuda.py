@@ -14,8 +14,9 @@ from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossCon
 from opd.config.rl import CISPOLoss, GSPOLoss, ReferenceKLConfig, TopKKL
 from opd.kernels.head import Head
 from opd.train.backend import TorchBackend, Training
-from opd.train.distill_terms import FullVocabularyTerm, K2Term, TeacherView, TopKTerm
+from opd.train.distill_terms import FullVocabularyTerm, K2Term, TopKTerm
 from opd.train.offload import Shelf
+from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, MetricSums, MismatchProbe, PolicyTerm, ReferenceTerm
 from opd.types import MicroBatch, RolloutBatch, TokenTerms
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from opd.config.rl import TopKKL
 from opd.errors import ConfigError, TeacherError
 from opd.kernels.head import Head
-from opd.train.distill_terms import ScoredView, TeacherView, TopKTerm
+from opd.train.distill_terms import TopKTerm
 from opd.train.losses import SampledTokens, outside_support, topk_reverse_kl
+from opd.train.teacher_views import ScoredView, TeacherView
 from opd.train.terms import StudentRows
 
 seeds = st.integers(0, 2**32 - 1)
