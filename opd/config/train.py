@@ -69,7 +69,7 @@ class TrainConfig(Config):
 
     backend: Literal["torch", "deepspeed", "megatron"] = "torch"
     """`torch`: this process alone, or FSDP2 with several ranks; `deepspeed`: ZeRO (extra `deepspeed`);
-    `megatron`: Megatron-Core with tensor and data parallelism (extra `megatron`)."""
+    `megatron`: Megatron-Core, which also cuts layers over ranks (extra `megatron`)."""
     ranks: int | None = Field(default=None, gt=0, le=4096)
     """Processes `opd` starts on this machine for a run. `null` is one, or as many as torchrun has started."""
     zero_stage: Literal[1, 2, 3] = 3
@@ -83,8 +83,8 @@ class TrainConfig(Config):
     """Whether `megatron` cuts the optimiser's state over the ranks that share the batch, with Megatron-Core's
     own optimiser for GPUs. `null`: where there is one."""
     context_parallel: int = Field(default=1, gt=0, le=4096)
-    """Ranks that share each sequence with `torch`; groups of so many share the batch. Weights are sharded
-    over all ranks as they are without it; it is for sequences that are too long for one rank."""
+    """Ranks that share each sequence with `torch` or `megatron`; groups of so many share the batch. Weights
+    are shared as they are without it; it is for sequences that are too long for one rank."""
     precision: Literal["mixed", "pure"] = "mixed"
     """What a bfloat16 or float16 model (`model.dtype`) learns in. `mixed`: layers compute in that dtype;
     weights and optimiser state are kept in float32. `pure`: what learns has that dtype too, which saves
@@ -98,12 +98,16 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> TrainConfig:
-        for name, backend in (("tensor_parallel", "megatron"), ("context_parallel", "torch")):
-            if getattr(self, name) > 1 and self.backend != backend:
-                raise ValueError(
-                    f"{name} has no effect with backend {self.backend}; set backend to {backend}, or leave"
-                    f" {name} at 1"
-                )
+        if self.backend != "megatron" and self.tensor_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel has no effect with backend {self.backend}; set backend to megatron, or"
+                " leave tensor_parallel at 1"
+            )
+        if self.backend == "deepspeed" and self.context_parallel > 1:
+            raise ValueError(
+                "context_parallel has no effect with backend deepspeed; set backend to torch or megatron, or"
+                " leave context_parallel at 1"
+            )
         if self.distributed_optimizer is not None and self.backend != "megatron":
             raise ValueError(
                 f"distributed_optimizer has no effect with backend {self.backend}; set backend to megatron,"
@@ -113,18 +117,33 @@ class TrainConfig(Config):
             raise ValueError(misfit)
         return self
 
+    @property
+    def together(self) -> int:
+        """Ranks that have the same samples: one student, shared."""
+        return self.tensor_parallel * self.context_parallel
+
     def misfit(self, size: int) -> str | None:
         """Why `size` ranks cannot be divided as is asked for, and what could; `None` if they can."""
-        for name in ("tensor_parallel", "context_parallel"):
-            width = getattr(self, name)
-            if size % width:
-                fitting = " or ".join(str(some) for some in range(1, size + 1) if size % some == 0)
-                ranks = "1 rank" if size == 1 else f"{size} ranks"
-                return (
-                    f"{ranks} cannot be divided into groups of train.{name} {width}; set it to {fitting},"
-                    f" or start {width} ranks or a multiple of that"
-                )
-        return None
+        widths = {
+            f"train.{name}": getattr(self, name)
+            for name in ("tensor_parallel", "context_parallel")
+            if getattr(self, name) > 1
+        }
+        if size % self.together == 0:
+            return None
+        ranks = "1 rank" if size == 1 else f"{size} ranks"
+        if len(widths) > 1:
+            asked = " x ".join(f"{name} {width}" for name, width in widths.items())
+            return (
+                f"{ranks} cannot be divided into groups of {asked} = {self.together}; start"
+                f" {self.together} ranks or a multiple of that, or make the groups smaller"
+            )
+        [(name, width)] = widths.items()
+        fitting = " or ".join(str(some) for some in range(1, size + 1) if size % some == 0)
+        return (
+            f"{ranks} cannot be divided into groups of {name} {width}; set it to {fitting},"
+            f" or start {width} ranks or a multiple of that"
+        )
 
 
 class ActorResources(Config):

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from opd.errors import MissingExtraError, TeacherError
 from opd.megatron.form import MegatronForm
-from opd.models.attention import AttentionCall, PackedAttention
+from opd.models.attention import Attend, AttentionCall, PackedAttention
+from opd.models.long_sequence import recomputed
 from opd.ranks import process_group
 
 if TYPE_CHECKING:
@@ -109,26 +110,53 @@ def _check_world(tensor_parallel: int) -> None:
         )
 
 
-def packed_params(cu_seqlens: Tensor) -> PackedSeqParams:
-    """What one forward pass tells every layer about its packing: `thd` with `cu_seqlens` [B + 1] int32.
+def packed_params(cu_seqlens: Tensor, attend: Attend | None = None) -> PackedSeqParams:
+    """What one forward pass tells every layer about its packing of `T` tokens: `thd`, as one sequence.
 
-    Its attribute `attend`, which only `PackedCoreAttention` looks at, is shared by all layers, so that the
-    index of the packing is computed once.
+    Where sequences begin is known to `attend`, which only `PackedCoreAttention` looks at, and to the
+    positions that `Rotary` is given: nothing else in a decoder sees more than a token. `None` attends inside
+    each of the sequences `cu_seqlens` [B + 1] int32; it is shared by all layers, so that the index of the
+    packing is computed once.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     bounds = torch.cat([cu_seqlens[:1], cu_seqlens[1:][lengths > 0]])
-    longest = int(lengths.max())
+    whole = bounds[[0, -1]]
+    tokens = int(whole[1])
     params = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        cu_seqlens_q=whole,
+        cu_seqlens_kv=whole,
+        max_seqlen_q=tokens,
+        max_seqlen_kv=tokens,
     )
-    params.attend = PackedAttention(bounds)  # type: ignore[attr-defined]
+    params.attend = attend or PackedAttention(bounds)  # type: ignore[attr-defined]
     return params
+
+
+class Rotary(nn.Module):
+    """In the place of Megatron-Core's rotary embedding, which counts positions from `cu_seqlens`: the angles
+    of the positions that tokens have.
+
+    Args:
+        frequencies: Inverse frequencies, [d / 2] float32.
+    """
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        self.frequencies = frequencies
+        self.positions = torch.zeros(0, dtype=torch.int64)
+        """[T] int64, of the pass that comes next."""
+
+    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
+        """Megatron-Core asks for it before a pass."""
+        return len(self.positions)
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """[T, 1, 1, d] float32."""
+        angles = torch.outer(self.positions.float(), self.frequencies)
+        return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
 class PackedCoreAttention(nn.Module):
@@ -260,6 +288,8 @@ class MegatronModule:
         trained: bool = False,
     ) -> None:
         form.check_divisible(group.size())
+        self.recompute = False
+        """Of each layer keep the input alone for the backward, which computes the rest again."""
         self.form = form
         self.group = group
         self.dtype = dtype
@@ -277,19 +307,24 @@ class MegatronModule:
         """`run` without a gradient."""
         return self.run(input_ids, position_ids, cu_seqlens)
 
-    def run(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def run(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, attend: Attend | None = None
+    ) -> Tensor:
         """Last hidden states after the final norm [T, D], on every rank, of sequences packed end to end.
 
-        `input_ids` and `position_ids` [T] int64, `cu_seqlens` [B + 1] int32: the same on all ranks.
+        `input_ids` and `position_ids` [T] int64, `cu_seqlens` [B + 1] int32: the same on all ranks. `attend`:
+        see `packed_params`.
         """
         if not len(input_ids):
             return torch.zeros(0, self.form.hidden_size, dtype=self.dtype, device=self.device)
-        with inside_megatron(self.device):
+        self.module.rotary_pos_emb.positions = position_ids
+        layers = self.module.decoder.layers if self.recompute and torch.is_grad_enabled() else ()
+        with inside_megatron(self.device), recomputed(layers):
             rows = self.module(
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
                 attention_mask=None,
-                packed_seq_params=packed_params(cu_seqlens),
+                packed_seq_params=packed_params(cu_seqlens, attend),
             )
         return rows[:, 0]
 
@@ -308,7 +343,7 @@ def _build(form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.dev
         share_embeddings_and_output_weights=True,
     )
     model.post_process = False
-    model.rotary_pos_emb.inv_freq = torch.tensor(form.rope, dtype=torch.float32, device=device)
+    model.rotary_pos_emb = Rotary(torch.tensor(form.rope, dtype=torch.float32, device=device))
     for layer, window in zip(model.decoder.layers, form.windows, strict=True):
         layer.self_attention.core_attention.sliding_window = window
     return model.eval()

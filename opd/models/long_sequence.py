@@ -368,10 +368,8 @@ def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _checkpointed(layer: Layer) -> Layer:
-    def forward(hidden_states: Tensor, **arguments: Any) -> Tensor:
-        output = checkpoint(layer, hidden_states, use_reentrant=False, preserve_rng_state=False, **arguments)
-        assert isinstance(output, Tensor)
-        return output
+def _checkpointed(layer: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(hidden_states: Tensor, **arguments: Any) -> Any:
+        return checkpoint(layer, hidden_states, use_reentrant=False, preserve_rng_state=False, **arguments)
 
     return forward

@@ -66,9 +66,10 @@ def _on_ranks(
             " train.backend to torch."
         )
     if train.backend == "megatron":
-        from opd.train.megatron_backend import MegatronBackend
+        from opd.train.megatron_backend import MegatronBackend, MegatronContextBackend
 
-        return MegatronBackend(model, training, ranks, train=train, compute_dtype=compute)
+        kind = MegatronContextBackend if train.context_parallel > 1 else MegatronBackend
+        return kind(model, training, ranks, train=train, compute_dtype=compute)
     if train.context_parallel > 1:
         from opd.train.fsdp_backend import ContextBackend
 
@@ -84,13 +85,8 @@ def _on_ranks(
 
 def _refuse(train: TrainConfig, batch: BatchConfig) -> None:
     """`ConfigError` for a setting that the back end would ignore."""
-    ignored = {
-        "batch.sequence_chunk": train.backend != "torch" and batch.sequence_chunk is not None,
-        "batch.recompute_layers": train.backend == "megatron" and batch.recompute_layers,
-    }
-    for name, given in ignored.items():
-        if given:
-            raise ConfigError(
-                f"{name} has no effect with train.backend {train.backend}; remove it, or set train.backend to"
-                " torch."
-            )
+    if train.backend != "torch" and batch.sequence_chunk is not None:
+        raise ConfigError(
+            f"batch.sequence_chunk has no effect with train.backend {train.backend}; remove it, or set"
+            " train.backend to torch."
+        )

@@ -9,7 +9,6 @@ computes and gives its gradient back summed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from opd.errors import ModelError
 from opd.models.causal_lm import CausalLM
-from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
+from opd.models.context_parallel import TokenShare, shared_hidden
 from opd.models.sharded import fill, local_part, whole
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece, copied, part_of, shape_of
 from opd.train.backend import Saved, State, TorchBackend, Training, cost_of, optimizer_fields, state_of
 from opd.train.packing import Shares
-from opd.train.terms import MetricSums, linear_logprobs
-from opd.types import MicroBatch
+from opd.train.shared_sequences import SharedSequences, context_of
+from opd.train.terms import MetricSums
 
 
 class Root(nn.Module):
@@ -147,13 +146,9 @@ def _read_like(saved: Mapping[str, Tensor], name: str, own: Tensor | None) -> Te
     return room
 
 
-class ContextBackend(FSDPBackend):
+class ContextBackend(SharedSequences, FSDPBackend):
     """An `FSDPBackend` whose ranks share the tokens of each micro-batch in rows of `together` ranks; the rows
     share the samples.
-
-    Ranks of a row are given the same samples and make the same calls; loss, gradient, metrics and
-    log-probabilities are those of one rank alone, but for the order of sums. Terms see this rank's response
-    tokens, and `MicroBatch.kept` says which they are.
 
     Args:
         ranks: All that share the weights; `together` divides their number.
@@ -170,63 +165,12 @@ class ContextBackend(FSDPBackend):
         super().__init__(model, training, ranks, compute_dtype)
         rows = [range(first, first + together) for first in range(0, ranks.size, together)]
         columns = [range(place, ranks.size, together) for place in range(together)]
-        row, self.data = ranks.one_of(rows, "context"), ranks.one_of(columns, "data")
-        if row.group is None:
-            raise ValueError("ranks have no process group; use TorchBackend for one rank")
+        self.data = ranks.one_of(columns, "data")
         self.shares = Shares(self.data, cost_of(model))
-        self._context = ContextParallel(row.group)
-
-    def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
-        own = self._own(micro.input_ids, micro.position_ids, micro.cu_seqlens)
-        return super()._loss(own_rows(micro, own), sums)
-
-    def sum_shared(self, values: Tensor) -> Tensor:
-        return self._context.sum(values)
+        self._context = context_of(ranks.one_of(rows, "context"))
 
     def _everyones(self, sums: MetricSums) -> MetricSums:
         return MetricSums.merged(self._sharding.gather_json(sums.parts(), "the metrics of a step"))
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Last hidden states [t, D] of this rank's tokens."""
-        return shared_hidden(
-            self.model, self._own(input_ids, position_ids, cu_seqlens), self._context, self._memory
-        )
-
-    def _packed_logprobs(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
-    ) -> Tensor:
-        own = self._own(input_ids, position_ids, cu_seqlens)
-        local, kept = own_places(rows, own)
-        mine = linear_logprobs(
-            shared_hidden(self.model, own, self._context, self._memory)[local],
-            self.head(),
-            input_ids[rows[kept] + 1],
-            temperature=self.temperature,
-            chunk=self._batch.kl_chunk,
-        )
-        whole = torch.zeros(len(rows), dtype=mine.dtype, device=mine.device)
-        whole[kept] = mine
-        return self._context.sum(whole)
-
-    def _own(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> TokenShare:
-        return self._context.share(input_ids, position_ids, cu_seqlens.tolist())
-
-
-def own_places(rows: Tensor, own: TokenShare) -> tuple[Tensor, Tensor]:
-    """Of packed positions `rows` [N] those this rank has: places in its tokens [M], and in `rows` [M]."""
-    order = torch.argsort(own.places)
-    sorted_places = own.places[order]
-    found = torch.searchsorted(sorted_places, rows).clamp(max=len(sorted_places) - 1)
-    kept = torch.nonzero(sorted_places[found] == rows)[:, 0]
-    return order[found[kept]], kept
-
-
-def own_rows(micro: MicroBatch, own: TokenShare) -> MicroBatch:
-    """`micro` with this rank's response tokens alone; `rows` become places in its tokens."""
-    local, kept = own_places(micro.rows, own)
-    names = ("targets", "advantages", "policy_weight", "kl_weight", "ce_weight")
-    streams = {name: getattr(micro, name)[kept] for name in names}
-    for name in ("old_logprobs", "ref_logprobs", "importance", "values", "returns"):
-        if (given := getattr(micro, name)) is not None:
-            streams[name] = given[kept]
-    return replace(micro, rows=local, kept=kept, **streams)
+    def _hidden(self, own: TokenShare) -> Tensor:
+        return shared_hidden(self.model, own, self._context, self._memory)

@@ -91,7 +91,7 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     model, ranks = _Model(), options.ranks or 1
     task = None
     if recipe is not None:
-        ranks = options.ranks or recipe.train.ranks or recipe.train.context_parallel
+        ranks = options.ranks or recipe.train.ranks or recipe.train.together
         recipe = _on_ranks(recipe, ranks)
         model, task = _of_recipe(recipe, needs_work=options.store is None)
     if options.store is not None:
@@ -101,7 +101,7 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
         raise DataError(f"{task.source} has no completed or truncated trajectory; there is nothing to plan")
     cost, budget = _machine(recipe, model, options)
     count = options.mini_batch or (_step_size(recipe) if recipe is not None else 64)
-    together = 1 if recipe is None else recipe.train.context_parallel
+    together = 1 if recipe is None else recipe.train.together
     settings = _settings(count, ranks // together, recipe.seed if recipe is not None else 0)
     plan = make_plan(task.work, settings, cost, budget)
     steps, where = number_of(plan.mini_batches, "mini-batch"), number_of(ranks, "rank")

@@ -27,6 +27,7 @@ LAUNCHES = {
     "context": {"backend": "torch", "context_parallel": 2},
     "mesh": {"backend": "torch", "context_parallel": 2, "ranks": 4},
     "megatron": {"backend": "megatron", "tensor_parallel": 2},
+    "megatron context": {"backend": "megatron", "context_parallel": 2},
     "deepspeed": {"backend": "deepspeed", "zero_stage": 3},
 }
 DISK = {"trajectories": "disk"}
@@ -83,6 +84,7 @@ def alone(trained, tmp_path_factory):
         pytest.param("fsdp", "kl", {}, marks=more),  # test_stages_on_ranks merges so, too
         ("context", "kl", {}),
         ("megatron", "kl", {}),
+        pytest.param("megatron context", "kl", {}, marks=more),
         ("fsdp", "soft labels", {}),
         ("fsdp", "reward", DISK),
         pytest.param("fsdp", "kl", DISK, marks=more),
@@ -140,9 +142,10 @@ def test_two_ranks_make_a_specialist_that_follows_a_teacher(trained, tmp_path, l
 
 def skip_without(launch: str) -> None:
     """Skip the test where an extra is missing."""
-    if launch in ("megatron", "deepspeed"):
-        module = {"megatron": "megatron.core"}.get(launch, launch)
-        pytest.importorskip(module, reason=f"needs the extra {launch}", exc_type=ImportError)
+    extra = launch.split()[0]
+    if extra in ("megatron", "deepspeed"):
+        module = {"megatron": "megatron.core"}.get(extra, extra)
+        pytest.importorskip(module, reason=f"needs the extra {extra}", exc_type=ImportError)
 
 
 def command(recipe: Path, out: Path, *words: str) -> None:
@@ -170,8 +173,15 @@ def test_ranks_that_cannot_be_divided_are_refused():
         open_backend(_never, recipe.train, training, Ranks()),
     ):
         pass
-    with pytest.raises(ValueError, match=r"context_parallel has no effect with backend megatron"):
-        TrainConfig(backend="megatron", context_parallel=2)
+    with pytest.raises(ValueError, match=r"context_parallel has no effect with backend deepspeed"):
+        TrainConfig(backend="deepspeed", context_parallel=2)
+    shared = {"backend": "megatron", "tensor_parallel": 2, "context_parallel": 2}
+    with pytest.raises(
+        ValueError,
+        match=r"6 ranks cannot be divided into groups of train.tensor_parallel 2 x train.context_parallel 2 ="
+        " 4; start 4 ranks or a multiple",
+    ):
+        TrainConfig(ranks=6, **shared)
 
 
 def _never(dtype, *, empty=False):

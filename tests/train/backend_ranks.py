@@ -28,7 +28,7 @@ from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks
 from opd.storage.tensors import TensorParts, write_files
-from opd.train.backend import Saved, State, Training
+from opd.train.backend import Saved, State, TorchBackend, Training
 from opd.train.backends import open_backend
 from opd.train.distill_terms import FullVocabularyTerm
 from opd.train.teacher_views import TeacherView
@@ -127,6 +127,22 @@ def train(backend, first: int, last: int, batch=batch) -> list[dict[str, float]]
     ]
 
 
+def gradients_of(backend) -> dict[str, torch.Tensor]:
+    """Of the loss of `batch(0)`, by Hugging Face's names; nothing is learnt from it."""
+    backend.forward_backward(batch(0))
+    if isinstance(backend, TorchBackend):
+        found = {name: p.grad.clone() for name, p in backend.model.module.named_parameters()}
+    else:  # gathered as weights are
+        held = {name: (p, p.detach().clone()) for name, p in backend._parameters.items()}
+        for parameter, _ in held.values():
+            parameter.data.copy_(parameter.main_grad)
+        found = {name: tensor.clone() for name, tensor in backend.weights()}
+        for parameter, weight in held.values():
+            parameter.data.copy_(weight)
+    backend.zero_grad()
+    return found
+
+
 def save_state(out: Path, state: State, ranks: Ranks | None = None) -> None:
     """Write what this rank has of a back end's state into the folder `out`."""
     ranks = ranks or Ranks()
@@ -158,7 +174,7 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]])
 def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     """Train from `task["first"]` to `task["last"]`, from a checkpoint if `task["load"]` names one, on
     `BATCHES[task["batches"]]`; write metrics, log-probabilities, weights and a
-    checkpoint.
+    checkpoint, and, if asked for `gradients`, those of the first batch.
     """
     opened = open_backend(
         lambda dtype, empty=False: student(dtype=dtype, **task.get("model", {})),
@@ -170,6 +186,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     with opened as backend:
         if "load" in task:
             backend.load_state(read_state(folder / task["load"]))
+        gradients = gradients_of(backend) if task.get("gradients") else {}
         metrics = train(backend, task["first"], task["last"], BATCHES[task.get("batches", "new")])
         logprobs = backend.logprobs(batch(0).samples)
         weights = {name: tensor.clone() for name, tensor in backend.weights()}
@@ -179,6 +196,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     save_state(out, state, ranks)
     if ranks.main:
         save_file(weights, out / "weights.safetensors")
+        save_file(gradients, out / "gradients.safetensors")
         (out / "result.json").write_text(
             json.dumps({"metrics": metrics, "digest": digest, "logprobs": [p.tolist() for p in logprobs]})
         )

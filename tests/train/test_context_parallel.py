@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from opd.models.context_parallel import ContextParallel
 from opd.train.backend import TorchBackend
-from opd.train.fsdp_backend import own_places
+from opd.train.shared_sequences import own_places
 
 pytestmark = pytest.mark.slow
 
@@ -126,3 +126,17 @@ def test_a_rank_with_its_share_in_pieces_keeps_a_few_hidden_states_per_token_of_
         assert found["whole"] > 3 * found["pieces"]
     # Nothing has all tokens.
     assert max(found["pieces"] for found in peaks[4]) < 0.6 * min(found["pieces"] for found in peaks[2])
+
+
+@pytest.mark.long
+def test_a_rank_on_megatron_core_needs_half_of_what_it_needs_among_half_as_many(tmp_path, monkeypatch):
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.setenv(name, "65536")
+    peaks = {}
+    for world in (2, 4):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        (folder / "megatron").touch()
+        run_ranks(str(Path(__file__).with_name("context_memory.py")), world, folder)
+        peaks[world] = [json.loads((folder / f"{rank}.json").read_text())["whole"] for rank in range(world)]
+    assert 0 < max(peaks[4]) < 0.6 * min(peaks[2])

@@ -1,0 +1,238 @@
+"""The optimisers of a student on Megatron-Core: torch's AdamW on whole slices, or Megatron-Core's own.
+
+Megatron-Core's cuts float32 copies and moments of slices over the data-parallel ranks once more (Rajbhandari
+et al. 2020, "ZeRO", stage 1). It is written for CUDA alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opd.config.train import OptimConfig
+from opd.megatron.module import inside_megatron
+from opd.train.backend import adamw
+
+WEIGHT = "param"
+"""The field that holds the weights in the optimiser's own precision."""
+
+
+class MegatronOptimizer(ABC):
+    """AdamW over the parameters of one rank, whose gradients are in `main_grad`."""
+
+    steps = 0
+    """Updates so far."""
+
+    @abstractmethod
+    def norm(self) -> float:
+        """The L2 norm of the whole gradient, after it was reduced; all ranks call it together."""
+
+    @abstractmethod
+    def step(self, lr: float, scale: float) -> None:
+        """Multiply the gradient of the last `norm` by `scale` and update the weights."""
+
+    @abstractmethod
+    def whole(self, name: str, key: str) -> Tensor:
+        """`WEIGHT`, in the optimiser's precision, or a moment of a parameter, as large as that is on this
+        tensor-parallel rank; the data-parallel ranks call it together.
+        """
+
+    @abstractmethod
+    def resume(self, steps: int) -> None:
+        """Go on after `steps` updates, once `put` has set all weights and, after any, moments."""
+
+    @abstractmethod
+    def put(self, name: str, key: str, value: Tensor) -> None:
+        """Set what `whole` gives. Weights of the model itself are not touched."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Let go of gradients of its own."""
+
+
+class SlicedAdamW(MegatronOptimizer):
+    """Every data-parallel rank has the whole state of its slices.
+
+    Args:
+        parameters: Of this rank, by name.
+        optim: AdamW settings.
+        cut: Of which parameters tensor-parallel ranks have different slices; all hold the same of others.
+        group: The tensor-parallel ranks.
+        float32: Keep the weights in float32 too, whatever the model's dtype.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optim: OptimConfig,
+        cut: Mapping[str, bool],
+        group: dist.ProcessGroup,
+        *,
+        float32: bool,
+    ) -> None:
+        self._parameters, self._cut, self._group = parameters, cut, group
+        self._own: Mapping[str, Tensor] = parameters
+        if float32:
+            self._own = {name: parameter.detach().float() for name, parameter in parameters.items()}
+        self._optimizer = adamw(self._own, optim)
+
+    def norm(self) -> float:
+        squares = torch.zeros(2, dtype=torch.float32, device=next(iter(self._own.values())).device)
+        for name, parameter in self._parameters.items():
+            squares[int(self._cut[name])] += _gradient(parameter).float().square().sum()
+        cut = squares[1:].clone()
+        dist.all_reduce(cut, group=self._group)
+        return float((squares[0] + cut[0]).sqrt())
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: float) -> None:
+        for name, parameter in self._parameters.items():
+            own = self._own[name]
+            own.grad = (_gradient(parameter) * scale).to(own.dtype)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.steps += 1
+        for name, parameter in self._parameters.items():
+            if self._own[name] is not parameter:
+                parameter.copy_(self._own[name])
+
+    def whole(self, name: str, key: str) -> Tensor:
+        own = self._own[name]
+        return own.detach() if key == WEIGHT else self._optimizer.state[own][key]
+
+    def resume(self, steps: int) -> None:
+        self.steps = steps
+        self._optimizer.state.clear()
+        for own in self._own.values() if steps else ():
+            self._optimizer.state[own] = {"step": torch.tensor(float(steps), device=own.device)}
+
+    @torch.no_grad()
+    def put(self, name: str, key: str, value: Tensor) -> None:
+        own = self._own[name]
+        if key == WEIGHT:
+            own.copy_(value)
+        else:
+            self._optimizer.state[own][key] = value.to(own.device, own.dtype)
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+
+class DistributedAdamW(MegatronOptimizer):
+    """Megatron-Core's `DistributedOptimizer`: of each slice a data-parallel rank keeps and updates its share,
+    in float32, and gathers the others' results.
+
+    Args:
+        buffers: Megatron-Core's data-parallel module, made for a distributed optimiser.
+        parameters: Of this rank, by name; all are in `buffers`.
+        optim: AdamW settings.
+        cut: As of `SlicedAdamW`.
+    """
+
+    def __init__(
+        self,
+        buffers: Any,
+        parameters: Mapping[str, nn.Parameter],
+        optim: OptimConfig,
+        cut: Mapping[str, bool],
+    ) -> None:
+        self._parameters = parameters
+        self._device = next(iter(parameters.values())).device
+        for name, parameter in parameters.items():  # by this it knows what tensor-parallel ranks share
+            parameter.tensor_model_parallel = cut[name]  # pyright: ignore[reportAttributeAccessIssue]
+        with inside_megatron(self._device):
+            self._inner = _optimizer_of_ranks(buffers, optim)
+
+    def norm(self) -> float:
+        with inside_megatron(self._device):
+            self._inner.prepare_grads()
+            return float(self._inner.get_grad_norm())
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: float) -> None:
+        for group in self._inner.param_groups:
+            group["lr"] = lr
+        if scale != 1.0:
+            for own in self._inner.get_parameters():
+                own.grad.mul_(scale)
+        with inside_megatron(self._device):
+            self._inner.step_with_ready_grads()
+        self.steps += 1
+
+    @torch.no_grad()
+    def whole(self, name: str, key: str) -> Tensor:
+        parameter = self._parameters[name]
+        flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
+        mine = self._share(parameter)
+        if mine is not None:
+            start, end, own = mine
+            flat[start:end] = own if key == WEIGHT else self._inner.optimizer.state[own][key]
+        dist.all_reduce(flat, group=self._inner.data_parallel_group)
+        return flat.view(parameter.shape)
+
+    def resume(self, steps: int) -> None:
+        self.steps = steps
+        inner = self._inner.optimizer
+        inner.state.clear()
+        if not isinstance(inner, torch.optim.AdamW):  # others count in the group
+            for group in inner.param_groups:
+                group["step"] = steps
+        elif steps:
+            for share in filter(None, map(self._share, self._parameters.values())):
+                inner.state[share[2]] = {"step": torch.tensor(float(steps))}
+
+    @torch.no_grad()
+    def put(self, name: str, key: str, value: Tensor) -> None:
+        mine = self._share(self._parameters[name])
+        if mine is None:
+            return
+        start, end, own = mine
+        part = value.view(-1)[start:end]
+        if key == WEIGHT:
+            own.copy_(part)
+        else:
+            self._inner.optimizer.state[own][key] = part.to(own, copy=True)
+
+    def _share(self, parameter: nn.Parameter) -> tuple[int, int, Tensor] | None:
+        """Which elements of `parameter` this rank updates, and its float32 copy of them."""
+        if parameter not in self._inner.model_param_group_index_map:
+            return None
+        share = self._inner._get_model_param_range_map(parameter)["param"]
+        group, place = self._inner.model_param_group_index_map[parameter]
+        return share.start, share.end, self._inner.param_groups[group]["params"][place]
+
+    def zero_grad(self) -> None:
+        self._inner.zero_grad()
+
+
+def _optimizer_of_ranks(buffers: Any, optim: OptimConfig) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=0.0,  # here the norm is looked at before a step is taken
+        bf16=buffers.config.bf16,
+        use_distributed_optimizer=True,
+    )
+    # No overrides: by default it leaves norms and biases out of the weight decay, unlike the other back ends.
+    whole: Any = get_megatron_optimizer(settings, [buffers], config_overrides={})
+    [of_dense] = whole.chained_optimizers  # of a model without experts
+    return of_dense
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]

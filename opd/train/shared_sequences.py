@@ -1,0 +1,87 @@
+"""What a back end does whose ranks share the tokens of each micro-batch, wherever its weights lie.
+
+Ranks of a row are given the same samples and make the same calls; loss, gradient, metrics and
+log-probabilities are those of one rank alone, but for the order of sums. Terms see this rank's response
+tokens, and `MicroBatch.kept` says which they are.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from opd.models.context_parallel import ContextParallel, TokenShare
+from opd.ranks import Ranks
+from opd.train.backend import Backend
+from opd.train.terms import MetricSums, linear_logprobs
+from opd.types import MicroBatch
+
+
+def context_of(row: Ranks) -> ContextParallel:
+    """The ranks of a row, which share each sequence."""
+    if row.group is None:
+        raise ValueError("ranks have no process group; use TorchBackend for one rank")
+    return ContextParallel(row.group)
+
+
+class SharedSequences(Backend):
+    """Before a back end in the order of bases: of each sequence every rank of `_context` has a share."""
+
+    _context: ContextParallel
+
+    @abstractmethod
+    def _hidden(self, own: TokenShare) -> Tensor:
+        """Last hidden states [t, D] of this rank's tokens."""
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Last hidden states [t, D] of this rank's tokens."""
+        return self._hidden(self._own(input_ids, position_ids, cu_seqlens))
+
+    def sum_shared(self, values: Tensor) -> Tensor:
+        return self._context.sum(values)
+
+    def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
+        own = self._own(micro.input_ids, micro.position_ids, micro.cu_seqlens)
+        return super()._loss(own_rows(micro, own), sums)
+
+    def _packed_logprobs(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
+    ) -> Tensor:
+        own = self._own(input_ids, position_ids, cu_seqlens)
+        local, kept = own_places(rows, own)
+        mine = linear_logprobs(
+            self._hidden(own)[local],
+            self.head(),
+            input_ids[rows[kept] + 1],
+            temperature=self.temperature,
+            chunk=self._batch.kl_chunk,
+        )
+        whole = torch.zeros(len(rows), dtype=mine.dtype, device=mine.device)
+        whole[kept] = mine
+        return self._context.sum(whole)
+
+    def _own(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> TokenShare:
+        return self._context.share(input_ids, position_ids, cu_seqlens.tolist())
+
+
+def own_places(rows: Tensor, own: TokenShare) -> tuple[Tensor, Tensor]:
+    """Of packed positions `rows` [N] those this rank has: places in its tokens [M], and in `rows` [M]."""
+    order = torch.argsort(own.places)
+    sorted_places = own.places[order]
+    found = torch.searchsorted(sorted_places, rows).clamp(max=len(sorted_places) - 1)
+    kept = torch.nonzero(sorted_places[found] == rows)[:, 0]
+    return order[found[kept]], kept
+
+
+def own_rows(micro: MicroBatch, own: TokenShare) -> MicroBatch:
+    """`micro` with this rank's response tokens alone; `rows` become places in its tokens."""
+    local, kept = own_places(micro.rows, own)
+    names = ("targets", "advantages", "policy_weight", "kl_weight", "ce_weight")
+    streams = {name: getattr(micro, name)[kept] for name in names}
+    for name in ("old_logprobs", "ref_logprobs", "importance", "values", "returns"):
+        if (given := getattr(micro, name)) is not None:
+            streams[name] = given[kept]
+    return replace(micro, rows=local, kept=kept, **streams)
