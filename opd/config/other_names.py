@@ -321,6 +321,8 @@ ROWS = (
         ("assistant_only_loss", "completion_only_loss", "packing"),
     ),
     Row(("train.tensor_parallel",), "", ("tensor-model-parallel-size",)),
+    Row(("train.pipeline_parallel",), "", ("pipeline-model-parallel-size",)),
+    Row(("train.overlap",), "", ("overlap-grad-reduce",)),
     Row(
         ("train.context_parallel",),
         "",

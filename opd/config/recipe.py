@@ -667,3 +667,14 @@ class Recipe(Config):
                         f" domain of this recipe; add teachers.{name}.path"
                     )
         return self
+
+    @model_validator(mode="after")
+    def _stages_beside_teachers(self) -> Recipe:
+        for name in self.used_teachers() if self.train.pipeline_parallel > 1 else ():
+            if self.teacher(name).type == "megatron":
+                raise ValueError(
+                    f"teacher {name} is of type megatron, whose ranks have all layers, but with"
+                    " train.pipeline_parallel Megatron-Core has stages in this process; set its type to"
+                    " streamed, or train.pipeline_parallel to 1"
+                )
+        return self

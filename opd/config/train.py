@@ -79,9 +79,15 @@ class TrainConfig(Config):
     What is said elsewhere in the recipe wins."""
     tensor_parallel: int = Field(default=1, gt=0, le=4096)
     """Ranks that share each layer and the vocabulary with `megatron`; the others share the batch."""
+    pipeline_parallel: int = Field(default=1, gt=0, le=4096)
+    """Stages into which the layers are cut with `megatron`, on ranks of their own; the last has the head and
+    the loss. It is for models whose layers are too many for the ranks of `tensor_parallel`."""
     distributed_optimizer: bool | None = None
     """Whether `megatron` cuts the optimiser's state over the ranks that share the batch, with Megatron-Core's
     own optimiser for GPUs. `null`: where there is one."""
+    overlap: bool | None = None
+    """Whether `megatron` sums gradients over the ranks that share the batch while the last backward pass of a
+    step still computes others. `null`: on CUDA, whose devices send while they compute."""
     context_parallel: int = Field(default=1, gt=0, le=4096)
     """Ranks that share each sequence with `torch` or `megatron`; groups of so many share the batch. Weights
     are shared as they are without it; it is for sequences that are too long for one rank."""
@@ -98,21 +104,23 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> TrainConfig:
-        if self.backend != "megatron" and self.tensor_parallel > 1:
-            raise ValueError(
-                f"tensor_parallel has no effect with backend {self.backend}; set backend to megatron, or"
-                " leave tensor_parallel at 1"
-            )
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if self.backend != "megatron" and getattr(self, name) > 1:
+                raise ValueError(
+                    f"{name} has no effect with backend {self.backend}; set backend to megatron, or leave"
+                    f" {name} at 1"
+                )
         if self.backend == "deepspeed" and self.context_parallel > 1:
             raise ValueError(
                 "context_parallel has no effect with backend deepspeed; set backend to torch or megatron, or"
                 " leave context_parallel at 1"
             )
-        if self.distributed_optimizer is not None and self.backend != "megatron":
-            raise ValueError(
-                f"distributed_optimizer has no effect with backend {self.backend}; set backend to megatron,"
-                " or leave it out"
-            )
+        for name in ("distributed_optimizer", "overlap"):
+            if getattr(self, name) is not None and self.backend != "megatron":
+                raise ValueError(
+                    f"{name} has no effect with backend {self.backend}; set backend to megatron, or leave it"
+                    " out"
+                )
         if self.ranks is not None and (misfit := self.misfit(self.ranks)):
             raise ValueError(misfit)
         return self
@@ -120,13 +128,13 @@ class TrainConfig(Config):
     @property
     def together(self) -> int:
         """Ranks that have the same samples: one student, shared."""
-        return self.tensor_parallel * self.context_parallel
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     def misfit(self, size: int) -> str | None:
         """Why `size` ranks cannot be divided as is asked for, and what could; `None` if they can."""
         widths = {
             f"train.{name}": getattr(self, name)
-            for name in ("tensor_parallel", "context_parallel")
+            for name in ("tensor_parallel", "context_parallel", "pipeline_parallel")
             if getattr(self, name) > 1
         }
         if size % self.together == 0:

@@ -28,6 +28,18 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """The layers that some ranks have; the next ones' are on others."""
+
+    layers: range
+    """Numbers in the whole decoder; there they count from 0."""
+    first: bool
+    """Has the embedding."""
+    last: bool
+    """Has the final norm and the head; of tied weights the rows once more, if it is not the first."""
+
+
+@dataclass(frozen=True, slots=True)
 class MegatronForm:
     """A decoder of one of the `FAMILIES`: everything that decides shapes and arithmetic, no weights."""
 
@@ -100,6 +112,29 @@ class MegatronForm:
                     f"a model with {count} {what} cannot be cut into {ranks} equal slices; choose a tensor"
                     f" parallel size of {fitting}."
                 )
+
+    def stage(self, number: int, count: int) -> Stage:
+        """The layers of stage `number` of `count`; where they cannot be equal, the last ones have one less:
+        the head is there. Raises `ModelError` if one would have none.
+        """
+        if count > self.layers:
+            raise ModelError(
+                f"a model of {self.layers} layers cannot be cut into {count} stages; set"
+                f" train.pipeline_parallel to {self.layers} or less."
+            )
+        each, more = divmod(self.layers, count)
+        start = number * each + min(number, more)
+        return Stage(range(start, start + each + (number < more)), number == 0, number == count - 1)
+
+    def part(self, stage: Stage) -> MegatronForm:
+        """The same with the layers of a stage alone."""
+        layers = slice(stage.layers.start, stage.layers.stop)
+        return replace(
+            self,
+            layers=len(stage.layers),
+            windows=self.windows[layers],
+            moe_layers=self.moe_layers[layers],
+        )
 
     def padded_vocabulary(self, ranks: int) -> int:
         """Rows of the embedding and the head over all ranks: the same number on each."""
@@ -183,8 +218,9 @@ def _inverse_frequencies(config: Any) -> Tensor:
     return frequencies
 
 
+EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
-"""Megatron-Core's name of the head."""
+"""Megatron-Core's names of embedding and head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +245,20 @@ class Piece:
     """False if every rank holds the same."""
 
 
-def pieces(form: MegatronForm, rank: int, ranks: int) -> list[Piece]:
-    """Every parameter of rank `rank` of `ranks`, in the order of a forward pass, and the head at the end."""
-    found = [_vocabulary_rows(form, "embedding.word_embeddings.weight", "model.embed_tokens", rank, ranks)]
-    for layer in range(form.layers):
-        found += _layer(form, layer, rank, ranks)
-    found.append(Piece("decoder.final_layernorm.weight", (Cut("model.norm.weight"),), split=False))
-    head = "model.embed_tokens" if form.tied else "lm_head"
-    found.append(_vocabulary_rows(form, HEAD, head, rank, ranks))
+def pieces(form: MegatronForm, rank: int, ranks: int, stage: Stage | None = None) -> list[Piece]:
+    """Every parameter of rank `rank` of `ranks`, or those of a `stage`, in the order of a forward pass, and
+    the head at the end.
+    """
+    stage = stage or form.stage(0, 1)
+    found = []
+    if stage.first:
+        found.append(_vocabulary_rows(form, EMBEDDING, "model.embed_tokens", rank, ranks))
+    for number, layer in enumerate(stage.layers):
+        found += _layer(form, layer, f"decoder.layers.{number}", (rank, ranks))
+    if stage.last:
+        found.append(Piece("decoder.final_layernorm.weight", (Cut("model.norm.weight"),), split=False))
+        head = "model.embed_tokens" if form.tied else "lm_head"
+        found.append(_vocabulary_rows(form, HEAD, head, rank, ranks))
     return found
 
 
@@ -227,8 +269,9 @@ def _vocabulary_rows(form: MegatronForm, name: str, source: str, rank: int, rank
     return Piece(name, cuts, padding=rows - (stop - start))
 
 
-def _layer(form: MegatronForm, layer: int, rank: int, ranks: int) -> Iterator[Piece]:
-    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+def _layer(form: MegatronForm, layer: int, ours: str, place: tuple[int, int]) -> Iterator[Piece]:
+    """Of the rank and ranks in `place`; `ours` is Megatron-Core's name of the layer."""
+    (rank, ranks), theirs = place, f"model.layers.{layer}"
     whole = {
         "input_layernorm": "input_layernorm",
         "pre_mlp_layernorm": "post_attention_layernorm",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opd.errors import MissingExtraError, TeacherError
-from opd.megatron.form import MegatronForm
+from opd.megatron.form import MegatronForm, Stage
 from opd.models.attention import Attend, AttentionCall, PackedAttention
 from opd.models.long_sequence import recomputed
 from opd.ranks import process_group
@@ -69,23 +69,26 @@ def _cpu_as_current_device() -> Iterator[None]:
 
 
 @contextmanager
-def model_parallel(tensor_parallel: int) -> Iterator[dist.ProcessGroup]:
+def model_parallel(tensor_parallel: int, stages: int = 1) -> Iterator[dist.ProcessGroup]:
     """The tensor-parallel group of this rank: Megatron-Core's own if it has been initialised, else a new one.
 
-    Ranks are taken in order: `tensor_parallel` neighbours share a model. With a size of 1 and no process
+    Ranks are taken in order: `tensor_parallel` neighbours share layers, and ranks of other `stages` of layers
+    lie furthest apart (`layout.py`). With a size of 1 and no process
     group in this process, one of this process alone is made, without a port. What was made here is destroyed
     when the block ends. Raises `TeacherError` if the sizes do not fit.
     """
     core = megatron_core()
     state = core.parallel_state
-    _check_world(tensor_parallel)
+    _check_world(tensor_parallel, stages)
     with process_group(), ExitStack() as stack:
         if not state.model_parallel_is_initialized():
-            state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+            state.initialize_model_parallel(
+                tensor_model_parallel_size=tensor_parallel, pipeline_model_parallel_size=stages
+            )
             stack.callback(state.destroy_model_parallel)
         group = state.get_tensor_model_parallel_group()
         others = [state.get_pipeline_model_parallel_world_size(), state.get_context_parallel_world_size()]
-        if dist.get_world_size(group) != tensor_parallel or max(others) > 1:
+        if dist.get_world_size(group) != tensor_parallel or others != [stages, 1]:
             raise TeacherError(
                 f"Megatron-Core runs with tensor parallel size {dist.get_world_size(group)}, pipeline size"
                 f" {others[0]} and context size {others[1]} in this process, but a teacher was asked to run"
@@ -94,16 +97,16 @@ def model_parallel(tensor_parallel: int) -> Iterator[dist.ProcessGroup]:
         yield group
 
 
-def _check_world(tensor_parallel: int) -> None:
+def _check_world(tensor_parallel: int, stages: int) -> None:
     """Raise `TeacherError` where processes cannot be grouped like that."""
     if not dist.is_initialized():
-        if tensor_parallel != 1:
+        if tensor_parallel * stages != 1:
             raise TeacherError(
-                f"tensor parallel size {tensor_parallel} needs {tensor_parallel} processes with a process"
-                " group, and this one has none; make it first, or set its tensor_parallel to 1."
+                f"tensor parallel size {tensor_parallel} needs {tensor_parallel * stages} processes with a"
+                " process group, and this one has none; make it first, or set its tensor_parallel to 1."
             )
         return
-    if dist.get_world_size() % tensor_parallel:
+    if dist.get_world_size() % (tensor_parallel * stages):
         raise TeacherError(
             f"{dist.get_world_size()} processes cannot be divided into groups of {tensor_parallel}; choose a"
             " tensor parallel size that divides their number."
@@ -277,6 +280,7 @@ class MegatronModule:
         dtype: Of weights and hidden states.
         device: Where it runs.
         trained: Keep what a backward needs, and let gradients add up over ranks instead of being averaged.
+        stage: The layers that are here; by default all.
     """
 
     def __init__(
@@ -286,16 +290,18 @@ class MegatronModule:
         dtype: torch.dtype,
         device: torch.device,
         trained: bool = False,
+        stage: Stage | None = None,
     ) -> None:
         form.check_divisible(group.size())
         self.recompute = False
         """Of each layer keep the input alone for the backward, which computes the rest again."""
         self.form = form
+        self.stage = stage or form.stage(0, 1)
         self.group = group
         self.dtype = dtype
         self.device = device
         with inside_megatron(device):
-            self.module = _build(form, group.size(), dtype, device)
+            self.module = _build(form.part(self.stage), group.size(), dtype, device, self.stage)
         self.module.requires_grad_(trained)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -308,16 +314,23 @@ class MegatronModule:
         return self.run(input_ids, position_ids, cu_seqlens)
 
     def run(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, attend: Attend | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        attend: Attend | None = None,
+        given: Tensor | None = None,
     ) -> Tensor:
-        """Last hidden states after the final norm [T, D], on every rank, of sequences packed end to end.
+        """Last hidden states after the final norm [T, D], on every rank, of sequences packed end to end; of a
+        stage before the last those after its layers, without a norm.
 
         `input_ids` and `position_ids` [T] int64, `cu_seqlens` [B + 1] int32: the same on all ranks. `attend`:
-        see `packed_params`.
+        see `packed_params`. `given` [T, 1, D]: what the stage before the first layer of this one gave.
         """
         if not len(input_ids):
             return torch.zeros(0, self.form.hidden_size, dtype=self.dtype, device=self.device)
         self.module.rotary_pos_emb.positions = position_ids
+        self.module.set_input_tensor(given)
         layers = self.module.decoder.layers if self.recompute and torch.is_grad_enabled() else ()
         with inside_megatron(self.device), recomputed(layers):
             rows = self.module(
@@ -329,7 +342,8 @@ class MegatronModule:
         return rows[:, 0]
 
 
-def _build(form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.device) -> Any:
+def _build(form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.device, stage: Stage) -> Any:
+    """A `GPTModel` of `form`'s layers, as if they were all: what other stages have is nothing to it."""
     core = megatron_core()
     config = _transformer_config(form, ranks, dtype, device)
     model = core.models.gpt.gpt_model.GPTModel(
@@ -338,11 +352,14 @@ def _build(form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.dev
         vocab_size=form.padded_vocabulary(ranks),
         max_sequence_length=2**20,  # unused with rotary embeddings
         position_embedding_type="rope",
-        # The head is a teacher's own and read when the loss needs it: here it gets no memory, and without
-        # `post_process` the forward ends at the final norm, which is built all the same.
+        # The head is a teacher's own, or the back end's: here it gets no memory, and without `post_process`
+        # the forward ends at the final norm.
         share_embeddings_and_output_weights=True,
+        pre_process=stage.first,
+        post_process=False,
     )
-    model.post_process = False
+    if stage.last:
+        model.decoder.final_layernorm = RMSNorm(config, form.hidden_size, form.norm_eps)
     model.rotary_pos_emb = Rotary(torch.tensor(form.rope, dtype=torch.float32, device=device))
     for layer, window in zip(model.decoder.layers, form.windows, strict=True):
         layer.self_attention.core_attention.sliding_window = window

@@ -209,6 +209,8 @@ class Backend(ABC):
         self.terms = list(training.terms)
         self.temperature = training.temperature
         self.data = Ranks() if data is None else data
+        self.together = self.data
+        """All ranks that pass through the model together; by default those."""
         self.shares = Shares(self.data, None if model is None else cost_of(model))
         self._trims = model is not None and model_bytes(model) >= TRIMMED
         self.max_tokens = training.batch.max_tokens
@@ -315,7 +317,7 @@ class Backend(ABC):
         makes of packs of them (see `of_packed`); `what` names it. All ranks call it together.
         """
         self.wake()
-        with self.data.collective(what):
+        with self.together.collective(what):
             missing = self._missing_passes(samples)
             results = of_packed(
                 samples,
@@ -367,9 +369,8 @@ class Backend(ABC):
         parts = self.shares.in_step(samples, self.max_tokens)
         self._trim()  # what rollout and teachers have left in pieces
         try:
-            with self.data.collective("the forward and backward passes"):
-                for number, batch in enumerate(read(parts), start=1):
-                    self._pass(batch, sums, last=number == len(parts))
+            with self.together.collective("the forward and backward passes"):
+                self._passes(read(parts), parts, sums)
                 self.reduce()
         except FloatingPointError as error:
             self.zero_grad()
@@ -399,6 +400,13 @@ class Backend(ABC):
         if self.data.alone:
             return sums
         return MetricSums.merged(self.data.gather_json(sums.parts(), "the metrics of a step"))
+
+    def _passes(
+        self, batches: Iterable[RolloutBatch], parts: Sequence[Sequence[int]], sums: MetricSums
+    ) -> None:
+        """Add the gradient of all `batches`, whose places are `parts`; what they say goes to `sums`."""
+        for number, batch in enumerate(batches, start=1):
+            self._pass(batch, sums, last=number == len(parts))
 
     def _pass(self, batch: RolloutBatch, sums: MetricSums, last: bool) -> None:
         if not batch.samples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -13,6 +13,9 @@ from opd.errors import ConfigError
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks, process_group
 from opd.train.backend import Backend, TorchBackend, Training
+
+if TYPE_CHECKING:
+    from opd.train.megatron_backend import MegatronBackend
 
 
 class Load(Protocol):
@@ -66,10 +69,7 @@ def _on_ranks(
             " train.backend to torch."
         )
     if train.backend == "megatron":
-        from opd.train.megatron_backend import MegatronBackend, MegatronContextBackend
-
-        kind = MegatronContextBackend if train.context_parallel > 1 else MegatronBackend
-        return kind(model, training, ranks, train=train, compute_dtype=compute)
+        return _on_megatron(train)(model, training, ranks, train=train, compute_dtype=compute)
     if train.context_parallel > 1:
         from opd.train.fsdp_backend import ContextBackend
 
@@ -81,6 +81,18 @@ def _on_ranks(
     from opd.train.fsdp_backend import FSDPBackend
 
     return FSDPBackend(model, training, ranks, compute)
+
+
+def _on_megatron(train: TrainConfig) -> type[MegatronBackend]:
+    from opd.train import megatron_backend, megatron_pipeline
+
+    if train.pipeline_parallel > 1:
+        if train.context_parallel > 1:
+            return megatron_pipeline.MegatronPipelineContextBackend
+        return megatron_pipeline.MegatronPipelineBackend
+    if train.context_parallel > 1:
+        return megatron_backend.MegatronContextBackend
+    return megatron_backend.MegatronBackend
 
 
 def _refuse(train: TrainConfig, batch: BatchConfig) -> None:

@@ -3,15 +3,16 @@
 Shoeybi et al. 2019, "Megatron-LM". Gradients go through Megatron-Core's own data-parallel buffers and
 `finalize_model_grads`, in float32; `megatron_optimizer.py` has the optimisers.
 
-`MegatronContextBackend` shares each sequence among ranks, and the samples among groups of such ranks.
+`MegatronContextBackend` shares each sequence among ranks, and the samples among groups of such ranks;
+`megatron_pipeline.py` has the schedule of stages.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from opd.errors import ConfigError, ModelError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
 from opd.megatron.form import (
+    EMBEDDING,
     HEAD,
     Cut,
     Elements,
@@ -55,11 +57,10 @@ from opd.train.backend import (
     not_finite,
     optimizer_fields,
 )
-from opd.train.megatron_optimizer import WEIGHT, DistributedAdamW, MegatronOptimizer, SlicedAdamW
+from opd.train.megatron_optimizer import WEIGHT, DistributedAdamW, MegatronOptimizer, SlicedAdamW, Slices
 from opd.train.shared_sequences import SharedSequences, context_of
 from opd.train.terms import MetricSums
-
-_EMBEDDING = "embedding.word_embeddings.weight"
+from opd.types import RolloutBatch
 
 
 class MegatronBackend(Backend):
@@ -86,38 +87,44 @@ class MegatronBackend(Backend):
         """Raises `ModelError` if the model has no place on Megatron-Core or cannot be cut into that many,
         `ConfigError` if the optimiser does not run here.
         """
-        tensor_parallel = train.tensor_parallel
+        tensor_parallel, stages = train.tensor_parallel, train.pipeline_parallel
         distributed = _distributed(train, model.device)
         self._form = _form(model, tensor_parallel)
+        self._layout = Layout(ranks.rank, ranks.size, tensor_parallel, train.context_parallel, stages)
+        self._stage = self._form.stage(self._layout.stage, stages)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.weights()}
         if model.unread is not None:
-            numbers = model.parameter_count // tensor_parallel
             each = (compute_dtype or model.dtype).itemsize + (4 if compute_dtype is None else 8)
-            need_room(model, ranks, numbers, each)  # gradients are float32, and perhaps masters
+            need_room(model, ranks, self._numbers(), each)  # gradients are float32, and perhaps masters
         self._ranks, self._stack = ranks, ExitStack()
-        self._group = self._stack.enter_context(model_parallel(tensor_parallel))
-        self._layout = Layout(ranks.rank, ranks.size, tensor_parallel, train.context_parallel)
+        self._group = self._stack.enter_context(model_parallel(tensor_parallel, stages))
         data = ranks.one_of(self._layout.groups("data"), "data")
         # Together they have all tokens of a step, once.
         everyone = self._layout.groups("stages", "data", "context")
         self._everyone = data if len(everyone[0]) == data.size else ranks.one_of(everyone, "tokens")
+        if stages > 1:
+            self._stages = ranks.one_of(self._layout.groups("stages"), "stages")
         super().__init__(training, data, model)
+        self.together = ranks
         self._vocabulary = model.vocabulary
         self._device = model.device
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.weights()}
         dtype = compute_dtype or model.dtype
-        self._module = MegatronModule(self._form, self._group, dtype, model.device, trained=True)
+        self._module = MegatronModule(
+            self._form, self._group, dtype, model.device, trained=True, stage=self._stage
+        )
         self._module.recompute = training.batch.recompute_layers
         padding = model.module.get_input_embeddings().padding_idx
-        if padding is not None:
+        if padding is not None and self._stage.first:
             words = self._module.module.embedding.word_embeddings
             words.register_forward_hook(partial(_constant_padding, padding))
         self._parameters = dict(self._module.parameters())
-        if not self._form.tied:
+        if self._stage.last and not (self._form.tied and self._stage.first):
             rows = self._form.padded_vocabulary(tensor_parallel) // tensor_parallel
             shape = (rows, self._form.hidden_size)
             self._parameters[HEAD] = nn.Parameter(torch.empty(shape, dtype=dtype, device=model.device))
-        self._where = {cut.source: piece for piece in self._pieces(first=True) for cut in piece.cuts}
+        self._places = self._sources()
         self._max_grad_norm = training.optim.max_grad_norm
+        self._overlaps = model.device.type == "cuda" if train.overlap is None else train.overlap
         self._buffers = self._data_parallel(distributed)
         self._keeps_float32 = compute_dtype is not None
         self._optimizer = self._open_optimizer(training.optim, distributed)
@@ -126,11 +133,41 @@ class MegatronBackend(Backend):
         else:
             read_together(model, ranks, self._read)
 
+    def _numbers(self) -> int:
+        """Elements of this rank's parameters; padding is not counted."""
+        tensor = self._layout.tensor
+        found = pieces(self._form, 0, tensor, self._stage)
+        if self._stage.first and self._stage.last and self._form.tied:
+            found.pop()
+        return sum(
+            math.prod(self._shapes[source]) // (tensor if piece.split else 1)
+            for piece in found
+            for source in {cut.source for cut in piece.cuts}
+        )
+
+    def _sources(self) -> dict[str, tuple[int, str]]:
+        """By Hugging Face's name: the first stage that has a tensor, and the parameter it is in there."""
+        found: dict[str, tuple[int, str]] = {}
+        for number in range(self._layout.stages):
+            stage = self._form.stage(number, self._layout.stages)
+            for piece in pieces(self._form, 0, self._layout.tensor, stage):
+                for cut in piece.cuts:
+                    found.setdefault(cut.source, (number, piece.name))
+        return found
+
+    @property
+    def _again(self) -> str | None:
+        """The parameter whose rows another stage has, and writes, too."""
+        tied = self._form.tied and self._stage.last and not self._stage.first
+        return HEAD if tied else None
+
     def _open_optimizer(self, optim: OptimConfig, distributed: bool) -> MegatronOptimizer:
         cut = {piece.name: piece.split for piece in self._pieces()}
+        stages = self._stages.group if self._layout.stages > 1 else None
+        slices = Slices(self._parameters, cut, self._group, stages, self._again)
         if distributed:
-            return DistributedAdamW(self._buffers, self._parameters, optim, cut)
-        return SlicedAdamW(self._parameters, optim, cut, self._group, float32=self._keeps_float32)
+            return DistributedAdamW(self._buffers, slices, optim)
+        return SlicedAdamW(slices, optim, float32=self._keeps_float32)
 
     def _data_parallel(self, distributed: bool) -> Any:
         """Megatron-Core's gradient buffers of all parameters, the head's among them."""
@@ -139,19 +176,24 @@ class MegatronBackend(Backend):
             warnings.simplefilter("ignore")
             from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        whole = nn.Module()
-        whole.add_module("decoder", self._module.module)
-        if not self._form.tied:
-            whole.register_parameter("head", self._parameters[HEAD])
+        whole = _Whole(self._module.module, self._parameters.get(HEAD), self._shared_rows())
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=distributed
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=self._overlaps,
+            use_distributed_optimizer=distributed,
         )
         with inside_megatron(self._device):
             return DistributedDataParallel(self._module.module.config, settings, whole)
 
-    def _pieces(self, *, first: bool = False) -> list[Piece]:
-        """Of this rank's parameters, or of those of the `first` tensor-parallel rank."""
-        found = pieces(self._form, 0 if first else self._group.rank(), self._group.size())
+    def _shared_rows(self) -> nn.Parameter | None:
+        """The embedding, or of the last stage the head, where both have the same rows."""
+        if not self._form.tied or self._layout.stages == 1:
+            return None
+        return self._parameters.get(EMBEDDING if self._stage.first else HEAD)
+
+    def _pieces(self) -> list[Piece]:
+        """Of this rank's parameters."""
+        found = pieces(self._form, self._group.rank(), self._group.size(), self._stage)
         return [piece for piece in found if piece.name in self._parameters]
 
     @property
@@ -174,14 +216,30 @@ class MegatronBackend(Backend):
         return MetricSums.merged(self._everyone.gather_json(sums.parts(), "the metrics of a step"))
 
     def head(self) -> Head | HeadShard:
-        rows = self._parameters[_EMBEDDING if self._form.tied else HEAD]
+        rows = self._parameters[HEAD if HEAD in self._parameters else EMBEDDING]
         shard = head_shard(rows, self._form, self._vocabulary, self._group)
         return shard if self._group.size() > 1 else shard.head
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        del last
-        with inside_megatron(self._device):
-            loss.backward()
+        self._differentiate(loss, None, last)
+
+    def _differentiate(self, made: Tensor, gradient: Tensor | None, last: bool) -> None:
+        """Add the gradient of `made`, at which `gradient` arrives; with the `last` of a step's Megatron-Core
+        may begin to sum it over the ranks.
+        """
+        with inside_megatron(self._device), nullcontext() if last else self._buffers.no_sync():
+            made.backward(gradient)
+
+    def _passes(
+        self, batches: Iterable[RolloutBatch], parts: Sequence[Sequence[int]], sums: MetricSums
+    ) -> None:
+        left = sum(map(bool, parts))
+        if not left and self._overlaps:
+            self.backward(self.run(self._nothing), last=True)  # others sum in their last pass
+        for batch in batches:
+            if batch.samples:
+                left -= 1
+                self._pass(batch, sums, last=not left)
 
     def reduce(self) -> None:
         """Sum over the data-parallel ranks, and what tensor-parallel ranks have of the heads' norms."""
@@ -215,7 +273,21 @@ class MegatronBackend(Backend):
         """
         own = {piece.name: piece for piece in self._pieces()}
         for name, shape in self._shapes.items():
-            yield name, self._gathered(name, own[self._where[name].name])[: shape[0]]
+            stage, parameter = self._places[name]
+            if stage == self._layout.stage:
+                tensor = self._gathered(name, own[parameter])[: shape[0]]
+            else:
+                tensor = torch.empty(shape, dtype=self._module.dtype, device=self._device)
+            yield name, self._told(tensor, stage)
+
+    def _told(self, tensor: Tensor, stage: int) -> Tensor:
+        """`tensor` of a stage, on all of them."""
+        if self._layout.stages > 1:
+            assert self._stages.group is not None
+            tensor = tensor.contiguous()
+            group = self._stages.group
+            dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
+        return tensor
 
     @torch.no_grad()
     def _gathered(self, source: str, piece: Piece) -> Tensor:
@@ -223,7 +295,7 @@ class MegatronBackend(Backend):
         part, axis = self._parameters[piece.name].detach(), 0
         if not piece.split:
             return part
-        if piece.name not in (_EMBEDDING, HEAD):  # of which ranks have as many rows each, with their padding
+        if piece.name not in (EMBEDDING, HEAD):  # of which ranks have as many rows each, with their padding
             cut, part = parts_of(piece, part)[source]
             axis = cut.axis
         parts = [torch.empty_like(part) for _ in range(self._group.size())]
@@ -232,9 +304,11 @@ class MegatronBackend(Backend):
 
     @torch.no_grad()
     def state(self) -> State:
-        """This rank's pieces of Hugging Face's tensors; the first has what all ranks have whole, too."""
+        """This rank's pieces of Hugging Face's tensors; of a stage the first has what all have whole, too."""
         files: dict[str, dict[str, Tensor | TensorPiece]] = {"model": {}, "optimizer": {}}
         for piece in self._pieces():
+            if piece.name == self._again:
+                continue
             for key in (WEIGHT, *MOMENTS) if self._optimizer.steps else (WEIGHT,):
                 values = self._optimizer.whole(piece.name, key)
                 if key == WEIGHT and not self._keeps_float32:
@@ -254,7 +328,7 @@ class MegatronBackend(Backend):
     ) -> None:
         shape = self._shapes[cut.source]
         if not piece.split:
-            if self._ranks.main:
+            if self._layout.copy == 0 and self._group.rank() == 0:
                 kept[name] = part.to("cpu", copy=True)
             return
         rows, first = (part, cut.start) if cut.axis == 0 else self._own_rows(part)
@@ -365,6 +439,27 @@ def _form(model: CausalLM, tensor_parallel: int) -> MegatronForm:
         )
     form.check_divisible(tensor_parallel)
     return form
+
+
+class _Whole(nn.Module):
+    """What Megatron-Core sums the gradients of: a stage's layers and its head. `shared`: rows that the first
+    and the last stage have, whose gradients it adds up.
+    """
+
+    def __init__(self, decoder: nn.Module, head: nn.Parameter | None, shared: nn.Parameter | None) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.register_parameter("head", head)
+        self.pre_process = True  # by this Megatron-Core knows that it asks the right module
+        self.share_embeddings_and_output_weights = shared is not None
+        self._rows = (shared,)  # registered already
+        if shared is not None:
+            # Of these both stages cut the optimiser's state alike.
+            setattr(shared, "shared_embedding", True)  # noqa: B010
+
+    def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
+        """Megatron-Core asks for it by this name."""
+        return self._rows[0]
 
 
 def _constant_padding(padding: int, _: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,39 +57,51 @@ class MegatronOptimizer(ABC):
         """Let go of gradients of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """What a rank has of a student, and who has the rest."""
+
+    parameters: Mapping[str, nn.Parameter]
+    """Of this rank, by name."""
+    cut: Mapping[str, bool]
+    """Of which of them tensor-parallel ranks have different slices; all hold the same of others."""
+    tensor: dist.ProcessGroup
+    """The tensor-parallel ranks."""
+    stages: dist.ProcessGroup | None = None
+    """The ranks with the other layers; `None`: all layers are here."""
+    again: str | None = None
+    """The one that another stage has, too."""
+
+
 class SlicedAdamW(MegatronOptimizer):
-    """Every data-parallel rank has the whole state of its slices.
+    """Every rank has the whole state of its slices.
 
     Args:
-        parameters: Of this rank, by name.
+        slices: What it has.
         optim: AdamW settings.
-        cut: Of which parameters tensor-parallel ranks have different slices; all hold the same of others.
-        group: The tensor-parallel ranks.
         float32: Keep the weights in float32 too, whatever the model's dtype.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        optim: OptimConfig,
-        cut: Mapping[str, bool],
-        group: dist.ProcessGroup,
-        *,
-        float32: bool,
-    ) -> None:
-        self._parameters, self._cut, self._group = parameters, cut, group
+    def __init__(self, slices: Slices, optim: OptimConfig, *, float32: bool) -> None:
+        self._slices = slices
+        self._parameters = parameters = slices.parameters
         self._own: Mapping[str, Tensor] = parameters
         if float32:
             self._own = {name: parameter.detach().float() for name, parameter in parameters.items()}
         self._optimizer = adamw(self._own, optim)
 
     def norm(self) -> float:
+        slices = self._slices
         squares = torch.zeros(2, dtype=torch.float32, device=next(iter(self._own.values())).device)
         for name, parameter in self._parameters.items():
-            squares[int(self._cut[name])] += _gradient(parameter).float().square().sum()
-        cut = squares[1:].clone()
-        dist.all_reduce(cut, group=self._group)
-        return float((squares[0] + cut[0]).sqrt())
+            if name != slices.again:
+                squares[int(slices.cut[name])] += _gradient(parameter).float().square().sum()
+        whole, cut = squares[:1].clone(), squares[1:].clone()
+        dist.all_reduce(cut, group=slices.tensor)
+        whole += cut
+        if slices.stages is not None:
+            dist.all_reduce(whole, group=slices.stages)
+        return float(whole.sqrt())
 
     @torch.no_grad()
     def step(self, lr: float, scale: float) -> None:
@@ -131,22 +144,16 @@ class DistributedAdamW(MegatronOptimizer):
 
     Args:
         buffers: Megatron-Core's data-parallel module, made for a distributed optimiser.
-        parameters: Of this rank, by name; all are in `buffers`.
+        slices: What this rank has; all is in `buffers`.
         optim: AdamW settings.
-        cut: As of `SlicedAdamW`.
     """
 
-    def __init__(
-        self,
-        buffers: Any,
-        parameters: Mapping[str, nn.Parameter],
-        optim: OptimConfig,
-        cut: Mapping[str, bool],
-    ) -> None:
-        self._parameters = parameters
-        self._device = next(iter(parameters.values())).device
-        for name, parameter in parameters.items():  # by this it knows what tensor-parallel ranks share
-            parameter.tensor_model_parallel = cut[name]  # pyright: ignore[reportAttributeAccessIssue]
+    def __init__(self, buffers: Any, slices: Slices, optim: OptimConfig) -> None:
+        self._parameters = slices.parameters
+        self._device = next(iter(slices.parameters.values())).device
+        for name, parameter in slices.parameters.items():  # by this it knows what ranks share
+            setattr(parameter, "tensor_model_parallel", slices.cut[name])  # noqa: B010
+            setattr(parameter, "shared", name == slices.again)  # noqa: B010
         with inside_megatron(self._device):
             self._inner = _optimizer_of_ranks(buffers, optim)
 

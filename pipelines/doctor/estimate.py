@@ -222,7 +222,7 @@ def _sharing(recipe: Recipe) -> tuple[int, int, int]:
     """How many of `train.ranks` share what one has of weights, gradients and AdamW's moments."""
     train, ranks = recipe.train, recipe.train.ranks or 1
     if train.backend == "megatron":
-        width = train.tensor_parallel
+        width = train.tensor_parallel * train.pipeline_parallel
         return width, width, width
     if train.backend == "deepspeed":
         return ranks if train.zero_stage == 3 else 1, ranks if train.zero_stage > 1 else 1, ranks

@@ -430,6 +430,7 @@ def test_the_estimate_on_several_ranks_is_that_of_one():
         "fsdp": {"ranks": 4},
         "zero 2": {"ranks": 4, "backend": "deepspeed", "zero_stage": 2},
         "megatron": {"ranks": 4, "backend": "megatron", "tensor_parallel": 2},
+        "stages": {"ranks": 4, "backend": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2},
     }.items():
         recipe = make_recipe(Path("unused"), model={"config": LLAMA}, train=train)
         parts = memory_parts(recipe, shape, {})
@@ -439,6 +440,7 @@ def test_the_estimate_on_several_ranks_is_that_of_one():
         "fsdp": [1000, 1000, 2000, 4000],
         "zero 2": [4000, 1000, 2000, 4000],
         "megatron": [2000, 2000, 4000, 4000],
+        "stages": [1000, 1000, 2000, 4000],
     }
     recipe = make_recipe(Path("unused"), model={"config": LLAMA}, train={"ranks": 4})
     titles = [finding.title for finding in check_resources(recipe, Models(student=shape), Path())]

@@ -27,6 +27,7 @@ LAUNCHES = {
     "context": {"backend": "torch", "context_parallel": 2},
     "mesh": {"backend": "torch", "context_parallel": 2, "ranks": 4},
     "megatron": {"backend": "megatron", "tensor_parallel": 2},
+    "megatron stages": {"backend": "megatron", "pipeline_parallel": 2},
     "megatron context": {"backend": "megatron", "context_parallel": 2},
     "deepspeed": {"backend": "deepspeed", "zero_stage": 3},
 }
@@ -85,6 +86,8 @@ def alone(trained, tmp_path_factory):
         ("context", "kl", {}),
         ("megatron", "kl", {}),
         pytest.param("megatron context", "kl", {}, marks=more),
+        pytest.param("megatron stages", "kl", {}, marks=more),
+        pytest.param("megatron stages", "reward", DISK, marks=more),
         ("fsdp", "soft labels", {}),
         ("fsdp", "reward", DISK),
         pytest.param("fsdp", "kl", DISK, marks=more),
@@ -175,6 +178,19 @@ def test_ranks_that_cannot_be_divided_are_refused():
         pass
     with pytest.raises(ValueError, match=r"context_parallel has no effect with backend deepspeed"):
         TrainConfig(backend="deepspeed", context_parallel=2)
+    with pytest.raises(ValueError, match=r"overlap has no effect with backend torch"):
+        TrainConfig(overlap=True)
+    with pytest.raises(ValueError, match=r"pipeline_parallel has no effect with backend deepspeed"):
+        TrainConfig(backend="deepspeed", pipeline_parallel=2)
+    with pytest.raises(
+        ValueError, match=r"3 ranks cannot be divided into groups of train.pipeline_parallel 2"
+    ):
+        TrainConfig(ranks=3, backend="megatron", pipeline_parallel=2)
+    with pytest.raises(ValueError, match=r"teacher sort is of type megatron.* set its type to streamed"):
+        tiny_recipe(
+            train={"backend": "megatron", "pipeline_parallel": 2},
+            distill={"teachers": {"type": "megatron"}},
+        )
     shared = {"backend": "megatron", "tensor_parallel": 2, "context_parallel": 2}
     with pytest.raises(
         ValueError,

@@ -31,7 +31,7 @@ TASKS = {
         "tensor_parallel": 2,
         "distributed_optimizer": True,
     },
-    "megatron-data-distributed": {"backend": "megatron", "distributed_optimizer": True},
+    "megatron-data-distributed": {"backend": "megatron", "distributed_optimizer": True, "overlap": True},
 } | {
     f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage, "deepspeed": PARTITION}
     for stage in (1, 2, 3)

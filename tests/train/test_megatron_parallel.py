@@ -1,4 +1,4 @@
-"""Megatron-Core's ranks that share sequences make the steps of one process."""
+"""Megatron-Core's ranks that share sequences, or have layers of their own, make the steps of one process."""
 
 import functools
 import json
@@ -28,6 +28,13 @@ TASKS = {
             "model": WINDOW,
             "batch": {"recompute_layers": True},
         },
+        "data, overlapping": {"train": {"overlap": True}, "model": UNTIED},
+        "stages": {"train": {"pipeline_parallel": 2}},
+        "stages, again": {
+            "train": {"pipeline_parallel": 2},
+            "model": WINDOW | {"num_hidden_layers": 3},
+            "batch": {"recompute_layers": True},
+        },
     },
     4: {
         "tensor and context": {"train": TENSOR_CONTEXT},
@@ -37,8 +44,26 @@ TASKS = {
             "batch": {"recompute_layers": True},
         },
         "context and data": {"train": {"context_parallel": 2}},
+        "stages and tensor": {"train": {"pipeline_parallel": 2, "tensor_parallel": 2}},
+        "stages and context": {"train": {"pipeline_parallel": 2, "context_parallel": 2}, "model": UNTIED},
+        "stages and data": {"train": {"pipeline_parallel": 2}},
+        "stages and data, overlapping": {"train": {"pipeline_parallel": 2, "overlap": True}},
+        "stages and data, distributed": {
+            "train": {"pipeline_parallel": 2, "overlap": True, "distributed_optimizer": True}
+        },
+        "context and data, overlapping": {
+            "train": {"context_parallel": 2, "overlap": True},
+            "model": UNTIED,
+        },
+        "four stages": {"train": {"pipeline_parallel": 4}, "model": {"num_hidden_layers": 6}},
     },
 }
+STAGES = {"backend": "megatron", "pipeline_parallel": 2}
+AFTER = [
+    {"name": "fsdp", "train": {"backend": "torch"}, "load": "stages", "first": 3, "last": 5},
+    {"name": "stages of fsdp", "train": STAGES, "load": "fsdp", "first": 5, "last": 6},
+]
+"""Tasks that go on from one another's checkpoints."""
 CASES = [
     pytest.param(world, name, marks=[pytest.mark.long] if world > 2 else [])
     for world, tasks in TASKS.items()
@@ -63,6 +88,7 @@ def ranks(tmp_path_factory):
             task | {"name": f"{task['name']}, uneven", "last": 2, "batches": "uneven", "gradients": False}
             for task in tasks
         ]
+        tasks += AFTER if world == 2 else []
         (folder / "tasks.json").write_text(json.dumps(tasks))
         run_ranks(backend_ranks.__file__, world, folder)
         return folder
@@ -110,3 +136,22 @@ def test_one_long_sample_and_none_are_trained_as_by_one_process(ranks, world, na
     expected = backend_ranks.train(backend, 0, 2, backend_ranks.uneven)
     result = json.loads((ranks(world) / f"{name}, uneven" / "result.json").read_text())
     assert_same(result["metrics"], expected)
+
+
+def test_stages_go_on_as_one_process_or_with_fsdp_and_back(ranks):
+    expected = backend_ranks.train(TorchBackend(backend_ranks.student(), backend_ranks.training()), 0, 6)
+    folder = ranks(2)
+    alone = TorchBackend(backend_ranks.student(seed=3), backend_ranks.training())
+    alone.load_state(backend_ranks.read_state(folder / "stages"))
+    assert_same(backend_ranks.train(alone, 3, 6), expected[3:])
+    for task in AFTER:
+        result = json.loads((folder / task["name"] / "result.json").read_text())
+        assert_same(result["metrics"], expected[task["first"] : task["last"]])
+
+
+def test_every_rank_of_stages_writes_its_own_layers(ranks):
+    files = [load_file(path) for path in sorted((ranks(2) / "stages").glob("model*.safetensors"))]
+    assert len(files) == 2
+    layers = [{name for name in file if ".layers." in name} for file in files]
+    assert not layers[0] & layers[1]
+    assert len(layers[0]) == len(layers[1]) > 0

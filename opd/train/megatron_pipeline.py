@@ -1,0 +1,195 @@
+"""Stages of layers on Megatron-Core: hidden states go from stage to stage, and their gradients back.
+
+Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters" (2.2.1, 1F1B): a stage
+begins with as many forward passes as there are stages behind it, and then makes a backward pass after each
+forward pass, so that it never holds the activations of more micro-batches than there are stages from it on.
+Loss, head and metrics are the last stage's. Megatron-Core's own schedule runs on CUDA alone, and asks for the
+shape of each micro-batch; here all ranks know the packing of a step, and nothing but numbers travels.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opd.config.train import TrainConfig
+from opd.models.attention import Attend
+from opd.models.causal_lm import CausalLM
+from opd.ranks import Ranks
+from opd.train.backend import Training
+from opd.train.megatron_backend import MegatronBackend, MegatronContextBackend
+from opd.train.packing import pack
+from opd.train.terms import MetricSums
+from opd.types import RolloutBatch, Sample
+
+
+class Neighbours:
+    """The stages before and after this rank's. Hidden states and their gradients have a group each: two
+    tensors that pass each other on one would wait for each other on a GPU.
+
+    Args:
+        forward: The ranks that share samples and have other layers, in the order of stages.
+        backward: The same ranks, for gradients.
+    """
+
+    def __init__(self, forward: Ranks, backward: Ranks) -> None:
+        assert forward.group is not None
+        assert backward.group is not None
+        self._forward, self._backward = forward.group, backward.group
+        self._stage, self._stages = forward.rank, forward.size
+        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
+
+    def from_before(self, into: Tensor) -> Tensor:
+        """`into`, filled with hidden states."""
+        dist.recv(into, group=self._forward, group_src=self._stage - 1)
+        return into
+
+    def to_next(self, hidden: Tensor) -> None:
+        """Send hidden states; does not wait."""
+        self._send(hidden, self._forward, self._stage + 1)
+
+    def from_next(self, into: Tensor) -> Tensor:
+        """`into`, filled with the gradient of what was sent."""
+        dist.recv(into, group=self._backward, group_src=self._stage + 1)
+        return into
+
+    def to_before(self, gradient: Tensor) -> None:
+        """Send the gradient of what was received; does not wait."""
+        self._send(gradient, self._backward, self._stage - 1)
+
+    def _send(self, tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
+        tensor = tensor.detach().contiguous()
+        self._sent.append((dist.isend(tensor, group=group, group_dst=to), tensor))
+        # A neighbour is never further behind than there are stages: what was sent before has arrived.
+        self.finish(2 * self._stages + 2)
+
+    def finish(self, left: int = 0) -> None:
+        """Wait until all but the newest `left` tensors have arrived."""
+        while len(self._sent) > left:
+            work, _ = self._sent.popleft()
+            if work is not None:
+                work.wait()
+
+
+@dataclass(slots=True)
+class Pending:
+    """A micro-batch between its forward and its backward pass."""
+
+    given: Tensor | None = None
+    """[t, 1, D]: from the stage before."""
+    made: Tensor | None = None
+    """[t, D] for the next stage, or the loss."""
+
+
+class MegatronPipelineBackend(MegatronBackend):
+    """A `MegatronBackend` whose layers are cut into `train.pipeline_parallel` stages on different ranks."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        training: Training,
+        ranks: Ranks,
+        *,
+        train: TrainConfig,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(model, training, ranks, train=train, compute_dtype=compute_dtype)
+        backward = ranks.one_of(self._layout.groups("stages"), "stages-back")
+        self._neighbours = Neighbours(self._stages, backward)
+        self._pending = Pending()
+
+    def _run(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, attend: Attend | None = None
+    ) -> Tensor:
+        """Of a stage before the last its own hidden states, which go to the next."""
+        given = None
+        if not self._stage.first:
+            shape = (len(input_ids), 1, self.hidden_size)
+            given = torch.empty(shape, dtype=self._module.dtype, device=self.device)
+            self._neighbours.from_before(given).requires_grad_(torch.is_grad_enabled())
+        hidden = self._module.run(input_ids, position_ids, cu_seqlens, attend, given)
+        if not self._stage.last:
+            self._neighbours.to_next(hidden)
+        self._pending = Pending(given, hidden)
+        return hidden
+
+    def _passes(
+        self, batches: Iterable[RolloutBatch], parts: Sequence[Sequence[int]], sums: MetricSums
+    ) -> None:
+        ahead = self._layout.stages - 1 - self._layout.stage
+        waiting: deque[Pending] = deque()
+        left = sum(map(bool, parts))
+        if not left and self._overlaps:
+            self._back(self._nothing_forward(), last=True)  # others sum in their last pass
+        for batch in batches:
+            if not batch.samples:
+                continue
+            waiting.append(self._forward(batch, sums))
+            if len(waiting) > ahead:
+                left -= 1
+                self._back(waiting.popleft(), last=not left)
+        while waiting:
+            left -= 1
+            self._back(waiting.popleft(), last=not left)
+        self._neighbours.finish()
+
+    def _forward(self, batch: RolloutBatch, sums: MetricSums) -> Pending:
+        micro = pack(list(batch), self.device)
+        if not self._stage.last:
+            self.run(lambda: self.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens))
+            return self._pending
+        loss = self.run(lambda: self._loss(micro, sums))
+        self._check(loss, micro)
+        return Pending(self._pending.given, loss)
+
+    def _nothing_forward(self) -> Pending:
+        """Of a pass that gives every weight a gradient of 0."""
+        if self._stage.last:
+            loss = self.run(self._nothing)
+            return Pending(self._pending.given, loss)
+        ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+        ends = torch.tensor([0, 1], dtype=torch.int32, device=self.device)
+        self.run(lambda: self.hidden(ids, ids, ends))
+        return self._pending
+
+    def _back(self, pending: Pending, last: bool) -> None:
+        made = pending.made
+        assert made is not None
+        if self._stage.last:
+            self.backward(made, last)
+        else:
+            gradient = self._neighbours.from_next(
+                torch.empty(made.shape, dtype=made.dtype, device=made.device)
+            )
+            self._differentiate(made, gradient, last)
+        if pending.given is not None:
+            assert pending.given.grad is not None
+            self._neighbours.to_before(pending.given.grad)
+
+    @torch.no_grad()
+    def own_numbers(
+        self, samples: Sequence[Sample], compute: Callable[..., Tensor], what: str
+    ) -> list[np.ndarray]:
+        """What the last stage computes, on all."""
+
+        def layers(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
+            self.hidden(input_ids, position_ids, cu_seqlens)
+            return rows.new_zeros(len(rows), dtype=torch.float32)
+
+        found = super().own_numbers(samples, compute if self._stage.last else layers, what)
+        with self.together.collective(what):
+            self._neighbours.finish()
+            flat = np.concatenate([np.zeros(0, np.float32), *found])
+            told = self._told(torch.from_numpy(flat).to(self.device), self._layout.stages - 1)
+        ends = np.cumsum([len(values) for values in found])[:-1]
+        return np.split(told.cpu().numpy(), ends) if found else []
+
+
+class MegatronPipelineContextBackend(MegatronContextBackend, MegatronPipelineBackend):
+    """Both: the ranks of a stage share each sequence, too."""
