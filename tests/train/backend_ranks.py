@@ -171,6 +171,13 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]])
             assert math.isclose(value, theirs[name], rel_tol=2e-5, abs_tol=2e-5), name
 
 
+def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Those of two runs agree, tensor by tensor."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
+
+
 def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     """Train from `task["first"]` to `task["last"]`, from a checkpoint if `task["load"]` names one, on
     `BATCHES[task["batches"]]`; write metrics, log-probabilities, weights and a

@@ -26,6 +26,8 @@ TASKS = {
     "fsdp": {"backend": "torch"},
     "megatron-tensor": {"backend": "megatron", "tensor_parallel": 2},
     "megatron-data": {"backend": "megatron"},
+    "megatron-context": {"backend": "megatron", "context_parallel": 2},
+    "megatron-stages": {"backend": "megatron", "pipeline_parallel": 2},
     "megatron-tensor-distributed": {
         "backend": "megatron",
         "tensor_parallel": 2,
@@ -40,6 +42,8 @@ MISSING = {name for name, train in TASKS.items() if find_spec("deepspeed") is No
 NO_DEEPSPEED = pytest.mark.skip("needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'")
 LONG = {"megatron-data", "megatron-tensor-distributed"}
 """The other two of the four have both kinds of parallelism and of optimiser."""
+GRADIENTS = ("megatron-context", "megatron-stages")
+"""Of which those of one step are compared too; of more models by test_megatron_parallel.py."""
 MARKS = {name: [pytest.mark.long] for name in LONG} | {name: [NO_DEEPSPEED] for name in MISSING}
 NAMES = [pytest.param(name, marks=MARKS.get(name, [])) for name in TASKS]
 
@@ -69,7 +73,7 @@ def ranks(tmp_path_factory, request):
         for name, train in TASKS.items()
         if name not in left_out
         for task in (
-            {"name": name, "train": train, "first": 0, "last": STEPS},
+            {"name": name, "train": train, "first": 0, "last": STEPS, "gradients": name in GRADIENTS},
             {"name": f"{name}-half", "train": train, "first": 0, "last": HALF},
             {"name": f"{name}-resumed", "train": train, "load": "half", "first": HALF, "last": STEPS},
             {"name": f"{name}-uneven", "train": train, "first": 0, "last": 4, "batches": "uneven"},
@@ -102,6 +106,12 @@ def test_twenty_steps_are_those_of_one_process(ranks, reference, name):
         backend.logprobs(backend_ranks.batch(0).samples), result["logprobs"], strict=True
     ):
         np.testing.assert_allclose(mine, np.array(theirs, np.float32), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_gradient_is_that_of_one_process(ranks, name):
+    expected = backend_ranks.gradients_of(one_process(0, 0)[0])
+    backend_ranks.assert_same_gradients(load_file(ranks / name / "gradients.safetensors"), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)

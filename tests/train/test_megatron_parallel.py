@@ -1,4 +1,7 @@
-"""Megatron-Core's ranks that share sequences, or have layers of their own, make the steps of one process."""
+"""Megatron-Core's ranks that share sequences, or have layers of their own, make the steps of one process.
+
+More models and combinations than test_backends.py has.
+"""
 
 import functools
 import json
@@ -7,14 +10,13 @@ from pathlib import Path
 import backend_ranks
 import numpy as np
 import pytest
-import torch
-from backend_ranks import assert_same
+from backend_ranks import assert_same, assert_same_gradients
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 
 from opd.train.backend import TorchBackend
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 STEPS = 3
 UNTIED = {"tie_word_embeddings": False}
@@ -49,7 +51,8 @@ TASKS = {
         "stages and data": {"train": {"pipeline_parallel": 2}},
         "stages and data, overlapping": {"train": {"pipeline_parallel": 2, "overlap": True}},
         "stages and data, distributed": {
-            "train": {"pipeline_parallel": 2, "overlap": True, "distributed_optimizer": True}
+            "train": {"pipeline_parallel": 2, "overlap": True, "distributed_optimizer": True},
+            "gradients": False,  # each rank has the sum of its part alone
         },
         "context and data, overlapping": {
             "train": {"context_parallel": 2, "overlap": True},
@@ -64,11 +67,7 @@ AFTER = [
     {"name": "stages of fsdp", "train": STAGES, "load": "fsdp", "first": 5, "last": 6},
 ]
 """Tasks that go on from one another's checkpoints."""
-CASES = [
-    pytest.param(world, name, marks=[pytest.mark.long] if world > 2 else [])
-    for world, tasks in TASKS.items()
-    for name in tasks
-]
+CASES = [(world, name) for world, tasks in TASKS.items() for name in tasks]
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +114,12 @@ def test_losses_gradients_and_weights_are_those_of_one_process(ranks, world, nam
     folder = ranks(world) / name
     result = json.loads((folder / "result.json").read_text())
     assert_same(result["metrics"], metrics)
-    found = load_file(folder / "gradients.safetensors")
-    assert found.keys() == gradients.keys()
-    for key, gradient in gradients.items():
-        assert float((found[key] - gradient).norm()) <= 1e-5 * float(gradient.norm()), key
+    if TASKS[world][name].get("gradients", True):
+        assert_same_gradients(load_file(folder / "gradients.safetensors"), gradients)
     weights, own = load_file(folder / "weights.safetensors"), dict(backend.weights())
     assert weights.keys() == own.keys()
-    for key, tensor in own.items():
-        torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=2e-5)
+    for key, tensor in own.items():  # AdamW divides what is rounding in a gradient by its size
+        assert float((weights[key] - tensor).norm()) <= 1e-4 * float(tensor.norm()), key
     for mine, theirs in zip(
         backend.logprobs(backend_ranks.batch(0).samples), result["logprobs"], strict=True
     ):
