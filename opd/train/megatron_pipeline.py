@@ -138,6 +138,7 @@ class MegatronPipelineBackend(MegatronBackend):
             left -= 1
             self._back(waiting.popleft(), last=not left)
         self._neighbours.finish()
+        self._pending = Pending()
 
     def _forward(self, batch: RolloutBatch, sums: MetricSums) -> Pending:
         micro = pack(list(batch), self.device)
@@ -183,6 +184,7 @@ class MegatronPipelineBackend(MegatronBackend):
             return rows.new_zeros(len(rows), dtype=torch.float32)
 
         found = super().own_numbers(samples, compute if self._stage.last else layers, what)
+        self._pending = Pending()
         with self.together.collective(what):
             self._neighbours.finish()
             flat = np.concatenate([np.zeros(0, np.float32), *found])

@@ -40,10 +40,10 @@ TASKS = {
 }
 MISSING = {name for name, train in TASKS.items() if find_spec("deepspeed") is None and "zero_stage" in train}
 NO_DEEPSPEED = pytest.mark.skip("needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'")
-LONG = {"megatron-data", "megatron-tensor-distributed"}
-"""The other two of the four have both kinds of parallelism and of optimiser."""
-GRADIENTS = ("megatron-context", "megatron-stages")
-"""Of which those of one step are compared too; of more models by test_megatron_parallel.py."""
+FEW = ("megatron-context", "megatron-stages")
+"""By default of three steps; test_megatron_parallel.py has more models."""
+LONG = {"megatron-data", "megatron-tensor-distributed", *FEW}
+"""The other two of the first four have both kinds of parallelism and of optimiser."""
 MARKS = {name: [pytest.mark.long] for name in LONG} | {name: [NO_DEEPSPEED] for name in MISSING}
 NAMES = [pytest.param(name, marks=MARKS.get(name, [])) for name in TASKS]
 
@@ -73,11 +73,15 @@ def ranks(tmp_path_factory, request):
         for name, train in TASKS.items()
         if name not in left_out
         for task in (
-            {"name": name, "train": train, "first": 0, "last": STEPS, "gradients": name in GRADIENTS},
+            {"name": name, "train": train, "first": 0, "last": STEPS},
             {"name": f"{name}-half", "train": train, "first": 0, "last": HALF},
             {"name": f"{name}-resumed", "train": train, "load": "half", "first": HALF, "last": STEPS},
             {"name": f"{name}-uneven", "train": train, "first": 0, "last": 4, "batches": "uneven"},
         )
+    ]
+    tasks += [
+        {"name": f"{name}-few", "train": TASKS[name], "first": 0, "last": 3, "gradients": True}
+        for name in FEW
     ]
     return on_two_ranks(tmp_path_factory.mktemp("ranks"), half.state(), tasks)
 
@@ -108,10 +112,14 @@ def test_twenty_steps_are_those_of_one_process(ranks, reference, name):
         np.testing.assert_allclose(mine, np.array(theirs, np.float32), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_the_gradient_is_that_of_one_process(ranks, name):
+@pytest.mark.parametrize("name", FEW)
+def test_gradients_and_steps_are_those_of_one_process_which_goes_on(ranks, reference, name):
+    folder, (_, metrics) = ranks / f"{name}-few", reference
     expected = backend_ranks.gradients_of(one_process(0, 0)[0])
-    backend_ranks.assert_same_gradients(load_file(ranks / name / "gradients.safetensors"), expected)
+    backend_ranks.assert_same_gradients(load_file(folder / "gradients.safetensors"), expected)
+    assert_same(json.loads((folder / "result.json").read_text())["metrics"], metrics[:3])
+    _, alone = one_process(3, 5, read_state(folder))
+    assert_same(alone, metrics[3:5])
 
 
 @pytest.mark.parametrize("name", NAMES)
