@@ -160,6 +160,8 @@ class Teachers:
         step's.
         """
         counters = self.schedule.take_counters()
+        if self._context.recipe.train.pipeline_parallel > 1:  # heads are loaded where the loss is
+            counters = self._context.ranks.gather_json(counters, "the counters of teachers")[-1]
         totals = step.counters
         for name, value in counters.items():
             before = totals.get(name, 0.0)
