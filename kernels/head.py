@@ -42,6 +42,11 @@ class Head:
     """Let the matmul of bfloat16 hidden states and weights round the logits to bfloat16, as a model in
     bfloat16 does itself: an error of up to 2^-8 of each logit, for speed where no matmul with a float32
     result exists (on a CPU)."""
+    total: Tensor | None = None
+    """[V, D]: where the chunked operations add the weight's gradient, in the place of giving it to autograd,
+    so that it exists once however many operations there are. A divergence adds in its forward what its
+    declared weights mean, so whoever sets this goes backward through all that has a gradient. Without effect
+    on operations whose statistics are of another dtype."""
 
     def __post_init__(self) -> None:
         if self.weight.dtype not in FLOATS:
@@ -51,6 +56,11 @@ class Head:
         if self.weight.ndim != 2 or 0 in self.weight.shape:
             raise ValueError(f"the head's weight has shape {list(self.weight.shape)}; it must be [V, D]")
         rows = self.weight.shape[0]
+        if self.total is not None and self.total.shape != self.weight.shape:
+            raise ValueError(
+                f"the head's total has shape {list(self.total.shape)}; its weight has"
+                f" {list(self.weight.shape)}"
+            )
         if self.bias is not None and self.bias.dtype not in FLOATS:
             raise TypeError(
                 f"the head's bias is {self.bias.dtype}; give one of {', '.join(map(str, FLOATS))}"

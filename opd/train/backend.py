@@ -10,6 +10,7 @@ import ctypes
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece, shape_of
+from opd.train.head_gradient import adding_to, gathered
 from opd.train.offload import Shelf
 from opd.train.packing import PerSample, Shares, of_packed, pack, pieces
 from opd.train.plan import CostModel
@@ -243,6 +245,10 @@ class Backend(ABC):
         del last
         loss.backward()
 
+    def gathered(self) -> AbstractContextManager[Tensor | None]:
+        """During a step's passes: where kernels add the gradient of the head's weight; `None`: autograd."""
+        return nullcontext(None)
+
     def reduce(self) -> None:
         """Sum the gradient over the data-parallel ranks, where `backward` has not done so."""
         return
@@ -367,9 +373,9 @@ class Backend(ABC):
         parts = self.shares.in_step(samples, self.max_tokens)
         self._trim()  # what rollout and teachers have left in pieces
         try:
-            with self.data.collective("the forward and backward passes"):
+            with self.data.collective("the forward and backward passes"), self.gathered() as total:
                 for number, batch in enumerate(read(parts), start=1):
-                    self._pass(batch, sums, last=number == len(parts))
+                    self._pass(batch, sums, total, last=number == len(parts))
                 self.reduce()
         except FloatingPointError as error:
             self.zero_grad()
@@ -400,14 +406,14 @@ class Backend(ABC):
             return sums
         return MetricSums.merged(self.data.gather_json(sums.parts(), "the metrics of a step"))
 
-    def _pass(self, batch: RolloutBatch, sums: MetricSums, last: bool) -> None:
+    def _pass(self, batch: RolloutBatch, sums: MetricSums, total: Tensor | None, last: bool) -> None:
         if not batch.samples:
             if self.lockstep:
                 self.backward(self.run(self._nothing), last)
             return
         micro = pack(list(batch), self.device)
         # The loss ends with this call: what its graph still holds, a teacher's head, is gone before the next.
-        loss = self.run(lambda: self._loss(micro, sums))
+        loss = self.run(lambda: self._loss(micro, sums, total))
         self._check(loss, micro)
         self.backward(loss, last)
 
@@ -428,7 +434,7 @@ class Backend(ABC):
         unused = own.weight[:1].sum() if own.bias is None else own.weight[:1].sum() + own.bias.sum()
         return 0.0 * (hidden.sum() + unused)
 
-    def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
+    def _loss(self, micro: MicroBatch, sums: MetricSums, total: Tensor | None) -> Tensor:
         hidden = self.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens)[micro.rows]
         teacher = micro.samples[0].teacher
         if teacher is not None:
@@ -438,7 +444,7 @@ class Backend(ABC):
                 lambda grad: sums.add(f"grad_share/{teacher}", grad.float().norm(dim=-1).sum())
             )
         scale = (self.temperature, self._batch.kl_chunk)
-        student = StudentRows(hidden, self.head(), micro.targets, *scale, self.sum_shared)
+        student = StudentRows(hidden, adding_to(self.head(), total), micro.targets, *scale, self.sum_shared)
         return torch.stack([term(micro, student, sums) for term in self.terms]).sum()
 
     def sum_shared(self, values: Tensor) -> Tensor:
@@ -517,6 +523,9 @@ class TorchBackend(WholeModelBackend):
     def _wake_moments(self) -> None:
         if self._shelf is not None:
             self._shelf.take("moments")
+
+    def gathered(self) -> AbstractContextManager[Tensor | None]:
+        return gathered(self.model.module)
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()

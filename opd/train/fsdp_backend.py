@@ -9,6 +9,7 @@ computes and gives its gradient back summed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -103,6 +104,12 @@ class FSDPBackend(TorchBackend):
         # so the sum is meant; a sum of its own it has for NCCL alone.
         (loss * self._sharding.size).backward()
 
+    def gathered(self) -> AbstractContextManager[Tensor | None]:
+        """Nothing: to keep a whole `[V, D]` on every rank for the step takes what sharding saves, while the
+        layers need the memory; its messages, one a micro-batch, are the price.
+        """
+        return nullcontext(None)
+
     def _clip(self) -> float:
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -176,9 +183,9 @@ class ContextBackend(FSDPBackend):
         self.shares = Shares(self.data, cost_of(model))
         self._context = ContextParallel(row.group)
 
-    def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
+    def _loss(self, micro: MicroBatch, sums: MetricSums, total: Tensor | None) -> Tensor:
         own = self._own(micro.input_ids, micro.position_ids, micro.cu_seqlens)
-        return super()._loss(own_rows(micro, own), sums)
+        return super()._loss(own_rows(micro, own), sums, total)
 
     def sum_shared(self, values: Tensor) -> Tensor:
         return self._context.sum(values)

@@ -12,7 +12,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -380,6 +380,10 @@ class MegatronBackend(Backend):
         rows = self._parameters[_EMBEDDING if self._form.tied else HEAD]
         shard = head_shard(rows, self._form, self._vocabulary, self._group)
         return shard if self._group.size() > 1 else shard.head
+
+    def gathered(self) -> AbstractContextManager[Tensor]:
+        """Megatron-Core's own float32 buffer, over which the ranks sum at the end."""
+        return nullcontext(_gradient(self._parameters[_EMBEDDING if self._form.tied else HEAD]))
 
     def backward(self, loss: Tensor, last: bool) -> None:
         del last
