@@ -19,18 +19,17 @@ from torch import Tensor
 
 from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import CheckpointError, TrainingError
-from opd.kernels.head import Head
+from opd.kernels.head import Head, gathered
 from opd.kernels.vocab_parallel import HeadShard
 from opd.models.causal_lm import CausalLM, held_bytes, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece, shape_of
-from opd.train.head_gradient import adding_to, gathered
 from opd.train.offload import Shelf
 from opd.train.packing import PerSample, Shares, of_packed, pack, pieces
 from opd.train.plan import CostModel
-from opd.train.terms import LossTerm, MetricSums, StudentRows, linear_logprobs, shares
+from opd.train.terms import LossTerm, MetricSums, StudentRows, adding_to, linear_logprobs, shares
 from opd.types import MicroBatch, RolloutBatch, Sample
 
 

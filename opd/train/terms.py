@@ -77,6 +77,15 @@ def linear_mixture_kl(
     return ops.linear_mixture_kl(hidden, head, teacher_hiddens, teachers, weights, **options)
 
 
+def adding_to(head: Head | HeadShard, total: Tensor | None) -> Head | HeadShard:
+    """`head`, whose weight's gradient goes to `total`, of the weight's shape."""
+    if total is None:
+        return head
+    if isinstance(head, HeadShard):
+        return replace(head, head=replace(head.head, total=total))
+    return replace(head, total=total)
+
+
 def without_total(head: Head | HeadShard) -> Head | HeadShard:
     """`head`, whose gradient autograd is given."""
     if isinstance(head, HeadShard):
