@@ -121,6 +121,9 @@ class _LinearDivergence(torch.autograd.Function):
 
     It is exact if the upstream gradient is a multiple of the declared weights, or if only the hidden states
     need a gradient (each row scales by itself). Otherwise the chunks are run once more for the true one.
+
+    Where the head has a `total`, the weight's part is in a sum with others' and cannot be scaled: unless what
+    arrives is what was declared, the chunks are run once more for the difference, as gradients are linear.
     """
 
     @staticmethod
@@ -148,12 +151,21 @@ class _LinearDivergence(torch.autograd.Function):
         # through a retained graph finds none and recomputes.
         gradients, ctx.gradients = ctx.gradients, None
         upstream = torch.where(token_weight != 0, upstream, 0)
-        if gradients is None or not _rescale(gradients, upstream, token_weight):
+        head = replace(ctx.head, weight=weight, bias=bias)
+        if gradients is not None and gradients.shared:
+            if not _as_declared(upstream, token_weight):
+                _, more = _run(hidden, head, upstream - token_weight, ctx.spec, ctx.needs)
+                gradients.include(more)
+        elif gradients is None or not _rescale(gradients, upstream, token_weight):
             # Released first: the recomputation needs the same memory again.
             gradients = None
-            head = replace(ctx.head, weight=weight, bias=bias)
             _, gradients = _run(hidden, head, upstream, ctx.spec, ctx.needs)
         return (*gradients.as_inputs(hidden, ctx.head), None, None, None)
+
+
+def _as_declared(upstream: Tensor, token_weight: Tensor) -> bool:
+    """Whether the gradient `upstream` `[T]` is `token_weight` `[T]`, but for rounding."""
+    return bool(((upstream - token_weight).abs() <= PROPORTIONAL * token_weight.abs()).all())
 
 
 def _rescale(gradients: Gradients, upstream: Tensor, token_weight: Tensor) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opd.kernels.projection import linear, wide_product
 
@@ -42,6 +45,11 @@ class Head:
     """Let the matmul of bfloat16 hidden states and weights round the logits to bfloat16, as a model in
     bfloat16 does itself: an error of up to 2^-8 of each logit, for speed where no matmul with a float32
     result exists (on a CPU)."""
+    total: Tensor | None = None
+    """[V, D]: where the chunked operations add the weight's gradient, in the place of giving it to autograd,
+    so that it exists once however many operations there are. A divergence adds in its forward what its
+    declared weights mean, so whoever sets this goes backward through all that has a gradient. Without effect
+    on operations whose statistics are of another dtype."""
 
     def __post_init__(self) -> None:
         if self.weight.dtype not in FLOATS:
@@ -51,6 +59,11 @@ class Head:
         if self.weight.ndim != 2 or 0 in self.weight.shape:
             raise ValueError(f"the head's weight has shape {list(self.weight.shape)}; it must be [V, D]")
         rows = self.weight.shape[0]
+        if self.total is not None and self.total.shape != self.weight.shape:
+            raise ValueError(
+                f"the head's total has shape {list(self.total.shape)}; its weight has"
+                f" {list(self.weight.shape)}"
+            )
         if self.bias is not None and self.bias.dtype not in FLOATS:
             raise TypeError(
                 f"the head's bias is {self.bias.dtype}; give one of {', '.join(map(str, FLOATS))}"
@@ -101,3 +114,51 @@ class Head:
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
+
+
+@contextmanager
+def gathered(module: Any) -> Iterator[Tensor | None]:
+    """The gradients of a head and of an embedding, each in one place for a whole step.
+
+    Autograd makes a gradient `[V, D]` for every operation on the head, and one for every reading of the
+    embedding, and adds each to `.grad`: from the second micro-batch on a step holds two of them, and three
+    where head and embedding are one weight.
+
+    While the block runs, a sum `[V, D]` for the gradient of the weight of a language model's head, and
+    rows alone of its embedding's; afterwards all of it is in the `.grad` of both. `None` for a head that does
+    not learn.
+
+    Of float32 and float64 the sum is `.grad` itself. Of 16-bit numbers it is float32 and rounded once, at the
+    end, and the embedding's gradient stays whole: rows of 16 bits would be rounded each time.
+    """
+    weight, embedding = module.get_output_embeddings().weight, module.get_input_embeddings()
+    wide = weight.dtype == statistics_dtype(weight)
+    with ExitStack() as undo:
+        own = getattr(embedding, "weight", None)
+        if wide and type(own) is nn.Parameter and own.requires_grad and isinstance(embedding, nn.Embedding):
+            _opened(own)
+            embedding.sparse = True
+            undo.callback(setattr, embedding, "sparse", False)
+            undo.callback(own.register_hook(_in_order).remove)
+        if not weight.requires_grad:
+            yield None
+        elif wide:
+            yield _opened(weight)
+        else:
+            total = torch.zeros_like(weight, dtype=torch.float32)
+            yield total
+            if weight.grad is not None:
+                total += weight.grad
+            weight.grad = total.to(weight.dtype)
+
+
+def _opened(weight: nn.Parameter) -> Tensor:
+    """Its `.grad`, of zeros where there is none."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+def _in_order(gradient: Tensor) -> Tensor:
+    """Rows of one token summed, so that adding them has one order on every device."""
+    return gradient.coalesce() if gradient.is_sparse else gradient

@@ -320,6 +320,8 @@ class Gradients:
     Sums over chunks are kept in statistics precision. Where hidden states and weight are bfloat16 and the
     machine multiplies those faster, the logits' gradient is rounded to bfloat16 for its two matmuls, as
     autograd does in a bfloat16 model. `single`: one chunk holds all tokens, so that nothing is summed.
+
+    Where the head has a `total` of the statistics' dtype, the weight's part goes there.
     """
 
     def __init__(
@@ -327,14 +329,18 @@ class Gradients:
     ) -> None:
         self.head = head
         self.narrow = dtype == torch.float32 and narrow_matmul(hidden, head.weight)
-        self.first = True
+        self.shared = needs[1] and head.total is not None and head.total.dtype == dtype
+        """Whether the weight's gradient is part of a sum that others add to."""
+        self.first = not self.shared
         device = hidden.device
         self.hidden = self.weight = self.bias = None
         if needs[0]:
             self.hidden = torch.zeros(
                 hidden.shape, dtype=hidden.dtype if self.narrow else dtype, device=device
             )
-        if needs[1]:
+        if self.shared:
+            self.weight = head.total
+        elif needs[1]:
             kept = head.weight.dtype if self.narrow and single else dtype
             # Written, not added to, by the first chunk: zeros would cost one more pass over it.
             self.weight = torch.empty(head.weight.shape, dtype=kept, device=device)
@@ -402,14 +408,21 @@ class Gradients:
             else:
                 total[columns] += part
 
+    def include(self, other: Gradients) -> None:
+        """Add what another run over the same tokens found; of a shared weight it is there already."""
+        if self.hidden is not None and other.hidden is not None:
+            self.hidden += other.hidden
+        if self.bias is not None and other.bias is not None:
+            self.bias += other.bias
+
     def as_inputs(self, hidden: Tensor, head: Head) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The three gradients in their inputs' dtypes."""
+        """The three gradients in their inputs' dtypes; none of a weight whose `total` has it."""
         if self.first and self.weight is not None:
             self.weight.zero_()
         bias = None if self.bias is None or head.bias is None else self.bias.to(head.bias.dtype)
         return (
             None if self.hidden is None else self.hidden.to(hidden.dtype),
-            None if self.weight is None else self.weight.to(head.weight.dtype),
+            None if self.weight is None or self.shared else self.weight.to(head.weight.dtype),
             bias,
         )
 

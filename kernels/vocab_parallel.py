@@ -49,10 +49,8 @@ class HeadShard:
             raise ValueError(f"a vocabulary of {head.vocabulary} tokens cannot be cut into {world} parts")
         bounds = [head.vocabulary * i // world for i in range(world + 1)]
         rows = slice(bounds[rank], bounds[rank + 1])
-        bias = None if head.bias is None else head.bias[rows]
-        part = replace(head, weight=head.weight[rows], bias=bias, vocab_size=None)
         sizes = tuple(stop - start for start, stop in pairwise(bounds))
-        return cls(part, sizes, group)
+        return cls(_rows_of(head, rows), sizes, group)
 
     def like(self, head: Head) -> HeadShard:
         """This rank's rows of a whole `head`, at the tokens where this one is cut: views, so gradients reach
@@ -64,9 +62,7 @@ class HeadShard:
             )
         start = sum(self.sizes[: dist.get_rank(self.group)])
         rows = slice(start, start + self.head.vocabulary)
-        bias = None if head.bias is None else head.bias[rows]
-        part = replace(head, weight=head.weight[rows], bias=bias, vocab_size=None)
-        return HeadShard(part, self.sizes, self.group)
+        return HeadShard(_rows_of(head, rows), self.sizes, self.group)
 
     @property
     def vocabulary(self) -> int:
@@ -77,6 +73,12 @@ class HeadShard:
     def columns(self) -> GroupColumns:
         """This rank's place among the columns of the logits."""
         return GroupColumns(self.group, sum(self.sizes[: dist.get_rank(self.group)]), self.head.vocabulary)
+
+
+def _rows_of(head: Head, rows: slice) -> Head:
+    """A head of some of its rows: views."""
+    bias, total = (None if whole is None else whole[rows] for whole in (head.bias, head.total))
+    return replace(head, weight=head.weight[rows], bias=bias, total=total, vocab_size=None)
 
 
 class GroupColumns(Columns):

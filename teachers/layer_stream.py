@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opd.errors import OpdError, TeacherError, reason_of
+from opd.teachers.head_pages import HeadPages
 
 if TYPE_CHECKING:
     from opd.storage.published import PublishedModel
@@ -435,6 +436,7 @@ class LayerStream:
         self.gather = UnitGather(torch.device(device), group)
         self.meter = ByteMeter()
         """Its buffer, and whatever its teachers add: converted layers and heads."""
+        self.head_pages = HeadPages()
         self.stall_seconds = 0.0
         """How long callers have waited for bytes; of a CUDA device's own waiting for the last copy it says
         nothing.

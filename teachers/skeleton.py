@@ -11,8 +11,7 @@ A published model's units as tensors, its head by itself, and all of it as a Hug
 from __future__ import annotations
 
 import json
-import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +35,7 @@ from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import LATEST, MANIFEST, unit_of
 from opd.storage.published import PublishedModel
 from opd.storage.tensors import DTYPES, save_tensors
+from opd.teachers.head_pages import own_pages
 from opd.teachers.published_adapter import DESCRIPTION, PublishedAdapter, is_adapter
 
 if TYPE_CHECKING:
@@ -75,21 +75,32 @@ def converted_bytes(unit: Unit, dtype: torch.dtype) -> int:
 UNIT = "head"
 
 
+Room = Callable[[int], Tensor]
+"""Memory of so many bytes: [nbytes] uint8."""
+
+
 def read_head(
-    model: PublishedModel, dtype: torch.dtype, device: torch.device, vocabulary: int | None = None
+    model: PublishedModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    vocabulary: int | None = None,
+    pages: Room = own_pages,
 ) -> Head:
-    """The head of `model` over the first `vocabulary` tokens (default: all rows).
+    """The head of `model` over the first `vocabulary` tokens (default: all rows). On a CPU its weight is in
+    memory of `pages`.
 
     Every rank reads all of it: ranks come to a teacher's head at different times, and some not at all.
     Raises `StorageError` from the reader, and `ModelError` if it has fewer rows than `vocabulary`.
     """
     model.require_memory(UNIT)
     unit, entry = model.manifest.units[UNIT], model.manifest.head
-    cuda = device.type == "cuda"
-    host = torch.empty(unit.nbytes, dtype=torch.uint8, pin_memory=True) if cuda else own_pages(unit.nbytes)
+    if device.type == "cuda":
+        host = torch.empty(unit.nbytes, dtype=torch.uint8, pin_memory=True)
+    else:
+        host = (own_pages if converted_bytes(unit, dtype) else pages)(unit.nbytes)
     model.read_part(UNIT, 0, 1, host.numpy().data)
     read = unit_tensors(unit, host.to(device))
-    tensors = {name: _converted(tensor, dtype) for name, tensor in read.items()}
+    tensors = {name: _converted(tensor, dtype, pages) for name, tensor in read.items()}
     weight = next(tensor for name, tensor in tensors.items() if name.endswith(".weight"))
     bias = next((tensor for name, tensor in tensors.items() if name.endswith(".bias")), None)
     if vocabulary is not None and vocabulary > weight.shape[0]:
@@ -100,21 +111,13 @@ def read_head(
     return Head(weight, bias=bias, scale=entry.scale, softcap=entry.softcap, vocab_size=vocabulary)
 
 
-def own_pages(nbytes: int) -> Tensor:
-    """[nbytes] uint8 of pages that go back to the system with the last tensor on them.
-
-    Heads are read by one thread after another; what `malloc` gives a thread, it keeps for threads of that
-    arena after it is freed: several heads' worth for ten teachers.
-    """
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
-
-
-def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _converted(tensor: Tensor, dtype: torch.dtype, pages: Room) -> Tensor:
     if tensor.dtype == dtype or not tensor.is_floating_point():
         return tensor
     if tensor.device.type != "cpu":
         return tensor.to(dtype)
-    copy = own_pages(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape)
+    room = pages if tensor.ndim > 1 else own_pages
+    copy = room(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape)
     return copy.copy_(tensor)
 
 

@@ -238,7 +238,8 @@ class StreamedTeacher:
     def _read_head(self, published: PublishedModel) -> Head:
         meter, entry = self.stream.meter, published.manifest.units[UNIT]
         with meter.held(entry.nbytes + converted_bytes(entry, self._dtype)):
-            head = read_head(published, self._dtype, self._device, self._placement.vocabulary)
+            pages = self.stream.head_pages.take
+            head = read_head(published, self._dtype, self._device, self._placement.vocabulary, pages)
         nbytes = head_bytes(head)
         meter.hold(nbytes)
         # Counted until the last user has dropped it, whoever that is.

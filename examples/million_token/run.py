@@ -1,6 +1,7 @@
 """One optimiser step on trajectories of a million tokens, with a plot of the memory it took.
 
-    python examples/million_token/run.py [--tokens 1000000] [--long 1] [--short 2] [--out FOLDER]
+    python examples/million_token/run.py [--tokens 1000000] [--long 1] [--short 2] [--full-attention]
+                                         [--out FOLDER]
 
 Writes synthetic trajectories into a store, plans the step from their metadata, lets two streamed teachers
 read them in pieces, trains the student on the full-vocabulary reverse KL and takes a step of AdamW.
@@ -50,9 +51,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens of a long trajectory")
     parser.add_argument("--long", type=int, default=1, help="how many of them")
     parser.add_argument("--short", type=int, default=2, help="trajectories of a fiftieth of that")
+    parser.add_argument(
+        "--full-attention", action="store_true", help="one layer that sees all tokens: time grows as a square"
+    )
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    recipe = load_recipe([Path(__file__).with_name("recipe.yaml")])
+    names = ["recipe.yaml", *(["full_attention.yaml"] if options.full_attention else [])]
+    recipe = load_recipe([Path(__file__).with_name(name) for name in names])
     settle(threads_here(recipe), recipe.runtime.tf32)
     folder = options.out or Path(recipe.run_dir or "runs/million-token")
     folder.mkdir(parents=True, exist_ok=True)

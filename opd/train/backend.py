@@ -10,6 +10,7 @@ import ctypes
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import CheckpointError, TrainingError
-from opd.kernels.head import Head
+from opd.kernels.head import Head, gathered
 from opd.kernels.vocab_parallel import HeadShard
 from opd.models.causal_lm import CausalLM, held_bytes, weights_digest
 from opd.models.hf_folder import layer_windows
@@ -28,7 +29,7 @@ from opd.storage.tensors import Piece, shape_of
 from opd.train.offload import Shelf
 from opd.train.packing import PerSample, Shares, of_packed, pack, pieces
 from opd.train.plan import CostModel
-from opd.train.terms import LossTerm, MetricSums, StudentRows, linear_logprobs, shares
+from opd.train.terms import LossTerm, MetricSums, StudentRows, adding_to, linear_logprobs, shares
 from opd.types import MicroBatch, RolloutBatch, Sample
 
 
@@ -216,6 +217,8 @@ class Backend(ABC):
         self.max_tokens = training.batch.max_tokens
         """Packed tokens of a micro-batch, at most, but for one sample that has more."""
         self._batch = training.batch
+        self._total: Tensor | None = None
+        """During a step's passes, what `gathered` says."""
         self.measured: Callable[[], object] = lambda: None
         """Called when most of the memory of a step is held."""
 
@@ -244,6 +247,10 @@ class Backend(ABC):
         """Add the gradient of `loss`; `last` of this step's."""
         del last
         loss.backward()
+
+    def gathered(self) -> AbstractContextManager[Tensor | None]:
+        """During a step's passes: where kernels add the gradient of the head's weight; `None`: autograd."""
+        return nullcontext(None)
 
     def reduce(self) -> None:
         """Sum the gradient over the data-parallel ranks, where `backward` has not done so."""
@@ -369,12 +376,17 @@ class Backend(ABC):
         parts = self.shares.in_step(samples, self.max_tokens)
         self._trim()  # what rollout and teachers have left in pieces
         try:
-            with self.together.collective("the forward and backward passes"):
+            with (
+                self.together.collective("the forward and backward passes"),
+                self.gathered() as self._total,
+            ):
                 self._passes(read(parts), parts, sums)
                 self.reduce()
         except FloatingPointError as error:
             self.zero_grad()
             raise TrainingError(f"{error}; lower the learning rate or resume from a checkpoint.") from error
+        finally:
+            self._total = None
         self._trim()
         self.measured()  # with the head that came last
         sums = self._everyones(sums)
@@ -446,7 +458,9 @@ class Backend(ABC):
                 lambda grad: sums.add(f"grad_share/{teacher}", grad.float().norm(dim=-1).sum())
             )
         scale = (self.temperature, self._batch.kl_chunk)
-        student = StudentRows(hidden, self.head(), micro.targets, *scale, self.sum_shared)
+        student = StudentRows(
+            hidden, adding_to(self.head(), self._total), micro.targets, *scale, self.sum_shared
+        )
         return torch.stack([term(micro, student, sums) for term in self.terms]).sum()
 
     def sum_shared(self, values: Tensor) -> Tensor:
@@ -525,6 +539,9 @@ class TorchBackend(WholeModelBackend):
     def _wake_moments(self) -> None:
         if self._shelf is not None:
             self._shelf.take("moments")
+
+    def gathered(self) -> AbstractContextManager[Tensor | None]:
+        return gathered(self.model.module)
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()

@@ -97,7 +97,7 @@ class FullVocabularyTerm(DistillTerm):
         view = whole(view)
         return linear_kl(
             student.hidden,
-            student.head,
+            student.own_head,
             view.hidden,
             view.head,
             kind=self.config.kind,
@@ -111,7 +111,7 @@ class FullVocabularyTerm(DistillTerm):
         views = [whole(view) for view in views]
         return linear_mixture_kl(
             student.hidden,
-            student.head,
+            student.own_head,
             [view.hidden for view in views],
             [view.head for view in views],
             [view.weight for view in views],
@@ -146,7 +146,7 @@ class TopKTerm(DistillTerm):
     def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
         ids, logprobs, again = self._support(student, view)
         on_support = linear_logprobs(
-            student.hidden, student.head, ids, temperature=student.temperature, chunk=student.chunk
+            student.hidden, student.own_head, ids, temperature=student.temperature, chunk=student.chunk
         )
         if again is not None:
             on_support, logprobs = (rows.masked_fill(again, NOTHING) for rows in (on_support, logprobs))

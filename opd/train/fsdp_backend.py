@@ -9,6 +9,7 @@ computes and gives its gradient back summed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,12 @@ class FSDPBackend(TorchBackend):
         # FSDP2 takes the mean over the ranks. The weights of the loss hold the normaliser of the whole step,
         # so the sum is meant; a sum of its own it has for NCCL alone.
         (loss * self._sharding.size).backward()
+
+    def gathered(self) -> AbstractContextManager[Tensor | None]:
+        """Nothing: to keep a whole `[V, D]` on every rank for the step takes what sharding saves, while the
+        layers need the memory; its messages, one a micro-batch, are the price.
+        """
+        return nullcontext(None)
 
     def _clip(self) -> float:
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,14 @@ from opd.train.backend import (
     not_finite,
     optimizer_fields,
 )
-from opd.train.megatron_optimizer import WEIGHT, DistributedAdamW, MegatronOptimizer, SlicedAdamW, Slices
+from opd.train.megatron_optimizer import (
+    WEIGHT,
+    DistributedAdamW,
+    MegatronOptimizer,
+    SlicedAdamW,
+    Slices,
+    main_gradient,
+)
 from opd.train.shared_sequences import SharedSequences, context_of
 from opd.train.terms import MetricSums
 from opd.types import RolloutBatch
@@ -219,6 +226,17 @@ class MegatronBackend(Backend):
         rows = self._parameters[HEAD if HEAD in self._parameters else EMBEDDING]
         shard = head_shard(rows, self._form, self._vocabulary, self._group)
         return shard if self._group.size() > 1 else shard.head
+
+    def gathered(self) -> AbstractContextManager[Tensor | None]:
+        """Megatron-Core's own float32 buffer, over which the ranks sum at the end. None where it sums while
+        they go backward: it waits for each gradient to come from autograd.
+        """
+        if self._overlaps or not self._stage.last:
+            return nullcontext(None)
+        own = self.head()
+        rows = len(own.head.weight if isinstance(own, HeadShard) else own.weight)  # without padding
+        head = self._parameters[HEAD if HEAD in self._parameters else EMBEDDING]
+        return nullcontext(main_gradient(head)[:rows])
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self._differentiate(loss, None, last)

@@ -95,7 +95,7 @@ class SlicedAdamW(MegatronOptimizer):
         squares = torch.zeros(2, dtype=torch.float32, device=next(iter(self._own.values())).device)
         for name, parameter in self._parameters.items():
             if name != slices.again:
-                squares[int(slices.cut[name])] += _gradient(parameter).float().square().sum()
+                squares[int(slices.cut[name])] += main_gradient(parameter).float().square().sum()
         whole, cut = squares[:1].clone(), squares[1:].clone()
         dist.all_reduce(cut, group=slices.tensor)
         whole += cut
@@ -107,7 +107,7 @@ class SlicedAdamW(MegatronOptimizer):
     def step(self, lr: float, scale: float) -> None:
         for name, parameter in self._parameters.items():
             own = self._own[name]
-            own.grad = (_gradient(parameter) * scale).to(own.dtype)
+            own.grad = (main_gradient(parameter) * scale).to(own.dtype)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
@@ -241,5 +241,5 @@ def _optimizer_of_ranks(buffers: Any, optim: OptimConfig) -> Any:
     return of_dense
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def main_gradient(parameter: Tensor) -> Tensor:
     return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]

@@ -7,7 +7,7 @@ whole, or its vocabulary spread over ranks; beside a shard each teacher's head i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -77,11 +77,29 @@ def linear_mixture_kl(
     return ops.linear_mixture_kl(hidden, head, teacher_hiddens, teachers, weights, **options)
 
 
+def adding_to(head: Head | HeadShard, total: Tensor | None) -> Head | HeadShard:
+    """`head`, whose weight's gradient goes to `total`, of the weight's shape."""
+    if total is None:
+        return head
+    if isinstance(head, HeadShard):
+        return replace(head, head=replace(head.head, total=total))
+    return replace(head, total=total)
+
+
+def without_total(head: Head | HeadShard) -> Head | HeadShard:
+    """`head`, whose gradient autograd is given."""
+    if isinstance(head, HeadShard):
+        return head if head.head.total is None else replace(head, head=replace(head.head, total=None))
+    return head if head.total is None else replace(head, total=None)
+
+
 class StudentRows:
     """The student's last hidden states `[N, D]` at a micro-batch's rows, and what follows from them.
 
     Log-probabilities are computed once, at the sampling temperature, and only if a term asks for them.
-    `summed` is the sum of a tensor over the ranks that share the rows' sequences.
+    `summed` is the sum of a tensor over the ranks that share the rows' sequences. `own_head` is `head` for
+    the terms of this package, which go backward through all they ask of it: where the back end gathers the
+    weight's gradient in one place, theirs goes there (`Head.total`).
     """
 
     def __init__(
@@ -94,7 +112,8 @@ class StudentRows:
         summed: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> None:
         self.hidden = hidden
-        self.head = head
+        self.own_head = head
+        self.head = without_total(head)
         self.targets = targets
         self.temperature = temperature
         self.chunk = chunk
@@ -103,7 +122,7 @@ class StudentRows:
     @cached_property
     def _logprobs_entropy(self) -> tuple[Tensor, Tensor]:
         return linear_logprobs_entropy(
-            self.hidden, self.head, self.targets, temperature=self.temperature, chunk=self.chunk
+            self.hidden, self.own_head, self.targets, temperature=self.temperature, chunk=self.chunk
         )
 
     @property

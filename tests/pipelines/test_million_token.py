@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from opd.config.load import load_recipe
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "million_token" / "run.py"
 
 
@@ -36,3 +38,21 @@ def test_the_example_plans_scores_trains_and_draws_its_memory(tmp_path):
     assert "write" not in again.stderr  # the store is there
     repeated = json.loads((tmp_path / "results.json").read_text())
     assert (repeated["kl_mean"], repeated["grad_norm"]) == (results["kl_mean"], results["grad_norm"])
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_example_with_full_attention_learns_from_all_tokens_before(tmp_path):
+    found = {}
+    for name, more in (("window", []), ("full", ["--full-attention"])):
+        options = ["--tokens", "4096", "--long", "1", "--short", "0", "--out", str(tmp_path / name), *more]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, str(EXAMPLE), *options], env=environment, check=True)
+        found[name] = json.loads((tmp_path / name / "results.json").read_text())
+    assert found["full"]["tokens"] == 4096
+    assert 0 < found["full"]["grad_norm"] != found["window"]["grad_norm"]
+    config = load_recipe(
+        [EXAMPLE.with_name("recipe.yaml"), EXAMPLE.with_name("full_attention.yaml")]
+    ).model.config
+    assert config is not None
+    assert (config["sliding_window"], config["num_hidden_layers"]) == (None, 1)
