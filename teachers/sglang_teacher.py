@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -323,6 +323,8 @@ def _open(
                 name, url, settings, asked=asked, placement=opening.placement, cache=opening.cache
             )
             stack.callback(teacher.close)
+            given_up = partial(opening.given_up, settings.urls)
+            teacher.pool.options = replace(teacher.pool.options, given_up=given_up)
         yield found
 
 

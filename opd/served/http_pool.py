@@ -63,6 +63,9 @@ class Patience:
     """Seconds without an answer after which a copy goes to another server; the first answer counts."""
 
 
+NEAR = 0.25
+"""Of a server's `max_in_flight_tokens`: with so many more than the least loaded has, the one that has a
+request's beginning in its cache is still the better one."""
 CONTROL_BYTES = 8 * 2**20
 """Most bytes of an answer that is about a server and not about tokens."""
 _READ = 2**16
@@ -101,6 +104,8 @@ class PoolOptions:
     max_in_flight_tokens: int = 65_536
     """Per server; more wait here, so that a server's queue stays short."""
     patience: Patience = field(default_factory=Patience)
+    given_up: Callable[[], OpdError | None] = lambda: None
+    """Why whoever has started the servers will not start them again; asked when one fails."""
 
 
 @dataclass(slots=True)
@@ -422,7 +427,11 @@ class HTTPPool(HTTPClient):
                 self.bear(call, trouble)
 
     def bear(self, call: Trouble, trouble: UnavailableError) -> None:
-        """Note a failed attempt. Raises the pool's error when it was one too many."""
+        """Note a failed attempt. Raises the pool's error when it was one too many, and at once what the
+        servers were given up for.
+        """
+        if (reason := self.options.given_up()) is not None:
+            raise reason
         limits, now = self.options.patience, time.monotonic()
         call.bad_answers += trouble.answered
         call.since = call.since or now
@@ -478,8 +487,8 @@ class HTTPPool(HTTPClient):
                 self._freed.notify_all()
 
     async def _take(self, tokens: int, asked: list[Server], preferred: Server | None) -> Server:
-        """`preferred`, or the server with the fewest tokens in flight, that is not resting and has room;
-        waits for one. One that was asked already comes last.
+        """The server with the fewest tokens in flight, or `preferred` where that has hardly more, that is not
+        resting and has room; waits for one. One that was asked already comes last.
         """
         while True:
             now = time.monotonic()
@@ -487,9 +496,9 @@ class HTTPPool(HTTPClient):
             free = [s for s in ready if self._has_room(s, tokens)]
             if free:
                 # Among equals by chance: requests of one moment must not all go to the first.
-                server = min(
-                    free, key=lambda s: (s in asked, s is not preferred, s.in_flight, self._rng.random())
-                )
+                most = min(s.in_flight for s in free) + NEAR * self.options.max_in_flight_tokens
+                near = preferred if preferred is not None and preferred.in_flight <= most else None
+                server = min(free, key=lambda s: (s in asked, s is not near, s.in_flight, self._rng.random()))
                 server.in_flight += tokens
                 return server
             ends = [s.resting_until - now for s in self.servers if s.resting_until > now]

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -393,6 +393,11 @@ class Servers:
         if not self._ranks.alone:
             urls = self._ranks.gather_json(urls, "the URLs of servers")[0]
         return {name: config.at(urls[name]) for name, (config, _) in wanted.items()}
+
+    def given_up(self, urls: Sequence[str]) -> LaunchError | None:
+        """Why a group that has one of these URLs is given up; only the rank that started it knows."""
+        groups = [group for group in self._started.values() if not set(group.urls).isdisjoint(urls)]
+        return next((group.trouble for group in groups if group.trouble is not None), None)
 
     def _begin(self, config: ServerConfig, model: Path, any_weights: bool) -> None:
         name = config.servers or ""

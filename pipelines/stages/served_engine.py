@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from opd.config.teachers import SGLangEngineConfig
@@ -48,6 +49,8 @@ class ServedWriters:
         longest = min(limit, text.get("max_position_embeddings") or limit)
         served = ServedModel(min(len(tokenizer_of(recipe, model)), rows), longest, rows, text)
         options, own = pool_options(config), config.urls_of(ranks.rank, ranks.size)
+        if self._servers is not None:
+            options = replace(options, given_up=partial(self._servers.given_up, own))
         check_distinct(options)  # all ranks' workers: two ranks must not control one server either
         engine = SGLangEngine(replace(options, urls=own), served, self._push(model), version=-1)
         self._stack.callback(engine.close)

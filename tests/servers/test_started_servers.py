@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,14 @@ from recipes import tiny_recipe
 
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig
-from opd.errors import ConfigError, LaunchError
+from opd.errors import ConfigError, LaunchError, TeacherError
 from opd.pipelines.doctor.checks import check_servers
 from opd.pipelines.launch import servers as module
-from opd.pipelines.launch.local import check_ranks
+from opd.pipelines.launch.local import check_ranks, is_rank
 from opd.pipelines.launch.servers import Servers, StartedGroup
 from opd.pipelines.records.settings import Change
+from opd.served.http_pool import HTTPPool, LoopThread
+from opd.teachers.sglang_teacher import pool_options
 
 LITTLE = [sys.executable, str(Path(__file__).with_name("little_server.py"))]
 
@@ -267,6 +271,40 @@ def test_where_servers_run_may_change_between_attempts_and_what_they_compute_not
     assert change("devices")
     assert not change("arguments", "dtype")
     assert not change("command")
+
+
+def test_a_request_ends_with_what_its_servers_were_given_up_for(tmp_path):
+    """At once: not when its own patience is over, and not in words of its own."""
+    pytest.importorskip("orjson", reason="needs the extra sglang")
+    config = SGLangTeacherConfig(servers="own", path="x", patience=10_000.0)
+    servers = Servers({"own": little(tmp_path, restarts=0)}, tmp_path / "logs")
+    loop = LoopThread("test")
+    try:
+        config = servers.at({"teacher": (config, Path("model"))})["teacher"]
+        given_up = partial(servers.given_up, config.urls)
+        pool = HTTPPool("teacher x", replace(pool_options(config), given_up=given_up), TeacherError)
+        assert servers.given_up(config.urls) is None
+        [group] = servers._started.values()
+        os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
+        with pytest.raises(LaunchError, match=r"own-0 ended .*restarts 0 are used up"):
+            loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
+        assert servers.given_up(["http://127.0.0.1:1"]) is None
+    finally:
+        loop.run(pool.close())
+        loop.close()
+        servers.close()
+
+
+def test_servers_that_other_machines_cannot_reach_are_refused(monkeypatch):
+    teachers = {"sort": {"type": "sglang", "servers": "group"}}
+    recipe = tiny_recipe(servers={"group": {}}, teachers=teachers)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 of the 4 ranks cannot reach it; start the servers yourself"):
+        is_rank(recipe)
+    assert is_rank(tiny_recipe())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert is_rank(recipe)
 
 
 SERVED = {"type": "sglang", "servers": "group"}
