@@ -32,8 +32,9 @@ class ServerGroupConfig(Config):
     """Variables of the servers' environment, beside those of this process."""
     start_seconds: float = Field(default=900.0, gt=0)
     """Until every server has to be ready."""
-    silence_seconds: float = Field(default=120.0, gt=0)
-    """After which a server that answers nothing at all is ended and started again."""
+    silence_seconds: float = Field(default=300.0, gt=0)
+    """After which a server is ended and started again that answers nothing at all, or whose scheduler does
+    not: longer than it takes to load new weights, or one chunk of a prompt."""
     restarts: int = Field(default=5, ge=0)
     """How often servers of the group may be started again before the run stops."""
 

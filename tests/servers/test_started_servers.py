@@ -273,6 +273,23 @@ def test_where_servers_run_may_change_between_attempts_and_what_they_compute_not
     assert not change("command")
 
 
+def test_a_server_whose_scheduler_hangs_is_started_again(tmp_path):
+    """It says that it is ready all the while: another process of it answers that."""
+    group = start(tmp_path, silence_seconds=1.0)
+    try:
+        own, seen = parts(tmp_path, group.servers[0])[0], group.servers[0].worked
+        until(lambda: group.servers[0].worked > seen)
+        assert group.restarts == 0
+        (tmp_path / "hung").touch()
+        until(lambda: not alive(own))
+        (tmp_path / "hung").unlink()
+        until(lambda: group.restarts == 1 and group.servers[0].served)
+        seen = group.servers[0].worked
+        until(lambda: group.servers[0].worked > seen)
+    finally:
+        group.close()
+
+
 def test_a_request_ends_with_what_its_servers_were_given_up_for(tmp_path):
     """At once: not when its own patience is over, and not in words of its own."""
     pytest.importorskip("orjson", reason="needs the extra sglang")
@@ -293,6 +310,42 @@ def test_a_request_ends_with_what_its_servers_were_given_up_for(tmp_path):
         loop.run(pool.close())
         loop.close()
         servers.close()
+
+
+ENDS_SLOWLY = """
+import ctypes, signal, subprocess, sys, threading, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "1000"])
+threading.Thread(target=time.sleep, args=(1000,)).start()
+print(child.pid, flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_what_a_dying_server_has_started_is_ended_though_it_looks_dead_already():
+    """Its first thread has ended, others have not: a server under load ends like that."""
+    read, write = os.pipe()
+    guard = subprocess.Popen(
+        [sys.executable, "-I", str(module.GUARD), str(read), "0.5", sys.executable, "-c", ENDS_SLOWLY],
+        stdout=subprocess.PIPE,
+        pass_fds=[read],
+    )
+    os.close(read)
+    assert guard.stdout is not None
+    with guard.stdout:
+        child = int(guard.stdout.readline())
+        until(lambda: _state(_parent(child)) == "Z")
+        os.close(write)
+        assert guard.wait(60) == 0
+    assert not alive(child)
+
+
+def _state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_servers_that_other_machines_cannot_reach_are_refused(monkeypatch):
