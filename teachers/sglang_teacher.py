@@ -20,6 +20,7 @@ from opd.kernels.head import Head
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.models.hf_folder import read_object
 from opd.progress import doing
+from opd.served.distinct import check_distinct
 from opd.served.http_pool import (
     SERVERS,
     HTTPPool,
@@ -33,6 +34,7 @@ from opd.served.http_pool import (
 from opd.served.sglang_answers import (
     Question,
     check_finished,
+    is_uniform,
     logprob_body,
     logprobs_of,
     most_bytes,
@@ -47,6 +49,7 @@ from opd.teachers.sglang_admission import (
     checksum,
     expected_of,
     hidden_states,
+    lost_weights,
 )
 from opd.teachers.skeleton import is_published, read_head, small_files
 from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
@@ -227,15 +230,16 @@ class SGLangTeacher:
             )
         top_k = min(self._asked.top_k, self._vocabulary) if self.signal == "topk" else 0
         return await self._ask(
-            question, logprob_body(question, top_k), lambda answer: self._logprobs(answer, question, top_k)
+            question, logprob_body(question, top_k), partial(self._logprobs, question=question, top_k=top_k)
         )
 
     async def _ask(self, question: Question, body: dict[str, Any], read: Any) -> Any:
-        def check(answer: dict[str, Any]) -> Any:
+        async def attempt(server: Server) -> Any:
+            answer = await self.pool.ask(server, "POST", "/generate", body, most_bytes(body))
             self._check(answer)
-            return read(answer)
+            return read(answer, server.url)
 
-        return await self.pool.post("/generate", body, len(question.tokens), check, most_bytes(body))
+        return await self.pool.call(len(question.tokens), attempt)
 
     def _check(self, answer: dict[str, Any]) -> None:
         check_finished(answer)
@@ -243,10 +247,13 @@ class SGLangTeacher:
 
     async def _ask_limits(self) -> None:
         question = Question("limits", np.array([1, 2], dtype=np.int32), 0)
-        await self._ask(question, logprob_body(question), lambda answer: None)
+        await self._ask(question, logprob_body(question), lambda answer, url: None)
 
-    def _logprobs(self, answer: dict[str, Any], question: Question, top_k: int) -> Any:
-        sampled = logprobs_of(answer, question.tokens, question.start, self._head.vocabulary)
+    def _logprobs(self, answer: dict[str, Any], url: str, question: Question, top_k: int) -> Any:
+        rows = self._head.vocabulary
+        sampled = logprobs_of(answer, question.tokens, question.start, rows)
+        if is_uniform(sampled, rows):
+            raise lost_weights(self.pool.owner, url, f"all tokens have probability 1/{rows}")
         if not top_k:
             return sampled
         return *top_logprobs_of(answer, question.count, top_k, self._vocabulary), sampled
@@ -318,6 +325,7 @@ def _open(
     with ExitStack() as stack:
         for name, settings in teachers.items():
             check_signal(name, settings, recipe)
+            check_distinct({f"teachers.{name}.urls": pool_options(settings)}, TeacherError)
             url = opening.sources[name]
             found[name] = teacher = SGLangTeacher(
                 name, url, settings, asked=asked, placement=opening.placement, cache=opening.cache

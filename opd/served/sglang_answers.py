@@ -151,6 +151,26 @@ def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int)
     return found
 
 
+SAME = 1e-4
+"""Nats by which log-probabilities may differ from those of a uniform distribution and still be its."""
+
+
+def says_nothing(hidden: np.ndarray, tokens: np.ndarray) -> bool:
+    """Whether `hidden` [N, D] are those of a model that has lost its weights: zero, or the same after
+    different `tokens` [N], the last that each row has read.
+    """
+    if not len(hidden):
+        return False
+    return not hidden.any() or bool((hidden == hidden[0]).all() and (tokens != tokens[0]).any())
+
+
+def is_uniform(logprobs: np.ndarray, rows: int) -> bool:
+    """Whether `logprobs`, of two tokens at least, are those of a model that has lost its weights: all `rows`
+    of its head are equally likely.
+    """
+    return logprobs.size > 1 and bool((np.abs(logprobs + np.log(rows)) <= SAME).all())
+
+
 @decoding(_unreadable)
 def versions_of(answer: dict[str, Any]) -> set[str]:
     """The weight versions an answer was computed with."""

@@ -13,11 +13,13 @@ from recipes import tiny_recipe, write_recipe
 from safetensors.torch import load_file
 from sglang_server import sglang_server
 
-from opd.errors import ConfigError, RolloutError
+from opd.errors import ConfigError, RolloutError, TeacherError
 from opd.metrics import read_metrics
 from opd.pipelines.launch.local import check_ranks
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.served.distinct import check_distinct
+from opd.served.http_pool import PoolOptions
 
 SECONDS = 300
 
@@ -101,7 +103,7 @@ def test_fewer_workers_than_ranks_are_refused(served_models):
 
 @pytest.mark.parametrize("same", ["text", "server"])
 def test_one_server_given_twice_is_refused(sglang, served_models, tmp_path, same):
-    """Before it is told anything; also where the two URLs differ."""
+    """To the student. Before it is told anything; also where the two URLs differ."""
     with ExitStack() as stack:
         other = sglang.url
         if same == "server":
@@ -111,3 +113,15 @@ def test_one_server_given_twice_is_refused(sglang, served_models, tmp_path, same
         with pytest.raises(RolloutError, match=f"{sglang.url} and {other} lead to one server"):
             run_stage(recipe, folder, "merge")
     assert version(sglang) == "default"
+
+
+def test_one_server_given_to_a_teacher_twice_or_to_the_student_too_is_refused(sglang):
+    """The student's weights would take the place of the teacher's."""
+    own = PoolOptions([sglang.url])
+    with fault_proxy(("127.0.0.1", sglang.port)) as proxy:
+        other = proxy.endpoint
+        with pytest.raises(TeacherError, match=f"^math: {sglang.url} and {other} lead to one server"):
+            check_distinct({"math": PoolOptions([sglang.url, other])}, TeacherError)
+        with pytest.raises(RolloutError, match=f"^engine: {sglang.url} and math: {other} lead to one server"):
+            check_distinct({"engine": own, "math": PoolOptions([other])}, RolloutError)
+        check_distinct({"engine": own, "math": PoolOptions(["http://127.0.0.1:9"])}, RolloutError)

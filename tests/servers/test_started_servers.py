@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.request
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
 
 import pytest
@@ -392,6 +394,13 @@ SERVED = {"type": "sglang", "servers": "group"}
             "would each start the servers group; set runtime.workers to 1",
         ),
         ({"servers": {"group": {"arguments": {"port": 1}}}}, "port is set by opd"),
+        (
+            {
+                "servers": {"group": {"devices": [1]}, "other": {"count": 2, "devices": [0, 1]}},
+                "teachers": {"sort": SERVED, "add3": {**SERVED, "servers": "other"}},
+            },
+            "servers.group and servers.other share device 1, which both would fill",
+        ),
         ({"servers": {"group": {"arguments": {"--dtype": "x"}}}}, "without its dashes"),
         ({"servers": {"../x": {}}}, "name"),
     ],
@@ -399,6 +408,30 @@ SERVED = {"type": "sglang", "servers": "group"}
 def test_what_cannot_be_is_said_of_the_recipe(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         tiny_recipe(**changes)
+
+
+def test_groups_share_a_device_if_they_leave_each_other_room():
+    def recipe(share):
+        group = {"devices": [0], "arguments": {"mem-fraction-static": share}}
+        teachers = {"sort": SERVED, "add3": {**SERVED, "servers": "other"}}
+        return tiny_recipe(servers={"group": group, "other": group}, teachers=teachers)
+
+    assert len(recipe(0.5).servers) == 2
+    with pytest.raises(ValueError, match="share device 0"):
+        recipe(0.6)
+
+
+def test_a_server_in_this_environment_and_one_beside_it_find_one_plug_in():
+    """Under one name: SGLang runs one entry point of a name, wherever it has found others."""
+    root = Path(__file__).resolve().parents[2]
+    group = "sglang.srt.plugins"
+    [(name, where)] = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"][
+        group
+    ].items()
+    [beside] = Distribution.at(next(module.PLUGIN.glob("*.dist-info"))).entry_points
+    assert (beside.group, beside.name) == (group, name)
+    found = EntryPoint(name, where, group).load()
+    assert (found.__module__, found.__name__) == ("opd.served.plugin.opd_hidden_states", "register")
 
 
 def test_the_doctor_looks_for_the_program(tmp_path):
