@@ -345,10 +345,11 @@ def _load(server: StartedServer, model: Path, version: str) -> None:
 
 def _answers(server: StartedServer) -> bool:
     """Whether what computes in it answers."""
-    with contextlib.suppress(urllib.error.URLError, OSError):
+    try:
         with urllib.request.urlopen(f"{server.url}/server_info", timeout=5) as answer:
             return answer.status == 200
-    return False
+    except OSError:
+        return False
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Random faults of real servers while a teacher scores on them: right rows or one sentence, and nothing else."""
+"""Random faults of real servers while a teacher scores on them: right rows or one sentence, nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOP = Path(__file__).resolve().parents[1] / "crash" / "served_loop.py"
 
 
 def test_cheap_faults_in_a_row(sglang, served_models, tmp_path):
-    """One server behind two proxies, each fault once: of answers, of the scheduler, its disk and its weights."""
+    """One server behind two proxies, each fault once: of answers, the scheduler, its disk, its weights."""
     publish_checkpoint(served_models["a"], tmp_path / "published")
     models = served_models | {"zero": zeroed(served_models["a"], tmp_path / "zero")}
     servers = [sglang._server] * 2
