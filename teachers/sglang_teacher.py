@@ -40,6 +40,7 @@ from opd.served.sglang_answers import (
     most_bytes,
     top_logprobs_of,
 )
+from opd.served.urls_file import UrlsFile
 from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Opening, Placement, TeacherKind
 from opd.teachers.sglang_admission import (
@@ -68,8 +69,8 @@ class Asked:
     """Support of the signal `topk`."""
 
 
-def pool_options(config: ServerConfig) -> PoolOptions:
-    """The client's settings of a recipe."""
+def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOptions:
+    """The client's settings of a recipe. Of the servers that come later, `rank` of so many gets its share."""
     patience = Patience(
         timeout=config.timeout,
         connect_timeout=config.connect_timeout,
@@ -77,7 +78,10 @@ def pool_options(config: ServerConfig) -> PoolOptions:
         retry=replace(SERVERS, attempts=config.attempts),
         hedge_after=config.hedge_after,
     )
-    return PoolOptions(config.urls, config.api_key_env, config.max_in_flight_tokens, patience)
+    options = PoolOptions(config.urls, config.api_key_env, config.max_in_flight_tokens, patience)
+    if config.urls_file is None:
+        return options
+    return replace(options, more=UrlsFile(config.urls_file, config.urls, rank, ranks).fresh)
 
 
 def check_temperature(name: str, signal: str, temperature: float) -> None:

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
-from typing import Any
 
 from opd.errors import OpdError
-from opd.served.http_pool import (
-    HTTPPool,
-    LoopThread,
-    PoolOptions,
-    RefusedError,
-    Server,
-    UnavailableError,
-)
-
-IDENTITY = ("host", "port", "startup_time")
-"""What a server says of itself that no other says: `startup_time` holds the seconds that each part of its
-start took, to many places.
-"""
+from opd.served.http_pool import HTTPPool, LoopThread, PoolOptions, Server
 
 
 def check_distinct(wanted: Mapping[str, PoolOptions], error: type[OpdError]) -> None:
@@ -56,13 +42,4 @@ def _servers(pools: Mapping[str, HTTPPool]) -> list[tuple[str, HTTPPool, Server]
 
 
 async def _ask_all(servers: list[tuple[str, HTTPPool, Server]]) -> list[str]:
-    return await asyncio.gather(*(_identity(pool, server) for _, pool, server in servers))
-
-
-async def _identity(pool: HTTPPool, server: Server) -> str:
-    """The same for two URLs of one server."""
-    try:
-        told: dict[str, Any] = await pool.ask(server, "GET", "/server_info") or {}
-    except (UnavailableError, RefusedError):
-        told = {}
-    return json.dumps([told[name] for name in IDENTITY]) if told.get("startup_time") else server.url
+    return await asyncio.gather(*(pool.identity(server) for _, pool, server in servers))

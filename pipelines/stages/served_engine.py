@@ -51,7 +51,8 @@ class ServedWriters:
         limit = recipe.rollout.max_sequence
         longest = min(limit, text.get("max_position_embeddings") or limit)
         served = ServedModel(min(len(tokenizer_of(recipe, model)), rows), longest, rows, text)
-        options, own = pool_options(config), config.urls_of(ranks.rank, ranks.size)
+        options = pool_options(config, ranks.rank, ranks.size)
+        own = config.urls_of(ranks.rank, ranks.size)
         if self._servers is not None:
             options = replace(options, given_up=partial(self._servers.given_up, own))
         # All ranks' workers: two ranks must not control one server either.
