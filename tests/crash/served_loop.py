@@ -63,6 +63,8 @@ CHEAP = {
 """Faults that end no process, and how often each is drawn."""
 ALL = CHEAP | {"kill_server": 1, "kill_scheduler": 1, "hang": 1}
 """Those that end with a new start, too, which takes most of a minute."""
+ANSWERS = ("status", "reset", "short", "stall", "slow")
+"""Those that are done to answers on their way."""
 TOLERANCE = 1e-5
 ROUND = 900.0
 """Seconds that one round may take: a server's new start among them."""
@@ -132,17 +134,21 @@ class Rounds:
         def disturb() -> None:
             if kind:
                 time.sleep(self.rng.random() * 0.3)
-                undo.extend(getattr(self, f"_{kind}")(server, done))
+                undo.append(getattr(self, f"_{kind}")(server, done))
 
         try:
             teacher = self._open()
             acting = threading.Thread(target=disturb)
-            acting.start()
+            if kind in ANSWERS:  # before anything is asked: these wait for what they are done to
+                acting.run()
+            else:
+                acting.start()
             try:
                 rows = teacher.score(samples).rows
             finally:
                 done.set()
-                acting.join(ROUND)
+                if acting.ident is not None:
+                    acting.join(ROUND)
             self._compare(kind, rows, due, samples)
         except OpdError as error:
             self._sentence(kind, str(error))
@@ -211,49 +217,52 @@ class Rounds:
 
     # What is done to one server or its answers; each returns what takes it back.
 
-    def _inject(self, server: int, kind: str, **options: object) -> list[Callable[[], object]]:
+    def _inject(self, server: int, kind: str, **options: object) -> Callable[[], object]:
         times = self.rng.randint(1, 4)
         self.target.proxies[server].inject(kind, times=times, method="POST", path="/generate", **options)
-        return []
+        return _nothing
 
-    def _status(self, server: int, _: threading.Event) -> list[Callable[[], object]]:
+    def _status(self, server: int, _: threading.Event) -> Callable[[], object]:
         return self._inject(server, "status", status=self.rng.choice([500, 502, 503, 429]))
 
-    def _reset(self, server: int, _: threading.Event) -> list[Callable[[], object]]:
+    def _reset(self, server: int, _: threading.Event) -> Callable[[], object]:
         return self._inject(server, "reset", after=self.rng.randrange(200))
 
-    def _short(self, server: int, _: threading.Event) -> list[Callable[[], object]]:
+    def _short(self, server: int, _: threading.Event) -> Callable[[], object]:
         return self._inject(server, "short", after=self.rng.randrange(200))
 
-    def _stall(self, server: int, _: threading.Event) -> list[Callable[[], object]]:
+    def _stall(self, server: int, _: threading.Event) -> Callable[[], object]:
         self.target.proxies[server].inject("stall", method="POST", path="/generate")
-        return []
+        return _nothing
 
-    def _slow(self, server: int, _: threading.Event) -> list[Callable[[], object]]:
+    def _slow(self, server: int, _: threading.Event) -> Callable[[], object]:
         self.target.proxies[server].bytes_per_second = 20_000.0
-        return []
+        return _nothing
 
-    def _stop(self, server: int, _: threading.Event) -> list[Callable[[], object]]:
+    def _stop(self, server: int, _: threading.Event) -> Callable[[], object]:
         seconds = 0.5 + 3 * self.rng.random()
         pids = self._schedulers(server)
         _signal(pids, signal.SIGSTOP)
         time.sleep(seconds)
         _signal(pids, signal.SIGCONT)
-        return []
+        return _nothing
 
-    def _hang(self, server: int, _: threading.Event) -> list[Callable[[], object]]:
+    def _hang(self, server: int, _: threading.Event) -> Callable[[], object]:
+        back = self._waiting(server)
         _signal(self._schedulers(server), signal.SIGSTOP)
-        return [partial(self._wait_until_back, server)]
+        return back
 
-    def _kill_server(self, server: int, _: threading.Event) -> list[Callable[[], object]]:
-        _signal([min(_processes(self.target.servers[server]))], signal.SIGKILL)
-        return [partial(self._wait_until_back, server)]
+    def _kill_server(self, server: int, _: threading.Event) -> Callable[[], object]:
+        back = self._waiting(server)
+        _signal(sorted(_processes(self.target.servers[server]))[:1], signal.SIGKILL)
+        return back
 
-    def _kill_scheduler(self, server: int, _: threading.Event) -> list[Callable[[], object]]:
+    def _kill_scheduler(self, server: int, _: threading.Event) -> Callable[[], object]:
+        back = self._waiting(server)
         _signal(self._schedulers(server), signal.SIGKILL)
-        return [partial(self._wait_until_back, server)]
+        return back
 
-    def _disk(self, server: int, done: threading.Event) -> list[Callable[[], object]]:
+    def _disk(self, server: int, done: threading.Event) -> Callable[[], object]:
         """No file may grow beyond a few bytes: as on a disk that is full."""
         before = []
         for pid in self._schedulers(server):
@@ -268,9 +277,9 @@ class Rounds:
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
 
         restore()
-        return []
+        return _nothing
 
-    def _damage(self, server: int, done: threading.Event) -> list[Callable[[], object]]:
+    def _damage(self, server: int, done: threading.Event) -> Callable[[], object]:
         """Flip a bit of every segment that can be caught before it is read."""
         folder, until = Path(self.target.servers[server]._hidden), time.monotonic() + 3.0
         while not done.is_set() and time.monotonic() < until:
@@ -283,32 +292,40 @@ class Rounds:
                             opened.seek(-1, os.SEEK_END)
                             opened.write(bytes([last ^ 1]))
             time.sleep(0.001)
-        return []
+        return _nothing
 
-    def _weights(self, server: int, _: threading.Event) -> list[Callable[[], object]]:
+    def _weights(self, server: int, _: threading.Event) -> Callable[[], object]:
         """Other ones under another version."""
         _load(self.target.servers[server], self.target.models["b"], "2")
-        return [partial(_load, self.target.servers[server], self.target.models["a"], "default")]
+        return partial(_load, self.target.servers[server], self.target.models["a"], "default")
 
-    def _lost(self, server: int, _: threading.Event) -> list[Callable[[], object]]:
+    def _lost(self, server: int, _: threading.Event) -> Callable[[], object]:
         """None at all, under the version that is due: nobody has told the server."""
         _load(self.target.servers[server], self.target.models["zero"], "default")
-        return [partial(_load, self.target.servers[server], self.target.models["a"], "default")]
+        return partial(_load, self.target.servers[server], self.target.models["a"], "default")
 
     def _schedulers(self, server: int) -> list[int]:
         found = _processes(self.target.servers[server])
         return [pid for pid, name in found.items() if "scheduler" in name]
 
-    def _wait_until_back(self, server: int) -> None:
-        """Until it was started again and serves."""
-        until, one = time.monotonic() + ROUND, self.target.servers[server]
-        seen = one.served and not _answers(one)
-        while time.monotonic() < until and self.target.given_up() is None:
-            gone = not _answers(one)
-            if seen and not gone:
-                return
-            seen = seen or gone
-            time.sleep(0.5)
+    def _waiting(self, server: int) -> Callable[[], object]:
+        """To be called before it is ended: what waits until it was started again and serves."""
+        one = self.target.servers[server]
+        before = one._guard
+
+        def wait() -> None:
+            until = time.monotonic() + ROUND
+            while one._guard in (None, before) or not one.served or not _answers(one):
+                if time.monotonic() > until or self.target.given_up() is not None:
+                    self.wrong.append(f"{one.name} did not come back")
+                    return
+                time.sleep(0.5)
+
+        return wait
+
+
+def _nothing() -> None:
+    pass
 
 
 def _processes(server: StartedServer) -> dict[int, str]:
