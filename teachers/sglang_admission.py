@@ -140,7 +140,7 @@ async def hidden_states(
             answer = await pool.ask(server, "POST", "/generate", body, most_answered(body))
             check(answer)
             rows = await segment.rows(pool, server, answer)
-    if says_nothing(rows, question.tokens[question.start : -1]):
+    if says_nothing(rows, question.tokens[:-1]):
         raise lost_weights(pool.owner, server.url, "all hidden states of an answer are the same")
     return rows
 

@@ -155,13 +155,17 @@ SAME = 1e-4
 """Nats by which log-probabilities may differ from those of a uniform distribution and still be its."""
 
 
-def says_nothing(hidden: np.ndarray, tokens: np.ndarray) -> bool:
-    """Whether `hidden` [N, D] are those of a model that has lost its weights: zero, or the same after
-    different `tokens` [N], the last that each row has read.
+def says_nothing(hidden: np.ndarray, read: np.ndarray) -> bool:
+    """Whether `hidden` [N, D] are of a model that has lost its weights: the same after different tokens.
+
+    Args:
+        read: [T] token ids; the rows are those at the last N. Where all are one token a row may be any, also
+            zero: that of a padding token alone is.
     """
-    if not len(hidden):
+    if not len(hidden) or (hidden != hidden[0]).any():
         return False
-    return not hidden.any() or bool((hidden == hidden[0]).all() and (tokens != tokens[0]).any())
+    last = read[-len(hidden) :]
+    return bool((last != last[0]).any() or (not hidden.any() and (read != read[0]).any()))
 
 
 def is_uniform(logprobs: np.ndarray, rows: int) -> bool:

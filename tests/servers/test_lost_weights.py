@@ -14,15 +14,23 @@ def test_hidden_states_that_are_the_same_after_different_tokens_say_nothing():
     assert not says_nothing(rows, WORDS)
     assert says_nothing(same, WORDS)
     assert says_nothing(np.zeros((4, 8), np.float32), WORDS)
-    assert says_nothing(np.zeros((1, 8), np.float32), WORDS[:1])
-    assert not says_nothing(rows[:1], WORDS[:1])
-    assert not says_nothing(rows[:0], WORDS[:0])
+    assert says_nothing(np.zeros((1, 8), np.float32), WORDS)
+    assert says_nothing(np.zeros((2, 8), np.float32), WORDS)  # of two equal tokens, after others
+    assert not says_nothing(same[:2], WORDS)
+    assert not says_nothing(rows[:1], WORDS)
+    assert not says_nothing(rows[:0], WORDS)
 
 
 def test_a_model_that_reads_one_token_over_and_over_may_say_the_same():
     """What attention takes from equal values is that value, wherever it looks."""
     row = np.ones((1, 8), np.float32)
     assert not says_nothing(row.repeat(4, 0), np.full(4, 7, np.int32))
+
+
+def test_a_padding_token_alone_may_be_zero():
+    """Its embedding is, in many models."""
+    assert not says_nothing(np.zeros((1, 8), np.float32), np.zeros(1, np.int32))
+    assert not says_nothing(np.zeros((3, 8), np.float32), np.zeros(3, np.int32))
 
 
 @pytest.mark.parametrize("rows", [2, 24, 151_936])
