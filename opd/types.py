@@ -257,6 +257,9 @@ class RolloutRequest:
     prefix_ids: Int32 = field(default_factory=no_ids)
     """[P] int32: response tokens emitted before an interruption. They are prefilled, not sampled again; they
     count towards `max_new_tokens`, and the next token has response position `P`."""
+    session: str = ""
+    """Requests of one session begin alike (the answers to a prompt, the turns of an episode): an engine of
+    several workers keeps them where that beginning is cached. It changes no token, and no log keeps it."""
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ The settings of a kind are a class of `opd.config.teachers`; its code is the `KI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -50,6 +50,8 @@ class Opening:
     """Ranks that read teachers together, all of which open the same ones; `None`: this process alone."""
     cache: ShardCache | None = None
     """This node's copies of what is read from object stores."""
+    given_up: Callable[[Sequence[str]], OpdError | None] = lambda urls: None
+    """Why servers with these URLs will not be started again, if it is this run that has started them."""
 
 
 def nothing_to_check(name: str, settings: Any, recipe: Recipe) -> Iterable[str | OpdError]:

@@ -28,6 +28,7 @@ from opd.served.sglang_answers import (
     logprobs_of,
     most_bytes,
     ranks_of,
+    says_nothing,
     versions_of,
 )
 from opd.storage.published import PublishedModel
@@ -132,12 +133,24 @@ async def hidden_states(
         body = hidden_body(question)
         answer = await pool.ask(server, "POST", "/generate", body, most_bytes(body, head.width))
         check(answer)
-        return hidden_of(answer, question, head.width, head.rows)
-    with Segment(plugin, question, head.width) as segment:
-        body = segment.body(logprobs=logprobs)
-        answer = await pool.ask(server, "POST", "/generate", body, most_answered(body))
-        check(answer)
-        return await segment.rows(pool, server, answer)
+        rows = hidden_of(answer, question, head.width, head.rows)
+    else:
+        with Segment(plugin, question, head.width) as segment:
+            body = segment.body(logprobs=logprobs)
+            answer = await pool.ask(server, "POST", "/generate", body, most_answered(body))
+            check(answer)
+            rows = await segment.rows(pool, server, answer)
+    if says_nothing(rows, question.tokens[:-1]):
+        raise lost_weights(pool.owner, server.url, "all hidden states of an answer are the same")
+    return rows
+
+
+def lost_weights(owner: str, url: str, sign: str) -> TeacherError:
+    """Of a server that answers as if all were well, such as one that was put to sleep and woken."""
+    return TeacherError(
+        f"{owner}: {url} has lost its weights ({sign}, whatever was asked); start it again, and continue with"
+        " --resume."
+    )
 
 
 async def checksum(pool: HTTPPool, server: Server) -> str:

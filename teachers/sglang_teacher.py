@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from opd.kernels.head import Head
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.models.hf_folder import read_object
 from opd.progress import doing
+from opd.served.distinct import check_distinct
 from opd.served.http_pool import (
     SERVERS,
     HTTPPool,
@@ -33,11 +34,13 @@ from opd.served.http_pool import (
 from opd.served.sglang_answers import (
     Question,
     check_finished,
+    is_uniform,
     logprob_body,
     logprobs_of,
     most_bytes,
     top_logprobs_of,
 )
+from opd.served.urls_file import UrlsFile
 from opd.storage.published import PublishedModel
 from opd.teachers.kinds import Opening, Placement, TeacherKind
 from opd.teachers.sglang_admission import (
@@ -47,6 +50,7 @@ from opd.teachers.sglang_admission import (
     checksum,
     expected_of,
     hidden_states,
+    lost_weights,
 )
 from opd.teachers.skeleton import is_published, read_head, small_files
 from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
@@ -65,8 +69,8 @@ class Asked:
     """Support of the signal `topk`."""
 
 
-def pool_options(config: ServerConfig) -> PoolOptions:
-    """The client's settings of a recipe."""
+def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOptions:
+    """The client's settings of a recipe. Of the servers that come later, `rank` of so many gets its share."""
     patience = Patience(
         timeout=config.timeout,
         connect_timeout=config.connect_timeout,
@@ -74,7 +78,10 @@ def pool_options(config: ServerConfig) -> PoolOptions:
         retry=replace(SERVERS, attempts=config.attempts),
         hedge_after=config.hedge_after,
     )
-    return PoolOptions(config.urls, config.api_key_env, config.max_in_flight_tokens, patience)
+    options = PoolOptions(config.urls, config.api_key_env, config.max_in_flight_tokens, patience)
+    if config.urls_file is None:
+        return options
+    return replace(options, more=UrlsFile(config.urls_file, config.urls, rank, ranks).fresh)
 
 
 def check_temperature(name: str, signal: str, temperature: float) -> None:
@@ -227,15 +234,16 @@ class SGLangTeacher:
             )
         top_k = min(self._asked.top_k, self._vocabulary) if self.signal == "topk" else 0
         return await self._ask(
-            question, logprob_body(question, top_k), lambda answer: self._logprobs(answer, question, top_k)
+            question, logprob_body(question, top_k), partial(self._logprobs, question=question, top_k=top_k)
         )
 
     async def _ask(self, question: Question, body: dict[str, Any], read: Any) -> Any:
-        def check(answer: dict[str, Any]) -> Any:
+        async def attempt(server: Server) -> Any:
+            answer = await self.pool.ask(server, "POST", "/generate", body, most_bytes(body))
             self._check(answer)
-            return read(answer)
+            return read(answer, server.url)
 
-        return await self.pool.post("/generate", body, len(question.tokens), check, most_bytes(body))
+        return await self.pool.call(len(question.tokens), attempt)
 
     def _check(self, answer: dict[str, Any]) -> None:
         check_finished(answer)
@@ -243,10 +251,13 @@ class SGLangTeacher:
 
     async def _ask_limits(self) -> None:
         question = Question("limits", np.array([1, 2], dtype=np.int32), 0)
-        await self._ask(question, logprob_body(question), lambda answer: None)
+        await self._ask(question, logprob_body(question), lambda answer, url: None)
 
-    def _logprobs(self, answer: dict[str, Any], question: Question, top_k: int) -> Any:
-        sampled = logprobs_of(answer, question.tokens, question.start, self._head.vocabulary)
+    def _logprobs(self, answer: dict[str, Any], url: str, question: Question, top_k: int) -> Any:
+        rows = self._head.vocabulary
+        sampled = logprobs_of(answer, question.tokens, question.start, rows)
+        if is_uniform(sampled, rows):
+            raise lost_weights(self.pool.owner, url, f"all tokens have probability 1/{rows}")
         if not top_k:
             return sampled
         return *top_logprobs_of(answer, question.count, top_k, self._vocabulary), sampled
@@ -318,11 +329,14 @@ def _open(
     with ExitStack() as stack:
         for name, settings in teachers.items():
             check_signal(name, settings, recipe)
+            check_distinct({f"teachers.{name}.urls": pool_options(settings)}, TeacherError)
             url = opening.sources[name]
             found[name] = teacher = SGLangTeacher(
                 name, url, settings, asked=asked, placement=opening.placement, cache=opening.cache
             )
             stack.callback(teacher.close)
+            given_up = partial(opening.given_up, settings.urls)
+            teacher.pool.options = replace(teacher.pool.options, given_up=given_up)
         yield found
 
 

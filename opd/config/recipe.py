@@ -13,7 +13,7 @@ from opd.config.environments import NamedEnvironment
 from opd.config.evaluation import EvaluationConfig
 from opd.config.rewards import RewardConfig
 from opd.config.rl import SampledTokenK1, shared_out
-from opd.config.servers import ServerGroupConfig
+from opd.config.servers import ServerGroupConfig, shared_devices
 from opd.config.sft import SFTConfig, WarmupConfig
 from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
@@ -617,6 +617,16 @@ class Recipe(Config):
                     f"servers.{name}.devices names {len(set(group.devices))} devices, but {group.count}"
                     f" servers of {group.tensor_parallel} each need {needed}; name as many, each once"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_of_servers_leave_each_other_room(self) -> Recipe:
+        if (both := shared_devices(self.servers)) is not None:
+            raise ValueError(
+                f"servers.{both[0]} and servers.{both[1]} share device {both[2]}, which both would fill: they"
+                " stay until the run ends; give them other devices, or each an argument mem-fraction-static,"
+                " together at most 1"
+            )
         return self
 
     @model_validator(mode="after")

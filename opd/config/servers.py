@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field, field_validator
@@ -22,7 +23,8 @@ class ServerGroupConfig(Config):
     """GPUs of a server."""
     devices: list[Annotated[int, Field(ge=0)]] | None = None
     """CUDA devices of the group, numbered as this process sees them, `tensor_parallel` of them a server, in
-    turn; `null` leaves each server all of them, which is right for one server, or on a CPU."""
+    turn; `null` leaves each server all of them, which is right for one server, or on a CPU. Groups may share
+    one if their arguments `mem-fraction-static` are together at most 1: none sleeps while another works."""
     command: list[str] = Field(default=[], max_length=1000)
     """What starts a server, before the arguments; `[]` is this interpreter with `-m sglang.launch_server`.
     For an SGLang in an environment of its own: `[/path/to/python, -m, sglang.launch_server]`."""
@@ -32,8 +34,9 @@ class ServerGroupConfig(Config):
     """Variables of the servers' environment, beside those of this process."""
     start_seconds: float = Field(default=900.0, gt=0)
     """Until every server has to be ready."""
-    silence_seconds: float = Field(default=120.0, gt=0)
-    """After which a server that answers nothing at all is ended and started again."""
+    silence_seconds: float = Field(default=300.0, gt=0)
+    """After which a server is ended and started again that answers nothing at all, or whose scheduler does
+    not: longer than it takes to load new weights, or one chunk of a prompt."""
     restarts: int = Field(default=5, ge=0)
     """How often servers of the group may be started again before the run stops."""
 
@@ -55,3 +58,14 @@ class ServerGroupConfig(Config):
             if value is not False:
                 found += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         return found
+
+
+def shared_devices(groups: Mapping[str, ServerGroupConfig]) -> tuple[str, str, int] | None:
+    """Two groups and a device of both, which have not said that they leave each other room there."""
+    for name, group in groups.items():
+        for device in group.devices or ():
+            there = [n for n, other in groups.items() if device in (other.devices or ())]
+            shares = [groups[n].arguments.get("mem-fraction-static", 1.0) for n in there]
+            if len(there) > 1 and sum(float(share) for share in shares) > 1.0:
+                return name, next(n for n in there if n != name), device
+    return None

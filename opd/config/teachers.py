@@ -18,6 +18,9 @@ class ServerConfig(Config):
 
     urls: list[str] = []
     """`http://HOST:PORT` of every server; requests go to the one with the fewest tokens in flight."""
+    urls_file: str | None = None
+    """A file whose lines are URLs of more servers. It is read again every few seconds: those that come are
+    checked as the first were, and then used."""
     servers: Name | None = None
     """In place of `urls`: the group of the recipe's `servers` that the run starts for it."""
     api_key_env: str | None = None
@@ -40,6 +43,8 @@ class ServerConfig(Config):
     def _somewhere(self) -> Self:
         if bool(self.urls) == (self.servers is not None):
             raise ValueError("give either urls, or servers: the name of a group that the run starts")
+        if self.urls_file is not None and not self.urls:
+            raise ValueError("urls_file names servers that come later; give urls, those that are there, too")
         return self
 
     @property

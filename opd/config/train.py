@@ -189,10 +189,10 @@ class RayLaunch(Config):
     `disaggregated`: every actor has a bundle of its own, on other nodes where there are some."""
     engines: int = Field(default=1, gt=0, le=4096)
     """Rollout engines, at least one for each of `train.ranks`. A batch is shared out among them; one that
-    dies costs time alone."""
+    dies costs time alone. With a served `rollout.engine` none is started."""
     teachers: int = Field(default=1, ge=0, le=4096)
     """Teacher actors; the teachers are dealt out to them in turn. 0 keeps them in the trainer. Served ones
-    (`type: sglang`) are elsewhere already."""
+    (`type: sglang`) are elsewhere already: where all are, no actor is started."""
     trainer: ActorResources = ActorResources()
     engine: ActorResources = ActorResources()
     teacher: ActorResources = ActorResources()

@@ -264,8 +264,9 @@ class _Batch:
             self._end(episode, "tokens")
             return
         most = min(left, self._config.turn_tokens or left)
+        sampling = replace(self._sampling, max_new_tokens=most)
         request = RolloutRequest(
-            episode.uid, episode.context(), replace(self._sampling, max_new_tokens=most), self._seed
+            episode.uid, episode.context(), sampling, self._seed, session=episode.sample.uid
         )
         self._writing[request.uid] = episode
         self._transcript.begin({request.uid: Tokens.empty()})

@@ -128,7 +128,7 @@ def _collect(
     ]
     samples = {sample.uid: sample for group in groups for sample in group.samples}
     requests = [
-        RolloutRequest(uid, sample.prompt_ids, sampling(sample.domain), seed)
+        RolloutRequest(uid, sample.prompt_ids, sampling(sample.domain), seed, session=sample.group_uid)
         for uid, sample in samples.items()
     ]
     for uid, status, tokens in responses(engine, requests):
@@ -148,7 +148,7 @@ def stream(
     """
     waiting = {sample.uid: sample for sample in samples}
     requests = [
-        RolloutRequest(uid, sample.prompt_ids, ways[sample.domain].sampling, seed)
+        RolloutRequest(uid, sample.prompt_ids, ways[sample.domain].sampling, seed, session=sample.group_uid)
         for uid, sample in waiting.items()
     ]
     for uid, status, tokens in responses(engine, requests):

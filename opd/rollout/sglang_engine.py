@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import queue
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -159,9 +160,10 @@ class ServedModel:
 class SGLangEngine(Streaming):
     """Implements `opd.protocols.RolloutEngine` on SGLang workers of one model.
 
-    The responses to one prompt go to one worker, the first of them ahead, so that its prefix cache computes
-    the prompt once. A request whose worker fails goes on with another after the tokens that have arrived.
-    Paused requests give their cache back and rebuild it with the new weights; each token knows its version.
+    The requests of one session go to one worker, which has their beginning in its prefix cache, unless that
+    has much more to do than another; of one prompt the first goes ahead. A request whose worker fails goes on
+    with another after the tokens that have arrived. Paused requests give their cache back and
+    rebuild it with the new weights; each token knows its version.
 
     Args:
         options: The workers and limits.
@@ -184,6 +186,8 @@ class SGLangEngine(Streaming):
         """Who reads, by that name. The event loop's."""
         self._chunks: Iterator[Chunk] = iter(())
         self._ended: dict[str, Status] = {}
+        self._homes = Homes()
+        """The event loop's."""
         self.cached_tokens = 0
         """Prompt tokens that workers had in their prefix cache so far."""
 
@@ -281,36 +285,33 @@ class SGLangEngine(Streaming):
                 task.cancel()
 
     async def _stream_all(self, groups: list[list[tuple[object, RolloutRequest]]]) -> None:
-        servers = self._workers.pool.servers
         try:
             async with asyncio.TaskGroup() as tasks:
-                for place, group in enumerate(groups):
-                    tasks.create_task(self._stream_group(group, servers[place % len(servers)]))
+                for group in groups:
+                    tasks.create_task(self._stream_group(group))
         except BaseExceptionGroup as errors:
             self._arrived.put(_first_error(errors))
 
-    async def _stream_group(self, group: list[tuple[object, RolloutRequest]], home: Server) -> None:
+    async def _stream_group(self, group: list[tuple[object, RolloutRequest]]) -> None:
         cached = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             for place, (name, request) in enumerate(group):
                 if place == 1:
                     await cached.wait()
                 if self._left.get(request.uid) is name:
-                    task = self._tasks[name] = tasks.create_task(self._stream(name, request, home, cached))
+                    task = self._tasks[name] = tasks.create_task(self._stream(name, request, cached))
                     task.add_done_callback(lambda _: cached.set())  # also of one let go before it began
                 else:
                     cached.set()
 
-    async def _stream(
-        self, name: object, request: RolloutRequest, home: Server, cached: asyncio.Event
-    ) -> None:
+    async def _stream(self, name: object, request: RolloutRequest, cached: asyncio.Event) -> None:
         """One response to its end, on as many workers as it takes."""
         written = [int(token) for token in request.prefix_ids]
         trouble = Trouble()
         try:
             while True:
                 try:
-                    if await self._attempt(name, request, written, home, cached):
+                    if await self._attempt(name, request, written, cached):
                         return
                 except UnavailableError as failure:
                     self._workers.pool.bear(trouble, failure)
@@ -320,7 +321,7 @@ class SGLangEngine(Streaming):
             self._tasks.pop(name, None)
 
     async def _attempt(
-        self, name: object, request: RolloutRequest, written: list[int], home: Server, cached: asyncio.Event
+        self, name: object, request: RolloutRequest, written: list[int], cached: asyncio.Event
     ) -> bool:
         """Stream after `written`, which grows; whether the response has ended."""
         pool, body = self._workers.pool, request_body(request, written, self._never)
@@ -329,10 +330,12 @@ class SGLangEngine(Streaming):
         vocabulary, stops = self._limits.vocab_size, request.sampling.stop_ids
         stream = MessageReader(request.uid, len(written), self._workers.versions, vocabulary, stops)
         most, lines = most_bytes(body), 1024 + 8 * request.sampling.max_new_tokens
+        session = request.session or _digest(request)
         async with (
-            pool.lease(tokens, [], home) as server,
+            pool.lease(tokens, [], self._homes.of(session)) as server,
             pool.stream(server, "/generate", body, most, lines) as arriving,
         ):
+            self._homes.remember(session, server)
             async for line in arriving:
                 piece = stream.read(line)
                 if piece is None:
@@ -349,6 +352,33 @@ class SGLangEngine(Streaming):
                     self.cached_tokens += stream.cached_tokens
                     return True
         raise UnavailableError(f"{server.url} ended the stream of {request.uid} early", answered=False)
+
+
+class Homes:
+    """Which worker has the beginning of a session in its cache: the one that worked on it last."""
+
+    MOST = 65_536
+    """Sessions; those that were quiet for longest are forgotten."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, Server] = OrderedDict()
+
+    def of(self, session: str) -> Server | None:
+        """`None` for one that is not known."""
+        return self._known.get(session)
+
+    def remember(self, session: str, server: Server) -> None:
+        """`server` works on it."""
+        self._known[session] = server
+        self._known.move_to_end(session)
+        if len(self._known) > self.MOST:
+            self._known.popitem(last=False)
+
+
+def _digest(request: RolloutRequest) -> str:
+    """A session of its own for each prompt."""
+    prompt = np.asarray(request.prompt_ids, dtype=np.int32).tobytes()
+    return hashlib.blake2b(prompt, digest_size=16).hexdigest()
 
 
 def request_body(

@@ -6,13 +6,13 @@ New weights reach a worker through a folder that it reads, or broadcast in a pro
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -88,17 +88,27 @@ Ask = Callable[[Server, str, str, dict[str, Any]], Awaitable[Any]]
 BUCKET_BYTES = 256 << 20
 
 
-class Push(Protocol):
-    """How the newest weights reach a worker, whenever it needs them."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One version, ready to be given to workers."""
 
-    def prepare(self, weights: Weights, version: int) -> list[tuple[str, Tensor]]:
-        """Make `weights` the newest; returns copies of them on the CPU."""
+    weights: list[tuple[str, Tensor]]
+    """On the CPU, the trainer's no more."""
+    folder: Path | None = None
+    """Where they are, if on a disk."""
+
+
+class Push(Protocol):
+    """How weights reach a worker, whenever it needs them."""
+
+    def prepare(self, weights: Weights, version: int) -> Prepared:
+        """Copy `weights`, which are the newest from now on."""
         ...
 
-    async def load(self, ask: Ask, server: Server, name: str) -> None:
-        """Have `server` take the newest weights and call them `name`, with its cache dropped.
+    async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
+        """Have `server` take these weights and call them `name`, with its cache dropped.
 
-        Raises `RolloutError` if it does not take them, `UnavailableError` if it is away.
+        Raises `RolloutError` if it does not take them, `UnavailableError` if it is away or they are.
         """
         ...
 
@@ -109,17 +119,21 @@ class FolderPush:
     def __init__(self, folder: WeightFolder) -> None:
         self._folder = folder
 
-    def prepare(self, weights: Weights, version: int) -> list[tuple[str, Tensor]]:
-        """See `Push`: the older version's folder is gone afterwards."""
+    def prepare(self, weights: Weights, version: int) -> Prepared:
+        """See `Push`: the older version's folder is gone once no worker reads it."""
         kept = _copies(weights)
-        self._folder.write(kept, version)
-        return kept
+        return Prepared(kept, self._folder.write(kept, version))
 
-    async def load(self, ask: Ask, server: Server, name: str) -> None:
+    async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
         """See `Push`."""
-        body = {"model_path": str(self._folder.newest), "weight_version": name, "flush_cache": True}
-        done = await ask(server, "POST", "/update_weights_from_disk", body | {"keep_pause": True})
-        _check(server, name, done)
+        folder = prepared.folder
+        assert folder is not None
+        with self._folder.reading(folder) as there:
+            if not there:  # newer ones have come meanwhile: those are due
+                raise UnavailableError(f"{folder} is not the newest any more", answered=False)
+            body = {"model_path": str(folder), "weight_version": name, "flush_cache": True}
+            done = await ask(server, "POST", "/update_weights_from_disk", body | {"keep_pause": True})
+            _check(server, name, done)
 
 
 class TensorPush:
@@ -132,18 +146,17 @@ class TensorPush:
 
     def __init__(self, host: str = "127.0.0.1", bucket_bytes: int = BUCKET_BYTES) -> None:
         self._host, self._size = host, bucket_bytes
-        self._newest: list[tuple[str, Tensor]] = []
         self._device = torch.device("cpu")
         """The trainer's, by its number: the threads that send work on the first one."""
         self._groups: dict[str, tuple[str, Any, torch.device]] = {}
         """URL -> name of the group, its back end, where it sends from."""
 
-    def prepare(self, weights: Weights, version: int) -> list[tuple[str, Tensor]]:
+    def prepare(self, weights: Weights, version: int) -> Prepared:
         """See `Push`."""
-        self._newest, self._device = _copies(weights), torch_device("auto")
-        return self._newest
+        self._device = torch_device("auto")
+        return Prepared(_copies(weights))
 
-    async def load(self, ask: Ask, server: Server, name: str) -> None:
+    async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
         """See `Push`. A worker that fails in the middle holds parts of two versions: it is not used again
         before it has taken one whole.
         """
@@ -155,7 +168,7 @@ class TensorPush:
             except RefusedError:  # a trainer that died has left its update open
                 await ask(server, "POST", "/end_weight_update", {})
                 _check(server, name, await ask(server, "POST", "/begin_weight_update", {}))
-            pieces = list(_buckets(self._newest, self._size))
+            pieces = list(_buckets(prepared.weights, self._size))
             for place, bucket in enumerate(pieces):
                 last = place == len(pieces) - 1
                 await self._send(ask, server, bucket, name if last else None)
@@ -233,72 +246,49 @@ def _check(server: Server, name: str, done: Any) -> None:
         raise RolloutError(f"{server.url} did not take the weights {name}: {(done or {}).get('message')}.")
 
 
-IDENTITY = ("host", "port", "startup_time")
-"""What a server says of itself that no other says: `startup_time` holds the seconds that each part of its
-start took, to many places.
-"""
-
-
-def check_distinct(options: PoolOptions) -> None:
-    """Ask every server of `options` who it is, once. One that does not answer, or is too old to tell when it
-    started, counts as another.
-
-    Raises `RolloutError` if two URLs lead to one server: verbs sent to it by two clients at once end it.
-    """
-    if len(options.urls) < 2:
-        return
-    pool = HTTPPool("the rollout engine", options, RolloutError)
-    loop = LoopThread("sglang-distinct")
-    try:
-        told = loop.run(_ask_all(pool))
-    finally:
-        loop.run(pool.close())
-        loop.close()
-    seen: dict[str, str] = {}
-    for server, identity in zip(pool.servers, told, strict=True):
-        if identity in seen:
-            raise RolloutError(
-                f"rollout.engine.urls: {seen[identity]} and {server.url} lead to one server; give every"
-                " worker once."
-            )
-        seen[identity] = server.url
-
-
-async def _ask_all(pool: HTTPPool) -> list[str]:
-    return await asyncio.gather(*(_identity(pool, server) for server in pool.servers))
-
-
-async def _identity(pool: HTTPPool, server: Server) -> str:
-    """The same for two URLs of one server."""
-    try:
-        told: dict[str, Any] = await pool.ask(server, "GET", "/server_info") or {}
-    except (UnavailableError, RefusedError):
-        told = {}
-    return json.dumps([told[name] for name in IDENTITY]) if told.get("startup_time") else server.url
-
-
 RETRY = replace(SERVERS, attempts=4)
 """At a control request, before a worker counts as away."""
 
 
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """What workers are to hold: swapped whole, so that nobody gives a worker one version's weights and asks
+    it for the proof of another.
+    """
+
+    version: int
+    name: str
+    """What workers call it."""
+    prepared: Prepared
+    proof: Proof
+
+
 class Workers:
-    """Workers hold version `version`, or are away; one that comes back is given what it lacks."""
+    """Workers hold version `version`, or are away; one that comes back is given what it lacks.
+
+    A verb for all waits for a worker that is just being admitted, which ends with the newest weights so.
+    """
 
     def __init__(
         self, options: PoolOptions, push: Push | None, version: int, config: Mapping[str, Any] | None
     ) -> None:
-        self.version, self._push, self._config = version, push, config or {}
+        self._push, self._config = push, config or {}
+        self._first = version
         self.paused = False
         # Their names say who has pushed: workers may hold a version 7 of an earlier stage.
         self._label = uuid.uuid4().hex[:8]
         self.versions: dict[str, int] = {}
         """What workers call the versions they hold."""
         self.pool = HTTPPool("the rollout engine", options, RolloutError, self._admit)
-        self._weights: list[tuple[str, Tensor]] = []
+        self._newest: Newest | None = None
+        """Given by the caller's thread, taken by the loop's; `None` before the first push."""
         self._checked: set[str] = set()
         """URLs of workers whose model has the student's form."""
-        self._proof: Proof | None = None
-        """Of the newest weights."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that workers are to hold."""
+        return self._first if self._newest is None else self._newest.version
 
     @cached_property
     def loop(self) -> LoopThread:
@@ -307,8 +297,8 @@ class Workers:
 
     def pause(self) -> None:
         """Stop sampling; running requests go back to the queue of their worker."""
+        self.paused = True  # first: a worker that is admitted meanwhile must not go on
         self._everywhere(lambda server: self._post(server, "/pause_generation", {"mode": "retract"}))
-        self.paused = True
 
     def flush(self) -> None:
         """Drop cached keys and values."""
@@ -316,8 +306,8 @@ class Workers:
 
     def resume(self) -> None:
         """Sample on."""
+        self.paused = False  # first: one that is admitted meanwhile must not stay paused
         self._everywhere(lambda server: self._post(server, "/continue_generation", {}))
-        self.paused = False
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """See `SGLangEngine.update_weights`."""
@@ -332,12 +322,12 @@ class Workers:
             )
         if self._push is None:
             raise RolloutError("the engine has no way to push new weights; make it with a FolderPush.")
-        self._weights = self._push.prepare(weights, version)
-        self._proof = Proof(self._weights)
-        self.version = version
-        self.versions[self._name] = version
-        self._everywhere(self._load)
-        return weights_digest(self._weights, quick=True)
+        prepared, name = self._push.prepare(weights, version), f"{self._label}.{version}"
+        newest = Newest(version, name, prepared, Proof(prepared.weights))
+        self.versions[name] = version
+        self._newest = newest
+        self._everywhere(lambda server: self._load(server, newest))
+        return weights_digest(prepared.weights, quick=True)
 
     def close(self) -> None:
         """Close the connections. Workers that are paused go on: others may use them."""
@@ -352,8 +342,12 @@ class Workers:
         self.loop.run(self._all(verb))
 
     async def _all(self, verb: Callable[[Server], Awaitable[Any]]) -> None:
+        async def alone(server: Server) -> Any:
+            async with server.lock:
+                return await verb(server)
+
         servers = self.pool.servers
-        done = await asyncio.gather(*map(verb, servers), return_exceptions=True)
+        done = await asyncio.gather(*map(alone, servers), return_exceptions=True)
         away = [error for error in done if isinstance(error, UnavailableError)]
         for server, error in zip(servers, done, strict=True):
             if isinstance(error, UnavailableError):
@@ -362,6 +356,8 @@ class Workers:
                 raise RolloutError(f"the rollout engine: {error}; check the worker's log.")
             elif isinstance(error, BaseException):
                 raise error
+        if away and (reason := self.pool.options.given_up()) is not None:
+            raise reason
         if len(away) == len(servers):
             raise RolloutError(f"the rollout engine: no worker answers ({away[0]}); start one and --resume.")
 
@@ -372,23 +368,19 @@ class Workers:
     async def _post(self, server: Server, path: str, body: dict[str, Any]) -> Any:
         return await RETRY.call_async(lambda: self.pool.ask(server, "POST", path, body), UnavailableError)
 
-    @property
-    def _name(self) -> str:
-        """What workers are to call the newest version."""
-        return f"{self._label}.{self.version}"
-
-    async def _load(self, server: Server) -> None:
-        """Have `server` take the newest weights, and verify what it holds then."""
-        push = self._push
+    async def _load(self, server: Server, newest: Newest) -> None:
+        """Have `server` take the `newest` weights, and verify what it holds then."""
+        push, name = self._push, newest.name
         assert push is not None
-        await self._check_form(server)
-        await RETRY.call_async(lambda: push.load(self.pool.ask, server, self._name), UnavailableError)
+        await self._check_form(server, newest)
+        load = partial(push.load, self.pool.ask, server, name, newest.prepared)
+        await RETRY.call_async(load, UnavailableError)
         held = str((await self.pool.ask(server, "GET", "/model_info")).get("weight_version"))
-        if held != self._name:
-            raise RolloutError(f"after the push of version {self._name} {server.url} says it holds {held}.")
-        await self._verify(server)
+        if held != name:
+            raise RolloutError(f"after the push of version {name} {server.url} says it holds {held}.")
+        await self._verify(server, newest)
 
-    async def _check_form(self, server: Server) -> None:
+    async def _check_form(self, server: Server, newest: Newest) -> None:
         if server.url in self._checked:
             return
         info = await self.pool.ask(server, "GET", "/model_info") or {}
@@ -396,26 +388,26 @@ class Workers:
         answer = await self._post(server, "/weights_checker", {"action": "checksum"})
         ranks = ranks_of(answer)
         if len(ranks) == 1 and "checksums" in ranks[0]:  # a worker of several ranks may cut its layers
-            check_form(server.url, info, ranks[0]["checksums"], self._weights)
+            check_form(server.url, info, ranks[0]["checksums"], newest.prepared.weights)
         self._checked.add(server.url)
 
-    async def _verify(self, server: Server) -> None:
+    async def _verify(self, server: Server, newest: Newest) -> None:
         """Compare the checksums of every tensor with those of the weights themselves."""
-        assert self._proof is not None
         answer = await self._post(server, "/weights_checker", {"action": "checksum"})
         settings = await self.pool.ask(server, "GET", "/server_info") or {}
         ranks = ranks_of(answer)
         with decoding(lambda cause: RolloutError(f"{server.url}/weights_checker answered {cause}.")):
-            await asyncio.to_thread(self._proof.check, server.url, ranks, settings)
+            await asyncio.to_thread(newest.proof.check, server.url, ranks, settings)
 
     async def _admit(self, server: Server) -> None:
         """A worker that is new or was away: the version it holds, or the newest weights."""
         held = str((await self.pool.ask(server, "GET", "/model_info")).get("weight_version"))
         self._checked.discard(server.url)
-        if not self._weights:
+        newest = self._newest
+        if newest is None:
             self.versions.setdefault(held, self.version)  # what it was started with
-        elif held != self._name:
+        elif held != newest.name:
             await self._post(server, "/pause_generation", {"mode": "retract"})
-            await self._load(server)
+            await self._load(server, newest)
             if not self.paused:
                 await self._post(server, "/continue_generation", {})

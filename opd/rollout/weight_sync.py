@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +61,7 @@ def buckets(weights: Weights, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]
 
 
 class WeightFolder:
-    """Hugging Face folders of successive versions below `root`; only the newest is kept.
+    """Hugging Face folders of successive versions below `root`; the newest is kept, and those being read.
 
     A version is written under another name and renamed when it is whole, so that nobody ever reads half of
     it; what a killed writer left behind is removed when the next one begins.
@@ -77,12 +80,17 @@ class WeightFolder:
         self.newest: Path | None = None
         self._shard_bytes = shard_bytes
         self._swept = False
+        self._readers: Counter[Path] = Counter()
+        self._lock = threading.Lock()
 
     def write(self, weights: Weights, version: int) -> Path:
-        """Write version `version` and forget the one before; returns its folder."""
+        """Write version `version` and forget those before that nobody reads; returns its folder."""
         if not self._swept:
             self._sweep()
         folder, draft = self.root / f"version-{version}", self.root / f".version-{version}"
+        with self._lock:
+            if self._readers[folder]:
+                raise RolloutError(f"{folder} is still being read; give new weights a version of their own.")
         for place in (draft, folder):  # of an attempt that failed
             shutil.rmtree(place, ignore_errors=True)
         draft.mkdir(parents=True)
@@ -91,10 +99,27 @@ class WeightFolder:
                 shutil.copyfile(file, draft / file.name)
         _write_shards(draft, weights, self._shard_bytes)
         os.replace(draft, folder)
-        older, self.newest = self.newest, folder
-        if older is not None and older != folder:
-            shutil.rmtree(older, ignore_errors=True)
+        with self._lock:
+            older, self.newest = self.newest, folder
+            if older is not None and older != folder and not self._readers[older]:
+                shutil.rmtree(older, ignore_errors=True)
         return folder
+
+    @contextmanager
+    def reading(self, folder: Path) -> Iterator[bool]:
+        """Keep a version while the block runs; yields whether it is there."""
+        with self._lock:
+            there = folder == self.newest or self._readers[folder] > 0
+            self._readers[folder] += there
+        try:
+            yield there
+        finally:
+            with self._lock:
+                self._readers[folder] -= there
+                if not self._readers[folder]:
+                    del self._readers[folder]
+                    if folder != self.newest:
+                        shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         """Remove every version."""

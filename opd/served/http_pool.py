@@ -7,6 +7,8 @@ One attempt at one server, and what can go wrong there, is a function; which ser
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 import random
 import threading
@@ -24,6 +26,8 @@ from opd.retry import Retry
 
 if TYPE_CHECKING:
     import aiohttp
+
+_log = logging.getLogger(__name__)
 
 
 class UnavailableError(Exception):
@@ -63,6 +67,11 @@ class Patience:
     """Seconds without an answer after which a copy goes to another server; the first answer counts."""
 
 
+NEAR = 0.25
+"""Of a server's `max_in_flight_tokens`: with so many more than the least loaded has, the one that has a
+request's beginning in its cache is still the better one."""
+IDENTITY = ("host", "port", "startup_time")
+"""What a server alone says of it: `startup_time`, how long each part of its start took, to many digits."""
 CONTROL_BYTES = 8 * 2**20
 """Most bytes of an answer that is about a server and not about tokens."""
 _READ = 2**16
@@ -86,6 +95,8 @@ class Server:
     """On the monotonic clock."""
     admitted: bool = False
     """Whether it was checked since it was last away."""
+    late: bool = False
+    """Whether it came while others worked, and must prove to be another one than they."""
     last_error: str = ""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is checked."""
@@ -101,6 +112,10 @@ class PoolOptions:
     max_in_flight_tokens: int = 65_536
     """Per server; more wait here, so that a server's queue stays short."""
     patience: Patience = field(default_factory=Patience)
+    more: Callable[[], list[str]] = list
+    """URLs of servers that have come since it was asked last; asked whenever a server is chosen."""
+    given_up: Callable[[], OpdError | None] = lambda: None
+    """Why whoever has started the servers will not start them again; asked when one fails."""
 
 
 @dataclass(slots=True)
@@ -203,6 +218,14 @@ class HTTPClient:
                 yield _lines(answer, where, most, lines)
         except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
             raise UnavailableError(f"{where} {_broken(trouble, limits.timeout)}", answered=False) from None
+
+    async def identity(self, server: Server) -> str:
+        """The same for two URLs of one server; the URL where it does not answer, or is too old to tell."""
+        try:
+            told: dict[str, Any] = await self.ask(server, "GET", "/server_info") or {}
+        except (UnavailableError, RefusedError):
+            told = {}
+        return json.dumps([told[name] for name in IDENTITY]) if told.get("startup_time") else server.url
 
     async def close(self) -> None:
         """Close the connections."""
@@ -390,6 +413,12 @@ class HTTPPool(HTTPClient):
         self._trouble_since: float | None = None
         """When a server failed first since one last answered well."""
 
+    def add(self, url: str) -> None:
+        """A server that has come, if it is another: it is used once it was checked as every other was."""
+        if all(server.url != url.rstrip("/") for server in self.servers):
+            self.servers = [*self.servers, Server(url.rstrip("/"), late=True)]
+            _log.info("%s: %s has come", self.owner, url)
+
     @property
     def trouble(self) -> str:
         """What is wrong with the servers that failed last; empty if none did."""
@@ -422,7 +451,11 @@ class HTTPPool(HTTPClient):
                 self.bear(call, trouble)
 
     def bear(self, call: Trouble, trouble: UnavailableError) -> None:
-        """Note a failed attempt. Raises the pool's error when it was one too many."""
+        """Note a failed attempt. Raises the pool's error when it was one too many, and at once what the
+        servers were given up for.
+        """
+        if (reason := self.options.given_up()) is not None:
+            raise reason
         limits, now = self.options.patience, time.monotonic()
         call.bad_answers += trouble.answered
         call.since = call.since or now
@@ -478,18 +511,20 @@ class HTTPPool(HTTPClient):
                 self._freed.notify_all()
 
     async def _take(self, tokens: int, asked: list[Server], preferred: Server | None) -> Server:
-        """`preferred`, or the server with the fewest tokens in flight, that is not resting and has room;
-        waits for one. One that was asked already comes last.
+        """The server with the fewest tokens in flight, or `preferred` where that has hardly more, that is not
+        resting and has room; waits for one. One that was asked already comes last.
         """
         while True:
+            for url in self.options.more():
+                self.add(url)
             now = time.monotonic()
             ready = [s for s in self.servers if s.resting_until <= now]
             free = [s for s in ready if self._has_room(s, tokens)]
             if free:
                 # Among equals by chance: requests of one moment must not all go to the first.
-                server = min(
-                    free, key=lambda s: (s in asked, s is not preferred, s.in_flight, self._rng.random())
-                )
+                most = min(s.in_flight for s in free) + NEAR * self.options.max_in_flight_tokens
+                near = preferred if preferred is not None and preferred.in_flight <= most else None
+                server = min(free, key=lambda s: (s in asked, s is not near, s.in_flight, self._rng.random()))
                 server.in_flight += tokens
                 return server
             ends = [s.resting_until - now for s in self.servers if s.resting_until > now]
@@ -509,12 +544,26 @@ class HTTPPool(HTTPClient):
         async with server.lock:
             if server.resting_until > time.monotonic():
                 raise UnavailableError(server.last_error, answered=False)
-            if not server.admitted and self._admit is not None:
+            if not server.admitted:
                 try:
-                    await self._admit(server)
+                    if server.late:
+                        await self._require_other(server)
+                    if self._admit is not None:
+                        await self._admit(server)
                 except RefusedError as refusal:
                     raise self._error(f"{self.owner}: {refusal}; check its URL and key.") from None
             server.admitted = True
+
+    async def _require_other(self, server: Server) -> None:
+        """Drop a server that another URL leads to already."""
+        others = [other for other in self.servers if other is not server]
+        own, *theirs = await asyncio.gather(*(self.identity(one) for one in (server, *others)))
+        if own not in theirs:
+            server.late = False
+            return
+        self.servers, same = others, others[theirs.index(own)].url
+        _log.warning("%s: %s leads to the server at %s; it is not used", self.owner, server.url, same)
+        raise UnavailableError(f"{server.url} leads to the server at {same}", answered=False)
 
     def _failed(self, server: Server, trouble: UnavailableError) -> None:
         server.admitted = False

@@ -151,6 +151,30 @@ def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int)
     return found
 
 
+SAME = 1e-4
+"""Nats by which log-probabilities may differ from those of a uniform distribution and still be its."""
+
+
+def says_nothing(hidden: np.ndarray, read: np.ndarray) -> bool:
+    """Whether `hidden` [N, D] are of a model that has lost its weights: the same after different tokens.
+
+    Args:
+        read: [T] token ids; the rows are those at the last N. Where all are one token a row may be any, also
+            zero: that of a padding token alone is.
+    """
+    if not len(hidden) or (hidden != hidden[0]).any():
+        return False
+    last = read[-len(hidden) :]
+    return bool((last != last[0]).any() or (not hidden.any() and (read != read[0]).any()))
+
+
+def is_uniform(logprobs: np.ndarray, rows: int) -> bool:
+    """Whether `logprobs`, of two tokens at least, are those of a model that has lost its weights: all `rows`
+    of its head are equally likely.
+    """
+    return logprobs.size > 1 and bool((np.abs(logprobs + np.log(rows)) <= SAME).all())
+
+
 @decoding(_unreadable)
 def versions_of(answer: dict[str, Any]) -> set[str]:
     """The weight versions an answer was computed with."""

@@ -41,6 +41,7 @@ def is_rank(recipe: Recipe) -> bool:
         )
     if size > 1:
         check_ranks(recipe, size)
+        check_one_machine(recipe, size)
     return size > 1
 
 
@@ -66,6 +67,19 @@ def check_ranks(recipe: Recipe, size: int) -> None:
     if isinstance(engine, SGLangEngineConfig):
         group = recipe.servers.get(engine.servers or "")
         check_worker_count(len(engine.urls) if group is None else group.count, size)
+
+
+def check_one_machine(recipe: Recipe, size: int) -> None:
+    """Raise `ConfigError` if the ranks are on several machines and the run is to start servers, which listen
+    on the first one's own address alone.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if here < size and recipe.servers:
+        raise ConfigError(
+            f"servers.{min(recipe.servers)} would be started for the {here} ranks of one machine, where"
+            f" {size - here} of the {size} ranks cannot reach it; start the servers yourself and give their"
+            " urls, or start all ranks on one machine."
+        )
 
 
 def rank_environment(rank: int, size: int, address: str, port: int) -> dict[str, str]:

@@ -33,20 +33,24 @@ def _prctl(option, value):
 
 
 def _descendants():
-    """Process ids of everything below this process; the dead that nobody has read are left out."""
-    children = {}
+    """Process ids of everything below this process; the dead that nobody has read are left out.
+
+    One whose first thread has ended looks dead while others of its threads end: it still has its children.
+    """
+    children, dead = {}, set()
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
                 state, parent = file.read().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    children.setdefault(int(parent), []).append(int(name))
+                children.setdefault(int(parent), []).append(int(name))
+                if state == "Z" and len(os.listdir(f"/proc/{name}/task")) == 1:
+                    dead.add(int(name))
     found, ahead = [], [os.getpid()]
     while ahead:
         own = children.get(ahead.pop(), [])
         found += own
         ahead += own
-    return found
+    return [process for process in found if process not in dead]
 
 
 def _shared_memory(processes):

@@ -12,6 +12,7 @@ import http.client
 import logging
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -49,6 +50,8 @@ LOOK = 0.5
 """Seconds between two looks at a server; each asks it whether it is there."""
 ANSWER = 5.0
 """Seconds it has to answer a look: one that is at work may be slow to."""
+ASKED = 10
+"""How often in `silence_seconds` what computes in a server is asked for a word."""
 Served = TypeVar("Served", bound=ServerConfig)
 _NO_SUCH = 127
 GRACE = 10.0
@@ -104,6 +107,11 @@ def _described(model: Path) -> bytes | None:
     return None
 
 
+def _readable(connection: http.client.HTTPConnection) -> bool:
+    """Whether an answer has come, or the connection has ended."""
+    return connection.sock is None or bool(select.select([connection.sock], [], [], 0)[0])
+
+
 def _free_port() -> int:
     with socket.create_server((HOST, 0)) as taken:
         return taken.getsockname()[1]
@@ -123,6 +131,10 @@ class StartedServer:
     """When it last answered anything, or was started."""
     served: bool = False
     """Whether it was ready since it was started last."""
+    worked: float = 0.0
+    """When what computes in it answered last, or it became ready."""
+    _question: http.client.HTTPConnection | None = None
+    """On which that is asked: one at a time, however long it takes, since it may be at work."""
     _guard: subprocess.Popen[bytes] | None = None
     _pipe: int | None = None
     _hidden: str = ""
@@ -136,6 +148,7 @@ class StartedServer:
         """Start it, at the port that it has if it was started before. Raises `OSError` if that cannot be."""
         self.port = self.port or _free_port()
         self.served, self.answered = False, time.monotonic()
+        self._forget_question()
         environment = _environment(self.group, self.number)
         self._hidden = environment[VARIABLE]
         read, self._pipe = os.pipe()
@@ -169,8 +182,25 @@ class StartedServer:
                 connection.request("GET", "/health")
                 status = connection.getresponse().status
                 self.answered = time.monotonic()
-                self.served = self.served or status == http.HTTPStatus.OK
+                if status == http.HTTPStatus.OK and not self.served:
+                    self.served, self.worked = True, self.answered
         return self.served
+
+    def silent(self) -> float:
+        """For how many seconds it has answered nothing, or what computes in it has not, which is not the
+        process that answers whether it is ready. Asks that now and then; whatever it answers will do.
+        """
+        now, question = time.monotonic(), self._question
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            if question is None and now - self.worked >= self.group.silence_seconds / ASKED:
+                question = self._question = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER)
+                question.request("GET", "/server_info")
+            elif question is not None and _readable(question):
+                self._question = None
+                with contextlib.closing(question):
+                    question.getresponse().read(1)
+                    self.worked = now
+        return now - min(self.answered, self.worked)
 
     def ask_to_end(self) -> None:
         """Its guard ends it, and all it has started."""
@@ -206,7 +236,13 @@ class StartedServer:
             return printable((raised or said or ["nothing"])[-1])[:300]
         return "nothing"
 
+    def _forget_question(self) -> None:
+        question, self._question = self._question, None
+        if question is not None:
+            question.close()
+
     def _close(self) -> None:
+        self._forget_question()
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
             os.close(pipe)
@@ -328,8 +364,11 @@ class StartedGroup:
         status, config = server.status(), server.group
         if status is not None:
             return f"ended with exit status {status}"
-        limit = config.silence_seconds if server.served else config.start_seconds
-        return f"has answered nothing for {limit:g} s" if time.monotonic() - server.answered > limit else None
+        if server.served:
+            silent, limit = server.silent(), config.silence_seconds
+        else:
+            silent, limit = time.monotonic() - server.answered, config.start_seconds
+        return f"has answered nothing for {limit:g} s" if silent > limit else None
 
     def _left(self, server: StartedServer, reason: str, pause: float) -> None:
         server.ask_to_end()
@@ -393,6 +432,11 @@ class Servers:
         if not self._ranks.alone:
             urls = self._ranks.gather_json(urls, "the URLs of servers")[0]
         return {name: config.at(urls[name]) for name, (config, _) in wanted.items()}
+
+    def given_up(self, urls: Sequence[str]) -> LaunchError | None:
+        """Why a group that has one of these URLs is given up; only the rank that started it knows."""
+        groups = [group for group in self._started.values() if not set(group.urls).isdisjoint(urls)]
+        return next((group.trouble for group in groups if group.trouble is not None), None)
 
     def _begin(self, config: ServerConfig, model: Path, any_weights: bool) -> None:
         name = config.servers or ""

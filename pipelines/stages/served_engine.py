@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from opd.config.teachers import SGLangEngineConfig
+from opd.config.teachers import SGLangEngineConfig, SGLangTeacherConfig
+from opd.errors import RolloutError
 from opd.models.hf_folder import read_object
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.student import tokenizer_of
@@ -15,10 +17,12 @@ from opd.protocols import Teacher
 from opd.retry import Retry
 from opd.rollout.engine_pool import EnginePool, RetryPolicy
 from opd.rollout.sglang_engine import ServedModel, SGLangEngine
-from opd.rollout.sglang_workers import FolderPush, Push, TensorPush, check_distinct
+from opd.rollout.sglang_workers import FolderPush, Push, TensorPush
 from opd.rollout.weight_sync import WeightFolder
+from opd.served.distinct import check_distinct
 from opd.teachers.sglang_teacher import pool_options
 
+ENGINE = "rollout.engine.urls"
 ONCE = RetryPolicy(Retry(attempts=1))
 """The engine's own patience with its workers is all there is: it is the recipe's."""
 
@@ -47,8 +51,17 @@ class ServedWriters:
         limit = recipe.rollout.max_sequence
         longest = min(limit, text.get("max_position_embeddings") or limit)
         served = ServedModel(min(len(tokenizer_of(recipe, model)), rows), longest, rows, text)
-        options, own = pool_options(config), config.urls_of(ranks.rank, ranks.size)
-        check_distinct(options)  # all ranks' workers: two ranks must not control one server either
+        options = pool_options(config, ranks.rank, ranks.size)
+        own = config.urls_of(ranks.rank, ranks.size)
+        if self._servers is not None:
+            options = replace(options, given_up=partial(self._servers.given_up, own))
+        # All ranks' workers: two ranks must not control one server either.
+        check_distinct({ENGINE: options}, RolloutError)
+        for teacher, entry in recipe.teachers.items():
+            if isinstance(entry, SGLangTeacherConfig) and entry.urls:
+                check_distinct(
+                    {ENGINE: options, f"teachers.{teacher}.urls": pool_options(entry)}, RolloutError
+                )
         engine = SGLangEngine(replace(options, urls=own), served, self._push(model), version=-1)
         self._stack.callback(engine.close)
         return EnginePool([engine], ONCE)

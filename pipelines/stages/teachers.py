@@ -249,7 +249,10 @@ def open_teachers(
         model_dtype(recipe), recipe.model.device, batch.max_tokens, vocabulary, batch.sequence_chunk
     )
     sources = _sources(context, names)
-    opening = Opening(_served(context, names), placement, sources, group, _weights_cache(context, stack))
+    cache, servers = _weights_cache(context, stack), context.servers
+    opening = Opening(_served(context, names), placement, sources, group, cache)
+    if servers is not None:
+        opening = replace(opening, given_up=servers.given_up)
     return stack.enter_context(open_kinds(names, opening))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from recipes import tiny_recipe
 
 from opd.config import RayLaunch
 from opd.kernels.head import Head
@@ -19,6 +20,7 @@ from opd.pipelines.launch.ray.cluster import (
     actor_names,
     descendants,
     end_left_over,
+    needed,
     number_of,
     options_of,
     resources_of,
@@ -52,6 +54,22 @@ def test_bundles_hold_what_their_actors_ask_for(engines, teachers, ranks, layout
             assert place == number_of(name) % ranks
     assert [dict(sums) for sums in asked] == found.bundles
     assert len(found.bundles) == (ranks if layout == "colocated" else ranks + engines + teachers)
+
+
+def test_nothing_is_reserved_for_what_is_served():
+    url = ["http://127.0.0.1:1"]
+    own = {"type": "sglang", "urls": url}
+    teachers = {name: {**own, "path": "x"} for name in ("sort", "add3")}
+
+    def roles(**changes):
+        layout = Layout.of(needed(tiny_recipe(launch="ray", **changes)))
+        return list(layout.places), len(layout.bundles)
+
+    assert roles() == (["trainer", "engine-0", "teacher-0"], 1)
+    assert roles(rollout={"engine": own}) == (["trainer", "teacher-0"], 1)
+    assert roles(teachers=teachers) == (["trainer", "engine-0"], 1)
+    assert roles(teachers={"sort": teachers["sort"]})[0] == ["trainer", "engine-0", "teacher-0"]
+    assert roles(rollout={"engine": own}, teachers=teachers) == (["trainer"], 1)
 
 
 def test_resources_become_options():

@@ -62,8 +62,7 @@ def test_the_others_of_a_prompt_go_on_where_the_first_is_let_go_before_it_began(
     engine._left = {first.uid: names[0]}
 
     async def let_go() -> None:
-        (server,) = engine._workers.pool.servers
-        group = asyncio.create_task(engine._stream_group([*zip(names, (first, second), strict=True)], server))
+        group = asyncio.create_task(engine._stream_group([*zip(names, (first, second), strict=True)]))
         await asyncio.sleep(0)  # the first has a task, which has not begun
         assert list(engine._tasks) == [names[0]]
         await engine._cancel({names[0]})

@@ -216,6 +216,27 @@ def test_half_a_version_is_never_read(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["version-2"]
 
 
+def test_a_version_that_is_read_outlives_later_ones(tmp_path):
+    """And is gone when nobody reads it any more; one that has gone is not there to be read."""
+    folder = WeightFolder(tmp_path / "weights")
+    one = folder.write(tiny.model(seed=1).weights(), 1)
+    with folder.reading(one) as there, folder.reading(one) as again:
+        assert (there, again) == (True, True)
+        two = folder.write(tiny.model(seed=2).weights(), 2)
+        three = folder.write(tiny.model(seed=3).weights(), 3)
+        assert weights_digest(read(one)) == tiny.model(seed=1).digest()
+        assert not two.exists()
+        with pytest.raises(RolloutError, match="version-1 is still being read"):
+            folder.write(tiny.model(seed=1).weights(), 1)
+        with folder.reading(two) as there:
+            assert not there
+    assert not one.exists()
+    with folder.reading(three) as there:
+        assert there
+    assert weights_digest(read(three)) == tiny.model(seed=3).digest()
+    folder.close()
+
+
 def test_a_member_that_stays_away_is_said():
     with pytest.raises(RolloutError, match="not every member"):
         weight_group(host_store("127.0.0.1", timeout=0.5)[0], GroupMember("alone", 0, 2), timeout=0.5)

@@ -1,8 +1,8 @@
 """A server as small as can be, for those who start and end servers: it takes the arguments of SGLang's.
 
-It answers 200 to everything, holds a semaphore's worth of shared memory and a folder of hidden states, and
-has a child of its own, in a session of its own. `--fail-once FILE` ends it at its first start,
-`--slow SECONDS` makes it ready late.
+It answers 200 to everything, but nothing for its scheduler while a file `hung` is beside it. It holds a
+semaphore's worth of shared memory and a folder of hidden states, and has a child of its own, in a session of
+its own. `--fail-once FILE` ends it at its first start, `--slow SECONDS` makes it ready late.
 """
 
 import argparse
@@ -18,6 +18,8 @@ from pathlib import Path
 
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
+        while self.path == "/server_info" and Path(pids, "hung").exists():
+            time.sleep(0.02)
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b"{}")
@@ -26,7 +28,11 @@ class Answer(http.server.BaseHTTPRequestHandler):
         pass
 
 
+pids = "/nothing/there"
+
+
 def main() -> None:
+    global pids
     options = argparse.ArgumentParser()
     for name in ("--model-path", "--host", "--pids", "--fail-once"):
         options.add_argument(name)
@@ -47,10 +53,11 @@ def main() -> None:
     hidden.mkdir()
     (hidden / "segment").touch()
     if told.pids:
+        pids = told.pids
         Path(told.pids, f"hidden-{told.port}").write_text(str(hidden))
         Path(told.pids, "arguments").write_text(" ".join(sys.argv[1:]))
         Path(told.pids, str(told.port)).write_text(f"{os.getpid()} {child.pid} {shared.name.lstrip('/')}")
-    http.server.HTTPServer((told.host, told.port), Answer).serve_forever()
+    http.server.ThreadingHTTPServer((told.host, told.port), Answer).serve_forever()
 
 
 main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -86,3 +88,21 @@ def stopping(batch):
     if _stop[1] == _stop[0]:
         raise KeyboardInterrupt
     return batch
+
+
+TOLD = "served_models:told"
+TOLD_VARIABLE = "OPD_TEST_TOLD"
+"""Of a run's environment: `fail`, or the file to make before waiting for what is done to the run."""
+
+
+def told(batch):
+    """A `to_batch` of a run in a process of its own, which does as it is told from the second batch on."""
+    what = os.environ.get(TOLD_VARIABLE)
+    _stop[1] += 1
+    if what is None or _stop[1] < 2:
+        return batch
+    if what == "fail":
+        raise ValueError("the second batch is not to be learnt from")
+    Path(what).touch()
+    time.sleep(600)
+    raise TimeoutError("nothing was done to the run")

@@ -1,6 +1,11 @@
 """The rollout engine on a real SGLang server: its tokens, its log-probabilities, its weights."""
 
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -196,8 +201,8 @@ class Corrupting:
         kept = [(name, tensor.clone()) for name, tensor in weights]
         sent = [(name, tensor.clone()) for name, tensor in kept]
         dict(sent)[self._name].view(-1).view(torch.int32)[3] ^= 1
-        self._push.prepare(sent, version)
-        return kept
+        prepared = self._push.prepare(sent, version)
+        return replace(prepared, weights=kept)
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight"])
@@ -221,6 +226,43 @@ def test_a_worker_that_lost_its_weights_is_given_them_again(engine, sglang, serv
     assert sum(len(step.uids) for step in steps) > 4
     ranks = sglang.control("/weights_checker", action="checksum")["ranks"]
     Proof(models["b"].weights()).check(sglang.url, ranks, {})
+
+
+class Held:
+    """A push whose first load waits until it is told to go on."""
+
+    def __init__(self, push) -> None:
+        self._push, self.prepare = push, push.prepare
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    async def load(self, *words):
+        if not self.begun.is_set():
+            self.begun.set()
+            await asyncio.to_thread(self.go.wait, 60)
+        await self._push.load(*words)
+
+
+@pytest.mark.parametrize("sync", ["disk", "tensors"])
+def test_a_worker_admitted_during_an_update_ends_on_the_newest(engine, sglang, served_models, models, sync):
+    """It came back, and is being given what was the newest, when the next version is pushed."""
+    served = engine(sync=sync)
+    update(served, models["b"], 1)
+    sglang.load(served_models["a"], "default")
+    served._workers.pool.servers[0].admitted = False
+    held = served._workers._push = Held(served._workers._push)
+    served.submit(requests(2, 5))
+    assert held.begun.wait(60)
+    with ThreadPoolExecutor(1) as aside:
+        pushing = aside.submit(update, served, models["a"], 2)
+        time.sleep(1.0)  # it has come as far as it can
+        held.go.set()
+        pushing.result(300)
+    written = [uid for chunk in iter(served.step, None) for uid in chunk.uids]
+    assert set(written) == {"r0", "r1"}
+    ranks = sglang.control("/weights_checker", action="checksum")["ranks"]
+    Proof(models["a"].weights()).check(sglang.url, ranks, {})
+    steps = list(served.generate(requests(4, 10)))
+    assert {step.policy_version for step in steps} == {2}
 
 
 @pytest.mark.parametrize("sync", ["disk", "tensors"])
@@ -315,6 +357,39 @@ def test_several_workers_and_one_that_dies(engine, sglang, models):
             counts[uid] = position + 1
     assert set(counts) == {f"r{i}" for i in range(8)}
     assert all(any(uid in step.finished for step in seen) for uid in counts)
+
+
+def test_turns_stay_with_the_worker_that_has_their_beginning(engine, sglang):
+    """Asked for one by one, as episodes ask: both workers are used, each session stays where it is, and those
+    of a worker that dies move once.
+    """
+    sampling = SamplingParams(max_new_tokens=4)
+    with ExitStack() as stack:
+        workers = [stack.enter_context(fault_proxy(("127.0.0.1", sglang.port))) for _ in range(2)]
+        served = engine([worker.endpoint for worker in workers])
+        homes = served._homes
+
+        def turn(number: int) -> list[str]:
+            """Where each session was worked on."""
+            for session in range(20):
+                ids = np.array([3 + session % 7, 4, 5] * (number + 1), np.int32)
+                uid = f"s{session}/{number}"
+                served.submit([RolloutRequest(uid, ids, sampling, session=f"s{session}")])
+            while served.step() is not None:
+                pass
+            found = [homes.of(f"s{session}") for session in range(20)]
+            return [server.url for server in found if server is not None]
+
+        first = turn(0)
+        assert sorted(map(first.count, set(first))) == [10, 10]
+        before = [worker.requests for worker in workers]
+        assert turn(1) == first
+        asked = [worker.requests - count for worker, count in zip(workers, before, strict=True)]
+        assert asked == [10, 10]
+        workers[1].stop()
+        assert set(turn(2)) == {workers[0].endpoint}
+        workers[1].start()
+        assert set(turn(3)) == {workers[0].endpoint}
 
 
 def test_every_token_is_in_the_log_before_it_is_seen(engine, tmp_path):

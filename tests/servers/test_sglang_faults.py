@@ -3,6 +3,7 @@
 The test that kills the server is the last one, so that the others need not wait for the new process.
 """
 
+import shutil
 import threading
 import time
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ import pytest
 import tiny
 import torch
 from fault_proxy import fault_proxy
+from safetensors.torch import load_file, save_file
 from seaweedfs import free_ports
 from served_models import PADDED, QWEN3, recipe_tokenizer, write_model
 
@@ -218,6 +220,22 @@ def test_numbers_that_are_not_finite_never_reach_a_loss(served, sglang, served_m
     teacher.connect()
     sglang.load(served_models["bad"], "default")
     with pytest.raises(TeacherError, match="not finite"):
+        teacher.score(tiny.samples(SAMPLES))
+
+
+@pytest.mark.parametrize("signal", ["hidden", "topk", "sampled"])
+def test_a_server_that_lost_its_weights_never_reaches_a_loss(
+    served, sglang, served_models, tmp_path, restored, signal
+):
+    """It answers 200, with the version that is due: nobody has told it that it holds nothing."""
+    teacher = served([sglang.url], signal=signal)
+    teacher.connect()
+    for file in served_models["a"].iterdir():
+        shutil.copyfile(file, tmp_path / file.name)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({n: torch.zeros_like(w) for n, w in weights.items()}, tmp_path / "model.safetensors")
+    sglang.load(tmp_path, "default")
+    with pytest.raises(TeacherError, match=rf"teacher a: {sglang.url} has lost its weights \(all .*--resume"):
         teacher.score(tiny.samples(SAMPLES))
 
 

@@ -13,11 +13,15 @@ from recipes import tiny_recipe, write_recipe
 from safetensors.torch import load_file
 from sglang_server import sglang_server
 
-from opd.errors import ConfigError, RolloutError
+from opd.errors import ConfigError, RolloutError, TeacherError
 from opd.metrics import read_metrics
 from opd.pipelines.launch.local import check_ranks
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.served import urls_file
+from opd.served.distinct import check_distinct
+from opd.served.http_pool import HTTPPool, LoopThread, PoolOptions
+from opd.served.urls_file import UrlsFile
 
 SECONDS = 300
 
@@ -101,7 +105,7 @@ def test_fewer_workers_than_ranks_are_refused(served_models):
 
 @pytest.mark.parametrize("same", ["text", "server"])
 def test_one_server_given_twice_is_refused(sglang, served_models, tmp_path, same):
-    """Before it is told anything; also where the two URLs differ."""
+    """To the student. Before it is told anything; also where the two URLs differ."""
     with ExitStack() as stack:
         other = sglang.url
         if same == "server":
@@ -111,3 +115,31 @@ def test_one_server_given_twice_is_refused(sglang, served_models, tmp_path, same
         with pytest.raises(RolloutError, match=f"{sglang.url} and {other} lead to one server"):
             run_stage(recipe, folder, "merge")
     assert version(sglang) == "default"
+
+
+def test_a_server_that_comes_under_another_url_is_left_out(sglang, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(urls_file, "LOOK", 0.0)
+    loop = LoopThread("test")
+    with fault_proxy(("127.0.0.1", sglang.port)) as proxy:
+        (tmp_path / "urls").write_text(f"{proxy.endpoint}\n")
+        more = UrlsFile(tmp_path / "urls", [sglang.url]).fresh
+        pool = HTTPPool("pool", PoolOptions([sglang.url], more=more), RolloutError)
+        body = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 1}}
+        for _ in range(6):
+            loop.run(pool.post("/generate", body, 3, lambda answer: answer, 1 << 20))
+        assert [server.url for server in pool.servers] == [sglang.url]
+        assert f"{proxy.endpoint} leads to the server at {sglang.url}; it is not used" in caplog.text
+        loop.run(pool.close())
+    loop.close()
+
+
+def test_one_server_given_to_a_teacher_twice_or_to_the_student_too_is_refused(sglang):
+    """The student's weights would take the place of the teacher's."""
+    own = PoolOptions([sglang.url])
+    with fault_proxy(("127.0.0.1", sglang.port)) as proxy:
+        other = proxy.endpoint
+        with pytest.raises(TeacherError, match=f"^math: {sglang.url} and {other} lead to one server"):
+            check_distinct({"math": PoolOptions([sglang.url, other])}, TeacherError)
+        with pytest.raises(RolloutError, match=f"^engine: {sglang.url} and math: {other} lead to one server"):
+            check_distinct({"engine": own, "math": PoolOptions([other])}, RolloutError)
+        check_distinct({"engine": own, "math": PoolOptions(["http://127.0.0.1:9"])}, RolloutError)

@@ -5,7 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.request
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
 
 import pytest
@@ -13,12 +17,14 @@ from recipes import tiny_recipe
 
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig
-from opd.errors import ConfigError, LaunchError
+from opd.errors import ConfigError, LaunchError, TeacherError
 from opd.pipelines.doctor.checks import check_servers
 from opd.pipelines.launch import servers as module
-from opd.pipelines.launch.local import check_ranks
+from opd.pipelines.launch.local import check_ranks, is_rank
 from opd.pipelines.launch.servers import Servers, StartedGroup
 from opd.pipelines.records.settings import Change
+from opd.served.http_pool import HTTPPool, LoopThread
+from opd.teachers.sglang_teacher import pool_options
 
 LITTLE = [sys.executable, str(Path(__file__).with_name("little_server.py"))]
 
@@ -269,6 +275,93 @@ def test_where_servers_run_may_change_between_attempts_and_what_they_compute_not
     assert not change("command")
 
 
+def test_a_server_whose_scheduler_hangs_is_started_again(tmp_path):
+    """It says that it is ready all the while: another process of it answers that."""
+    group = start(tmp_path, silence_seconds=1.0)
+    try:
+        own, seen = parts(tmp_path, group.servers[0])[0], group.servers[0].worked
+        until(lambda: group.servers[0].worked > seen)
+        assert group.restarts == 0
+        (tmp_path / "hung").touch()
+        until(lambda: not alive(own))
+        (tmp_path / "hung").unlink()
+        until(lambda: group.restarts == 1 and group.servers[0].served)
+        seen = group.servers[0].worked
+        until(lambda: group.servers[0].worked > seen)
+    finally:
+        group.close()
+
+
+def test_a_request_ends_with_what_its_servers_were_given_up_for(tmp_path):
+    """At once: not when its own patience is over, and not in words of its own."""
+    pytest.importorskip("orjson", reason="needs the extra sglang")
+    config = SGLangTeacherConfig(servers="own", path="x", patience=10_000.0)
+    servers = Servers({"own": little(tmp_path, restarts=0)}, tmp_path / "logs")
+    loop = LoopThread("test")
+    try:
+        config = servers.at({"teacher": (config, Path("model"))})["teacher"]
+        given_up = partial(servers.given_up, config.urls)
+        pool = HTTPPool("teacher x", replace(pool_options(config), given_up=given_up), TeacherError)
+        assert servers.given_up(config.urls) is None
+        [group] = servers._started.values()
+        os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
+        with pytest.raises(LaunchError, match=r"own-0 ended .*restarts 0 are used up"):
+            loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
+        assert servers.given_up(["http://127.0.0.1:1"]) is None
+    finally:
+        loop.run(pool.close())
+        loop.close()
+        servers.close()
+
+
+ENDS_SLOWLY = """
+import ctypes, signal, subprocess, sys, threading, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "1000"])
+threading.Thread(target=time.sleep, args=(1000,)).start()
+print(child.pid, flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_what_a_dying_server_has_started_is_ended_though_it_looks_dead_already():
+    """Its first thread has ended, others have not: a server under load ends like that."""
+    read, write = os.pipe()
+    guard = subprocess.Popen(
+        [sys.executable, "-I", str(module.GUARD), str(read), "0.5", sys.executable, "-c", ENDS_SLOWLY],
+        stdout=subprocess.PIPE,
+        pass_fds=[read],
+    )
+    os.close(read)
+    assert guard.stdout is not None
+    with guard.stdout:
+        child = int(guard.stdout.readline())
+        until(lambda: _state(_parent(child)) == "Z")
+        os.close(write)
+        assert guard.wait(60) == 0
+    assert not alive(child)
+
+
+def _state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_servers_that_other_machines_cannot_reach_are_refused(monkeypatch):
+    teachers = {"sort": {"type": "sglang", "servers": "group"}}
+    recipe = tiny_recipe(servers={"group": {}}, teachers=teachers)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 of the 4 ranks cannot reach it; start the servers yourself"):
+        is_rank(recipe)
+    assert is_rank(tiny_recipe())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert is_rank(recipe)
+
+
 SERVED = {"type": "sglang", "servers": "group"}
 
 
@@ -301,6 +394,13 @@ SERVED = {"type": "sglang", "servers": "group"}
             "would each start the servers group; set runtime.workers to 1",
         ),
         ({"servers": {"group": {"arguments": {"port": 1}}}}, "port is set by opd"),
+        (
+            {
+                "servers": {"group": {"devices": [1]}, "other": {"count": 2, "devices": [0, 1]}},
+                "teachers": {"sort": SERVED, "add3": {**SERVED, "servers": "other"}},
+            },
+            "servers.group and servers.other share device 1, which both would fill",
+        ),
         ({"servers": {"group": {"arguments": {"--dtype": "x"}}}}, "without its dashes"),
         ({"servers": {"../x": {}}}, "name"),
     ],
@@ -308,6 +408,30 @@ SERVED = {"type": "sglang", "servers": "group"}
 def test_what_cannot_be_is_said_of_the_recipe(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         tiny_recipe(**changes)
+
+
+def test_groups_share_a_device_if_they_leave_each_other_room():
+    def recipe(share):
+        group = {"devices": [0], "arguments": {"mem-fraction-static": share}}
+        teachers = {"sort": SERVED, "add3": {**SERVED, "servers": "other"}}
+        return tiny_recipe(servers={"group": group, "other": group}, teachers=teachers)
+
+    assert len(recipe(0.5).servers) == 2
+    with pytest.raises(ValueError, match="share device 0"):
+        recipe(0.6)
+
+
+def test_a_server_in_this_environment_and_one_beside_it_find_one_plug_in():
+    """Under one name: SGLang runs one entry point of a name, wherever it has found others."""
+    root = Path(__file__).resolve().parents[2]
+    group = "sglang.srt.plugins"
+    [(name, where)] = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"][
+        group
+    ].items()
+    [beside] = Distribution.at(next(module.PLUGIN.glob("*.dist-info"))).entry_points
+    assert (beside.group, beside.name) == (group, name)
+    found = EntryPoint(name, where, group).load()
+    assert (found.__module__, found.__name__) == ("opd.served.plugin.opd_hidden_states", "register")
 
 
 def test_the_doctor_looks_for_the_program(tmp_path):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opd.config import ActorResources, RayLaunch
+from opd.config import ActorResources, RayLaunch, Recipe
 from opd.errors import LaunchError, MissingExtraError, PreemptedError, RunFolderError, reason_of
 from opd.redact import redact
 from opd.rollout.preemption import Preemption
@@ -467,6 +467,18 @@ def actor_names(launch: RayLaunch, ranks: int = 1) -> list[str]:
     trainers = ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
     engines = [f"engine-{index}" for index in range(launch.engines)]
     return [*trainers, *engines, *(f"teacher-{index}" for index in range(launch.teachers))]
+
+
+def needed(recipe: Recipe) -> RayLaunch:
+    """The launch of `recipe` without actors that nobody would ask: what is served computes elsewhere."""
+    launch = recipe.launch
+    assert isinstance(launch, RayLaunch)
+    idle: dict[str, int] = {}
+    if recipe.rollout.engine.type != "torch":
+        idle["engines"] = 0
+    if all(recipe.teacher(name).elsewhere for name in recipe.used_teachers()):
+        idle["teachers"] = 0
+    return launch.model_copy(update=idle)
 
 
 def role_of(name: str) -> str:

@@ -27,7 +27,15 @@ from opd.pipelines.launch.ray.actors import (
     no_memory,
     start_actors,
 )
-from opd.pipelines.launch.ray.cluster import Cluster, Layout, import_ray, open_cluster, reserve, role_of
+from opd.pipelines.launch.ray.cluster import (
+    Cluster,
+    Layout,
+    import_ray,
+    needed,
+    open_cluster,
+    reserve,
+    role_of,
+)
 from opd.pipelines.launch.supervisor import Cause, MemberFailedError, Message, Supervisor, last_words
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.order import Stage, summary
@@ -188,11 +196,10 @@ def run_on_ray(recipe: Recipe, folder: RunFolder, stages: Sequence[Stage], progr
 @contextmanager
 def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> Iterator[WorkerGroup]:
     """The actors of a run while the block runs. Raises `PreemptedError` if it is to stop while they start."""
-    launch = recipe.launch
-    assert isinstance(launch, RayLaunch)
+    launch = needed(recipe)
     ranks = recipe.train.ranks or 1
     check_ranks(recipe, ranks)
-    if launch.engines < ranks:
+    if 0 < launch.engines < ranks:
         raise ConfigError(
             f"launch.engines is {launch.engines}, but each of the {ranks} ranks of train.ranks needs an"
             " engine; raise it."

@@ -1,0 +1,117 @@
+"""Which server a request goes to, and when a pool gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from opd.config.servers import ServerGroupConfig
+from opd.config.teachers import SGLangTeacherConfig
+from opd.errors import RolloutError
+from opd.pipelines.launch.servers import StartedGroup
+from opd.served import urls_file
+from opd.served.http_pool import NEAR, HTTPPool, LoopThread, PoolOptions
+from opd.served.urls_file import UrlsFile
+
+URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
+
+
+@pytest.fixture
+def loop():
+    pytest.importorskip("orjson", reason="needs the extra sglang")
+    running = LoopThread("test")
+    yield running
+    running.close()
+
+
+def test_the_preferred_server_is_taken_while_it_has_hardly_more_to_do(loop):
+    async def leased() -> list[int]:
+        pool = HTTPPool("pool", PoolOptions(URLS, max_in_flight_tokens=1000), RolloutError)
+        home, found = pool.servers[1], []
+        async with AsyncExitStack() as stack:
+            for _ in range(8):
+                server = await stack.enter_async_context(pool.lease(100, [], home))
+                found.append(pool.servers.index(server))
+        assert [server.in_flight for server in pool.servers] == [0, 0]
+        return found
+
+    found = loop.run(leased())
+    ahead = int(NEAR * 1000 / 100) + 1
+    assert found[:ahead] == [1] * ahead
+    assert 0 in found[ahead:]
+
+
+def test_a_request_that_waits_for_room_takes_what_is_freed(loop):
+    async def leased() -> int:
+        pool = HTTPPool("pool", PoolOptions(URLS[:1], max_in_flight_tokens=100), RolloutError)
+        async with pool.lease(80, []):
+            waiting = asyncio.ensure_future(pool._take(80, [], None))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        return (await asyncio.wait_for(waiting, 60)).in_flight
+
+    assert loop.run(leased()) == 80
+
+
+LITTLE = [sys.executable, str(Path(__file__).with_name("little_server.py"))]
+
+
+def test_servers_that_come_while_others_work_are_used_once_they_were_checked(loop, tmp_path, monkeypatch):
+    monkeypatch.setattr(urls_file, "LOOK", 0.0)
+    config = ServerGroupConfig(count=2, command=LITTLE, start_seconds=60)
+    group = StartedGroup.begin("own", config, Path("model"), tmp_path / "logs")
+    file, checked = tmp_path / "urls", []
+
+    async def admit(server) -> None:
+        checked.append(server.url)
+
+    async def asked(pool) -> set[str]:
+        """Where two requests at once go."""
+        async with pool.lease(10, []) as server, pool.lease(10, [server]) as other:
+            return {server.url, other.url}
+
+    try:
+        group.wait()
+        first, second = group.urls
+        more = UrlsFile(file, [first]).fresh
+        pool = HTTPPool("pool", PoolOptions([first], more=more), RolloutError, admit)
+        assert loop.run(asked(pool)) == {first}
+        file.write_text(f"# more\n{first}/\nnonsense\n{second}")
+        assert loop.run(asked(pool)) == {first}  # the last line is not whole yet
+        file.write_text(file.read_text() + "\n")
+        assert loop.run(asked(pool)) == {first, second}
+        assert sorted(checked) == sorted(group.urls)
+        loop.run(pool.close())
+    finally:
+        group.close()
+
+
+def test_what_comes_is_shared_out_over_ranks_by_its_line(tmp_path):
+    file = tmp_path / "urls"
+    assert UrlsFile(file).fresh() == []
+    file.write_text("".join(f"http://h:{port}\n" for port in range(1, 6)))
+    shares = [UrlsFile(file, ["http://h:2"], rank, 2).fresh() for rank in range(2)]
+    assert shares == [["http://h:1", "http://h:3", "http://h:5"], ["http://h:4"]]
+
+
+def test_a_file_of_urls_that_is_none_is_said_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(urls_file, "LOOK", 0.0)
+    monkeypatch.setattr(urls_file, "MOST_LINES", 3)
+    file = UrlsFile(tmp_path)
+    assert file.fresh() == file.fresh() == []
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: no server is taken from it, it cannot be read (Is a directory)"
+    ]
+    (tmp_path / "urls").write_text("http://h:1\n" * 4)
+    assert UrlsFile(tmp_path / "urls").fresh() == []
+    assert "more than 3 lines" in caplog.text
+
+
+def test_a_file_of_urls_comes_beside_those_that_are_there():
+    with pytest.raises(ValueError, match="give urls, those that are there, too"):
+        SGLangTeacherConfig(path="x", servers="own", urls_file="urls")
+    assert SGLangTeacherConfig(path="x", urls=["http://h:1"], urls_file="urls").urls_file == "urls"

@@ -1,0 +1,172 @@
+"""`opd run` with real SGLang servers of its own: however it ends, nothing of them is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import served_models as models
+from recipes import write_recipe
+from sglang_server import CPU_SERVER, installing
+
+MARK = "OPD_TEST_SERVED_RUN"
+SECONDS = 1500
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3 * SECONDS)]  # two servers are started, on a CPU
+
+
+@dataclass
+class Run:
+    """One `opd run` and everything that it has started, which carries a mark of its own."""
+
+    recipe: Path
+    out: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    hidden: set[Path] = field(default_factory=set)
+    """Folders of hidden states that its servers had."""
+
+    def start(self, told: str | None = None, *more: str) -> subprocess.Popen[str]:
+        environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        if told is not None:
+            environment[models.TOLD_VARIABLE] = told
+        command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(self.recipe)]
+        return subprocess.Popen(
+            [*command, "--out", str(self.out), *more],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of those that live, by id; what they say of hidden states is noted."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                own = (folder / "environ").read_bytes().split(b"\0")
+                if f"{MARK}={self.mark}".encode() in own:
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
+                    self.hidden |= {Path(os.fsdecode(v[18:])) for v in own if v[:18] == b"OPD_HIDDEN_FOLDER="}
+        return found
+
+    def ports(self) -> set[int]:
+        """Those that its servers were given, as their command lines say."""
+        said = "\n".join(self.processes().values()).replace("\0", " ")
+        return {int(port) for port in re.findall(r"launch_server .*--port (\d+)", said)}
+
+
+def wait(condition, process: subprocess.Popen[str] | None = None) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        if process is not None and process.poll() is not None:
+            assert process.stderr is not None
+            raise AssertionError(f"the run has ended: {process.stderr.read()[-3000:]}")
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def run(served_models, tmp_path) -> Iterator[Run]:
+    """A merge: the student writes on one server, the teacher is on another."""
+    pytest.importorskip("orjson", reason="needs the extra sglang")
+    if (reason := installing().result()) is not None:
+        pytest.skip(f"no SGLang server: {reason}")
+    group = {
+        "command": ["bash", str(CPU_SERVER / "serve.sh")],
+        "arguments": {"context-length": 256},
+        "environment": {"PYTHON": sys.executable, "SGLANG_PLUGINS": "opd_hidden_states"},
+        "start_seconds": SECONDS,
+    }
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml",
+        model={"path": str(served_models["a"])},
+        base=None,
+        domains={"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 50}},
+        servers={"student": group, "teacher": group},
+        teachers={"sort": {"type": "sglang", "servers": "teacher", "path": str(served_models["b"])}},
+        rollout={
+            "engine": {"type": "sglang", "servers": "student"},
+            "top_k": 1,
+            "max_new_tokens": 6,
+            "max_sequence": 32,
+        },
+        distill={"steps": 3, "prompts_per_domain": 4, "checkpoint_every": 1, "to_batch": models.TOLD},
+        baselines={"methods": []},
+        evaluation={"prompts_per_domain": 4, "curve_prompts": 4},
+    )
+    made = Run(recipe, tmp_path / "run")
+    yield made
+    for pid in made.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def assert_nothing_is_left(run: Run, ports: set[int]) -> None:
+    wait(lambda: not run.processes())  # after kill -9 its guards are still ending what it had
+    assert [folder for folder in run.hidden if folder.exists()] == []
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+
+
+def reached(run: Run, process: subprocess.Popen[str], file: Path) -> set[int]:
+    """Wait until the run is in the middle of its merge; returns its servers' ports."""
+    wait(file.exists, process)
+    ports = run.ports()
+    assert len(ports) == 2
+    assert run.hidden
+    return ports
+
+
+def test_a_run_that_ends_well_or_fails_leaves_nothing(run):
+    """It fails at its second batch and is gone with all it has; then it goes on to its end."""
+    failing = run.start("fail")
+    _, said = failing.communicate(timeout=SECONDS)
+    assert failing.returncode == 2, said[-3000:]
+    assert "the second batch is not to be learnt from" in said
+    assert_nothing_is_left(run, run.ports())
+    going_on = run.start(None, "--resume")
+    ports: set[int] = set()
+
+    def seen() -> bool:
+        ports.update(run.ports())
+        return going_on.poll() is not None
+
+    wait(seen)
+    assert going_on.returncode == 0
+    assert (run.out / "merged" / "model.safetensors").exists()
+    assert len(ports) == 2
+    assert_nothing_is_left(run, ports)
+
+
+def test_an_interrupted_run_leaves_nothing(run, tmp_path):
+    process = run.start(str(tmp_path / "here"))
+    ports = reached(run, process, tmp_path / "here")
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130, said[-3000:]
+    assert "--resume" in said
+    assert_nothing_is_left(run, ports)
+
+
+def test_a_killed_run_leaves_nothing_and_goes_on(run, tmp_path):
+    process = run.start(str(tmp_path / "here"))
+    ports = reached(run, process, tmp_path / "here")
+    process.kill()
+    process.wait()
+    assert_nothing_is_left(run, ports)
+    going_on = run.start(None, "--resume")
+    _, said = going_on.communicate(timeout=SECONDS)
+    assert going_on.returncode == 0, said[-3000:]
+    assert (run.out / "merged" / "model.safetensors").exists()
+    assert_nothing_is_left(run, ports)
