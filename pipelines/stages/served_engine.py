@@ -17,7 +17,7 @@ from opd.rollout.engine_pool import EnginePool, RetryPolicy
 from opd.rollout.sglang_engine import ServedModel, SGLangEngine
 from opd.rollout.sglang_workers import FolderPush, Push, TensorPush, check_distinct
 from opd.rollout.weight_sync import WeightFolder
-from opd.teachers.sglang_teacher import pool_options
+from opd.teachers.served_teacher import pool_options
 
 ONCE = RetryPolicy(Retry(attempts=1))
 """The engine's own patience with its workers is all there is: it is the recipe's."""

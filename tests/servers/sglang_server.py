@@ -34,12 +34,12 @@ def installing() -> Future[str | None]:
         executor.shutdown(wait=False)
 
 
-def install() -> str | None:
-    """Why the server cannot be installed here; `None` once it is."""
+def install(server: Path = CPU_SERVER) -> str | None:
+    """Why the server of that folder cannot be installed here; `None` once it is."""
     environment = os.environ | {"PYTHON": sys.executable}
     try:
         done = subprocess.run(
-            ["bash", str(CPU_SERVER / "install.sh")],
+            ["bash", str(server / "install.sh")],
             env=environment,
             capture_output=True,
             text=True,
