@@ -57,6 +57,8 @@ class SGLangServer:
     tests please.
     """
 
+    start_seconds = START_SECONDS
+
     def __init__(
         self, model: Path, log: Path, plugins: str = "opd_hidden_states", **arguments: bool | int | str
     ) -> None:
@@ -92,7 +94,7 @@ class SGLangServer:
 
     def wait(self) -> None:
         """Until it serves; raises with the end of its log if it does not."""
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         while not self._server.look():
             if self._server.status() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server did not start: {self._server.last_words()}")

@@ -63,6 +63,9 @@ def assert_own(model: Path, samples: Sequence[Sample], topk: TeacherTargets, sam
 class VLLMServer(SGLangServer):
     """A real one."""
 
+    start_seconds = 1500
+    """Three processes, each of which imports all of it."""
+
     def __init__(
         self,
         model: Path,
