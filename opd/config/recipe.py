@@ -253,7 +253,7 @@ class Recipe(Config):
     weights."""
     servers: dict[Name, ServerGroupConfig] = {}
     """Groups of inference servers that the run starts and ends itself, by name; each is named by a teacher of
-    `type: sglang`, or by `rollout.engine`."""
+    `type: sglang` or `vllm`, or by `rollout.engine`."""
     rollout: RolloutConfig = RolloutConfig()
     specialist: SpecialistConfig = SpecialistConfig()
     distill: DistillConfig = DistillConfig()
@@ -627,6 +627,18 @@ class Recipe(Config):
                 " stay until the run ends; give them other devices, or each an argument mem-fraction-static,"
                 " together at most 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_run_what_their_users_ask(self) -> Recipe:
+        served = {f"teachers.{name}": entry for name, entry in self.teachers.items()}
+        for where, config in {**served, "rollout.engine": self.rollout.engine}.items():
+            group = self.servers.get(config.servers or "") if isinstance(config, ServerConfig) else None
+            if group is not None and isinstance(config, ServerConfig) and group.type != config.program:
+                raise ValueError(
+                    f"{where} needs {config.program} servers, but servers.{config.servers}.type is"
+                    f" {group.type}; set it to {config.program}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -13,10 +13,12 @@ SET_BY_US = ("model-path", "model", "host", "port", "tp", "tp-size", "tensor-par
 
 
 class ServerGroupConfig(Config):
-    """SGLang servers of one model on this machine. A teacher or `rollout.engine` names the group with
+    """Servers of one model on this machine. A teacher or `rollout.engine` names the group with
     `servers: NAME` in place of `urls`: its model is what they serve. They are started when it is first
     needed, started again where one ends, and are gone when the run is, however it ends."""
 
+    type: Literal["sglang", "vllm"] = "sglang"
+    """What they run: the `type` of the teacher or engine that names the group."""
     count: int = Field(default=1, gt=0, le=1024)
     """How many servers."""
     tensor_parallel: int = Field(default=1, gt=0, le=64)
@@ -26,8 +28,9 @@ class ServerGroupConfig(Config):
     turn; `null` leaves each server all of them, which is right for one server, or on a CPU. Groups may share
     one if their arguments `mem-fraction-static` are together at most 1: none sleeps while another works."""
     command: list[str] = Field(default=[], max_length=1000)
-    """What starts a server, before the arguments; `[]` is this interpreter with `-m sglang.launch_server`.
-    For an SGLang in an environment of its own: `[/path/to/python, -m, sglang.launch_server]`."""
+    """What starts a server, before the arguments; `[]` is this interpreter with `-m sglang.launch_server`, or
+    with `-m vllm.entrypoints.openai.api_server`. For an SGLang in an environment of its own:
+    `[/path/to/python, -m, sglang.launch_server]`."""
     arguments: dict[str, bool | int | float | str] = {}
     """Of the server, without the dashes: `{context-length: 4096, enable-return-hidden-states: true}`."""
     environment: dict[str, str] = {}
@@ -49,6 +52,11 @@ class ServerGroupConfig(Config):
             if name in SET_BY_US:
                 raise ValueError(f"{name} is set by opd; leave it out")
         return given
+
+    @property
+    def module(self) -> str:
+        """What an interpreter runs to serve."""
+        return {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}[self.type]
 
     @property
     def words(self) -> list[str]:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from opd.config.base import Config, Name
 from opd.errors import ConfigError
 
 
 class ServerConfig(Config):
-    """SGLang servers of one model (extra `sglang`)."""
+    """Servers of one model behind HTTP (extra `sglang`)."""
+
+    program: ClassVar[str] = "sglang"
+    """What the servers run: the `type` that a group under `servers` must have."""
 
     urls: list[str] = []
     """`http://HOST:PORT` of every server; requests go to the one with the fewest tokens in flight."""
@@ -92,7 +95,19 @@ def check_worker_count(workers: int, ranks: int) -> None:
         )
 
 
-EngineConfig = Annotated[TorchEngineConfig | SGLangEngineConfig, Field(discriminator="type")]
+def _writes(value: Any) -> Any:
+    """vLLM packs weights away on a CPU, and tells checksums of nothing then."""
+    if isinstance(value, dict) and value.get("type") == "vllm":
+        raise ValueError(
+            "the student cannot write on vLLM, whose servers do not prove which weights they hold; set type"
+            " to torch or sglang (teachers may be of type vllm)"
+        )
+    return value
+
+
+EngineConfig = Annotated[
+    TorchEngineConfig | SGLangEngineConfig, Field(discriminator="type"), BeforeValidator(_writes)
+]
 
 
 Reads = Literal["folder", "whole", "published", "adapted"]
@@ -180,14 +195,31 @@ class MegatronTeacherEntry(MegatronTeacherConfig, Entry):
     __doc__ = MegatronTeacherConfig.__doc__
 
 
-class SGLangTeacherConfig(TeacherSettings, ServerConfig):
-    """SGLang servers that run the model at `path` (extra `sglang`)."""
+class ServedTeacherConfig(TeacherSettings, ServerConfig):
+    """What teachers behind HTTP have beside their kind."""
 
-    type: Literal["sglang"] = "sglang"
     path: str | None = Field(default=None, min_length=1)
     """A Hugging Face folder, `org/name@revision`, or the URL of a published teacher: what the servers must
     be, and their head. With `servers` also `null`: the specialist that this run trains on the domain of that
     name."""
+    signal: Literal["hidden", "topk", "sampled"]
+    checksum: str | None = None
+    """The servers' own checksum over all weights, which `opd doctor` prints; `null` compares the model's
+    outputs alone."""
+
+    elsewhere: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.path is None and self.servers is None:
+            raise ValueError("give path, the model that the servers at urls must be")
+        return self
+
+
+class SGLangTeacherConfig(ServedTeacherConfig):
+    """SGLang servers that run the model at `path` (extra `sglang`)."""
+
+    type: Literal["sglang"] = "sglang"
     signal: Literal["hidden", "topk", "sampled"] = "hidden"
     """What is asked for. `hidden`: last hidden states, from which the published head rebuilds the whole
     vocabulary here, at any temperature; `topk`: the `distill.loss.k` most likely tokens; `sampled`: the
@@ -196,22 +228,43 @@ class SGLangTeacherConfig(TeacherSettings, ServerConfig):
     weight_version: str | None = None
     """The version the servers must report; `null` takes what they report first. Either way a change stops the
     run."""
-    checksum: str | None = None
-    """The servers' own checksum over all weights, which `opd doctor` prints; `null` compares the model's
-    outputs alone."""
-
-    elsewhere: ClassVar[bool] = True
 
     @property
     def server_arguments(self) -> dict[str, bool | int | float | str]:
         """Servers return hidden states only if they are told to when they start."""
         return {"enable-return-hidden-states": True} if self.signal == "hidden" else {}
 
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        if self.path is None and self.servers is None:
-            raise ValueError("give path, the model that the servers at urls must be")
-        return self
+
+class VLLMTeacherConfig(ServedTeacherConfig):
+    """vLLM servers that run the model at `path` (extra `sglang`, which is what a client needs). They give
+    log-probabilities, not hidden states, so that `distill.loss` must be `topk`, `k1` or `k2`."""
+
+    type: Literal["vllm"] = "vllm"
+    signal: Literal["topk", "sampled"] = "topk"
+    """What is asked for. `topk`: the `distill.loss.k` most likely tokens, which the servers' `--max-logprobs`
+    must allow; `sampled`: the student's own tokens alone. A server gives log-probabilities at temperature 1
+    only, so both need `rollout.temperature: 1`."""
+    checksum: str | None = None
+    """The servers' own checksum over all weights, which `opd doctor` prints and servers tell only with
+    VLLM_SERVER_DEV_MODE=1; `null` compares the model's outputs alone."""
+
+    program: ClassVar[str] = "vllm"
+
+    @field_validator("signal", mode="before")
+    @classmethod
+    def _not_hidden(cls, signal: Any) -> Any:
+        if signal == "hidden":
+            raise ValueError(
+                "vLLM servers give no hidden states; set signal to topk, with distill.loss topk, or serve"
+                " this teacher with SGLang"
+            )
+        return signal
+
+    @property
+    def server_arguments(self) -> dict[str, bool | int | float | str]:
+        """A server gives 20 log-probabilities at most unless it is told otherwise when it starts; -1 is any
+        number."""
+        return {"max-logprobs": -1}
 
 
 def _named(value: Any) -> Any:
@@ -226,7 +279,7 @@ KINDS_HERE: dict[str, type[TeacherSettings]] = {
     kind.model_fields["type"].default: kind for kind in get_args(_Here)
 }
 TeacherConfig = Annotated[
-    LocalTeacherEntry | StreamedTeacherEntry | MegatronTeacherEntry | SGLangTeacherConfig,
+    LocalTeacherEntry | StreamedTeacherEntry | MegatronTeacherEntry | SGLangTeacherConfig | VLLMTeacherConfig,
     Field(discriminator="type"),
 ]
 """An entry of `teachers`."""

@@ -612,12 +612,12 @@ def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
     if shutil.which(program) is None:
         raise ConfigError(
             f"servers.{name}.command begins with {program}, which is no program here; give the interpreter of"
-            " an environment that has SGLang."
+            f" an environment that has {group.type}."
         )
-    if not group.command and importlib.util.find_spec("sglang") is None:
+    if not group.command and importlib.util.find_spec(group.type) is None:
         raise ConfigError(
-            f"servers.{name} needs SGLang, which this environment lacks; give servers.{name}.command, such as"
-            " [/path/to/python, -m, sglang.launch_server]."
+            f"servers.{name} needs {group.type}, which this environment lacks; give servers.{name}.command,"
+            f" such as [/path/to/python, -m, {group.module}]."
         )
     return [Finding("ok", f"servers {name}", f"{group.count} to be started by {program}")]
 
@@ -634,7 +634,7 @@ def _check_workers(recipe: Recipe, config: SGLangEngineConfig) -> list[Finding]:
     """Each worker: is it there, and does it serve a model of the student's form?"""
     from opd.models.hf_folder import read_object
     from opd.served.http_pool import HTTPPool, LoopThread
-    from opd.teachers.sglang_teacher import pool_options
+    from opd.teachers.served_teacher import pool_options
     from opd.teachers.skeleton import small_files
 
     form: dict[str, Any] = dict(recipe.model.config or {})

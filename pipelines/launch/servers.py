@@ -43,6 +43,8 @@ HOST = "127.0.0.1"
 PLUGIN = Path(opd_hidden_states.__file__).parent
 GUARD = Path(__file__).with_name("server_guard.py")
 _OF_RANKS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+_FLAGS = {"sglang": ("--model-path", "--tp-size"), "vllm": ("--model", "--tensor-parallel-size")}
+"""What a kind of server calls its model, and its GPUs."""
 _RAISED = re.compile(r"[\w.]+(Error|Exception): ")
 AGAIN = Retry(pause=1.0, longest=30.0)
 """Between the end of a server and its next start."""
@@ -62,10 +64,11 @@ ENDING = 15.0
 
 def command_of(group: ServerGroupConfig, model: Path, port: int) -> list[str]:
     """The command line of one server of `group`."""
-    own = [*(group.command or [sys.executable, "-m", "sglang.launch_server"])]
-    own += ["--model-path", str(model), "--host", HOST, "--port", str(port)]
+    path, ranks = _FLAGS[group.type]
+    own = [*(group.command or [sys.executable, "-m", group.module])]
+    own += [path, str(model), "--host", HOST, "--port", str(port)]
     if group.tensor_parallel > 1:
-        own += ["--tp-size", str(group.tensor_parallel)]
+        own += [ranks, str(group.tensor_parallel)]
     return own + group.words
 
 
@@ -73,7 +76,7 @@ def _environment(group: ServerGroupConfig, number: int) -> dict[str, str]:
     # What says which rank this process is says nothing of a server, which may have ranks of its own.
     ours = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
     # A health check that generates a token answers with an error while the engine is paused.
-    own = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    own = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "VLLM_NO_USAGE_STATS": "1"}
     if group.devices is not None:
         first = number * group.tensor_parallel
         shown = group.devices[first : first + group.tensor_parallel]

@@ -119,7 +119,7 @@ def used_extras(recipe: Recipe) -> list[str]:
         "verifiers": any(
             getattr(reward, "type", "") in ("math", "json_schema", "python") for reward in rewards
         ),
-        "sglang": "sglang" in teachers
+        "sglang": bool({"sglang", "vllm"} & teachers)
         or recipe.rollout.engine.type == "sglang"
         or any(isinstance(reward, ServedReward) for reward in rewards),
         "agents": AGENT in worlds,

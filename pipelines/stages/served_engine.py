@@ -20,7 +20,7 @@ from opd.rollout.sglang_engine import ServedModel, SGLangEngine
 from opd.rollout.sglang_workers import FolderPush, Push, TensorPush
 from opd.rollout.weight_sync import WeightFolder
 from opd.served.distinct import check_distinct
-from opd.teachers.sglang_teacher import pool_options
+from opd.teachers.served_teacher import pool_options
 
 ENGINE = "rollout.engine.urls"
 ONCE = RetryPolicy(Retry(attempts=1))

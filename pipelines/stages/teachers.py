@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe, SampledTokenK1, SampledTokenK2
 from opd.config.rl import CorrectionConfig, DistillLoss
-from opd.config.teachers import Reads, SGLangTeacherConfig
+from opd.config.teachers import Reads, ServedTeacherConfig
 from opd.models.adapters import has_adapter, read_adapter
 from opd.models.causal_lm import CausalLM, torch_device
 from opd.models.checkpoint import save_checkpoint
@@ -261,7 +261,7 @@ def _served(context: StageContext, names: Iterable[str]) -> Recipe:
     recipe, wanted = context.recipe, {}
     for name in names:
         entry = recipe.teachers.get(name)
-        if isinstance(entry, SGLangTeacherConfig) and entry.servers is not None:
+        if isinstance(entry, ServedTeacherConfig) and entry.servers is not None:
             folder = whole_model(whole_teacher(context, name), context.folder.downloaded(name))
             wanted[name] = (entry, folder)
     if not wanted or context.servers is None:

@@ -29,7 +29,8 @@ from opd.config.teachers import SGLangTeacherConfig
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.served import hidden_segments
 from opd.teachers.kinds import Placement
-from opd.teachers.sglang_teacher import Asked, SGLangTeacher
+from opd.teachers.served_teacher import Asked
+from opd.teachers.sglang_teacher import SGLangTeacher
 from opd.types import Sample
 
 LENGTHS = (512, 4096, 16384)

@@ -45,7 +45,8 @@ from opd.pipelines.commands.publish import publish_checkpoint
 from opd.pipelines.launch.servers import StartedGroup, StartedServer
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
-from opd.teachers.sglang_teacher import Asked, SGLangTeacher
+from opd.teachers.served_teacher import Asked
+from opd.teachers.sglang_teacher import SGLangTeacher
 from opd.types import Sample
 
 CHEAP = {

@@ -34,12 +34,12 @@ def installing() -> Future[str | None]:
         executor.shutdown(wait=False)
 
 
-def install() -> str | None:
-    """Why the server cannot be installed here; `None` once it is."""
+def install(server: Path = CPU_SERVER) -> str | None:
+    """Why the server of that folder cannot be installed here; `None` once it is."""
     environment = os.environ | {"PYTHON": sys.executable}
     try:
         done = subprocess.run(
-            ["bash", str(CPU_SERVER / "install.sh")],
+            ["bash", str(server / "install.sh")],
             env=environment,
             capture_output=True,
             text=True,
@@ -56,6 +56,8 @@ class SGLangServer:
     """One server on one port, behind the guard that a run's own servers have; killed and started again as
     tests please.
     """
+
+    start_seconds = START_SECONDS
 
     def __init__(
         self, model: Path, log: Path, plugins: str = "opd_hidden_states", **arguments: bool | int | str
@@ -92,7 +94,7 @@ class SGLangServer:
 
     def wait(self) -> None:
         """Until it serves; raises with the end of its log if it does not."""
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         while not self._server.look():
             if self._server.status() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server did not start: {self._server.last_words()}")

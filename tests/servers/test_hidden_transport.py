@@ -30,7 +30,8 @@ from opd.served.sglang_answers import Question
 from opd.teachers import sglang_admission
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
-from opd.teachers.sglang_teacher import Asked, SGLangTeacher
+from opd.teachers.served_teacher import Asked
+from opd.teachers.sglang_teacher import SGLangTeacher
 
 LENGTHS = [(3, 4), (2, 60), (40, 1), (100, 90), (17, 16), (16, 33)]
 SHORT = [(3, 4), (1, 1), (9, 6), (2, 12)]

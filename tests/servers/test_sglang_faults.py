@@ -21,7 +21,8 @@ from opd.errors import TeacherError
 from opd.pipelines.commands.publish import publish_checkpoint
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
-from opd.teachers.sglang_teacher import Asked, SGLangTeacher
+from opd.teachers.served_teacher import Asked
+from opd.teachers.sglang_teacher import SGLangTeacher
 
 TOKENS = len(recipe_tokenizer())
 SAMPLES = [(3, 4), (1, 1), (2, 60), (9, 7), (40, 1), (9, 3), (5, 5), (30, 30)]

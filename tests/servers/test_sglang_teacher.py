@@ -27,7 +27,8 @@ from opd.rollout.torch_engine import TorchEngine
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
-from opd.teachers.sglang_teacher import Asked, SGLangTeacher
+from opd.teachers.served_teacher import Asked
+from opd.teachers.sglang_teacher import SGLangTeacher
 from opd.types import SamplingParams
 
 LENGTHS = [(3, 4), (1, 1), (5, 0), (2, 60), (9, 7), (40, 1), (9, 3)]

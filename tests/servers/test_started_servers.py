@@ -24,7 +24,7 @@ from opd.pipelines.launch.local import check_ranks, is_rank
 from opd.pipelines.launch.servers import Servers, StartedGroup
 from opd.pipelines.records.settings import Change
 from opd.served.http_pool import HTTPPool, LoopThread
-from opd.teachers.sglang_teacher import pool_options
+from opd.teachers.served_teacher import pool_options
 
 LITTLE = [sys.executable, str(Path(__file__).with_name("little_server.py"))]
 

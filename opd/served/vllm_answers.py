@@ -1,0 +1,101 @@
+"""What is asked of a vLLM server about given tokens, and what a good answer looks like.
+
+Token ids are sent, and come back as the keys of the log-probabilities at each position: an answer of another
+length or for other tokens is never taken for the right one. A server scores prompts at temperature 1 whatever
+it is told, and tells of the whole prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from opd.foreign import decoding, shown
+from opd.served.http_pool import UnavailableError
+from opd.served.sglang_answers import Question
+
+SCORE = "/v1/completions"
+_ENTRY_BYTES = 256
+"""Most bytes of JSON for a token with its id, log-probability, rank and text."""
+_OTHER_BYTES = 2**20
+
+
+def _unreadable(cause: str) -> UnavailableError:
+    return UnavailableError(f"the answer has another form than it should have ({cause})", answered=True)
+
+
+def scoring_body(question: Question, top_k: int = 0) -> dict[str, Any]:
+    """Log-probabilities of the tokens and of the `top_k` most likely ones, at temperature 1. One token is
+    written, which is the least a server writes.
+    """
+    return {
+        "prompt": question.tokens.tolist(),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": top_k,
+        "add_special_tokens": False,
+    }
+
+
+def most_bytes(question: Question, top_k: int = 0) -> int:
+    """Most bytes of a good answer to `scoring_body`."""
+    return _OTHER_BYTES + len(question.tokens) * (1 + top_k) * _ENTRY_BYTES
+
+
+@decoding(_unreadable)
+def scores_of(
+    answer: Any, question: Question, top_k: int, vocabulary: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """ids [count, K] int64 and log-probabilities [count, K] float32 of the `top_k` = K most likely tokens,
+    the first the most likely, and those of the tokens of `question` [count] float32. Raises
+    `UnavailableError`.
+    """
+    if not isinstance(answer, dict):
+        raise UnavailableError("the answer is no JSON object", answered=True)
+    rows = _choice(answer).get("prompt_logprobs")
+    if not isinstance(rows, list) or len(rows) != len(question.tokens):
+        got = len(rows) if isinstance(rows, list) else "no"
+        raise UnavailableError(
+            f"log-probabilities of {got} positions came where {len(question.tokens)} were due", answered=True
+        )
+    scored = zip(question.tokens[question.start + 1 :].tolist(), rows[question.start + 1 :], strict=True)
+    told = [_row(row, token, top_k) for token, row in scored]
+    ids = np.array([row[0] for row in told], dtype=np.int64).reshape(question.count, top_k)
+    with np.errstate(over="ignore"):
+        values = np.array([row[1] for row in told], dtype=np.float32).reshape(question.count, top_k)
+        own = np.array([row[2] for row in told], dtype=np.float32)
+    for numbers in (own, values):
+        if not np.isfinite(numbers).all() or (numbers > 1e-3).any():
+            raise UnavailableError("a log-probability is not finite or above 0", answered=True)
+    if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
+        raise UnavailableError(f"a top-k token lies outside the vocabulary of {vocabulary}", answered=True)
+    return ids, values, own
+
+
+@decoding(_unreadable)
+def model_of(answer: Any) -> tuple[str, int | None]:
+    """The base model that `/v1/models` tells of, and the most tokens of a request."""
+    entries = [entry for entry in answer["data"] if entry.get("parent") is None]
+    limit = entries[0].get("max_model_len")
+    return shown(entries[0].get("root") or entries[0]["id"]), None if limit is None else int(limit)
+
+
+@decoding(_unreadable)
+def _choice(answer: dict[str, Any]) -> dict[str, Any]:
+    (choice,) = answer["choices"]
+    return choice
+
+
+def _row(row: Any, token: int, top_k: int) -> tuple[list[int], list[float], float]:
+    """The `top_k` most likely tokens of one position, their log-probabilities, and that of `token`."""
+    found = {int(key): float(entry["logprob"]) for key, entry in row.items()}
+    if token not in found:
+        raise UnavailableError("log-probabilities came for other tokens than were sent", answered=True)
+    own = found[token]
+    if len(found) > top_k:
+        del found[token]  # it is told beside the most likely ones where it is none of them
+    if len(found) != top_k:
+        raise UnavailableError(f"{len(found)} top-k tokens came where {top_k} were due", answered=True)
+    best = sorted(found, key=lambda key: (-found[key], key))
+    return best, [found[key] for key in best], own

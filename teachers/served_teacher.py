@@ -1,0 +1,342 @@
+"""What every teacher behind HTTP does: each sample is asked about once and waited for, the published head
+stays here. How servers are asked, and how they prove what they serve, is their kind's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from opd.config import Recipe, TopKKL
+from opd.config.teachers import ServedTeacherConfig, ServerConfig
+from opd.errors import ConfigError, OpdError, TeacherError
+from opd.kernels.head import Head
+from opd.models.causal_lm import torch_device, torch_dtype
+from opd.progress import doing
+from opd.served.distinct import check_distinct
+from opd.served.http_pool import (
+    SERVERS,
+    HTTPPool,
+    LoopThread,
+    Patience,
+    PoolOptions,
+    RefusedError,
+    Server,
+    UnavailableError,
+)
+from opd.served.sglang_answers import Question
+from opd.served.urls_file import UrlsFile
+from opd.storage.published import PublishedModel
+from opd.teachers.kinds import Opening, Placement
+from opd.teachers.skeleton import read_head
+from opd.types import HiddenStates, Sample, TeacherTargets, TokenLogprobs, TopKLogprobs
+
+if TYPE_CHECKING:
+    from opd.storage.shard_cache import ShardCache
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a loss needs of a served teacher beside the kind of its signal."""
+
+    temperature: float = 1.0
+    """Sampling temperature, at which the loss compares."""
+    top_k: int = 64
+    """Support of the signal `topk`."""
+    main: bool = True
+    """Whether this is the rank, of those that ask the same servers, that compares them with the published
+    weights where that takes reading all of these."""
+
+
+def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOptions:
+    """The client's settings of a recipe. Of the servers that come later, `rank` of so many gets its share."""
+    patience = Patience(
+        timeout=config.timeout,
+        connect_timeout=config.connect_timeout,
+        unreachable=config.patience,
+        retry=replace(SERVERS, attempts=config.attempts),
+        hedge_after=config.hedge_after,
+    )
+    options = PoolOptions(config.urls, config.api_key_env, config.max_in_flight_tokens, patience)
+    if config.urls_file is None:
+        return options
+    return replace(options, more=UrlsFile(config.urls_file, config.urls, rank, ranks).fresh)
+
+
+def check_temperature(name: str, config: ServedTeacherConfig, temperature: float) -> None:
+    """`ConfigError` if servers cannot give its signal at `temperature`: they score at 1 and say nothing."""
+    if config.signal != "hidden" and temperature != 1.0:
+        mend = f"set teachers.{name}.signal to hidden, or the temperature to 1"
+        if config.type == "vllm":
+            mend = "set the temperature to 1, or take a teacher of another type"
+        raise ConfigError(
+            f"teacher {name}: servers give log-probabilities at temperature 1 only, but rollout.temperature"
+            f" is {temperature:g}; {mend}."
+        )
+
+
+class ServedTeacher(ABC):
+    """Implements `opd.protocols.Teacher` on servers of a published model.
+
+    Every sample is one request, identified here: whatever happens on the way it is scored once, or the call
+    raises.
+
+    Args:
+        name: How recipes and metrics call it.
+        url: What `opd publish` wrote of the model the servers run: its head, and what it must be.
+        config: Servers and signal.
+        asked: Temperature and size of a top-k support.
+        placement: Dtype and device of hidden states and head, and the tokenizer's vocabulary.
+        cache: This node's copies of what is read from object stores: the head.
+
+    Raises `ConfigError` for a signal that cannot be had at the temperature, or for a padded vocabulary.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        config: ServedTeacherConfig,
+        *,
+        asked: Asked,
+        placement: Placement,
+        cache: ShardCache | None = None,
+    ) -> None:
+        self.name, self.url = name, url
+        self.signal, self._asked, self._placement = config.signal, asked, placement
+        check_temperature(name, config, asked.temperature)
+        self.published = PublishedModel.open(url, cache=cache)
+        self._head = self.published.manifest.head
+        rows = self._head.vocabulary
+        self._vocabulary = placement.vocabulary or rows
+        if self.signal != "hidden" and rows != self._vocabulary:
+            mend = (
+                f"set teachers.{name}.signal to hidden"
+                if config.type == "sglang"
+                else "serve it with SGLang and signal hidden, or take type local or streamed"
+            )
+            raise ConfigError(
+                f"teacher {name}: its head has {rows} rows for {self._vocabulary} tokens, and a server's"
+                f" log-probabilities count the padding; {mend}."
+            )
+        self.pool = HTTPPool(f"teacher {name}", pool_options(config), TeacherError, self._admit)
+        self._begun: dict[str, tuple[Question, Future[Any]]] = {}
+
+    @abstractmethod
+    async def _admit(self, server: Server) -> None:
+        """Raises `TeacherError` if `server` must not be used, `UnavailableError` if it is away."""
+
+    @abstractmethod
+    async def _score(self, question: Question) -> Any:
+        """[count, D], [count], or ids and log-probabilities [count, K] with [count], as the signal says."""
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Check one server now. Raises `TeacherError` if none answers or the wrong model does."""
+
+    @property
+    @abstractmethod
+    def served_as(self) -> str:
+        """What the servers call what they hold, once `connect` has asked them."""
+
+    @cached_property
+    def _loop(self) -> LoopThread:
+        return LoopThread(f"teacher-{self.name}")
+
+    @property
+    def digest(self) -> str:
+        """Identity of the published weights and of the version the servers report. Asks them."""
+        self.connect()
+        named = f"{self.published.manifest.digest} served as {self.served_as}"
+        return hashlib.sha256(named.encode()).hexdigest()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes this process has read from the store for it."""
+        return self.published.bytes_read
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of heads that came from the node's copies."""
+        return self.published.cached_bytes
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        """Ask for the scores of `samples` now; `score` waits for them. A second call changes nothing."""
+        for sample in samples:
+            if len(sample.response_ids):
+                self._future(sample)
+
+    def score(self, samples: Sequence[Sample]) -> TeacherTargets:
+        """Targets of the response tokens of `samples`, in order: `HiddenStates` [N, D], `TokenLogprobs` [N]
+        or `TopKLogprobs` [N, K], as the signal says.
+
+        Raises `TeacherError` if a sample cannot be scored.
+        """
+        futures = [self._future(sample) for sample in samples if len(sample.response_ids)]
+        try:
+            with doing(self._waiting):
+                wait(futures, return_when=FIRST_EXCEPTION)  # whichever it is: the others may wait for long
+            failed = next((f for f in futures if f.done() and f.exception() is not None), None)
+            found = [future.result() for future in ([failed] if failed else futures)]
+        except BaseException:
+            for _, future in self._begun.values():
+                future.cancel()
+            raise
+        finally:
+            for sample in samples:
+                self._begun.pop(sample.uid, None)
+        return self._targets(found)
+
+    def load_head(self) -> Head:
+        """The published head, read now. The caller's to keep and to drop."""
+        place = self._placement
+        return read_head(
+            self.published, torch_dtype(place.dtype), torch_device(place.device), place.vocabulary
+        )
+
+    def close(self) -> None:
+        """Give up what still runs, close the connections and let the store go."""
+        if "_loop" in self.__dict__:
+            self._loop.run(self.pool.close())
+            self._loop.close()
+        self.published.close()
+
+    def _waiting(self) -> str:
+        trouble = self.pool.trouble
+        return f"waiting for teacher {self.name}{f' ({trouble})' if trouble else ''}"
+
+    def _future(self, sample: Sample) -> Future[Any]:
+        question = Question(sample.uid, sample.token_ids.astype(np.int32), len(sample.prompt_ids) - 1)
+        begun = self._begun.get(sample.uid)
+        if begun is not None and np.array_equal(begun[0].tokens, question.tokens):
+            return begun[1]
+        if begun is not None:
+            begun[1].cancel()
+        self._check_question(question)
+        future = self._loop.start(self._score(question))
+        self._begun[sample.uid] = question, future
+        return future
+
+    def _check_question(self, question: Question) -> None:
+        """An id outside the vocabulary may end a server: it is never sent."""
+        tokens = question.tokens
+        if question.start < 0:
+            raise TeacherError(f"sample {question.uid} has no prompt; every prompt needs at least one token.")
+        if tokens.min() < 0 or tokens.max() >= self._vocabulary:
+            outside = int(tokens.min() if tokens.min() < 0 else tokens.max())
+            raise TeacherError(
+                f"sample {question.uid} holds token id {outside}, outside the vocabulary of"
+                f" {self._vocabulary} tokens of teacher {self.name}; use a teacher with the student's"
+                " tokenizer."
+            )
+
+    def _targets(self, found: list[Any]) -> TeacherTargets:
+        place = self._placement
+        device = torch_device(place.device)
+        if self.signal == "hidden":
+            empty = np.zeros((0, self._head.hidden), dtype=np.float32)
+            rows = torch.from_numpy(np.concatenate([empty, *found]))
+            return HiddenStates(rows.to(device, torch_dtype(place.dtype)))
+        none = np.zeros(0, dtype=np.float32)
+        if self.signal == "sampled":
+            return TokenLogprobs(torch.from_numpy(np.concatenate([none, *found])).to(device))
+        width = min(self._asked.top_k, self._vocabulary)
+        ids = np.concatenate([np.zeros((0, width), dtype=np.int64), *(ids for ids, _, _ in found)])
+        logprobs = np.concatenate([none.reshape(0, 1).repeat(width, 1), *(values for _, values, _ in found)])
+        sampled = np.concatenate([none, *(own for _, _, own in found)])
+        return TopKLogprobs(*(torch.from_numpy(part).to(device) for part in (ids, logprobs, sampled)))
+
+
+def check_signal(name: str, settings: ServedTeacherConfig, recipe: Recipe) -> None:
+    """`ConfigError` if the loss needs more than the servers of teacher `name` are asked for."""
+    distill, signals = recipe.distill, ("sampled", "topk", "hidden")
+    needed = "hidden" if distill.mixture == "geometric" else distill.loss.signal
+    if signals.index(settings.signal) < signals.index(needed):
+        what = f"distill.loss {distill.loss.type} with mixture {distill.mixture}"
+        mend = "set it to hidden,"
+        if settings.type == "vllm":
+            mend = "set it to topk," if needed == "topk" else "take a teacher of another type,"
+        raise ConfigError(
+            f"teachers.{name}.signal is {settings.signal}, which is too little for {what}; {mend} or choose"
+            " another loss, such as topk."
+        )
+
+
+Make = Callable[..., ServedTeacher]
+Visit = Callable[[HTTPPool, Server], Awaitable[str]]
+"""What is right at a server, as a sentence; raises what is wrong."""
+
+
+def opener(
+    make: Make,
+) -> Callable[[Mapping[str, Any], Opening], AbstractContextManager[dict[str, ServedTeacher]]]:
+    """How teachers are opened that `make` makes of what `ServedTeacher` takes."""
+
+    @contextmanager
+    def opened(
+        teachers: Mapping[str, ServedTeacherConfig], opening: Opening
+    ) -> Iterator[dict[str, ServedTeacher]]:
+        recipe, found = opening.recipe, {}
+        loss = recipe.distill.loss
+        main = opening.group is None or dist.get_rank(opening.group) == 0
+        asked = Asked(recipe.rollout.temperature, loss.k if isinstance(loss, TopKKL) else 1, main)
+        with ExitStack() as stack:
+            for name, settings in teachers.items():
+                check_signal(name, settings, recipe)
+                check_distinct({f"teachers.{name}.urls": pool_options(settings)}, TeacherError)
+                url = opening.sources[name]
+                found[name] = teacher = make(
+                    name, url, settings, asked=asked, placement=opening.placement, cache=opening.cache
+                )
+                stack.callback(teacher.close)
+                given_up = partial(opening.given_up, settings.urls)
+                teacher.pool.options = replace(teacher.pool.options, given_up=given_up)
+            yield found
+
+    return opened
+
+
+def visits(
+    name: str,
+    settings: ServedTeacherConfig,
+    recipe: Recipe,
+    prepare: Callable[[ExitStack], Visit],
+) -> Iterator[str | OpdError]:
+    """What the visit of every server of teacher `name` finds; what `prepare` opens for it lasts until the
+    last.
+    """
+    check_signal(name, settings, recipe)
+    check_temperature(name, settings, recipe.rollout.temperature)
+    if settings.servers is not None or settings.path is None:
+        yield f"the run starts its servers itself ({settings.servers})"
+        return
+    pool = HTTPPool(f"teacher {name}", pool_options(settings), TeacherError)
+    with ExitStack() as stack:
+        visit = prepare(stack)
+        loop = LoopThread(f"doctor-{name}")
+        stack.callback(loop.close)
+        stack.callback(lambda: loop.run(pool.close()))
+        for server in pool.servers:
+            try:
+                yield loop.run(_visit(pool, server, visit))
+            except OpdError as error:
+                yield error
+
+
+async def _visit(pool: HTTPPool, server: Server, visit: Visit) -> str:
+    try:
+        return await visit(pool, server)
+    except UnavailableError as trouble:
+        raise TeacherError(f"{pool.owner}: {trouble}; start the server or correct its URL.") from None
+    except RefusedError as refusal:
+        raise TeacherError(f"{pool.owner}: {refusal}; check its URL and key.") from None

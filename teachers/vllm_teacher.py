@@ -1,0 +1,241 @@
+"""A teacher behind HTTP: vLLM servers score the student's tokens, the published head stays here.
+
+A server says nothing of its weights that could be relied on, so it proves them: the log-probabilities of a
+probe must be those that the published weights give, read through once, layer by layer, when the first server
+is admitted. Every server is asked before it works, and again after it was away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from opd.config import Recipe, TopKKL
+from opd.config.teachers import VLLMTeacherConfig
+from opd.errors import OpdError, TeacherError
+from opd.foreign import decoding
+from opd.kernels.ops import linear_logprobs
+from opd.served.http_pool import HTTPPool, RefusedError, Server, UnavailableError
+from opd.served.sglang_answers import Question
+from opd.served.vllm_answers import SCORE, model_of, most_bytes, scores_of, scoring_body
+from opd.storage.published import PublishedModel
+from opd.teachers.kinds import Placement, TeacherKind
+from opd.teachers.layer_stream import LayerStream
+from opd.teachers.served_teacher import ServedTeacher, Visit, opener, visits
+from opd.teachers.sglang_admission import EXACT, HALF, PROBE
+from opd.teachers.skeleton import is_published
+from opd.teachers.streamed_teacher import StreamedTeacher
+from opd.types import Sample
+
+_log = logging.getLogger(__name__)
+
+_OF_NOTHING = hashlib.sha256(b"").hexdigest()
+
+
+@dataclass(slots=True)
+class Expected:
+    """What a server must be; what nothing else says is what the first server was."""
+
+    vocabulary: int
+    top_k: int = 0
+    """How many of the most likely tokens are asked for; 0 asks for the given ones alone."""
+    published: Callable[[], np.ndarray] | None = None
+    """[len(PROBE) - 1] of the probe's tokens by the published weights; `None` compares servers with each
+    other."""
+    checksum: str | None = None
+    logprobs: np.ndarray | None = None
+    """[len(PROBE) - 1], once known: by the published weights, or else by the first server."""
+    source: str = "the first server gave"
+    context: int | None = None
+    """Most tokens a request may have on any server, the one that is written with them."""
+    model: str = ""
+    """What the first server calls its model."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the published weights are read."""
+
+
+async def admit(pool: HTTPPool, server: Server, expected: Expected) -> float:
+    """The most by which the probe's log-probabilities differ, in nats. Raises `TeacherError` if another model
+    or other weights answer, or the server lacks what is needed; `UnavailableError` if it does not answer.
+    """
+    model, limit = model_of(await pool.ask(server, "GET", "/v1/models"))
+    expected.model = expected.model or model
+    expected.context = min((known for known in (limit, expected.context) if known), default=None)
+    if expected.checksum is not None:
+        held = await checksum(pool, server)
+        if held != expected.checksum:
+            raise TeacherError(
+                f"{pool.owner}: the weights of {server.url} have checksum {held or 'none that it tells'}, the"
+                f" recipe says {expected.checksum}; serve the right weights, with VLLM_SERVER_DEV_MODE=1."
+            )
+    served = await _probe(pool, server, expected)
+    async with expected.lock:
+        if expected.logprobs is None and expected.published is not None:
+            await _read_published(pool, expected)
+        if expected.logprobs is None:
+            expected.logprobs = served
+    return await _compare(pool, server, served, expected)
+
+
+async def checksum(pool: HTTPPool, server: Server) -> str | None:
+    """The server's checksum over all weights on all of its ranks; `None` if it tells none: it does in the
+    developers' mode alone, and not of weights that it has packed, as it does on a CPU.
+    """
+    try:
+        answer = await pool.ask(server, "POST", "/weight_checker", {"action": "checksum"})
+    except RefusedError:
+        return None
+    with decoding(lambda cause: UnavailableError(f"{server.url}/weight_checker: {cause}", answered=True)):
+        found = dict(answer["checksums"])
+        told = json.dumps(sorted(found.items()))
+    if not found or _OF_NOTHING in found.values():
+        return None
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+async def _probe(pool: HTTPPool, server: Server, expected: Expected) -> np.ndarray:
+    question, top_k = Question("probe", PROBE, 0), expected.top_k
+    try:
+        answer = await pool.ask(
+            server, "POST", SCORE, scoring_body(question, top_k), most_bytes(question, top_k)
+        )
+    except RefusedError as refusal:
+        raise TeacherError(
+            f"{pool.owner}: {server.url} does not score a prompt with its {top_k} most likely tokens"
+            f" ({refusal}); start it with --max-logprobs {max(top_k, 1)} or more, and check its URL and key."
+        ) from None
+    return scores_of(answer, question, top_k, expected.vocabulary)[2]
+
+
+async def _read_published(pool: HTTPPool, expected: Expected) -> None:
+    assert expected.published is not None
+    try:
+        expected.logprobs = await asyncio.to_thread(expected.published)
+        expected.source = "the published weights give"
+    except TeacherError as trouble:  # an architecture that is not read layer by layer
+        expected.published = None
+        _log.warning("%s: its servers are compared with each other alone, since %s", pool.owner, trouble)
+
+
+async def _compare(pool: HTTPPool, server: Server, served: np.ndarray, expected: Expected) -> float:
+    assert expected.logprobs is not None
+    apart = float(np.abs(served - expected.logprobs).max())
+    exact = await _is_float32(pool, server)
+    if not apart <= (EXACT if exact else HALF):
+        raise TeacherError(
+            f"{pool.owner}: {server.url} serves another model, vocabulary or other weights than the recipe's:"
+            f" its log-probabilities differ by up to {apart:.3g} nats from what {expected.source}."
+        )
+    return apart
+
+
+async def _is_float32(pool: HTTPPool, server: Server) -> bool:
+    """Whether it is known to compute in float32: it tells in the developers' mode."""
+    try:
+        told = await pool.ask(server, "GET", "/server_info?config_format=json")
+    except RefusedError:
+        return False
+    with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
+        return "float32" in str(told["vllm_config"]["model_config"]["dtype"])
+
+
+class VLLMTeacher(ServedTeacher):
+    """See `ServedTeacher`. Answers are checked for length, order and finite numbers."""
+
+    def __init__(self, name: str, url: str, config: VLLMTeacherConfig, **others: Any) -> None:
+        """See `ServedTeacher`."""
+        super().__init__(name, url, config, **others)
+        top_k = min(self._asked.top_k, self._vocabulary) if self.signal == "topk" else 0
+        by_weights = _published(url, others.get("cache")) if self._asked.main else None
+        self._expected = Expected(self._vocabulary, top_k, by_weights, config.checksum)
+
+    @property
+    def served_as(self) -> str:
+        """No version: the outputs prove the published weights."""
+        return "vllm"
+
+    def connect(self) -> None:
+        """Check one server now. Raises `TeacherError` if none answers or the wrong model does."""
+        if self._expected.logprobs is None:
+            self._loop.run(self._ask(Question("limits", np.array([1, 2], dtype=np.int32), 0)))
+
+    async def _admit(self, server: Server) -> None:
+        await admit(self.pool, server, self._expected)
+
+    async def _score(self, question: Question) -> Any:
+        if self._expected.logprobs is None:
+            # One server must have told its limits before anything long is sent.
+            await self._ask(Question("limits", np.array([1, 2], dtype=np.int32), 0))
+        length, limit = len(question.tokens), self._expected.context
+        if limit is not None and length >= limit:
+            raise TeacherError(
+                f"sample {question.uid} has {length} tokens, the servers of teacher {self.name} take"
+                f" {limit - 1}; start them with a larger --max-model-len."
+            )
+        ids, values, own = await self._ask(question)
+        return (ids, values, own) if self.signal == "topk" else own
+
+    async def _ask(self, question: Question) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        top_k = self._expected.top_k
+        body, most = scoring_body(question, top_k), most_bytes(question, top_k)
+
+        async def attempt(server: Server) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            answer = await self.pool.ask(server, "POST", SCORE, body, most)
+            # A long sample's answer has some hundred thousand entries: other answers go on.
+            return await asyncio.to_thread(scores_of, answer, question, top_k, self._vocabulary)
+
+        return await self.pool.call(len(question.tokens), attempt)
+
+
+def _published(url: str, cache: Any) -> Callable[[], np.ndarray]:
+    """The probe's log-probabilities by the weights that are published at `url`, one layer in memory."""
+
+    def compute() -> np.ndarray:
+        sample = Sample("probe", "probe", "", PROBE[:1], response_ids=PROBE[1:])
+        teacher = StreamedTeacher("probe", url, placement=Placement(), stream=LayerStream(cache=cache))
+        try:
+            hidden = teacher.score([sample]).rows
+            ids = torch.from_numpy(PROBE[1:].astype(np.int64))
+            with torch.no_grad():
+                return linear_logprobs(hidden, teacher.load_head(), ids).float().numpy()
+        finally:
+            teacher.close()
+
+    return compute
+
+
+def _check(name: str, settings: VLLMTeacherConfig, recipe: Recipe) -> Iterator[str | OpdError]:
+    """Every server: identity, settings, a few scored tokens."""
+
+    def prepare(stack: ExitStack) -> Visit:
+        assert settings.path is not None
+        loss, by_weights, vocabulary = recipe.distill.loss, None, 2**31
+        if is_published(settings.path):
+            vocabulary = stack.enter_context(PublishedModel.open(settings.path)).manifest.head.vocabulary
+            by_weights = _published(settings.path, None)
+        top_k = min(loss.k, vocabulary) if isinstance(loss, TopKKL) and settings.signal == "topk" else 0
+        expected = Expected(vocabulary, top_k, by_weights, settings.checksum)
+        return lambda pool, server: _visit(pool, server, expected)
+
+    return visits(name, settings, recipe, prepare)
+
+
+async def _visit(pool: HTTPPool, server: Server, expected: Expected) -> str:
+    apart = await admit(pool, server, expected)
+    held = await checksum(pool, server)
+    told = "tells no checksum" if held is None else f"checksum {held}"
+    return (
+        f"{server.url}: {expected.model}, {told}, outputs within {apart:.2g} nats of what {expected.source}"
+    )
+
+
+KIND = TeacherKind(opener(VLLMTeacher), _check)

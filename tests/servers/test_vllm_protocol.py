@@ -1,0 +1,253 @@
+"""A teacher on vLLM, by what a real server has answered, and by answers that are damaged."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from recipes import tiny_recipe
+from served_models import recipe_tokenizer
+from vllm_server import RECORDED, assert_own, recorded_server, write_vllm_models
+
+from opd.config.servers import ServerGroupConfig
+from opd.config.teachers import VLLMTeacherConfig
+from opd.errors import ConfigError, TeacherError
+from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.doctor.checks import check_kinds, check_servers
+from opd.pipelines.launch.servers import command_of
+from opd.served.http_pool import UnavailableError
+from opd.served.sglang_answers import Question
+from opd.served.vllm_answers import most_bytes, scores_of
+from opd.teachers.kinds import Placement
+from opd.teachers.served_teacher import Asked
+from opd.teachers.vllm_teacher import VLLMTeacher
+
+pytest.importorskip("aiohttp", reason="needs the extra sglang")
+TOKENS = len(recipe_tokenizer())
+SAMPLES = [(3, 4), (1, 1), (9, 7)]
+K = 5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return write_vllm_models(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="module")
+def published(models, tmp_path_factory):
+    root = tmp_path_factory.mktemp("published")
+    for name, path in models.items():
+        publish_checkpoint(path, root / name)
+    return {name: str(root / name) for name in models}
+
+
+@pytest.fixture
+def served(published):
+    made = []
+
+    def make(url, model="a", *, asked=Asked(top_k=K), vocabulary=TOKENS, **settings):  # noqa: B008
+        config = VLLMTeacherConfig(path=published[model], urls=[url], **({"attempts": 1} | settings))
+        placement = Placement(vocabulary=vocabulary)
+        made.append(VLLMTeacher(model, published[model], config, asked=asked, placement=placement))
+        return made[-1]
+
+    yield make
+    for teacher in made:
+        teacher.close()
+
+
+def test_log_probabilities_are_the_models_own(served, models):
+    with recorded_server() as url:
+        topk = served(url).score(tiny.samples(SAMPLES))
+        sampled = served(url, signal="sampled").score(tiny.samples(SAMPLES))
+    assert_own(models["a"], tiny.samples(SAMPLES), topk, sampled)
+
+
+def test_another_model_behind_the_url_is_found_by_its_outputs(served):
+    with recorded_server() as url, pytest.raises(TeacherError, match="what the published weights give"):
+        served(url, "b").score(tiny.samples(SAMPLES))
+
+
+def test_ranks_that_do_not_read_the_weights_compare_servers_with_each_other(served):
+    def other(path, answer):
+        if path == "/v1/completions" and answer is not None:
+            for row in answer["choices"][0]["prompt_logprobs"][1:]:
+                for entry in row.values():
+                    entry["logprob"] -= 0.01
+        return answer
+
+    asked = Asked(top_k=K, main=False)
+    with recorded_server() as url, recorded_server(other) as second:
+        teacher = served(url, "b", asked=asked)
+        teacher.score(tiny.samples(SAMPLES))
+        server = teacher.pool.servers[0]
+        server.url, server.admitted = second, False
+        with pytest.raises(TeacherError, match="from what the first server gave"):
+            teacher.score(tiny.samples(SAMPLES))
+
+
+def test_what_a_server_cannot_give_is_refused_before_it_is_asked(served):
+    with recorded_server() as url:
+        with pytest.raises(ConfigError, match=r"temperature 1 only.*set the temperature to 1, or take"):
+            served(url, asked=Asked(temperature=0.7))
+        with pytest.raises(ConfigError, match="count the padding; serve it with SGLang"):
+            served(url, vocabulary=TOKENS - 1)
+        samples = tiny.samples([(2, 3)])
+        samples[0].response_ids[1] = TOKENS
+        with pytest.raises(TeacherError, match=f"token id {TOKENS}, outside the vocabulary of {TOKENS}"):
+            served(url).score(samples)
+        with pytest.raises(TeacherError, match="has 256 tokens, the servers of teacher a take 255"):
+            served(url).score(tiny.samples([(200, 56)]))
+        teacher = served(url)
+        assert teacher.score(tiny.samples([(3, 0)])).ids.shape == (0, K)
+        assert teacher.pool.counters.requests == 0
+
+
+def test_too_few_log_probabilities_name_the_flag(served):
+    def few(path, answer):
+        return None if path == "/v1/completions" else answer  # as 400 is: it was understood and declined
+
+    with (
+        recorded_server(few) as url,
+        pytest.raises(TeacherError, match=f"start it with --max-logprobs {K} or more"),
+    ):
+        served(url).score(tiny.samples(SAMPLES))
+
+
+def test_oversized_and_late_answers_end_in_one_sentence(served):
+    released = threading.Event()
+
+    def large(path, answer):
+        return b" " * 2**22 if path == "/v1/completions" else answer
+
+    def late(path, answer):
+        released.wait(60)
+        return answer
+
+    with recorded_server(large) as url, pytest.raises(TeacherError, match=r"more than the \d+ bytes"):
+        served(url).score(tiny.samples(SAMPLES))
+    with recorded_server(late) as url:
+        try:
+            with pytest.raises(TeacherError, match=r"timed out: `timeout` is 0.3 s.*--resume"):
+                served(url, timeout=0.3, patience=0.1).score(tiny.samples(SAMPLES))
+        finally:
+            released.set()
+
+
+def test_a_server_that_is_gone_stops_the_run_when_patience_ends(served):
+    with recorded_server() as url:
+        teacher = served(url, patience=0.1)
+        teacher.score(tiny.samples(SAMPLES))
+    with pytest.raises(TeacherError, match=r"no usable answer.*--resume"):
+        teacher.score(tiny.samples(SAMPLES))
+
+
+VALUES = [
+    None, True, -1, 5, 2**70, -0.5, 0.5, 1e300, float("nan"), "", "x", [], [[]], {}, {"a": 1}, {"1": 1},
+    {"1": {"logprob": "x"}}, {"1": {"logprob": -1.0}}, {str(2**70): {"logprob": -1.0}},
+]  # fmt: skip
+
+
+def test_answers_of_any_form_are_read_or_refused():
+    tokens, k, answer = next(one for one in json.loads(RECORDED.read_text())["/v1/completions"] if one[1])
+    question = Question("q", np.array(tokens, dtype=np.int32), 2)
+    assert len(json.dumps(answer)) < most_bytes(question, k)
+    rows = answer["choices"][0]["prompt_logprobs"]
+    entry = next(iter(rows[4]))
+    paths = [
+        ("choices",), ("choices", 0), ("choices", 0, "prompt_logprobs"), ("choices", 0, "prompt_logprobs", 4),
+        ("choices", 0, "prompt_logprobs", 4, entry), ("choices", 0, "prompt_logprobs", 4, entry, "logprob"),
+    ]  # fmt: skip
+    sentences: list[str] = []
+    for path in paths:
+        for value in VALUES:
+            damaged = json.loads(json.dumps(answer))
+            place = damaged
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = value
+            try:
+                ids, values, own = scores_of(damaged, question, k, TOKENS)
+            except UnavailableError as error:
+                sentences.append(str(error))
+                continue
+            assert ids.shape == values.shape == (len(tokens) - 3, k)
+            assert np.isfinite(values).all()
+            assert np.isfinite(own).all()
+    assert len(sentences) > len(paths) * len(VALUES) // 2
+    assert all(sentence.isprintable() for sentence in sentences)
+    with pytest.raises(UnavailableError, match="other tokens than were sent"):
+        scores_of(answer, Question("q", np.roll(question.tokens, 1), 2), k, TOKENS)
+    with pytest.raises(UnavailableError, match="outside the vocabulary"):
+        scores_of(answer, question, k, 3)
+    with pytest.raises(UnavailableError, match="no JSON object"):
+        scores_of(None, question, k, TOKENS)
+
+
+def recipe(path, entry, **changes):
+    settings = {"loss": {"type": "topk", "k": K}}
+    return tiny_recipe(
+        model={"path": str(path)},
+        base=None,
+        teachers={"sort": {"type": "vllm", "path": str(path)} | entry, "add3": {"path": str(path)}},
+        distill=settings | {"steps": 1},
+        baselines={"methods": []},
+        **changes,
+    )
+
+
+def test_the_doctor_asks_the_servers(models, published):
+    with recorded_server() as url:
+        right, *_ = check_kinds(recipe(published["a"], {"urls": [url]}))
+        assert right.level == "ok"
+        assert "tells no checksum" in right.detail
+        assert "of what the published weights give" in right.detail
+        wrong, *_ = check_kinds(recipe(published["b"], {"urls": [url]}))
+        assert (wrong.level, "serves another model" in wrong.detail) == ("error", True)
+        other, *_ = check_kinds(recipe(published["a"], {"urls": [url], "checksum": "7"}))
+        assert "checksum none that it tells, the recipe says 7" in other.detail
+
+
+def test_a_loss_over_the_whole_vocabulary_is_refused(models):
+    asked = {"urls": ["http://127.0.0.1:1"]}
+    full = recipe(models["a"], asked).model_copy(
+        update={"distill": tiny_recipe(rollout={"temperature": 1.0}).distill}
+    )
+    finding, *_ = check_kinds(full)
+    assert "too little for distill.loss full" in finding.detail
+    assert "take a teacher of another type, or choose another loss, such as topk" in finding.detail
+    finding, *_ = check_kinds(recipe(models["a"], asked | {"signal": "sampled"}))
+    assert "set it to topk" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes", "sentence"),
+    [
+        ({"urls": ["http://a:1"], "signal": "hidden"}, {}, "no hidden states; set signal to topk"),
+        ({"servers": "own"}, {"servers": {"own": {}}}, "needs vllm servers, but servers.own.type is sglang"),
+        (
+            {"urls": ["http://a:1"]},
+            {"rollout": {"engine": {"type": "vllm", "urls": ["http://a:1"]}}},
+            "the student cannot write on vLLM.*set type to torch or sglang",
+        ),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_by_the_recipe(entry, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        recipe("a", entry, **changes)
+
+
+def test_a_group_of_vllm_servers_is_started_by_its_own_flags():
+    group = ServerGroupConfig(
+        type="vllm", tensor_parallel=2, arguments={"dtype": "float32", "max-logprobs": -1}
+    )
+    module = ["-m", "vllm.entrypoints.openai.api_server"]
+    told = ["--model", "m", "--host", "127.0.0.1", "--port", "7", "--tensor-parallel-size", "2"]
+    own = ["--dtype", "float32", "--max-logprobs", "-1"]
+    assert command_of(group, Path("m"), 7) == [sys.executable, *module, *told, *own]
+    finding, *_ = check_servers(recipe("a", {"servers": "own"}, servers={"own": {"type": "vllm"}}))
+    assert finding.level == "error"
+    assert "needs vllm, which this environment lacks" in finding.detail

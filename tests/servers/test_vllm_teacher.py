@@ -1,0 +1,175 @@
+"""A teacher on a real vLLM server gives what the same model gives in this process; whatever happens to the
+server, scores are right or the run stops with one sentence.
+
+The test that kills the server is the last of those that share it.
+"""
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+from recipes import tiny_recipe
+from served_models import recipe_tokenizer
+from sglang_server import install
+from vllm_server import CPU_SERVER, SERVE, VLLMServer, assert_own, write_vllm_models
+
+from opd.config.teachers import VLLMTeacherConfig
+from opd.errors import TeacherError
+from opd.metrics import read_metrics
+from opd.pipelines.commands.publish import publish_checkpoint
+from opd.pipelines.doctor.checks import check_kinds
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.run import run_pipeline
+from opd.teachers.kinds import Placement
+from opd.teachers.served_teacher import Asked
+from opd.teachers.vllm_teacher import VLLMTeacher
+
+pytestmark = pytest.mark.long
+TOKENS = len(recipe_tokenizer())
+SAMPLES = [(3, 4), (1, 1), (5, 0), (2, 60), (9, 7), (40, 1), (9, 3), (100, 100)]
+DEVELOPERS = {"VLLM_SERVER_DEV_MODE": "1"}
+"""It tells then that it computes in float32."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return write_vllm_models(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="module")
+def published(models, tmp_path_factory):
+    root = tmp_path_factory.mktemp("published")
+    for name, path in models.items():
+        publish_checkpoint(path, root / name)
+    return {name: str(root / name) for name in models}
+
+
+@pytest.fixture(scope="module")
+def vllm(models, tmp_path_factory):
+    """A real server of model `a`, which prefills a few tokens at once: what is longer comes in chunks."""
+    reason = install(CPU_SERVER)
+    if reason is not None:
+        pytest.skip(f"no vLLM server: {reason}")
+    few = {"max-num-batched-tokens": 64, "max-num-seqs": 8, "max-logprobs": 8}
+    server = VLLMServer(models["a"], tmp_path_factory.mktemp("server") / "vllm.log", DEVELOPERS, **few)
+    server.launch()
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.end()
+
+
+@pytest.fixture
+def served(vllm, published):
+    made = []
+
+    def make(signal="topk", model="a", top_k=5, **settings):
+        config = VLLMTeacherConfig(path=published[model], urls=[vllm.url], signal=signal, **settings)
+        asked, placement = Asked(top_k=top_k), Placement(vocabulary=TOKENS)
+        made.append(VLLMTeacher(model, published[model], config, asked=asked, placement=placement))
+        return made[-1]
+
+    yield make
+    for teacher in made:
+        teacher.close()
+
+
+def test_log_probabilities_are_the_models_own(served, models):
+    samples = tiny.samples(SAMPLES)
+    found = [served(signal).score(samples) for signal in ("topk", "sampled")]
+    assert_own(models["a"], samples, *found)
+
+
+def test_what_is_wrong_is_said_in_one_sentence(served):
+    with pytest.raises(TeacherError, match="what the published weights give"):
+        served(model="b").score(tiny.samples([(2, 3)]))
+    with pytest.raises(TeacherError, match=r"max allowed: 8.*start it with --max-logprobs 9 or more"):
+        served(top_k=9).score(tiny.samples([(2, 3)]))
+    with pytest.raises(TeacherError, match="has 300 tokens, the servers of teacher a take 255"):
+        served().score(tiny.samples([(200, 100)]))
+
+
+def test_the_doctor_visits_it(vllm, models, published):
+    def found(**entry):
+        entry = {"type": "vllm", "urls": [vllm.url], "path": published["a"]} | entry
+        recipe = tiny_recipe(
+            model={"path": str(models["a"])},
+            base=None,
+            teachers={"sort": entry, "add3": {"path": str(models["b"])}},
+            distill={"steps": 1, "loss": {"type": "topk", "k": 5}},
+            baselines={"methods": []},
+        )
+        return next(iter(check_kinds(recipe)))
+
+    assert found().level == "ok"
+    assert "tells no checksum" in found().detail  # on a CPU it packs weights away
+    assert "serves another model" in found(path=published["b"]).detail
+
+
+def test_a_server_that_is_killed_is_asked_again_once_it_proves_its_weights(vllm, served, models):
+    samples = tiny.samples(SAMPLES)
+    teacher = served(patience=900.0, timeout=60.0)
+    teacher.connect()
+
+    def restart():
+        vllm.kill()
+        vllm.launch()
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    time.sleep(0.05)
+    found = teacher.score(samples)
+    restarting.join()
+    assert_own(models["a"], samples, found, served("sampled", patience=900.0).score(samples))
+    vllm.end()
+    with pytest.raises(TeacherError, match=r"no usable answer.*--resume"):
+        served(patience=0.1).score(samples)
+
+
+def test_a_merge_starts_its_vllm_teacher_and_ends_it(models, tmp_path):
+    """Beside one in this process: what is learned is what two teachers in this process teach."""
+    reason = install(CPU_SERVER)
+    if reason is not None:
+        pytest.skip(f"no vLLM server: {reason}")
+    group = {"type": "vllm", "command": SERVE, "arguments": {"max-model-len": 64, "max-num-seqs": 8}}
+    found = []
+    for server in (False, True):
+        own = {"type": "vllm", "servers": "own"} if server else {}
+        recipe = tiny_recipe(
+            model={"path": str(models["b"])},
+            base=None,
+            servers={"own": group} if server else {},
+            teachers={"sort": {"path": str(models["a"])} | own, "add3": {"path": str(models["a"])}},
+            rollout={"max_new_tokens": 5, "max_sequence": 32},
+            distill={
+                "steps": 2,
+                "prompts_per_domain": 4,
+                "loss": {"type": "topk", "k": 5},
+                "teachers": "local",
+            },
+            baselines={"methods": []},
+            evaluation={"prompts_per_domain": 4},
+        )
+        with RunFolder.create(tmp_path / str(server), recipe) as folder:
+            run_pipeline(recipe, folder)
+            found.append(read_metrics(folder.metrics("merge")))
+    here, there = found
+    assert len(here) == len(there) == 2
+    for one, other in zip(here, there, strict=True):
+        assert one["kl/mean"] == pytest.approx(other["kl/mean"], abs=1e-4)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+        assert one["tokens/student"] == other["tokens/student"]
+    (log,) = tmp_path.glob("True/logs/servers/own-0.log")
+    assert "EngineCore" in log.read_text()
+    assert not [line for line in _commands() if str(tmp_path) in line]
+
+
+def _commands():
+    """Of every process."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            yield (folder / "cmdline").read_bytes().decode(errors="replace")
