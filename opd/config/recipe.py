@@ -624,8 +624,8 @@ class Recipe(Config):
         if (both := shared_devices(self.servers)) is not None:
             raise ValueError(
                 f"servers.{both[0]} and servers.{both[1]} share device {both[2]}, which both would fill: they"
-                " stay until the run ends; give them other devices, or each an argument mem-fraction-static,"
-                " together at most 1"
+                " stay until the run ends; give them other devices, or each an argument mem-fraction-static"
+                " (vLLM: gpu-memory-utilization), together at most 1"
             )
         return self
 

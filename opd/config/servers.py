@@ -26,7 +26,8 @@ class ServerGroupConfig(Config):
     devices: list[Annotated[int, Field(ge=0)]] | None = None
     """CUDA devices of the group, numbered as this process sees them, `tensor_parallel` of them a server, in
     turn; `null` leaves each server all of them, which is right for one server, or on a CPU. Groups may share
-    one if their arguments `mem-fraction-static` are together at most 1: none sleeps while another works."""
+    one if their arguments `mem-fraction-static` (vLLM: `gpu-memory-utilization`) are together at most 1:
+    none sleeps while another works."""
     command: list[str] = Field(default=[], max_length=1000)
     """What starts a server, before the arguments; `[]` is this interpreter with `-m sglang.launch_server`, or
     with `-m vllm.entrypoints.openai.api_server`. For an SGLang in an environment of its own:
@@ -68,12 +69,16 @@ class ServerGroupConfig(Config):
         return found
 
 
+_SHARE = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}
+"""What a server's share of a device's memory is called."""
+
+
 def shared_devices(groups: Mapping[str, ServerGroupConfig]) -> tuple[str, str, int] | None:
     """Two groups and a device of both, which have not said that they leave each other room there."""
     for name, group in groups.items():
         for device in group.devices or ():
             there = [n for n, other in groups.items() if device in (other.devices or ())]
-            shares = [groups[n].arguments.get("mem-fraction-static", 1.0) for n in there]
+            shares = [groups[n].arguments.get(_SHARE[groups[n].type], 1.0) for n in there]
             if len(there) > 1 and sum(float(share) for share in shares) > 1.0:
                 return name, next(n for n in there if n != name), device
     return None
