@@ -82,9 +82,11 @@ class TrainConfig(Config):
     distributed_optimizer: bool | None = None
     """Whether `megatron` cuts the optimiser's state over the ranks that share the batch, with Megatron-Core's
     own optimiser for GPUs. `null`: where there is one."""
-    context_parallel: int = Field(default=1, gt=0, le=4096)
+    context_parallel: Annotated[int, Field(gt=0, le=4096)] | Literal["auto"] = 1
     """Ranks that share each sequence with `torch`; groups of so many share the batch. Weights are sharded
-    over all ranks as they are without it; it is for sequences that are too long for one rank."""
+    over all ranks as they are without it; it is for sequences that are too long for one rank. `auto` takes
+    in each step the least divisor of the ranks with which a share of the longest sequence is at most
+    `batch.max_tokens`: short batches are shared by sequence alone."""
     precision: Literal["mixed", "pure"] = "mixed"
     """What a bfloat16 or float16 model (`model.dtype`) learns in. `mixed`: layers compute in that dtype;
     weights and optimiser state are kept in float32. `pure`: what learns has that dtype too, which saves
@@ -99,7 +101,7 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> TrainConfig:
         for name, backend in (("tensor_parallel", "megatron"), ("context_parallel", "torch")):
-            if getattr(self, name) > 1 and self.backend != backend:
+            if getattr(self, name) != 1 and self.backend != backend:
                 raise ValueError(
                     f"{name} has no effect with backend {self.backend}; set backend to {backend}, or leave"
                     f" {name} at 1"
@@ -117,7 +119,7 @@ class TrainConfig(Config):
         """Why `size` ranks cannot be divided as is asked for, and what could; `None` if they can."""
         for name in ("tensor_parallel", "context_parallel"):
             width = getattr(self, name)
-            if size % width:
+            if width != "auto" and size % width:
                 fitting = " or ".join(str(some) for some in range(1, size + 1) if size % some == 0)
                 ranks = "1 rank" if size == 1 else f"{size} ranks"
                 return (
@@ -209,28 +211,28 @@ class OffloadConfig(Config):
     """
 
     engine: bool = False
-    """The embedded engine gives everything back (weights, the copies that decode makes of them, keys and
-    values, CUDA graphs) from when a batch is written until the next weights are pushed, which wake it; of a
-    base with adapters the merged layers alone, since nobody pushes the base."""
+    """The engine gives everything back (weights, the copies that decode makes of them, keys and values, CUDA
+    graphs) from when a batch is written until the next weights are pushed, which wake it; of a base with
+    adapters the merged layers alone, since nobody pushes the base. Engines of the run's processes, on Ray,
+    and SGLang servers that the run starts (`servers`), which are told `enable-memory-saver`."""
     trainer: bool = False
     """Weights and AdamW's moments of `train.backend: torch` leave until they are learnt with: from a GPU to
     pinned memory of the host, from a CPU to a file in the run folder, which takes 12 bytes a parameter in
     float32 and is compared with its digest when it is read. With several ranks the moments alone."""
 
-    def check(self, schedule: str, backend: str, *, embedded: bool) -> None:
-        """`ValueError` where there is nobody to hand the device over; `embedded`: the student writes in the
-        process that trains.
-        """
+    def check(self, schedule: str, backend: str, *, ends: bool) -> None:
+        """`ValueError` where there is nobody to hand the device over; `ends`: engines end with the run."""
         for name in ("engine", "trainer"):
             if getattr(self, name) and schedule != "in_turn":
                 raise ValueError(
                     f"runtime.offload.{name} needs rollout.schedule in_turn: with {schedule} the student"
                     " writes while it learns; leave one of the two out"
                 )
-        if self.engine and not embedded:
+        if self.engine and not ends:
             raise ValueError(
-                "runtime.offload.engine is about the embedded engine, and this recipe's engines are in other"
-                " processes; leave it out"
+                "runtime.offload.engine puts engines to sleep that this run can wake, and servers of"
+                " rollout.engine.urls would still sleep after it; name servers that the run starts"
+                " (rollout.engine.servers), or leave it out"
             )
         if self.trainer and backend != "torch":
             other = "{zero_optimization: {offload_optimizer: {device: cpu}}}"

@@ -277,6 +277,9 @@ async def _identity(pool: HTTPPool, server: Server) -> str:
     return json.dumps([told[name] for name in IDENTITY]) if told.get("startup_time") else server.url
 
 
+WEIGHTS, REST = ["weights"], ["kv_cache", "cuda_graph"]
+"""What a worker gives back in parts, by its own words: it is given weights before it takes the rest."""
+
 RETRY = replace(SERVERS, attempts=4)
 """At a control request, before a worker counts as away."""
 
@@ -299,6 +302,8 @@ class Workers:
         """URLs of workers whose model has the student's form."""
         self._proof: Proof | None = None
         """Of the newest weights."""
+        self._asleep: dict[str, list[str]] = {}
+        """URLs of workers that sleep, and what each has given back."""
 
     @cached_property
     def loop(self) -> LoopThread:
@@ -318,6 +323,12 @@ class Workers:
         """Sample on."""
         self._everywhere(lambda server: self._post(server, "/continue_generation", {}))
         self.paused = False
+
+    def sleep(self) -> None:
+        """Pause, and have every worker give its memory back until it is given weights."""
+        self.pause()
+        self.flush()
+        self._everywhere(self._release)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """See `SGLangEngine.update_weights`."""
@@ -381,12 +392,39 @@ class Workers:
         """Have `server` take the newest weights, and verify what it holds then."""
         push = self._push
         assert push is not None
+        await self._wake(server, WEIGHTS)
         await self._check_form(server)
         await RETRY.call_async(lambda: push.load(self.pool.ask, server, self._name), UnavailableError)
         held = str((await self.pool.ask(server, "GET", "/model_info")).get("weight_version"))
         if held != self._name:
             raise RolloutError(f"after the push of version {self._name} {server.url} says it holds {held}.")
         await self._verify(server)
+        await self._wake(server, REST)
+
+    async def _release(self, server: Server) -> None:
+        """Have `server` give its memory back, once: what it has given it cannot give again."""
+        if server.url not in self._asleep:
+            await self.pool.ask(server, "POST", "/release_memory_occupation", {"tags": [*WEIGHTS, *REST]})
+            self._asleep[server.url] = [*WEIGHTS, *REST]
+
+    async def _wake(self, server: Server, parts: list[str]) -> None:
+        """Have `server` take memory for `parts` that it has given back. One that was started again since has
+        its own, and ends where it is told to take more: it knows no version of this engine.
+        """
+        given = self._asleep.get(server.url, [])
+        missing = [part for part in parts if part in given]
+        if not missing:
+            return
+        held = str((await self.pool.ask(server, "GET", "/model_info")).get("weight_version"))
+        if held not in self.versions:
+            del self._asleep[server.url]
+            return
+        await self.pool.ask(server, "POST", "/resume_memory_occupation", {"tags": missing})
+        left = [part for part in given if part not in missing]
+        if left:
+            self._asleep[server.url] = left
+        else:
+            del self._asleep[server.url]
 
     async def _check_form(self, server: Server) -> None:
         if server.url in self._checked:

@@ -69,7 +69,7 @@ def _on_ranks(
         from opd.train.megatron_backend import MegatronBackend
 
         return MegatronBackend(model, training, ranks, train=train, compute_dtype=compute)
-    if train.context_parallel > 1:
+    if train.context_parallel != 1:
         from opd.train.fsdp_backend import ContextBackend
 
         return ContextBackend(model, training, ranks, train.context_parallel, compute)

@@ -8,8 +8,9 @@ computes and gives its gradient back summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,11 @@ from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidd
 from opd.models.sharded import fill, local_part, whole
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece, copied, part_of, shape_of
-from opd.train.backend import Saved, State, TorchBackend, Training, cost_of, optimizer_fields, state_of
+from opd.train.backend import Read, Saved, State, TorchBackend, Training, cost_of, optimizer_fields, state_of
 from opd.train.packing import Shares
+from opd.train.plan import context_size, divisors
 from opd.train.terms import MetricSums, linear_logprobs
-from opd.types import MicroBatch
+from opd.types import MicroBatch, Sample
 
 
 class Root(nn.Module):
@@ -113,6 +115,10 @@ class FSDPBackend(TorchBackend):
             found = whole(tensor)
             yield name, found.to(self._dtype) if found.is_floating_point() else found
 
+    @property
+    def _sent_dtype(self) -> torch.dtype:
+        return self._dtype
+
     def state(self) -> State:
         """This rank's pieces; the first has what all ranks have whole, too."""
         return {"model": self._pieces(self.model.weights()), "optimizer": self._pieces(self._moments())}
@@ -156,7 +162,8 @@ class ContextBackend(FSDPBackend):
     tokens, and `MicroBatch.kept` says which they are.
 
     Args:
-        ranks: All that share the weights; `together` divides their number.
+        ranks: All that share the weights; `together` divides their number. `auto`: as many as the step needs
+            whose samples are dealt out, see `context_size`.
     """
 
     def __init__(
@@ -164,38 +171,68 @@ class ContextBackend(FSDPBackend):
         model: CausalLM,
         training: Training,
         ranks: Ranks,
-        together: int,
+        together: int | Literal["auto"],
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, training, ranks, compute_dtype)
-        rows = [range(first, first + together) for first in range(0, ranks.size, together)]
-        columns = [range(place, ranks.size, together) for place in range(together)]
-        row, self.data = ranks.one_of(rows, "context"), ranks.one_of(columns, "data")
-        if row.group is None:
-            raise ValueError("ranks have no process group; use TorchBackend for one rank")
-        self.shares = Shares(self.data, cost_of(model))
-        self._context = ContextParallel(row.group)
+        self._chooses = together == "auto"
+        sizes = divisors(ranks.size) if together == "auto" else [together]
+        self._meshes = {size: self._mesh(size) for size in sizes}
+        self._use(sizes[-1])
+
+    def _mesh(self, together: int) -> tuple[ContextParallel | None, Ranks, Shares]:
+        """What joins this rank to those that share its sequences, if there are some, and to those that share
+        the samples with it.
+        """
+        ranks, context, data = self._sharding, None, self._sharding
+        if together > 1:
+            rows = [range(first, first + together) for first in range(0, ranks.size, together)]
+            columns = [range(place, ranks.size, together) for place in range(together)]
+            row, data = ranks.one_of(rows, "context"), ranks.one_of(columns, "data")
+            if row.group is None:
+                raise ValueError("ranks have no process group; use TorchBackend for one rank")
+            context = ContextParallel(row.group)
+        return context, data, Shares(data, cost_of(self.model))
+
+    def _use(self, together: int) -> None:
+        self.together = together
+        self._context, self.data, self.shares = self._meshes[together]
+
+    def mine(self, samples: Sequence[Sample]) -> list[Sample]:
+        if self._chooses:
+            longest = max((len(s.prompt_ids) + len(s.response_ids) for s in samples), default=0)
+            self._use(context_size(longest, self._sharding.size, self.max_tokens))
+        return super().mine(samples)
+
+    def accumulate(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
+        metrics = super().accumulate(samples, read)
+        return metrics | ({"context_parallel": float(self.together)} if self._chooses else {})
 
     def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
-        own = self._own(micro.input_ids, micro.position_ids, micro.cu_seqlens)
+        if self._context is None:
+            return super()._loss(micro, sums)
+        own = self._context.share(micro.input_ids, micro.position_ids, micro.cu_seqlens.tolist())
         return super()._loss(own_rows(micro, own), sums)
 
     def sum_shared(self, values: Tensor) -> Tensor:
-        return self._context.sum(values)
+        return values if self._context is None else self._context.sum(values)
 
     def _everyones(self, sums: MetricSums) -> MetricSums:
         return MetricSums.merged(self._sharding.gather_json(sums.parts(), "the metrics of a step"))
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Last hidden states [t, D] of this rank's tokens."""
-        return shared_hidden(
-            self.model, self._own(input_ids, position_ids, cu_seqlens), self._context, self._memory
-        )
+        if self._context is None:
+            return super().hidden(input_ids, position_ids, cu_seqlens)
+        own = self._context.share(input_ids, position_ids, cu_seqlens.tolist())
+        return shared_hidden(self.model, own, self._context, self._memory)
 
     def _packed_logprobs(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
     ) -> Tensor:
-        own = self._own(input_ids, position_ids, cu_seqlens)
+        if self._context is None:
+            return super()._packed_logprobs(input_ids, position_ids, cu_seqlens, rows)
+        own = self._context.share(input_ids, position_ids, cu_seqlens.tolist())
         local, kept = own_places(rows, own)
         mine = linear_logprobs(
             shared_hidden(self.model, own, self._context, self._memory)[local],
@@ -207,9 +244,6 @@ class ContextBackend(FSDPBackend):
         whole = torch.zeros(len(rows), dtype=mine.dtype, device=mine.device)
         whole[kept] = mine
         return self._context.sum(whole)
-
-    def _own(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> TokenShare:
-        return self._context.share(input_ids, position_ids, cu_seqlens.tolist())
 
 
 def own_places(rows: Tensor, own: TokenShare) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,7 @@ TASKS = {
         {
             "specialist": SPECIALIST | {"opd": {"teacher": "old", "loss": {"type": "full"}}},
             "lora": {"rank": 4, "alpha": 8},
+            "train": {"context_parallel": 2},
         },
     ),
     "ahead": (
@@ -148,7 +149,7 @@ def alone(base, tmp_path_factory):
     @functools.cache
     def run(name: str) -> Path:
         stage, changes = TASKS[name]
-        recipe = tiny_recipe(**settings(base, changes))
+        recipe = tiny_recipe(**settings(base, changes) | {"train": {}})
         path = tmp_path_factory.mktemp("alone") / name
         with RunFolder.create(path, recipe) as folder:
             run_stage(recipe, folder, stage)

@@ -51,11 +51,11 @@ class RayHelpers:
     engines: Sequence[Remote]
     teachers_: Sequence[Remote]
 
-    def writers(self, model: Path) -> EnginePool:
+    def writers(self, model: Path, adapters: bool = False) -> EnginePool:
         """See the protocol."""
         from opd.pipelines.launch.ray.engine import Fleet
 
-        return Fleet(self.engines, model).writers()
+        return Fleet(self.engines, model, adapters).writers()
 
     def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
         """See the protocol."""
