@@ -264,8 +264,7 @@ class WorkerGroup:
         """Run one stage. When a trainer dies or hangs, all ranks are started anew and go on from the newest
         checkpoint.
         """
-        # What is not trained is done by one rank.
-        trainers = self.role("trainer") if stage.trained else self.role("trainer")[:1]
+        trainers = self.role("trainer")
         for attempt in range(self.launch.max_restarts + 1):
             try:
                 return self._attempt(stage.name, trainers, progress, asked)
