@@ -34,6 +34,7 @@ def test_engine_teacher_and_trainer_killed_in_one_run(tmp_path, cluster):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_adapters_alone_travel_and_an_engine_that_was_killed_merges_them_again(tmp_path, cluster):
     pytest.importorskip("peft")
     given = settings(tmp_path)

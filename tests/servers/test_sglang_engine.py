@@ -204,19 +204,16 @@ def test_a_worker_sleeps_until_it_has_the_next_weights(engine, sglang, models, s
         served.sleep()
         served.sleep()
         update(served, models[name], version)
-        assert told == [
-            ("release", "weights", "kv_cache", "cuda_graph"),
-            ("resume_", "weights"),
-            ("weights",),
-            ("resume_", "kv_cache", "cuda_graph"),
-        ]
+        assert told[:2] == [("release", "weights", "kv_cache", "cuda_graph"), ("resume_", "weights")]
+        assert told[-2:] == [("weights",), ("resume_", "kv_cache", "cuda_graph")]  # once they are proved
+        assert set(told[2:-2]) <= {("weights",)}
         assert {step.policy_version for step in served.generate(requests(2, 3))} == {version}
     served.sleep()
     sglang.control("/resume_memory_occupation", tags=["weights", "kv_cache", "cuda_graph"])
     sglang.load(served_models["a"], "default")  # as one that was started again
     told.clear()
     update(served, models["b"], 4)
-    assert [verb for verb, *_ in told] == ["weights"]
+    assert {verb for verb, *_ in told} == {"weights"}
 
 
 def test_an_engine_that_writes_does_not_sleep(engine):

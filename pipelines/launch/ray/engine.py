@@ -61,8 +61,10 @@ class EngineActor:
 
     def holds(self) -> tuple[Loaded | None, int]:
         """What it was loaded with, and the version of its weights; -1: it holds none, or sleeps."""
-        there = self._engine is not None and not self._engine.asleep
-        return self._loaded_with, self._engine.policy_version if there else -1
+        engine = self._engine
+        if engine is None or engine.asleep:
+            return self._loaded_with, -1
+        return self._loaded_with, engine.policy_version
 
     def update(self, asked: Loaded, pieces: Sequence[Any], version: int) -> str:
         """Take the weights in `pieces`, references of what `tensors.buckets` made, into `asked`, which is
