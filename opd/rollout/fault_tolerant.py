@@ -10,7 +10,7 @@ import math
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -403,12 +403,10 @@ class FaultTolerantRollout(Streaming):
         """Push `weights` to every engine; returns the digest they all hold. An engine that refuses serves no
         more until `revive` replaces it. Raises `RolloutError` if none took them or two hold different ones.
         """
-        return self._pool.update_weights(self._counting(weights), version)
-
-    def _counting(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            self.counters["pushed_bytes"] += tensor.nbytes
-            yield name, tensor
+        digest = self._pool.update_weights(weights, version)
+        if (size := getattr(weights, "nbytes", 0)) > 0:  # as `sync_weights` hands them over
+            self.counters["pushed_bytes"] += size
+        return digest
 
     def resume(self) -> None:
         """Continue sampling."""
