@@ -32,6 +32,15 @@ class Resident(Protocol):
         ...
 
 
+@runtime_checkable
+class Sleeps(Protocol):
+    """An engine that gives its device's memory back while there is nothing to write."""
+
+    def sleep(self) -> None:
+        """Pause, and hold neither weights nor keys and values until `update_weights`."""
+        ...
+
+
 class RolloutEngine(Protocol):
     """Writes responses with the student's current weights.
 

@@ -134,7 +134,8 @@ class ModelConfig(Config):
     """`auto` takes CUDA where there is one."""
     lora: LoRAConfig | None = None
     """Train adapters on the base in place of its weights (extra `lora`): specialists, merge and trained
-    baselines; the warm-up trains all weights. Needs the torch back end in one process and its engine."""
+    baselines; the warm-up trains all weights. Needs `train.backend: torch`, on any number of ranks. Engines
+    of the run and on Ray are sent adapters alone and merge them; SGLang workers are sent merged weights."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -573,8 +574,9 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _the_device_is_handed_over(self) -> Recipe:
-        launched = self.rollout.engine.type == "torch" and self.launch.type == "local"
-        self.runtime.offload.check(self.rollout.schedule, self.train.backend, embedded=launched)
+        engine = self.rollout.engine
+        ends = engine.type == "torch" or engine.servers is not None
+        self.runtime.offload.check(self.rollout.schedule, self.train.backend, ends=ends)
         return self
 
     @model_validator(mode="after")
@@ -651,16 +653,26 @@ class Recipe(Config):
             "launch": (self.launch.type, "local"),
             "train.context_parallel": (self.train.context_parallel, 1),
         }
+        if self.model.lora is not None and self.train.backend != "torch":
+            raise ValueError(
+                f"model.lora needs train.backend torch, not {self.train.backend}; change it or leave"
+                " model.lora out"
+            )
         for key, (given, wanted) in needed.items():
-            if given != wanted and self.model.lora is not None and key != "train.context_parallel":
-                raise ValueError(
-                    f"model.lora needs {key} {wanted}, not {given}; change it or leave model.lora out"
-                )
             if given != wanted and critic:
                 raise ValueError(
                     f"the critic of advantage gae needs {key} {wanted}, not {given}; change it, or take"
                     " another advantage"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _a_step_is_seen_before_it_is_dealt_out(self) -> Recipe:
+        if self.train.context_parallel == "auto" and self.storage.trajectories == "disk":
+            raise ValueError(
+                "train.context_parallel auto looks at all lengths of a step, but with storage.trajectories"
+                " disk samples are dealt out while they are written; give the number, or keep them in memory"
+            )
         return self
 
     @model_validator(mode="after")

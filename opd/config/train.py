@@ -88,9 +88,11 @@ class TrainConfig(Config):
     overlap: bool | None = None
     """Whether `megatron` sums gradients over the ranks that share the batch while the last backward pass of a
     step still computes others. `null`: on CUDA, whose devices send while they compute."""
-    context_parallel: int = Field(default=1, gt=0, le=4096)
+    context_parallel: Annotated[int, Field(gt=0, le=4096)] | Literal["auto"] = 1
     """Ranks that share each sequence with `torch` or `megatron`; groups of so many share the batch. Weights
-    are shared as they are without it; it is for sequences that are too long for one rank."""
+    are shared as they are without it; it is for sequences that are too long for one rank. `auto` (`torch`)
+    takes in each step the least divisor of the ranks with which a share of the longest sequence is at most
+    `batch.max_tokens`: short batches are shared by sequence alone."""
     precision: Literal["mixed", "pure"] = "mixed"
     """What a bfloat16 or float16 model (`model.dtype`) learns in. `mixed`: layers compute in that dtype;
     weights and optimiser state are kept in float32. `pure`: what learns has that dtype too, which saves
@@ -104,13 +106,17 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> TrainConfig:
+        if self.context_parallel == "auto" and self.backend != "torch":
+            raise ValueError(
+                f"context_parallel auto is for backend torch, not {self.backend}; give it as a number"
+            )
         for name in ("tensor_parallel", "pipeline_parallel"):
             if self.backend != "megatron" and getattr(self, name) > 1:
                 raise ValueError(
                     f"{name} has no effect with backend {self.backend}; set backend to megatron, or leave"
                     f" {name} at 1"
                 )
-        if self.backend == "deepspeed" and self.context_parallel > 1:
+        if self.backend == "deepspeed" and self.context_size > 1:
             raise ValueError(
                 "context_parallel has no effect with backend deepspeed; set backend to torch or megatron, or"
                 " leave context_parallel at 1"
@@ -128,15 +134,21 @@ class TrainConfig(Config):
     @property
     def together(self) -> int:
         """Ranks that have the same samples: one student, shared."""
-        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+        return self.tensor_parallel * self.context_size * self.pipeline_parallel
+
+    @property
+    def context_size(self) -> int:
+        """Where it is chosen from the lengths, any number of ranks can be divided."""
+        return 1 if self.context_parallel == "auto" else self.context_parallel
 
     def misfit(self, size: int) -> str | None:
         """Why `size` ranks cannot be divided as is asked for, and what could; `None` if they can."""
-        widths = {
-            f"train.{name}": getattr(self, name)
-            for name in ("tensor_parallel", "context_parallel", "pipeline_parallel")
-            if getattr(self, name) > 1
+        sizes = {
+            "train.tensor_parallel": self.tensor_parallel,
+            "train.context_parallel": self.context_size,
+            "train.pipeline_parallel": self.pipeline_parallel,
         }
+        widths = {name: size for name, size in sizes.items() if size > 1}
         if size % self.together == 0:
             return None
         ranks = "1 rank" if size == 1 else f"{size} ranks"
@@ -236,28 +248,28 @@ class OffloadConfig(Config):
     """
 
     engine: bool = False
-    """The embedded engine gives everything back (weights, the copies that decode makes of them, keys and
-    values, CUDA graphs) from when a batch is written until the next weights are pushed, which wake it; of a
-    base with adapters the merged layers alone, since nobody pushes the base."""
+    """The engine gives everything back (weights, the copies that decode makes of them, keys and values, CUDA
+    graphs) from when a batch is written until the next weights are pushed, which wake it; of a base with
+    adapters the merged layers alone, since nobody pushes the base. Engines of the run's processes, on Ray,
+    and SGLang servers that the run starts (`servers`), which are told `enable-memory-saver`."""
     trainer: bool = False
     """Weights and AdamW's moments of `train.backend: torch` leave until they are learnt with: from a GPU to
     pinned memory of the host, from a CPU to a file in the run folder, which takes 12 bytes a parameter in
     float32 and is compared with its digest when it is read. With several ranks the moments alone."""
 
-    def check(self, schedule: str, backend: str, *, embedded: bool) -> None:
-        """`ValueError` where there is nobody to hand the device over; `embedded`: the student writes in the
-        process that trains.
-        """
+    def check(self, schedule: str, backend: str, *, ends: bool) -> None:
+        """`ValueError` where there is nobody to hand the device over; `ends`: engines end with the run."""
         for name in ("engine", "trainer"):
             if getattr(self, name) and schedule != "in_turn":
                 raise ValueError(
                     f"runtime.offload.{name} needs rollout.schedule in_turn: with {schedule} the student"
                     " writes while it learns; leave one of the two out"
                 )
-        if self.engine and not embedded:
+        if self.engine and not ends:
             raise ValueError(
-                "runtime.offload.engine is about the embedded engine, and this recipe's engines are in other"
-                " processes; leave it out"
+                "runtime.offload.engine puts engines to sleep that this run can wake, and servers of"
+                " rollout.engine.urls would still sleep after it; name servers that the run starts"
+                " (rollout.engine.servers), or leave it out"
             )
         if self.trainer and backend != "torch":
             other = "{zero_optimization: {offload_optimizer: {device: cpu}}}"

@@ -102,11 +102,18 @@ class AdaptedLM(CausalLM):
         super().load_weights(_of_base(weights, self._base_digest), held)
 
     @torch.no_grad()
-    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What the plain model's `weights` would be with the adapters merged, one tensor at a time."""
+    def merged_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """What the plain model's `weights` would be with the adapters merged, whole, one tensor at a time;
+        ranks that share it walk together. `dtype`: what adapters are rounded to before, as `weights` are that
+        are sent to be merged elsewhere.
+        """
         pairs = adapter_pairs(self.adapters())
         for name, tensor in self._base_weights():
-            yield name, merged(tensor, *pairs[name], self._scaling) if name in pairs else tensor
+            found = whole(tensor)
+            if name in pairs:
+                a, b = (whole(part).to(dtype or part.dtype) for part in pairs[name])
+                found = merged(found, a, b, self._scaling)
+            yield name, found
 
     def merge(self) -> CausalLM:
         """A plain model with the adapters merged: the base read once more, and added to."""

@@ -295,6 +295,8 @@ class Watched:
         self._weights = iter(weights)
         self._digest = digest
         self._taken = False
+        self.nbytes = 0
+        """Of the tensors that were taken so far."""
 
     def take_digest(self) -> WeightsDigest:
         """The digest, to which the caller adds every tensor from now on."""
@@ -306,6 +308,7 @@ class Watched:
 
     def __next__(self) -> tuple[str, Tensor]:
         name, tensor = next(self._weights)
+        self.nbytes += tensor.nbytes
         if not self._taken:
             self._digest.add(name, tensor)
         return name, tensor

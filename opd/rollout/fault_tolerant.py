@@ -403,7 +403,10 @@ class FaultTolerantRollout(Streaming):
         """Push `weights` to every engine; returns the digest they all hold. An engine that refuses serves no
         more until `revive` replaces it. Raises `RolloutError` if none took them or two hold different ones.
         """
-        return self._pool.update_weights(weights, version)
+        digest = self._pool.update_weights(weights, version)
+        if (size := getattr(weights, "nbytes", 0)) > 0:  # as `sync_weights` hands them over
+            self.counters["pushed_bytes"] += size
+        return digest
 
     def resume(self) -> None:
         """Continue sampling."""

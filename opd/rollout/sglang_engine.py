@@ -257,6 +257,16 @@ class SGLangEngine(Streaming):
         """Continue sampling."""
         self._workers.resume()
 
+    def sleep(self) -> None:
+        """Pause, and have the workers give weights, keys and values and graphs back, until `update_weights`.
+
+        They must be of this engine alone, and end with it: nobody else knows that they sleep. Raises
+        `RolloutError` while something is in flight: it would be lost, and the workers with it.
+        """
+        if self._left or self._ended:
+            raise RolloutError("requests are being decoded; the engine can sleep once none is in flight.")
+        self._workers.sleep()
+
     def close(self) -> None:
         """End what is in flight and the connections; the workers go on."""
         self.abort(list(self._left))

@@ -246,6 +246,9 @@ def _check(server: Server, name: str, done: Any) -> None:
         raise RolloutError(f"{server.url} did not take the weights {name}: {(done or {}).get('message')}.")
 
 
+WEIGHTS, REST = ["weights"], ["kv_cache", "cuda_graph"]
+"""What a worker gives back in parts, by its own words: it is given weights before it takes the rest."""
+
 RETRY = replace(SERVERS, attempts=4)
 """At a control request, before a worker counts as away."""
 
@@ -284,6 +287,8 @@ class Workers:
         """Given by the caller's thread, taken by the loop's; `None` before the first push."""
         self._checked: set[str] = set()
         """URLs of workers whose model has the student's form."""
+        self._asleep: dict[str, list[str]] = {}
+        """URLs of workers that sleep, and what each has given back."""
 
     @property
     def version(self) -> int:
@@ -308,6 +313,12 @@ class Workers:
         """Sample on."""
         self.paused = False  # first: one that is admitted meanwhile must not stay paused
         self._everywhere(lambda server: self._post(server, "/continue_generation", {}))
+
+    def sleep(self) -> None:
+        """Pause, and have every worker give its memory back until it is given weights."""
+        self.pause()
+        self.flush()
+        self._everywhere(self._release)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """See `SGLangEngine.update_weights`."""
@@ -372,6 +383,7 @@ class Workers:
         """Have `server` take the `newest` weights, and verify what it holds then."""
         push, name = self._push, newest.name
         assert push is not None
+        await self._wake(server, WEIGHTS)
         await self._check_form(server, newest)
         load = partial(push.load, self.pool.ask, server, name, newest.prepared)
         await RETRY.call_async(load, UnavailableError)
@@ -379,6 +391,32 @@ class Workers:
         if held != name:
             raise RolloutError(f"after the push of version {name} {server.url} says it holds {held}.")
         await self._verify(server, newest)
+        await self._wake(server, REST)
+
+    async def _release(self, server: Server) -> None:
+        """Have `server` give its memory back, once: what it has given it cannot give again."""
+        if server.url not in self._asleep:
+            await self.pool.ask(server, "POST", "/release_memory_occupation", {"tags": [*WEIGHTS, *REST]})
+            self._asleep[server.url] = [*WEIGHTS, *REST]
+
+    async def _wake(self, server: Server, parts: list[str]) -> None:
+        """Have `server` take memory for `parts` that it has given back. One that was started again since has
+        its own, and ends where it is told to take more: it knows no version of this engine.
+        """
+        given = self._asleep.get(server.url, [])
+        missing = [part for part in parts if part in given]
+        if not missing:
+            return
+        held = str((await self.pool.ask(server, "GET", "/model_info")).get("weight_version"))
+        if held not in self.versions:
+            del self._asleep[server.url]
+            return
+        await self.pool.ask(server, "POST", "/resume_memory_occupation", {"tags": missing})
+        left = [part for part in given if part not in missing]
+        if left:
+            self._asleep[server.url] = left
+        else:
+            del self._asleep[server.url]
 
     async def _check_form(self, server: Server, newest: Newest) -> None:
         if server.url in self._checked:

@@ -178,7 +178,7 @@ class TorchEngine(Streaming):
                 f"the policy version must grow, but {version} was given while the engine holds"
                 f" {self._version}."
             )
-        asleep = self._runner.head is None
+        asleep = self.asleep
         try:
             self.model.load_weights(weights, held := WeightsDigest(quick=True))
             asleep = False
@@ -192,7 +192,7 @@ class TorchEngine(Streaming):
 
     def resume(self) -> None:
         """Continue sampling. Raises `RolloutError` while it sleeps."""
-        if self._runner.head is None:
+        if self.asleep:
             raise RolloutError("the engine sleeps and holds no weights; call update_weights() to wake it.")
         self._paused = False
 
@@ -235,6 +235,11 @@ class TorchEngine(Streaming):
         self._cached = 0
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it holds no weights."""
+        return self._runner.head is None
 
     def sleep(self) -> None:
         """`pause` and `release`, and give the weights' memory back, too, until `update_weights`."""

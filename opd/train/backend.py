@@ -21,6 +21,7 @@ from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import CheckpointError, TrainingError
 from opd.kernels.head import Head, gathered
 from opd.kernels.vocab_parallel import HeadShard
+from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, held_bytes, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
@@ -264,6 +265,10 @@ class Backend(ABC):
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """`weights` of the model with its adapters merged, for engines that know of none."""
+        return self.weights()
 
     @abstractmethod
     def state(self) -> State:
@@ -572,6 +577,17 @@ class TorchBackend(WholeModelBackend):
         """Every tensor of the student, in a fixed order."""
         self.wake()
         return self.model.weights()
+
+    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if not isinstance(self.model, AdaptedLM):
+            return self.weights()
+        self.wake()
+        return self.model.merged_weights(self._sent_dtype)
+
+    @property
+    def _sent_dtype(self) -> torch.dtype | None:
+        """What `weights` are rounded to; `None`: they are not."""
+        return None
 
     def state(self) -> State:
         model = {n: t.detach().to("cpu", copy=True) for n, t in self.weights()}

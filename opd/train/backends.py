@@ -70,7 +70,7 @@ def _on_ranks(
         )
     if train.backend == "megatron":
         return _on_megatron(train)(model, training, ranks, train=train, compute_dtype=compute)
-    if train.context_parallel > 1:
+    if train.context_parallel != 1:
         from opd.train.fsdp_backend import ContextBackend
 
         return ContextBackend(model, training, ranks, train.context_parallel, compute)
@@ -87,10 +87,10 @@ def _on_megatron(train: TrainConfig) -> type[MegatronBackend]:
     from opd.train import megatron_backend, megatron_pipeline
 
     if train.pipeline_parallel > 1:
-        if train.context_parallel > 1:
+        if train.context_parallel != 1:
             return megatron_pipeline.MegatronPipelineContextBackend
         return megatron_pipeline.MegatronPipelineBackend
-    if train.context_parallel > 1:
+    if train.context_parallel != 1:
         return megatron_backend.MegatronContextBackend
     return megatron_backend.MegatronBackend
 

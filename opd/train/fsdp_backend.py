@@ -8,8 +8,9 @@ computes and gives its gradient back summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +20,16 @@ from torch.distributed.tensor import DTensor
 
 from opd.errors import ModelError
 from opd.models.causal_lm import CausalLM
-from opd.models.context_parallel import TokenShare, shared_hidden
+from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
 from opd.models.sharded import fill, local_part, whole
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece, copied, part_of, shape_of
-from opd.train.backend import Saved, State, TorchBackend, Training, cost_of, optimizer_fields, state_of
+from opd.train.backend import Read, Saved, State, TorchBackend, Training, cost_of, optimizer_fields, state_of
 from opd.train.packing import Shares
+from opd.train.plan import context_size, divisors
 from opd.train.shared_sequences import SharedSequences, context_of
 from opd.train.terms import MetricSums
+from opd.types import Sample
 
 
 class Root(nn.Module):
@@ -119,6 +122,10 @@ class FSDPBackend(TorchBackend):
             found = whole(tensor)
             yield name, found.to(self._dtype) if found.is_floating_point() else found
 
+    @property
+    def _sent_dtype(self) -> torch.dtype:
+        return self._dtype
+
     def state(self) -> State:
         """This rank's pieces; the first has what all ranks have whole, too."""
         return {"model": self._pieces(self.model.weights()), "optimizer": self._pieces(self._moments())}
@@ -158,7 +165,8 @@ class ContextBackend(SharedSequences, FSDPBackend):
     share the samples.
 
     Args:
-        ranks: All that share the weights; `together` divides their number.
+        ranks: All that share the weights; `together` divides their number. `auto`: as many as the step needs
+            whose samples are dealt out, see `context_size`.
     """
 
     def __init__(
@@ -166,18 +174,43 @@ class ContextBackend(SharedSequences, FSDPBackend):
         model: CausalLM,
         training: Training,
         ranks: Ranks,
-        together: int,
+        together: int | Literal["auto"],
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, training, ranks, compute_dtype)
-        rows = [range(first, first + together) for first in range(0, ranks.size, together)]
-        columns = [range(place, ranks.size, together) for place in range(together)]
-        self.data = ranks.one_of(columns, "data")
-        self.shares = Shares(self.data, cost_of(model))
-        self._context = context_of(ranks.one_of(rows, "context"))
+        self._chooses = together == "auto"
+        sizes = divisors(ranks.size) if together == "auto" else [together]
+        self._meshes = {size: self._mesh(size) for size in sizes}
+        self._use(sizes[-1])
+
+    def _mesh(self, together: int) -> tuple[ContextParallel | None, Ranks, Shares]:
+        """What joins this rank to those that share its sequences, if there are some, and to those that share
+        the samples with it.
+        """
+        ranks, context, data = self._sharding, None, self._sharding
+        if together > 1:
+            rows = [range(first, first + together) for first in range(0, ranks.size, together)]
+            columns = [range(place, ranks.size, together) for place in range(together)]
+            context, data = context_of(ranks.one_of(rows, "context")), ranks.one_of(columns, "data")
+        return context, data, Shares(data, cost_of(self.model))
+
+    def _use(self, together: int) -> None:
+        self._size = together
+        self._context, self.data, self.shares = self._meshes[together]
+
+    def mine(self, samples: Sequence[Sample]) -> list[Sample]:
+        if self._chooses:
+            longest = max((len(s.prompt_ids) + len(s.response_ids) for s in samples), default=0)
+            self._use(context_size(longest, self._sharding.size, self.max_tokens))
+        return super().mine(samples)
+
+    def accumulate(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
+        metrics = super().accumulate(samples, read)
+        return metrics | ({"context_parallel": float(self._size)} if self._chooses else {})
 
     def _everyones(self, sums: MetricSums) -> MetricSums:
         return MetricSums.merged(self._sharding.gather_json(sums.parts(), "the metrics of a step"))
 
     def _hidden(self, own: TokenShare) -> Tensor:
+        assert self._context is not None
         return shared_hidden(self.model, own, self._context, self._memory)

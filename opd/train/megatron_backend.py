@@ -97,7 +97,7 @@ class MegatronBackend(Backend):
         tensor_parallel, stages = train.tensor_parallel, train.pipeline_parallel
         distributed = _distributed(train, model.device)
         self._form = _form(model, tensor_parallel)
-        self._layout = Layout(ranks.rank, ranks.size, tensor_parallel, train.context_parallel, stages)
+        self._layout = Layout(ranks.rank, ranks.size, tensor_parallel, train.context_size, stages)
         self._stage = self._form.stage(self._layout.stage, stages)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.weights()}
         if model.unread is not None:

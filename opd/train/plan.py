@@ -37,6 +37,18 @@ from typing import NamedTuple
 import numpy as np
 
 
+def divisors(number: int) -> list[int]:
+    """Those of `number`, the least first."""
+    return [some for some in range(1, number + 1) if number % some == 0]
+
+
+def context_size(longest: int, ranks: int, max_tokens: int) -> int:
+    """With `train.context_parallel: auto`, how many of `ranks` share each sequence in a step whose longest
+    has `longest` tokens: the least divisor that leaves a rank at most `max_tokens` of it, or all.
+    """
+    return next((size for size in divisors(ranks) if -(-longest // size) <= max_tokens), ranks)
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Operations of one forward and backward pass, and the speed of the device that does them."""

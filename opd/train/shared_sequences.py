@@ -28,9 +28,11 @@ def context_of(row: Ranks) -> ContextParallel:
 
 
 class SharedSequences(Backend):
-    """Before a back end in the order of bases: of each sequence every rank of `_context` has a share."""
+    """Before a back end in the order of bases: of each sequence every rank of `_context` has a share, or this
+    one all of it, where that is `None`.
+    """
 
-    _context: ContextParallel
+    _context: ContextParallel | None
 
     @abstractmethod
     def _hidden(self, own: TokenShare) -> Tensor:
@@ -38,19 +40,22 @@ class SharedSequences(Backend):
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Last hidden states [t, D] of this rank's tokens."""
-        return self._hidden(self._own(input_ids, position_ids, cu_seqlens))
+        own = self._own(input_ids, position_ids, cu_seqlens)
+        return super().hidden(input_ids, position_ids, cu_seqlens) if own is None else self._hidden(own)
 
     def sum_shared(self, values: Tensor) -> Tensor:
-        return self._context.sum(values)
+        return values if self._context is None else self._context.sum(values)
 
     def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
         own = self._own(micro.input_ids, micro.position_ids, micro.cu_seqlens)
-        return super()._loss(own_rows(micro, own), sums)
+        return super()._loss(micro if own is None else own_rows(micro, own), sums)
 
     def _packed_logprobs(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
     ) -> Tensor:
         own = self._own(input_ids, position_ids, cu_seqlens)
+        if own is None or self._context is None:
+            return super()._packed_logprobs(input_ids, position_ids, cu_seqlens, rows)
         local, kept = own_places(rows, own)
         mine = linear_logprobs(
             self._hidden(own)[local],
@@ -63,7 +68,9 @@ class SharedSequences(Backend):
         whole[kept] = mine
         return self._context.sum(whole)
 
-    def _own(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> TokenShare:
+    def _own(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> TokenShare | None:
+        if self._context is None:
+            return None
         return self._context.share(input_ids, position_ids, cu_seqlens.tolist())
 
 

@@ -129,7 +129,7 @@ def check_paths(recipe: Recipe) -> list[Finding]:
     """The user's own functions, named by dotted path: can they be loaded?"""
     findings: list[Finding] = []
     for where, (path, takes) in user_functions(recipe).items():
-        shared = recipe.train.context_parallel > 1
+        shared = recipe.train.context_parallel != 1
         findings += attempt(where, lambda w=where, p=path, t=takes, s=shared: _check_path(p, w, t, s))
     return findings
 

@@ -13,7 +13,7 @@ from opd.models.hf_folder import read_config
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.student import Writer, load_model, make_writer, stop_strings
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.weight_sync import sync_weights
+from opd.rollout.weight_sync import Weights, sync_weights
 
 HERE = "embedded"
 _TELLS_NOTHING = (
@@ -46,6 +46,7 @@ class Engines:
     _elsewhere: FaultTolerantRollout | None = None
     _form: dict[str, Any] = field(default_factory=dict)
     _version: int = 0
+    _given: Writer | None = None
 
     @property
     def name(self) -> str:
@@ -75,6 +76,22 @@ class Engines:
         self._version = max(self._version, self._elsewhere.policy_version) + 1
         sync_weights(self._elsewhere, model.weights(), self._version)
         return self._elsewhere, {"engine": self.name}
+
+    def given(self, weights: Weights) -> Writer:
+        """An engine that holds `weights`, which are of the student's form, in place of those before: the
+        recipe's, or one here. Raises `RolloutError` where it does not hold what it was given.
+        """
+        recipe, helpers = self.context.recipe, self.context.helpers
+        if self._given is None and helpers is None:
+            model = load_model(recipe, self.student, tokenizer=self.tokenizer)
+            self._given = make_writer(recipe, model, self.tokenizer)
+        elif self._given is None and helpers is not None:
+            stops = stop_strings(recipe, self.tokenizer)
+            self._given = FaultTolerantRollout(helpers.writers(self.student), stops=stops)
+        assert self._given is not None
+        self._version = max(self._version, self._given.policy_version) + 1
+        sync_weights(self._given, weights, self._version)
+        return self._given
 
     def _difference(self, path: Path, model: CausalLM) -> str | None:
         """What of the model's form is not the student's; `None` where all is."""

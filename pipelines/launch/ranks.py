@@ -83,9 +83,6 @@ def _undone(stages: Sequence[Stage], folder: RunFolder, ranks: Ranks) -> list[st
 
 
 def _run(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks, servers: Servers) -> None:
-    if not stage.trained:
-        ranks.main_first(lambda: _execute(recipe, folder, stage, Ranks()) if ranks.main else None)
-        return
     try:
         with ranks.naming_the_lost(f"the work on stage {stage.name}"):
             _execute(recipe, folder, stage, ranks, servers)

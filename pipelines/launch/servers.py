@@ -411,11 +411,15 @@ class Servers:
         self._started: dict[str, StartedGroup] = {}
 
     def at(
-        self, wanted: Mapping[str, tuple[Served, Path]], *, any_weights: bool = False
+        self,
+        wanted: Mapping[str, tuple[Served, Path]],
+        *,
+        any_weights: bool = False,
+        arguments: Mapping[str, bool] | None = None,
     ) -> dict[str, Served]:
         """Each of the settings with the URLs of its servers, which serve the model beside it, or with
         `any_weights` one of its configuration: it is given others before it is used. All ranks call it
-        together.
+        together. `arguments` are told to servers that are started, unless their group says otherwise.
 
         Raises `LaunchError` if they cannot be started.
         """
@@ -424,7 +428,7 @@ class Servers:
         def start() -> None:
             if self._ranks.main:
                 for config, model in wanted.values():
-                    self._begin(config, model, any_weights)
+                    self._begin(config, model, any_weights, arguments or {})
                 for name, (config, _) in wanted.items():
                     group = self._started[config.servers or ""]
                     group.wait()
@@ -441,7 +445,9 @@ class Servers:
         groups = [group for group in self._started.values() if not set(group.urls).isdisjoint(urls)]
         return next((group.trouble for group in groups if group.trouble is not None), None)
 
-    def _begin(self, config: ServerConfig, model: Path, any_weights: bool) -> None:
+    def _begin(
+        self, config: ServerConfig, model: Path, any_weights: bool, arguments: Mapping[str, bool]
+    ) -> None:
         name = config.servers or ""
         group = self._started.get(name)
         if group is not None and group.serves(model, any_weights):
@@ -449,7 +455,8 @@ class Servers:
         if group is not None:
             self._started.pop(name).close()
         asked = self._groups[name]
-        asked = asked.model_copy(update={"arguments": {**config.server_arguments, **asked.arguments}})
+        told = {**config.server_arguments, **arguments, **asked.arguments}
+        asked = asked.model_copy(update={"arguments": told})
         self._started[name] = StartedGroup.begin(name, asked, model, self._logs)
 
     def close(self) -> None:

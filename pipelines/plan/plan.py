@@ -23,7 +23,15 @@ from opd.pipelines.doctor.estimate import (
 )
 from opd.pipelines.stages.precision import WIDTH, model_dtype
 from opd.storage.trajectories import SAMPLE_FIELDS, TrajectoryStore
-from opd.train.plan import CostModel, DeviceBudget, PlanSettings, TrainingPlan, Workload, make_plan
+from opd.train.plan import (
+    CostModel,
+    DeviceBudget,
+    PlanSettings,
+    TrainingPlan,
+    Workload,
+    context_size,
+    make_plan,
+)
 from opd.types import Status
 
 if TYPE_CHECKING:
@@ -101,16 +109,28 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
         raise DataError(f"{task.source} has no completed or truncated trajectory; there is nothing to plan")
     cost, budget = _machine(recipe, model, options)
     count = options.mini_batch or (_step_size(recipe) if recipe is not None else 64)
-    together = 1 if recipe is None else recipe.train.together
+    together = _context(recipe, ranks, task.work)
     settings = _settings(count, ranks // together, recipe.seed if recipe is not None else 0)
     plan = make_plan(task.work, settings, cost, budget)
     steps, where = number_of(plan.mini_batches, "mini-batch"), number_of(ranks, "rank")
     where += f", {together} of them for each trajectory" if together > 1 else ""
+    if recipe is not None and recipe.train.context_parallel == "auto":
+        where += (
+            f" (train.context_parallel auto: the longest has {number_of(task.work.lengths.max(), 'token')})"
+        )
     print(f"plan      {task.source}: {steps} of {count} on {where}")
     for told in task.told:
         print(told)
     print("\n".join([*describe(task.work, task.teachers, plan, cost, budget), *task.beside]))
     return 0
+
+
+def _context(recipe: Recipe | None, ranks: int, work: Workload) -> int:
+    """Ranks that share each trajectory; of sizes that are chosen step by step the largest."""
+    given = 1 if recipe is None else recipe.train.context_parallel
+    if recipe is None or given != "auto":
+        return int(given)
+    return context_size(int(work.lengths.max()), ranks, recipe.distill.batch.max_tokens)
 
 
 def _on_ranks(recipe: Recipe, ranks: int) -> Recipe:

@@ -27,8 +27,11 @@ from opd.train.offload import Shelf
 class Helpers(Protocol):
     """What `launch` has put at a stage's disposal."""
 
-    def writers(self, model: Path) -> EnginePool:
-        """Engines that hold the Hugging Face folder `model` as version 0, or nothing yet as version -1."""
+    def writers(self, model: Path, adapters: bool = False) -> EnginePool:
+        """Engines that hold the Hugging Face folder `model` as version 0, or nothing yet as version -1.
+
+        `adapters`: engines that merge adapters into it themselves are to be given the recipe's.
+        """
         ...
 
     def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:

@@ -35,7 +35,7 @@ class Stage:
     run: Callable[[StageContext], dict[str, Any]]
     """Does the work and returns the result numbers; everything it produces is on disk by then."""
     trained: bool = True
-    """Whether several ranks share the work; else one of them does all of it."""
+    """Whether something learns: beside what does not, others have the processors to themselves."""
     model: str | None = None
     """What it makes, as `StageContext.model_path` knows it."""
     alone: bool = False

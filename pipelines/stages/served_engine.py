@@ -35,16 +35,19 @@ class ServedWriters:
         self._servers = context.servers
         self._others = context.helpers
 
-    def writers(self, model: Path) -> EnginePool:
+    def writers(self, model: Path, adapters: bool = False) -> EnginePool:
         """One engine over all workers, or over this rank's share of them where several ranks write. It holds
         nothing before its first push (`Student.start`), so that what it samples with is always what the
         trainer holds. Raises `ConfigError` if there are fewer workers than ranks, and `RolloutError` if two
-        URLs lead to one.
+        URLs lead to one. `adapters` come merged.
         """
         recipe, ranks = self._context.recipe, self._context.ranks
         config = self._config
         if config.servers is not None and self._servers is not None:
-            config = self._servers.at({"student": (config, model)}, any_weights=True)["student"]
+            # Without it a server gives nothing back.
+            saver = {"enable-memory-saver": True} if recipe.runtime.offload.engine else {}
+            wanted = {"student": (config, model)}
+            config = self._servers.at(wanted, any_weights=True, arguments=saver)["student"]
         described = read_object(model / "config.json")
         text = described.get("text_config", described)
         rows: int = text["vocab_size"]

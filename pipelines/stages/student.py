@@ -23,7 +23,7 @@ from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.stage_rollout import StageRollout, open_rollout
 from opd.progress import doing
-from opd.protocols import Resident
+from opd.protocols import Resident, Sleeps
 from opd.ranks import Ranks
 from opd.rollout.collect import (
     EncodedPrompt,
@@ -190,9 +190,12 @@ def make_writer(recipe: Recipe, model: CausalLM, tokenizer: PreTrainedTokenizerB
     return engine if stops is None else FaultTolerantRollout([engine], stops=stops)
 
 
-def embedded(recipe: Recipe, path: Path) -> EnginePool:
-    """One engine in this process, around a model of its own."""
-    return EnginePool([make_engine(recipe, receiving(recipe, load_model(recipe, path)))])
+def embedded(recipe: Recipe, path: Path, adapters: bool = True) -> EnginePool:
+    """One engine in this process, around a model of its own; `adapters`: into which it merges the recipe's,
+    where it has some.
+    """
+    model = load_model(recipe, path)
+    return EnginePool([make_engine(recipe, receiving(recipe, model) if adapters else model)])
 
 
 @dataclass(slots=True)
@@ -217,6 +220,8 @@ class Student:
     stops: StopStrings | None = None
     rollouts: StageRollout | None = None
     """The engine behind the stage's token log, once `open_rollouts` was called."""
+    plain: bool = False
+    """Whether the engine knows of no adapters, and is given the weights they are merged into."""
     sleeps: bool = False
     """Whether the engine gives its memory back while there is nothing to write."""
     logged: dict[str, Way] | None = None
@@ -239,7 +244,8 @@ class Student:
         opened = open_backend(load, recipe.train, training, ranks, dtype=model_dtype(recipe))
         backend = context.closing.enter_context(opened)
         writing = ranks.new_group(f"{context.stage}/rollouts")
-        writers = embedded(recipe, path) if helpers is None else helpers.writers(path)
+        adapters = recipe.model.lora is not None
+        writers = embedded(recipe, path) if helpers is None else helpers.writers(path, adapters)
         backend.measured = context.memory.sample
         for held in (backend, *writers.engines):
             if isinstance(held, Resident):
@@ -259,6 +265,7 @@ class Student:
             WriterBarrier(writing),
             stops,
             sleeps=recipe.runtime.offload.engine,
+            plain=recipe.rollout.engine.type == "sglang",
         )
 
     def open_rollouts(self, context: StageContext, stack: ExitStack) -> StageRollout:
@@ -303,7 +310,8 @@ class Student:
         Raises `RolloutError` if the engine does not hold what was sent.
         """
         self.backend.rest(weights=False)
-        sync_weights(self.writer, self.backend.weights(), version)
+        weights = self.backend.plain_weights() if self.plain else self.backend.weights()
+        sync_weights(self.writer, weights, version)
         self.backend.measured()  # both have weights now
         self.backend.rest()
 
@@ -311,7 +319,7 @@ class Student:
         """A batch is there: until `sync` the engine leaves the device to those who read and learn it."""
         self.backend.measured()
         for engine in self.writers.engines if self.sleeps else ():
-            if isinstance(engine, TorchEngine):
+            if isinstance(engine, Sleeps):
                 engine.sleep()
 
     def export(self, folder: Path, card: dict[str, Any]) -> str:

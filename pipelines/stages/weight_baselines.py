@@ -1,7 +1,8 @@
 """Merging by arithmetic on weights: average, task arithmetic, TIES, DARE, with coefficients chosen fairly.
 
-A model is a dict of tensors. All take the base and its fine-tuned experts with equal names and shapes,
-compute in float32 and return new tensors in the base's dtype. Tensors that are not floating point are copied
+A model is a mapping of tensors, of which a folder's are read when they are asked for. All take the base and
+its fine-tuned experts with equal names and shapes, compute in float32 and give tensors in the base's dtype,
+each when it is asked for: of every model one is in memory. Tensors that are not floating point are copied
 from the base.
 """
 
@@ -9,40 +10,77 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from opd.errors import ModelError
+from opd.config import Recipe
+from opd.errors import ModelError, writing
 from opd.models.checkpoint import save_checkpoint
+from opd.models.hf_folder import check_folder
+from opd.models.sharded import Stored, put_in_file, width_of
+from opd.pipelines.evaluation.engines import Engines
 from opd.pipelines.evaluation.measure import prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.student import Writer, load_model, make_writer, tokenizer_of, ways_of
+from opd.pipelines.stages.student import load_model, tokenizer_of, ways_of
 from opd.pipelines.stages.teachers import whole_teacher
+from opd.progress import doing
 from opd.teachers.schedule import Router
 
 Weights = Mapping[str, Tensor]
 
 
+class FolderWeights(Mapping[str, Tensor]):
+    """The weights of a Hugging Face folder as the recipe computes with them, each read when it is asked for.
+    All of the model where its files name them otherwise (experts one by one).
+    """
+
+    def __init__(self, recipe: Recipe, path: Path) -> None:
+        model = load_model(recipe, path, empty=True)
+        self._own = dict(model.weights())
+        self._unread = model.unread
+        self._stored = None if model.unread is None else Stored(model.unread)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, which is not read for it."""
+        return tuple(self._own[name].shape)
+
+    def __getitem__(self, name: str) -> Tensor:
+        own = self._own[name]
+        if self._unread is None or self._stored is None or not own.is_meta:
+            return own
+        room = torch.empty(own.shape, dtype=own.dtype, device=self._unread.device)
+        self._stored.read([name], width_of(own.shape), 0, room)
+        return room
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
 def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     """Merge the teachers' weights by `method` and write the model; returns the result numbers.
 
-    Scaling coefficients are chosen by sampled accuracy on *training* prompts, never on held-out ones.
+    Scaling coefficients are chosen by sampled accuracy on *training* prompts, never on held-out ones, by the
+    recipe's engine; ranks share the prompts, and the first writes the model.
     """
     started = time.perf_counter()
-    recipe, config = context.recipe, context.recipe.baselines
-    base_path = context.model("base")
-    base = dict(load_model(recipe, base_path).weights())
-    teachers = Router.from_recipe(recipe).teachers
+    recipe, config, ranks = context.recipe, context.recipe.baselines, context.ranks
+    base_path, names = context.model("base"), Router.from_recipe(recipe).teachers
     tokenizer = tokenizer_of(recipe, base_path)
-    experts = [
-        dict(load_model(recipe, whole_teacher(context, name), tokenizer=tokenizer).weights())
-        for name in teachers
-    ]
+    ranks.main_first(lambda: [whole_teacher(context, name) for name in names])
+    folders = [base_path, *(whole_teacher(context, name) for name in names)]
+    with doing("comparing the models with their digests"):
+        mine = folders if ranks.main else []
+        ranks.agreed(lambda: [check_folder(path) for path in mine], "the models to merge")
+    base, *experts = (FolderWeights(recipe, path) for path in folders)
     merges: dict[str, Callable[[float], Weights]] = {
         "average": lambda scale: average(experts),
         "task_arithmetic": lambda scale: task_arithmetic(base, experts, scale),
@@ -50,22 +88,27 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
         "dare": lambda scale: dare(base, experts, config.density, scale, recipe.seed),
     }
     scales = [1.0] if method == "average" else config.scales
-    model = load_model(recipe, base_path)
     scores: dict[float, float] = {}
     if len(scales) > 1:
         data = DomainSet.open(recipe, tokenizer)
-        engine = make_writer(recipe, load_model(recipe, base_path), tokenizer)
-        for version, scale in enumerate(scales, start=1):
-            scores[scale] = _training_accuracy(context, engine, data, merges[method](scale), version)
-            context.progress(
-                version, len(scales), f"scale {scale:g}: {scores[scale]:.1%} on training prompts"
-            )
+        engines = Engines(context, tokenizer, base_path)
+        for number, scale in enumerate(scales, start=1):
+            scores[scale] = _training_accuracy(context, engines, data, merges[method](scale))
+            context.progress(number, len(scales), f"scale {scale:g}: {scores[scale]:.1%} on training prompts")
     best = max(scores, key=lambda scale: scores[scale]) if scores else scales[0]
-    model.load_weights(merges[method](best).items())
     settings = {} if method == "average" else {"scale": best}
     if method in ("ties", "dare"):
         settings["density"] = config.density
-    save_checkpoint(model, tokenizer, context.model_path(method), context.card({"settings": settings}))
+    digest = ""
+    if ranks.main:
+        model, out = load_model(recipe, base_path, empty=True), context.model_path(method)
+        if model.unread is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with writing(out):
+                put_in_file(model, out.parent)
+        model.load_weights(merges[method](best).items())
+        save_checkpoint(model, tokenizer, out, context.card({"settings": settings}))
+        digest = model.digest()
     return {
         "steps": 0,
         "student_tokens": 0,
@@ -74,41 +117,35 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
         "counters": {},
         "settings": settings,
         "training_accuracy": {f"{scale:g}": accuracy for scale, accuracy in scores.items()},
-        "digest": model.digest(),
+        "digest": digest,
     }
 
 
-def _training_accuracy(
-    context: StageContext, engine: Writer, data: DomainSet, weights: Weights, version: int
-) -> float:
+def _training_accuracy(context: StageContext, engines: Engines, data: DomainSet, weights: Weights) -> float:
     """Mean sampled accuracy of `weights` over the domains, on training prompts."""
-    recipe = context.recipe
-    engine.pause()
-    engine.flush()
-    engine.update_weights(weights.items(), version)
-    engine.resume()
+    recipe, engine = context.recipe, engines.given(weights.items())
     accuracies, ways = [], ways_of(recipe, data.tokenizer)
     for domain in recipe.domains:
         prompts = data.take(domain, 0, recipe.baselines.tuning_prompts, f"tune-{context.stage}")
-        found = prompt_accuracy(engine, data, prompts, ways[domain], seed=recipe.seed)
+        found = prompt_accuracy(engine, data, prompts, ways[domain], seed=recipe.seed, ranks=context.ranks)
         accuracies.append(found.accuracy)
     return sum(accuracies) / len(accuracies)
 
 
-def average(models: Sequence[Weights]) -> dict[str, Tensor]:
+def average(models: Sequence[Weights]) -> Weights:
     """The mean of `models` (model soup: Wortsman et al. 2022, 2203.05482)."""
     if not models:
         raise ModelError("no models to average; give at least one")
     first = models[0]
-    return _merge(first, models, lambda _, deltas: deltas.mean(0))
+    return Merged(first, models, lambda _, deltas: deltas.mean(0))
 
 
-def task_arithmetic(base: Weights, experts: Sequence[Weights], scale: float) -> dict[str, Tensor]:
+def task_arithmetic(base: Weights, experts: Sequence[Weights], scale: float) -> Weights:
     """`base + scale * sum_i (expert_i - base)` (Ilharco et al. 2023, 2212.04089)."""
-    return _merge(base, experts, lambda _, deltas: scale * deltas.sum(0))
+    return Merged(base, experts, lambda _, deltas: scale * deltas.sum(0))
 
 
-def ties(base: Weights, experts: Sequence[Weights], density: float, scale: float) -> dict[str, Tensor]:
+def ties(base: Weights, experts: Sequence[Weights], density: float, scale: float) -> Weights:
     """Trim, elect sign, merge (Yadav et al. 2023, 2306.01708, section 3 and algorithm 1).
 
     1. Of each task vector `expert - base`, over all tensors together, keep the share `density` of largest
@@ -125,12 +162,10 @@ def ties(base: Weights, experts: Sequence[Weights], density: float, scale: float
         agrees = (kept.sign() == kept.sum(0).sign()) & (kept != 0)
         return scale * torch.where(agrees, kept, 0.0).sum(0) / agrees.sum(0).clamp(min=1)
 
-    return _merge(base, experts, merge)
+    return Merged(base, experts, merge)
 
 
-def dare(
-    base: Weights, experts: Sequence[Weights], density: float, scale: float, seed: int
-) -> dict[str, Tensor]:
+def dare(base: Weights, experts: Sequence[Weights], density: float, scale: float, seed: int) -> Weights:
     """Drop and rescale, then task arithmetic (DARE: Yu et al. 2024, 2311.03099, section 3.2).
 
     Each element of a task vector survives with probability `density` and is divided by it, so the expectation
@@ -145,36 +180,68 @@ def dare(
             total += delta * _survivors(delta.shape, density, seed, f"{index}:{name}").to(delta.device)
         return (scale / density) * total
 
-    return _merge(base, experts, merge)
+    return Merged(base, experts, merge)
 
 
-def _merge(
-    base: Weights, experts: Sequence[Weights], merge: Callable[[str, Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """`base + merge(name, deltas [E, ...])` for every floating-point tensor."""
-    _check_alike(base, experts)
-    merged = {}
-    for name, tensor in base.items():
+class Merged(Mapping[str, Tensor]):
+    """`base + merge(name, deltas [E, ...])` for every floating-point tensor, when it is asked for."""
+
+    def __init__(
+        self, base: Weights, experts: Sequence[Weights], merge: Callable[[str, Tensor], Tensor]
+    ) -> None:
+        _check_alike(base, experts)
+        self._base, self._experts, self._merge = base, experts, merge
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._base[name].detach()
         if not tensor.is_floating_point():
-            merged[name] = tensor.detach().clone()
-            continue
-        start = tensor.detach().float()
-        deltas = torch.stack([expert[name].detach().float() - start for expert in experts])
-        merged[name] = (start + merge(name, deltas)).to(tensor.dtype)
-    return merged
+            return tensor.clone()
+        start = tensor.float()
+        deltas = torch.stack([expert[name].detach().float() - start for expert in self._experts])
+        return (start + self._merge(name, deltas)).to(tensor.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+
+_HALF = 1 << 16
 
 
 def _trim_threshold(base: Weights, expert: Weights, density: float) -> float:
-    """The smallest magnitude that is among the `density` largest of the whole task vector."""
-    magnitudes = torch.cat(
-        [
-            (expert[name].detach().float() - tensor.detach().float()).abs().flatten()
-            for name, tensor in base.items()
-            if tensor.is_floating_point()
-        ]
-    )
-    kept = max(round(density * magnitudes.numel()), 1)
-    return float(magnitudes.kthvalue(magnitudes.numel() - kept + 1).values)
+    """The smallest magnitude that is among the `density` largest of the whole task vector.
+
+    Floats that are not negative are in the order of their bits, so that two counts find it exactly: of the
+    upper half of the bits, then of the lower half of those that have the one in question. One tensor of each
+    model is in memory.
+    """
+    high = torch.zeros(_HALF, dtype=torch.int64)
+    for bits in _magnitude_bits(base, expert):
+        high += torch.bincount(bits >> 16, minlength=_HALF).cpu()
+    count = int(high.sum())
+    left = count - max(round(density * count), 1)  # smaller than it
+    upper, left = _bin_of(high, left)
+    low = torch.zeros(_HALF, dtype=torch.int64)
+    for bits in _magnitude_bits(base, expert):
+        low += torch.bincount(bits[bits >> 16 == upper] & (_HALF - 1), minlength=_HALF).cpu()
+    lower, _ = _bin_of(low, left)
+    return float(torch.tensor([upper << 16 | lower], dtype=torch.int32).view(torch.float32))
+
+
+def _magnitude_bits(base: Weights, expert: Weights) -> Iterator[Tensor]:
+    """int32 bits of the magnitudes of the task vector, tensor by tensor."""
+    for name, tensor in base.items():
+        if tensor.is_floating_point():
+            delta = expert[name].detach().float() - tensor.detach().float()
+            yield delta.abs().flatten().view(torch.int32)
+
+
+def _bin_of(counts: Tensor, rank: int) -> tuple[int, int]:
+    """The bin that has number `rank` in it, from 0, and its number there."""
+    place = int(torch.searchsorted(counts.cumsum(0), rank, right=True))
+    return place, rank - int(counts[:place].sum())
 
 
 def _survivors(shape: torch.Size, density: float, seed: int, name: str) -> Tensor:
@@ -193,12 +260,17 @@ def _check_alike(base: Weights, experts: Sequence[Weights]) -> None:
                 f"expert {index} and the base do not have the same tensors (first difference:"
                 f" {min(different)}); merge models of one architecture"
             )
-        for name, tensor in base.items():
-            if expert[name].shape != tensor.shape:
+        for name in base:
+            theirs, ours = _shape(expert, name), _shape(base, name)
+            if theirs != ours:
                 raise ModelError(
-                    f"tensor {name} is {list(expert[name].shape)} in expert {index} and"
-                    f" {list(tensor.shape)} in the base; merge models of one architecture and vocabulary"
+                    f"tensor {name} is {list(theirs)} in expert {index} and {list(ours)} in the base; merge"
+                    " models of one architecture and vocabulary"
                 )
+
+
+def _shape(model: Weights, name: str) -> tuple[int, ...]:
+    return model.shape(name) if isinstance(model, FolderWeights) else tuple(model[name].shape)
 
 
 def _check_density(density: float) -> None:

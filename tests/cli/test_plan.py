@@ -83,6 +83,13 @@ def test_ranks_that_share_sequences_are_planned_together(recipe: str, capsys) ->
     assert "of a rank of a stage" in said["4"]
     assert main([*words, "--ranks", "3"]) == 2
     assert "3 ranks cannot be divided into groups of train.context_parallel 2" in capsys.readouterr().err
+    words = ["plan", recipe, "--train.context_parallel", "auto", "--distill.batch.max_tokens"]
+    for most, told in (
+        ("10", "on 4 ranks, 4 of them for each trajectory (train.context"),
+        ("1000", "on 4 ranks ("),
+    ):
+        assert main([*words, most, "--ranks", "4"]) == 0
+        assert told in capsys.readouterr().out
 
 
 def test_a_recipes_step_is_planned_teacher_by_teacher(recipe: str, capsys) -> None:

@@ -293,19 +293,16 @@ def test_launch_by_name_takes_settings_from_other_places(write):
     assert "belongs to type 'ray'" in refusal([write(MINIMAL), settings])
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ("train: {backend: deepspeed}", "model.lora needs train.backend torch, not deepspeed"),
-        ("launch: ray", "model.lora needs launch local, not ray"),
-    ],
-)
-def test_adapters_are_refused_where_they_cannot_be_trained(write, settings, complaint):
+def test_adapters_are_refused_where_they_cannot_be_trained(write):
     text = MINIMAL.replace("domains:", "  lora: {rank: 4}\ndomains:")
     recipe = load_recipe([write(text)])
     assert recipe.model.lora is not None
     assert (recipe.model.lora.rank, recipe.model.lora.alpha) == (4, 32.0)
-    assert complaint in refusal([write(text + settings)])
+    complaint = "model.lora needs train.backend torch, not deepspeed"
+    assert complaint in refusal([write(text + "train: {backend: deepspeed}")])
+    served = "rollout: {engine: {type: sglang, urls: ['http://127.0.0.1:1']}}"
+    for elsewhere in ("launch: ray", served, "train: {context_parallel: 2}"):
+        assert load_recipe([write(text + elsewhere)]).model.lora == recipe.model.lora
 
 
 def test_a_teacher_without_type_is_of_the_kind_of_the_merge(write):

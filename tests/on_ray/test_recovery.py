@@ -1,7 +1,10 @@
 """An actor killed in the middle of a step costs time alone: the student is the same, bit for bit."""
 
 import pytest
-from ray_runs import STEPS, Run, digest, ended, learnt, undisturbed, write_recipe
+from ray_runs import STEPS, Run, digest, ended, learnt, rows, settings, undisturbed, write_recipe
+
+from opd.models.adapters import read_adapter
+from opd.models.causal_lm import CausalLM
 
 pytest.importorskip("ray")
 
@@ -28,3 +31,27 @@ def test_engine_teacher_and_trainer_killed_in_one_run(tmp_path, cluster):
     assert [row["step"] for row in learnt(run.out)] == list(range(1, STEPS + 1))
     assert digest(run.out) == digest(expected)
     assert ended(run.all_pids())
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_adapters_alone_travel_and_an_engine_that_was_killed_merges_them_again(tmp_path, cluster):
+    pytest.importorskip("peft")
+    given = settings(tmp_path)
+    distill = given["distill"] | {"steps": 5}
+    recipe = write_recipe(tmp_path, model=given["model"] | {"lora": {"rank": 2}}, distill=distill)
+    expected = undisturbed(recipe)
+    options = ray(cluster, "--launch.engines", "2", "--launch.teachers", "0")
+    with Run(recipe, tmp_path / "run", *options) as run:
+        run.kill_in_step("engine-0", 1, "engine-1")
+        status, said = run.finish()
+        assert status == 0, said
+    assert "engine-0 failed and is brought back" in said
+    assert learnt(run.out) == learnt(expected)
+    assert digest(run.out) == digest(expected)
+    pairs = read_adapter(run.out / "merged").pairs.values()
+    adapters = sum(a.nbytes + b.nbytes for a, b in pairs)
+    whole = sum(tensor.nbytes for _, tensor in CausalLM.from_pretrained(tmp_path / "base").weights())
+    # With the digest of the base, once each: the fleet puts them where all engines read them.
+    assert {row["rollout/pushed_bytes"] for row in rows(run.out)} == {adapters + 32}
+    assert 3 * adapters < whole

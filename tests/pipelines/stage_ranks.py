@@ -70,11 +70,11 @@ class Watch:
 
 def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
     """Run stage `task["stage"]` in the run folder `task["folder"]`; `slow`, its number of steps, gives
-    ranks engines of unequal pace. What this rank has learnt from, or was asked in an evaluation, is written
-    to `NAME-RANK.json`, and what has stopped it, last."""
+    ranks engines of unequal pace. What this rank has learnt from, or was asked where it only measures, is
+    written to `NAME-RANK.json`, and what has stopped it, last."""
     watch = Watch(ranks.rank, task["slow"])
     Student.rollout = lambda *given: watch.rollout(*given)
-    if task["stage"] == "evaluate":
+    if task["stage"] in ("evaluate", "baseline-ties"):
         TorchEngine.submit = lambda *given: watch.submit(*given)
     if task["slow"]:
         TorchEngine.step = lambda *given: watch.step(*given)

@@ -24,9 +24,9 @@ class Elsewhere:
     def __init__(self, recipe) -> None:
         self.recipe, self.began = recipe, []
 
-    def writers(self, model: Path) -> EnginePool:
+    def writers(self, model: Path, adapters: bool = False) -> EnginePool:
         self.began.append(model.name)
-        return embedded(self.recipe, model)
+        return embedded(self.recipe, model, adapters)
 
     def teachers(self, names, vocabulary):
         return None

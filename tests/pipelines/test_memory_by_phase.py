@@ -201,7 +201,10 @@ def variety(sample: Any) -> float:
     ("changes", "said"),
     [
         ({"rollout": {"schedule": "ahead"}}, "engine needs rollout.schedule in_turn: with ahead the student"),
-        ({"launch": "ray"}, "engines are in other processes; leave it out"),
+        (
+            {"rollout": {"engine": {"type": "sglang", "urls": ["http://127.0.0.1:1"]}}},
+            r"would still sleep after it; name servers that the run starts \(rollout.engine.servers\)",
+        ),
         (
             {"train": {"backend": "deepspeed"}},
             r"trainer has no effect with train.backend deepspeed; leave it out, and set train.deepspeed",
@@ -212,3 +215,9 @@ def variety(sample: Any) -> float:
 def test_what_cannot_be_handed_over_is_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         tiny_recipe(**changes, runtime=OFFLOAD)
+
+
+def test_engines_elsewhere_that_end_with_the_run_may_sleep():
+    assert tiny_recipe(launch="ray", runtime=OFFLOAD).runtime.offload.engine
+    rollout = {"engine": {"type": "sglang", "servers": "written"}}
+    assert tiny_recipe(rollout=rollout, servers={"written": {}}, runtime=OFFLOAD).runtime.offload.engine

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from opd.config import BatchConfig, OptimConfig, TrainConfig
 from opd.errors import ConfigError
+from opd.metrics import read_metrics
 from opd.pipelines.launch.local import check_ranks
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
@@ -26,6 +27,7 @@ LAUNCHES = {
     "fsdp": {"backend": "torch"},
     "context": {"backend": "torch", "context_parallel": 2},
     "mesh": {"backend": "torch", "context_parallel": 2, "ranks": 4},
+    "auto": {"backend": "torch", "context_parallel": "auto"},
     "megatron": {"backend": "megatron", "tensor_parallel": 2},
     "megatron stages": {"backend": "megatron", "pipeline_parallel": 2},
     "megatron context": {"backend": "megatron", "context_parallel": 2},
@@ -96,6 +98,7 @@ def alone(trained, tmp_path_factory):
         pytest.param("fsdp", "k1", DISK, marks=more),
         pytest.param("context", "k1", DISK, marks=more),
         pytest.param("mesh", "kl", {}, marks=more),
+        pytest.param("auto", "kl", {}, marks=more),
         pytest.param("mesh", "reward", DISK, marks=more),
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("trajectories", "memory"),
@@ -105,6 +108,8 @@ def test_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, loss, s
     train = {"ranks": 2, **LAUNCHES[launch]}
     offload = {"offload": {"engine": True, "trainer": True}} if launch == "context" else {}
     changes = merge(trained, loss) | {"train": train, "storage": storage, "runtime": offload}
+    if launch == "auto":  # in which one rank has room for half of a response
+        changes["distill"] |= {"batch": {"max_tokens": 6}}
     recipe = write_recipe(tmp_path / "recipe.yaml", **changes)
     out = tmp_path / "run"
     command(recipe, out, "distill")
@@ -114,6 +119,9 @@ def test_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, loss, s
     moved = max(float((expected[name] - start[name]).abs().max()) for name in expected)
     apart = max(float((ours[name] - expected[name]).abs().max()) for name in expected)
     assert apart <= 1e-2 * moved  # four steps of AdamW: what rounding can become
+    if launch == "auto":
+        rows = read_metrics(out / "stages/merge/metrics.jsonl")
+        assert {row["context_parallel"] for row in rows} == {2.0}
     assert not list((out / "stages" / "merge").glob("trajectories*"))
 
 
@@ -121,7 +129,7 @@ def test_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, loss, s
 @pytest.mark.long  # FSDP2 in test_stages_on_ranks, too
 @pytest.mark.parametrize("storage", [{}, DISK], ids=["memory", "disk"])
 @pytest.mark.parametrize("loss", ["k1", "full"])
-@pytest.mark.parametrize("launch", [name for name in LAUNCHES if name != "fsdp"])
+@pytest.mark.parametrize("launch", [name for name in LAUNCHES if name not in ("fsdp", "auto")])
 def test_two_ranks_make_a_specialist_that_follows_a_teacher(trained, tmp_path, launch, loss, storage):
     skip_without(launch)
     found = []
@@ -198,6 +206,12 @@ def test_ranks_that_cannot_be_divided_are_refused():
         " 4; start 4 ranks or a multiple",
     ):
         TrainConfig(ranks=6, **shared)
+    with pytest.raises(ValueError, match=r"context_parallel auto is for backend torch, not megatron"):
+        TrainConfig(backend="megatron", context_parallel="auto")
+    with pytest.raises(
+        ValueError, match=r"looks at all lengths of a step, but with storage.trajectories disk"
+    ):
+        tiny_recipe(train={"context_parallel": "auto"}, storage=DISK)
 
 
 def _never(dtype, *, empty=False):

@@ -55,6 +55,7 @@ TASKS = {
         {
             "specialist": SPECIALIST | {"opd": {"teacher": "old", "loss": {"type": "full"}}},
             "lora": {"rank": 4, "alpha": 8},
+            "train": {"context_parallel": 2},
         },
     ),
     "ahead": (
@@ -69,6 +70,7 @@ TASKS = {
     "stopped": ("specialist-add3", WATCHED),
     "goes_on": ("specialist-add3", WATCHED | {"watch": {"slower": RULES["slower"]}}),
     "measured": ("evaluate", {"evaluation": {"prompts_per_domain": 20, "samples_per_prompt": 3, **SETS}}),
+    "weights": ("baseline-ties", {"baselines": {"methods": ["ties"], "scales": [0.5, 1.0]}}),
     "mixed": ("merge", {"distill": MERGE | {"steps": 2}, "lora": {"rank": 4, "alpha": 8}} | MIXED),
 }
 STEPS = {
@@ -83,7 +85,7 @@ STEPS = {
 }
 RESUMED = {"goes_on": "stopped"}
 """Tasks that go on with the run of another."""
-MODELS = {"specialist-add3": "specialists/add3", "merge": "merged"}
+MODELS = {"specialist-add3": "specialists/add3", "merge": "merged", "baseline-ties": "baselines/ties"}
 BOUND = {"ahead": 1.0, "async": 2.0}
 
 
@@ -148,7 +150,7 @@ def alone(base, tmp_path_factory):
     @functools.cache
     def run(name: str) -> Path:
         stage, changes = TASKS[name]
-        recipe = tiny_recipe(**settings(base, changes))
+        recipe = tiny_recipe(**settings(base, changes) | {"train": {}})
         path = tmp_path_factory.mktemp("alone") / name
         with RunFolder.create(path, recipe) as folder:
             run_stage(recipe, folder, stage)
@@ -206,6 +208,20 @@ def test_ranks_share_the_prompts_of_an_evaluation_and_measure_what_one_does(rank
     first, second = (set(json.loads((ranks / f"measured-{rank}.json").read_text())) for rank in (0, 1))
     assert not first & second
     assert min(len(first), len(second)) > 0.4 * len(first | second)
+
+
+def test_ranks_share_the_prompts_by_which_a_merge_of_weights_is_chosen(ranks, alone):
+    ours, expected = (
+        json.loads((run / "stages/baseline-ties/done.json").read_text())
+        for run in (ranks / "weights", alone("weights"))
+    )
+    assert set(expected["training_accuracy"]) == {"0.5", "1"}
+    assert ours["training_accuracy"] == expected["training_accuracy"]
+    assert ours["digest"] == expected["digest"]
+    first, second = (set(json.loads((ranks / f"weights-{rank}.json").read_text())) for rank in (0, 1))
+    assert not first & second
+    assert first
+    assert second
 
 
 @pytest.mark.parametrize("name", BOUND)

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from recipes import tiny_recipe
+from test_sharded import adapter_of
 
 from opd.errors import ModelError
-from opd.pipelines.stages.weight_baselines import average, dare, task_arithmetic, ties
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.pipelines.stages.weight_baselines import (
+    FolderWeights,
+    _trim_threshold,
+    average,
+    dare,
+    task_arithmetic,
+    ties,
+)
 
 
 def models(seed, experts=3, dtype=torch.float32):
@@ -161,3 +173,27 @@ def test_models_that_do_not_fit_are_named():
         task_arithmetic(base, [], 1.0)
     with pytest.raises(ModelError, match="no models"):
         average([])
+
+
+@given(seeds, st.sampled_from([1e-4, 0.03, 0.5, 0.999, 1.0]))
+def test_the_threshold_is_the_one_that_sorting_finds(seed, density):
+    base, [expert] = models(seed, experts=1)
+    if seed % 2:  # many that are equal
+        expert = {name: base[name] + (tensor * 2).round() / 4 for name, tensor in expert.items()}
+    magnitudes = torch.cat([(expert[n] - t).abs().flatten() for n, t in base.items()]).sort().values
+    kept = max(round(density * len(magnitudes)), 1)
+    assert _trim_threshold(base, expert, density) == float(magnitudes[-kept])
+
+
+@pytest.mark.parametrize("kind", ["plain", "adapter"])
+def test_a_folder_is_read_tensor_by_tensor(tmp_path, kind):
+    path = save_checkpoint(tiny.model(seed=3), tiny.tokenizer(), tmp_path / "plain", {})
+    if kind == "adapter":
+        adapter_of(path, tmp_path / "adapter")
+        path = tmp_path / "adapter"
+    recipe = tiny_recipe(base=None, model={"path": str(tmp_path / "plain"), "device": "cpu"})
+    found, whole = FolderWeights(recipe, path), dict(CausalLM.from_pretrained(path).weights())
+    assert list(found) == list(whole)
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    assert [found.shape(name) for name in found] == [tuple(tensor.shape) for tensor in whole.values()]
+    assert sum(tensor.is_meta for tensor in found._own.values()) > 10

@@ -39,6 +39,7 @@ def main() -> None:
     options.add_argument("--port", type=int)
     options.add_argument("--slow", type=float, default=0.0)
     options.add_argument("--enable-return-hidden-states", action="store_true")
+    options.add_argument("--enable-memory-saver", action="store_true")
     options.add_argument("--chunked-prefill-size", type=int)
     told = options.parse_args()
     if told.fail_once and not Path(told.fail_once).exists():

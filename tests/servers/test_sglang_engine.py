@@ -191,6 +191,44 @@ def test_a_worker_that_holds_other_weights_is_found_out(engine, sglang, models):
         Proof(models["a"].weights()).check(sglang.url, ranks, {})
 
 
+@pytest.mark.parametrize("sync", ["disk", "tensors"])
+def test_a_worker_sleeps_until_it_has_the_next_weights(engine, sglang, models, served_models, sync):
+    """By the server's own verbs, told each part once and in order; on a CPU it has no memory to give back."""
+    served, told = engine(sync=sync), []
+    ask = served._workers.pool.ask
+
+    def noted(server, method, path, body=None):
+        if path in ("/release_memory_occupation", "/resume_memory_occupation", "/weights_checker"):
+            told.append((path[1:8], *(body or {}).get("tags", ())))
+        return ask(server, method, path, body)
+
+    served._workers.pool.ask = noted
+    update(served, models["a"], 1)
+    for version, name in ((2, "b"), (3, "a")):
+        told.clear()
+        served.sleep()
+        served.sleep()
+        update(served, models[name], version)
+        assert told[:2] == [("release", "weights", "kv_cache", "cuda_graph"), ("resume_", "weights")]
+        assert told[-2:] == [("weights",), ("resume_", "kv_cache", "cuda_graph")]  # once they are proved
+        assert set(told[2:-2]) <= {("weights",)}
+        assert {step.policy_version for step in served.generate(requests(2, 3))} == {version}
+    served.sleep()
+    sglang.control("/resume_memory_occupation", tags=["weights", "kv_cache", "cuda_graph"])
+    sglang.load(served_models["a"], "default")  # as one that was started again
+    told.clear()
+    update(served, models["b"], 4)
+    assert {verb for verb, *_ in told} == {"weights"}
+
+
+def test_an_engine_that_writes_does_not_sleep(engine):
+    served = engine()
+    served.submit(requests(1, 50))
+    with pytest.raises(RolloutError, match="can sleep once none is in flight"):
+        served.sleep()
+    served.abort(["r0"])
+
+
 class Corrupting:
     """A push that changes one bit of one tensor on its way."""
 

@@ -122,12 +122,17 @@ def trained(tmp_path, served_models):
     return served_models["a"], tmp_path / "sglang/specialists/sort"
 
 
-@pytest.mark.parametrize("sync", ["disk", "tensors"])
-def test_a_merge_on_a_server_ends_in_the_same_student(sglang, served_models, tmp_path, sync):
-    """With the most likely token always, both engines write the same: so both learn the same."""
+@pytest.mark.parametrize(
+    ("sync", "lora"), [("disk", None), ("tensors", None), ("tensors", {"rank": 4, "alpha": 8})]
+)
+def test_a_merge_on_a_server_ends_in_the_same_student(sglang, served_models, tmp_path, sync, lora):
+    """With the most likely token always, both engines write the same: so both learn the same. Adapters come
+    to the server merged.
+    """
     ends = {}
+    changes = {"model": {"path": str(served_models["a"]), "lora": lora}} if lora else {}
     for name, engine in {"torch": {"type": "torch"}, "sglang": served(sglang, sync)}.items():
-        steps = run(tmp_path / name, "merge", engine, served_models, rollout={"top_k": 1})
+        steps = run(tmp_path / name, "merge", engine, served_models, rollout={"top_k": 1}, **changes)
         ends[name] = (load_file(tmp_path / name / "merged/model.safetensors"), steps)
     (here, one), (there, other) = ends["torch"], ends["sglang"]
     for ours, theirs in zip(one, other, strict=True):
@@ -135,7 +140,10 @@ def test_a_merge_on_a_server_ends_in_the_same_student(sglang, served_models, tmp
         assert ours["kl/mean"] == pytest.approx(theirs["kl/mean"], abs=1e-4)
     start = load_file(served_models["a"] / "model.safetensors")
     moved = max(float((here[name] - start[name]).abs().max()) for name in here)
+    assert moved > 0
     assert max(float((here[name] - there[name]).abs().max()) for name in here) <= 1e-2 * moved
+    sent = {row["rollout/pushed_bytes"] for row in other[1:]}
+    assert sent == {sum(tensor.nbytes for tensor in here.values())}
 
 
 def test_weights_reach_responses_that_are_being_written(sglang, served_models, tmp_path):

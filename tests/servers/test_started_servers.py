@@ -236,10 +236,11 @@ def test_servers_are_kept_for_a_model_of_the_same_form_if_it_is_given_its_weight
         return servers.at({"teacher": (config, tmp_path / model)}, **way)["teacher"]
 
     try:
-        first = at("a", any_weights=True)
+        first = at("a", any_weights=True, arguments={"enable-memory-saver": True})
         assert first.servers is None
         said = (tmp_path / "arguments").read_text()
         assert "--enable-return-hidden-states" in said  # for the signal `hidden`
+        assert "--enable-memory-saver" in said
         assert at("b", any_weights=True).urls == first.urls
         second = at("b")
         assert second.urls != first.urls

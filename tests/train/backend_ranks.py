@@ -197,6 +197,9 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
         metrics = train(backend, task["first"], task["last"], BATCHES[task.get("batches", "new")])
         logprobs = backend.logprobs(batch(0).samples)
         weights = {name: tensor.clone() for name, tensor in backend.weights()}
+        plain = (
+            {n: t.clone() for n, t in backend.plain_weights()} if "lora" in task.get("model", {}) else None
+        )
         digest, state = backend.digest(), backend.state()
     out = folder / task["name"]
     out.mkdir(exist_ok=True)
@@ -204,6 +207,8 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     if ranks.main:
         save_file(weights, out / "weights.safetensors")
         save_file(gradients, out / "gradients.safetensors")
+        if plain is not None:
+            save_file(plain, out / "plain.safetensors")
         (out / "result.json").write_text(
             json.dumps({"metrics": metrics, "digest": digest, "logprobs": [p.tolist() for p in logprobs]})
         )

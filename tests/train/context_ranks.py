@@ -24,6 +24,7 @@ def main() -> None:
                 make = partial(FSDPBackend, data=Ranks(group))
             else:
                 together = 2 if name in context_step.MESH else world
+                together = "auto" if name in context_step.CHOSEN else together
                 make = partial(ContextBackend, ranks=Ranks(group), together=together)
             tensors, metrics = context_step.step(name, make)
             save_file(tensors, folder / f"{name}-{rank}.safetensors")

@@ -60,6 +60,12 @@ MESH = {
 """Steps for two rows of ranks, which share samples, each of two ranks that share sequences."""
 
 
+CHOSEN = {"llama chosen": (CASES["llama"], 1), "one chosen": (CASES["one"], 2)}
+"""Steps of ranks that choose how many share each sequence, and what two choose: so many that no rank has more
+than 40 tokens of one.
+"""
+
+
 def _teacher(micro):
     rows = [
         torch.randn(len(s.response_ids), 16, generator=torch.Generator().manual_seed(int(s.uid[1:])))
@@ -91,7 +97,8 @@ def step(
 
     `whole`: without the case's settings of memory.
     """
-    changes, memory, lengths = (CASES | SHARDED | MESH)[name]
+    chosen = {case: settings for case, (settings, _) in CHOSEN.items()}
+    changes, memory, lengths = (CASES | SHARDED | MESH | chosen)[name]
     if whole:
         memory = {}
     terms = [
@@ -106,6 +113,7 @@ def step(
     training = Training(OptimConfig(eps=1e-3), config, 0.7, terms)
     back = make(tiny.model(0, **SHAPE | changes), training)
     batch = _batch(lengths)
+    back.mine(batch.samples)
     found = {"logprobs": torch.from_numpy(np.concatenate(back.logprobs(batch.samples)))}
     metrics = back.forward_backward(batch)
     parameters = back.model.module.named_parameters()

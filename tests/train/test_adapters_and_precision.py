@@ -92,6 +92,14 @@ def test_adapters_learn_on_two_ranks_what_they_learn_on_one(ranks, adapters_alon
     engine = MergingLM(backend_ranks.student(), backend_ranks.LORA)
     engine.load_weights(weights.items())
     assert engine.digest() == result["digest"]
+    assert_merged(engine, load_file(ranks / name / "plain.safetensors"))
+
+
+def assert_merged(engine: MergingLM, plain: dict[str, torch.Tensor]) -> None:
+    """What engines are sent that know of no adapters is what `engine` has made of them, bit for bit."""
+    held = dict(CausalLM.weights(engine))
+    assert plain.keys() == held.keys()
+    assert all(torch.equal(plain[name], tensor) for name, tensor in held.items())
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

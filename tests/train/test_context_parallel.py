@@ -17,15 +17,17 @@ from safetensors.torch import load_file
 
 from opd.models.context_parallel import ContextParallel
 from opd.train.backend import TorchBackend
+from opd.train.plan import context_size, divisors
 from opd.train.shared_sequences import own_places
 
 pytestmark = pytest.mark.slow
 
 RANKS = {
-    2: [*context_step.CASES, *context_step.SHARDED],
+    2: [*context_step.CASES, *context_step.SHARDED, *context_step.CHOSEN],
     4: [
         *("llama", "gemma2", "short", "llama in pieces", "gemma2 in pieces", "short in pieces"),
         *context_step.MESH,
+        *context_step.CHOSEN,
     ],
 }
 
@@ -62,10 +64,17 @@ def test_ranks_that_share_sequences_or_weights_make_the_step_of_one(ranks, world
         torch.testing.assert_close(first[name], tensor, rtol=1e-4, atol=2e-5 * max(scale, 0.1), msg=name)
     assert sum(float(t.norm()) for n, t in expected.items() if n.startswith("grad/")) > 0
     found = json.loads((folder / f"{case}-0.json").read_text())
+    assert found.pop("context_parallel", None) == context_step.CHOSEN.get(case, (None, None))[1]
     assert found == pytest.approx(metrics, rel=1e-3, abs=1e-6)
     for rank in range(1, world):
         other = load_file(folder / f"{case}-{rank}.safetensors")
         assert all(torch.equal(other[name], tensor) for name, tensor in first.items())
+
+
+def test_as_few_ranks_share_a_sequence_as_its_length_allows():
+    chosen = [context_size(longest, 12, 100) for longest in (0, 1, 100, 101, 300, 301, 401, 601, 1201, 10**6)]
+    assert chosen == [1, 1, 1, 2, 3, 4, 6, 12, 12, 12]
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
 def shares(tokens: int, bounds: list[int], world: int):

@@ -28,34 +28,50 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an engine starts from."""
+
+    model: str
+    """A Hugging Face folder."""
+    adapters: bool
+    """Whether its weights are the recipe's adapters, which it merges into the model; else all of the
+    model's."""
+
+
 class EngineActor:
     """What `opd.pipelines.launch.ray.engine` talks to. One method runs at a time."""
 
     def __init__(self, spec: ActorSpec) -> None:
         self._recipe = spec.begin("opd.pipelines.stages.student")
         self._engine: Any = None
-        self._model: str | None = None
+        self._loaded_with: Loaded | None = None
 
     def ping(self) -> int:
         """The process."""
         return os.getpid()
 
-    def load(self, model: str) -> None:
-        """Hold the Hugging Face folder `model` as version 0."""
+    def load(self, asked: Loaded) -> None:
+        """Hold it as version 0."""
         from opd.pipelines.stages.student import embedded
 
-        self._engine = self._model = None
-        self._engine = embedded(self._recipe, Path(model)).engines[0]
-        self._model = model
+        self._engine = self._loaded_with = None
+        self._engine = embedded(self._recipe, Path(asked.model), asked.adapters).engines[0]
+        self._loaded_with = asked
 
-    def holds(self) -> tuple[str | None, int]:
-        """The model it was loaded with, and the version of its weights."""
-        return self._model, -1 if self._engine is None else self._engine.policy_version
+    def holds(self) -> tuple[Loaded | None, int]:
+        """What it was loaded with, and the version of its weights; -1: it holds none, or sleeps."""
+        engine = self._engine
+        if engine is None or engine.asleep:
+            return self._loaded_with, -1
+        return self._loaded_with, engine.policy_version
 
-    def update(self, pieces: Sequence[Any], version: int) -> str:
-        """Take the weights in `pieces`, references of what `tensors.buckets` made; returns their digest.
-        Requests in flight go on with them.
+    def update(self, asked: Loaded, pieces: Sequence[Any], version: int) -> str:
+        """Take the weights in `pieces`, references of what `tensors.buckets` made, into `asked`, which is
+        loaded if it is not there; returns their digest. Requests in flight go on with them.
         """
+        if self._loaded_with != asked:
+            self.load(asked)
         engine, ray = self._loaded(), import_ray()
         engine.pause()
         engine.flush()
@@ -67,7 +83,14 @@ class EngineActor:
 
     def flush(self) -> None:
         """Drop every cached key and value."""
-        self._loaded().flush()
+        if self._engine is not None:  # while others sleep, one that is started anew holds nothing
+            self._engine.flush()
+
+    def sleep(self) -> None:
+        """Give weights, keys and values back until the next `update`."""
+        if self._engine is not None and not self._engine.asleep:
+            self._engine.sleep()
+            _log.info("sleeps, and holds %s", self._engine.resident())
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Begin `requests` beside what is in flight."""
@@ -102,10 +125,14 @@ class Fleet:
     engine that is started anew takes them before it serves again.
     """
 
-    def __init__(self, remotes: Sequence[Remote], model: Path) -> None:
-        """Every engine loads `model`. Raises `RolloutError` if none can."""
-        self.model = str(model.resolve())
+    def __init__(self, remotes: Sequence[Remote], model: Path, adapters: bool = False) -> None:
+        """Every engine loads `model`; `adapters`: to merge the recipe's into it. Raises `RolloutError` if
+        none can.
+        """
+        self.loaded = Loaded(str(model.resolve()), adapters)
         self.version = 0
+        self.asleep = False
+        """Whether no engine holds weights until the next ones come, also one that is started anew."""
         self.pieces: list[Any] = []
         self.lock = threading.Lock()
         """Held while version and pieces change."""
@@ -148,7 +175,7 @@ class Fleet:
             put = import_ray().put
             pieces = buckets(weights, self.limits.bucket_mb * MIB)
             self.pieces = [put([(name, Packed.of(tensor)) for name, tensor in piece]) for piece in pieces]
-            self.version = version
+            self.version, self.asleep = version, False
 
     @property
     def serving(self) -> int:
@@ -157,17 +184,21 @@ class Fleet:
 
     def bring_up(self, remote: Remote) -> str | None:
         """Give an engine the model and the newest weights, whatever it holds or has in flight; returns its
-        digest if it took weights.
+        digest if it took weights. One that others sleep beside is left without.
         """
         while True:
             with self.lock:
-                version, pieces = self.version, self.pieces
-            model, held = remote.call("holds")
-            if model != self.model or held > version:
-                remote.call("load", self.model, seconds=self.limits.start_timeout)
-                held = 0
-            remote.call("abort")
-            digest = remote.call("update", pieces, version) if held < version else None
+                version, pieces, asleep = self.version, self.pieces, self.asleep
+            loaded, held = remote.call("holds")
+            digest = None
+            if not asleep:
+                if loaded != self.loaded or not 0 <= held <= version:
+                    remote.call("load", self.loaded, seconds=self.limits.start_timeout)
+                    held = 0
+                remote.call("abort")
+                digest = remote.call("update", self.loaded, pieces, version) if held < version else None
+            if self.asleep:  # since it was asked to, it may have been woken here
+                remote.call("sleep")
             if version == self.version:
                 return digest
 
@@ -281,11 +312,22 @@ class RayEngine:
         """Begin to give the actor the fleet's weights, if it is there."""
         self._pushed = None
         if self.lost is None and not self.recovering:
-            self._pushed = (version, self.remote.send("update", self.fleet.pieces, version))
+            self._pushed = (
+                version,
+                self.remote.send("update", self.fleet.loaded, self.fleet.pieces, version),
+            )
 
     def resume(self) -> None:
         """Continue sampling."""
         self._paused = False
+
+    def sleep(self) -> None:
+        """Let all engines of the fleet give their memory back until the next weights; one on its way back,
+        too, which is told after what it is told now.
+        """
+        self.fleet.asleep = True
+        if self.lost is None:
+            self.remote.send("sleep")
 
     def failed(self, error: BaseException) -> None:
         """It failed a call: bring it back, and end it first if it hangs."""

@@ -59,11 +59,11 @@ class RayHelpers:
     engines: Sequence[Remote]
     teachers_: Sequence[Remote]
 
-    def writers(self, model: Path) -> EnginePool:
+    def writers(self, model: Path, adapters: bool = False) -> EnginePool:
         """See the protocol."""
         from opd.pipelines.launch.ray.engine import Fleet
 
-        return Fleet(self.engines, model).writers()
+        return Fleet(self.engines, model, adapters).writers()
 
     def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
         """See the protocol."""
@@ -271,8 +271,7 @@ class WorkerGroup:
         """Run one stage. When a trainer dies or hangs, all ranks are started anew and go on from the newest
         checkpoint.
         """
-        # What is not trained is done by one rank.
-        trainers = self.role("trainer") if stage.trained else self.role("trainer")[:1]
+        trainers = self.role("trainer")
         for attempt in range(self.launch.max_restarts + 1):
             try:
                 return self._attempt(stage.name, trainers, progress, asked)

@@ -1,0 +1,153 @@
+"""Engines of a fleet that sleep and wake, and one that is lost meanwhile: the actor's own code, called here.
+
+What travels through Ray is tried by `test_recovery.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from recipes import tiny_recipe
+
+from opd.config import RayLaunch
+from opd.config.train import LoRAConfig
+from opd.models.adapters import AdaptedLM
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.pipelines.launch.ray import engine as engine_module
+from opd.pipelines.launch.ray.engine import EngineActor, Fleet
+from opd.protocols import Sleeps
+from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.torch_engine import TorchEngine
+from opd.rollout.weight_sync import sync_weights
+from opd.types import RolloutRequest, SamplingParams
+
+LORA = {"rank": 2, "alpha": 4}
+
+
+class Direct:
+    """One actor in this process, whose calls are done in their order; `die` puts a new one in its place."""
+
+    name, limits = "engine-0", RayLaunch()
+
+    def __init__(self, recipe) -> None:
+        self._recipe, self.told, self._lock = recipe, [], threading.RLock()
+        self.die()
+
+    def die(self) -> None:
+        self.actor = EngineActor.__new__(EngineActor)
+        self.actor._recipe, self.actor._engine, self.actor._loaded_with = self._recipe, None, None
+
+    def send(self, verb, *arguments, **_):
+        with self._lock:
+            self.told.append(verb)
+            return getattr(self.actor, verb)(*arguments)
+
+    def get(self, result, *_, **__):
+        return result
+
+    call = send
+
+    def await_return(self) -> None:
+        pass
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch) -> Path:
+    """A folder, and an object store of this process."""
+    store = SimpleNamespace(put=lambda found: found, get=lambda found: found)
+    monkeypatch.setattr(engine_module, "import_ray", lambda: store)
+    return save_checkpoint(tiny.model(seed=1), tiny.tokenizer(), tmp_path / "model", {})
+
+
+def remote_of(model: Path, **changes) -> Direct:
+    recipe = tiny_recipe(base=None, model={"path": str(model), "device": "cpu"} | changes)
+    return Direct(recipe)
+
+
+def answers(engine) -> dict[str, list[int]]:
+    sampling, found = SamplingParams(max_new_tokens=6), {}
+    engine.submit([RolloutRequest(str(i), np.array([3, i, 4], np.int32), sampling) for i in range(4)])
+    while (chunk := engine.step()) is not None:
+        for uid, token in zip(chunk.uids, chunk.token_ids.tolist(), strict=True):
+            found.setdefault(uid, []).append(token)
+    return found
+
+
+def test_an_engine_sleeps_until_the_next_weights_also_if_it_dies_meanwhile(model):
+    remote = remote_of(model)
+    pool = Fleet([remote], model).writers()
+    [engine], rollout = pool.engines, FaultTolerantRollout(pool)
+    assert isinstance(engine, Sleeps)
+    buffers = sum(buffer.nbytes for buffer in tiny.model().module.buffers())
+    for version in (1, 2, 3):
+        engine.sleep()
+        assert remote.actor._engine.resident() == {"engine_weights": buffers, "engine_kv": 0}
+        if version == 2:
+            remote.die()
+            remote.told.clear()
+            engine.come_back()
+            engine.await_return()
+            assert "load" not in remote.told
+            assert remote.actor._engine is None
+        other = tiny.model(seed=version + 1)
+        sync_weights(rollout, other.weights(), version)
+        expected = answers(TorchEngine(other, vocab_size=len(tiny.tokenizer())))
+        assert answers(rollout) == expected
+
+
+def test_an_engine_on_its_way_back_sleeps_with_the_others(model):
+    """It is told to while it loads, and takes weights after that."""
+    remote = remote_of(model)
+    fleet = Fleet([remote], model)
+    [engine] = fleet.engines
+    sync_weights(FaultTolerantRollout(fleet.writers()), tiny.model(seed=2).weights(), 1)
+    load = EngineActor.load
+
+    def slept(self, asked):
+        load(self, asked)
+        engine.sleep()
+
+    remote.die()
+    remote.actor.load = slept.__get__(remote.actor)
+    engine.come_back()
+    engine.await_return()
+    assert engine.lost is None
+    assert remote.told[-1] == "sleep"
+    assert remote.actor._engine.asleep
+
+
+def test_another_fleet_loads_what_sleeps(model):
+    """A trainer that is started anew knows nothing of who sleeps."""
+    remote = remote_of(model)
+    Fleet([remote], model).engines[0].sleep()
+    pool = Fleet([remote], model).writers()
+    assert answers(FaultTolerantRollout(pool)) == answers(
+        TorchEngine(CausalLM.from_pretrained(model), vocab_size=len(tiny.tokenizer()))
+    )
+
+
+def test_adapters_are_merged_by_the_engine_that_is_told_to(model):
+    pytest.importorskip("peft")
+    remote = remote_of(model, lora=LORA)
+    rollout = FaultTolerantRollout(Fleet([remote], model, adapters=True).writers())
+    adapted = AdaptedLM(CausalLM.from_pretrained(model), LoRAConfig(**LORA), model)
+    torch.manual_seed(0)
+    for _, tensor in adapted.adapters():
+        tensor.copy_(torch.randn_like(tensor) / 4)
+    sync_weights(rollout, adapted.weights(), 1)
+    assert rollout.take_counters()["pushed_bytes"] == 32 + sum(t.nbytes for _, t in adapted.adapters())
+    plain = CausalLM.from_pretrained(model)
+    plain.load_weights(adapted.merged_weights())
+    expected = answers(TorchEngine(plain, vocab_size=len(tiny.tokenizer())))
+    assert answers(rollout) == expected
+    # The models of an evaluation are whole, whatever the recipe trains.
+    rollout = FaultTolerantRollout(Fleet([remote], model).writers())
+    sync_weights(rollout, plain.weights(), 1)
+    assert answers(rollout) == expected
