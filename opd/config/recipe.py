@@ -22,6 +22,7 @@ from opd.config.teachers import (
     StreamedTeacherConfig,
     TeacherConfig,
     TeacherSettings,
+    TorchEngineConfig,
 )
 from opd.config.train import LaunchConfig, LocalLaunch, LoRAConfig, RuntimeConfig, TrainConfig
 from opd.config.watch import DEFAULT_RULES, Rules, check_metrics
@@ -569,6 +570,16 @@ class Recipe(Config):
             raise ValueError(
                 "rollout.engine sglang gives its workers one student's weights, so stages cannot run side by"
                 " side; set runtime.workers to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_share_what_is_here(self) -> Recipe:
+        engine = self.rollout.engine
+        if isinstance(engine, TorchEngineConfig) and engine.sharded and self.launch.type == "ray":
+            raise ValueError(
+                "rollout.engine.sharded is about engines in the ranks' own processes, and launch ray has them"
+                " elsewhere, each with a copy of its own; leave it out, or set launch to local"
             )
         return self
 

@@ -64,6 +64,12 @@ class TorchEngineConfig(Config):
     """The student writes in the process that trains it."""
 
     type: Literal["torch"] = "torch"
+    sharded: bool | None = None
+    """Whether several ranks share one copy of the student to write with (and of each model that is
+    evaluated), which FSDP2 gathers layer by layer for every token; it is the very one that they train, with
+    `train.backend: torch`. `false`: each has one of its own, which is faster. `null` takes that where a
+    machine's memory holds one for each of its ranks (a GPU one). Ranks share only with `rollout.schedule:
+    in_turn`, and without CUDA graphs. One rank has all of it anyway."""
 
 
 class SGLangEngineConfig(ServerConfig):

@@ -72,6 +72,15 @@ class RolloutConfig(WritingConfig):
     """Seconds a reward function may take for one batch."""
 
     @model_validator(mode="after")
+    def _ranks_write_in_turn(self) -> RolloutConfig:
+        if isinstance(self.engine, TorchEngineConfig) and self.engine.sharded and self.schedule != "in_turn":
+            raise ValueError(
+                f"engine.sharded writes with the weights that are trained, so schedule {self.schedule} cannot"
+                " write while they change; set schedule to in_turn, or leave sharded out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _responses_end(self) -> RolloutConfig:
         if self.model_stop_ids:
             return self

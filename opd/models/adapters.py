@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from opd.config.train import LoRAConfig
-from opd.errors import CheckpointError, MissingExtraError, ModelError, reason_of
+from opd.errors import CheckpointError, MissingExtraError, ModelError, reason_of, writing
 from opd.foreign import is_file_name
 from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes, weights_digest
 from opd.models.checkpoint import save_checkpoint
@@ -41,7 +41,7 @@ from opd.models.hf_folder import (
     weight_files,
 )
 from opd.models.hf_weights import LORA_A, LORA_B, PREFIX, adapter_pairs, merged, read_peft
-from opd.models.sharded import whole
+from opd.models.sharded import open_empty, put_in_file, whole
 from opd.storage.files import file_digest
 
 BASE_DIGEST = "base.json"
@@ -115,9 +115,16 @@ class AdaptedLM(CausalLM):
                 found = merged(found, a, b, self._scaling)
             yield name, found
 
-    def merge(self) -> CausalLM:
-        """A plain model with the adapters merged: the base read once more, and added to."""
-        plain = CausalLM.from_pretrained(self.base_path, dtype=self._base_dtype, device=self._base_device)
+    def merge(self, folder: Path | None = None) -> CausalLM:
+        """A plain model with the adapters merged: the base read once more, and added to. With a `folder` its
+        weights lie in a file without a name there, in place of memory. Raises `OSError` without room for it.
+        """
+        if folder is None:
+            plain = CausalLM.from_pretrained(self.base_path, dtype=self._base_dtype, device=self._base_device)
+        else:
+            plain = open_empty(self.base_path, dtype=self._base_dtype)
+            if plain.unread is not None:
+                put_in_file(plain, folder)
         plain.load_weights(self.merged_weights())
         plain.vocabulary = self.vocabulary
         return plain
@@ -270,9 +277,14 @@ class Adapter:
 
 
 def save_adapted(
-    model: AdaptedLM, tokenizer: PreTrainedTokenizerBase, folder: str | Path, card: dict[str, Any]
+    model: AdaptedLM,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    card: dict[str, Any],
+    max_shard_bytes: int | None = None,
 ) -> str:
-    """Write the merged model to `folder` as `save_checkpoint` does, with its adapters in `folder/adapter`.
+    """Write the merged model to `folder` as `save_checkpoint` does, with its adapters in `folder/adapter`;
+    with `max_shard_bytes` in files of so many, and not much more of it is in memory.
 
     Returns the digest of the merged weights.
     """
@@ -287,8 +299,13 @@ def save_adapted(
         (draft / FOLDER / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
 
     card = {**card, "adapter": f"LoRA, rank {model.lora.rank}, alpha {model.lora.alpha:g}; in {FOLDER}/"}
-    plain = model.merge()
-    save_checkpoint(plain, tokenizer, folder, card, beside=beside)
+    if max_shard_bytes is None:
+        plain = model.merge()
+        save_checkpoint(plain, tokenizer, folder, card, beside=beside)
+        return plain.digest()
+    with writing(Path(folder)):
+        plain = model.merge(Path(folder).parent)
+    save_checkpoint(plain, tokenizer, folder, card, max_shard_bytes=max_shard_bytes, beside=beside)
     return plain.digest()
 
 

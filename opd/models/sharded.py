@@ -52,6 +52,63 @@ def open_empty(path: str | Path, *, dtype: str = "float32", device: str | torch.
     return CausalLM(module, Unread(folder, torch_device(device), stored))
 
 
+class Root(nn.Module):
+    """Runs a function in place of a forward.
+
+    The loss reads the head's weight itself, outside of any module's forward; FSDP2 and ZeRO-3 gather
+    weights only around one. Inside this one those of `module` that belong to no layer are whole.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+
+def layers_of(model: CausalLM) -> list[nn.Module]:
+    """The decoder's layers. Raises `ModelError` if it has no list of them."""
+    lists = [part for part in model.decoder.children() if isinstance(part, nn.ModuleList)]
+    if len(lists) != 1:
+        raise ModelError(
+            f"{type(model.decoder).__name__} has {len(lists)} lists of layers, so its weights cannot be"
+            " sharded layer by layer; use it with one rank."
+        )
+    return list(lists[0])
+
+
+def cut(model: CausalLM, ranks: Ranks, compute_dtype: torch.dtype | None = None) -> Root:
+    """Cut `model` by FSDP2 over all `ranks`, which call it together, layer by layer; one that `open_empty`
+    gave is then filled and tried. Its forwards run inside the root that is returned.
+
+    `compute_dtype`: what layers compute in, if it is not the model's own. Raises what `fill` raises, and
+    `ModelError` for an architecture that cannot be used or cut.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    root, empty = Root(model.module), model.unread is not None
+    mesh = init_device_mesh(model.device.type, (ranks.size,))
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for part in [*layers_of(model), root]:
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    if empty:
+        fill(model, ranks)
+        with torch.no_grad(), ranks.naming_the_lost("the first pass of a model"):
+            root(model.check)  # all ranks compute the same
+        close_up(root)
+    return root
+
+
+def close_up(root: Root) -> None:
+    """Let go what a forward of `root` has left gathered: the weights that belong to no layer."""
+    from torch.distributed.fsdp import FSDPModule
+
+    assert isinstance(root, FSDPModule)  # which `cut` has made it
+    root.reshard()
+
+
 def local_part(tensor: Tensor) -> tuple[Tensor, int]:
     """What this rank has of `tensor`, and the number of its first element in row-major order. A `DTensor` is
     cut by rows, as FSDP2 cuts it; anything else every rank has whole.
@@ -65,6 +122,11 @@ def local_part(tensor: Tensor) -> tuple[Tensor, int]:
     each = -(-tensor.shape[0] // mesh.size())
     first = min(mesh.get_local_rank() * each, tensor.shape[0])
     return tensor.to_local(), first * (tensor.numel() // max(tensor.shape[0], 1))
+
+
+def own_parts(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+    """`model.weights()`, of each what this rank has of it."""
+    return ((name, local_part(tensor)[0]) for name, tensor in model.weights())
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -103,6 +165,24 @@ class Stored:
         part = rows.view(-1)[begin : begin + into.numel()]
         part.copy_(into)
         into.copy_(merged(rows, a, b[row:stop], adapter.scaling).view(-1)[begin : begin + into.numel()])
+
+
+def stored_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+    """`model.weights()` of one that `open_empty` gave, each read from its folder when it is its turn; the
+    model stays without them. Whoever walks them has compared the folder's files with their digests.
+    """
+    if model.unread is None:
+        yield from model.weights()
+        return
+    stored = Stored(model.unread)
+    by_name = {name: names for names, _ in own_tensors(model.module) for name in names}
+    for name, tensor in model.weights():
+        if tensor.is_meta:
+            room = torch.empty_like(tensor, device=model.unread.device)
+            stored.read(by_name[name], width_of(tensor.shape), 0, room)
+            yield name, room
+        else:
+            yield name, tensor
 
 
 def read_together(model: CausalLM, ranks: Ranks, read: Callable[[Stored], None]) -> None:
@@ -186,11 +266,16 @@ def need_room(model: CausalLM, ranks: Ranks, numbers: int, each: int) -> None:
     ranks.agreed(ask, "the memory for a model")
 
 
-def put_in_file(model: CausalLM, folder: Path) -> None:
+@torch.no_grad()
+def put_in_file(model: CausalLM, folder: Path, *, read: bool = False) -> None:
     """Give the weights of `model`, which `open_empty` gave, room in a file without a name in `folder`, in
     place of memory: the system writes what they hold there when it needs theirs. What they are is the
-    caller's to say. Raises `OSError` if the disk has no room for them.
+    caller's to say, unless they are `read` from the model's folder. Raises `OSError` if the disk has no room
+    for them.
     """
+    unread = model.unread
+    assert unread is not None
+    empty = [(names, tensor.shape) for names, tensor in own_tensors(model.module) if tensor.is_meta]
     with tempfile.TemporaryFile(dir=folder) as file:
 
         def room(old: nn.Parameter) -> nn.Parameter:
@@ -204,6 +289,11 @@ def put_in_file(model: CausalLM, folder: Path) -> None:
             return nn.Parameter(found, requires_grad=old.requires_grad)
 
         replace_empty(model.module, torch.device("cpu"), room)
+    if read:
+        stored = Stored(unread)
+        made = {name: tensor for names, tensor in own_tensors(model.module) for name in names}
+        for names, shape in empty:
+            stored.read(names, width_of(shape), 0, made[names[0]])
     model.filled()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from opd.errors import ConfigError, RanksError, RolloutError
 from opd.imports import GENERATE, import_function
 from opd.own_code import calling
 from opd.ranks import Ranks
+from opd.rollout.engine_pool import InStep
 from opd.rollout.ledger import Tokens, Transcript
 from opd.rollout.streams import More
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
@@ -364,14 +365,33 @@ class WriterBarrier:
             self._store.compare_set(f"decided/{self._batch}", "", what.decode())
 
 
+@contextmanager
+def in_step(engine: InStep | None, barrier: WriterBarrier | None) -> Iterator[None]:
+    """Around the writing of this rank's share with `engine`: the others wait neither for its passes nor at
+    `barrier` when it fails, and it does for them what it has to when it has nothing left to write.
+    """
+    try:
+        yield
+        if engine is not None:
+            engine.drain()
+    except BaseException:
+        if barrier is not None:
+            barrier.abandon()
+        if engine is not None:
+            engine.leave()
+        raise
+
+
 def write_shared(
     ranks: Ranks,
     prompts: Sequence[EncodedPrompt],
     write: Callable[[list[EncodedPrompt]], list[SampleGroup]],
     barrier: WriterBarrier | None = None,
+    engine: InStep | None = None,
 ) -> list[SampleGroup]:
     """What `write` makes of `prompts`, of which it is given this rank's; the same on all ranks, in the order
-    of the prompts. They wait for each other at `barrier`, if one may stop before it has written.
+    of the prompts. They wait for each other at `barrier`, if one may stop before it has written; `engine` is
+    what `write` writes with, of which ranks may share the model.
 
     Raises `RanksError` if a rank fails to write its own.
     """
@@ -379,12 +399,8 @@ def write_shared(
         return write(list(prompts))
     mine = ranks.shard(prompts)
     known = {prompt.uid: prompt for prompt in prompts}
-    try:
+    with in_step(engine, barrier):
         groups = write(mine) if mine else []
-    except BaseException:
-        if barrier is not None:
-            barrier.abandon()
-        raise
     if barrier is not None:
         barrier.wait()
     said = ranks.gather(encode_groups(groups, known), "the responses of a batch")

@@ -318,6 +318,22 @@ class Returning(Protocol):
         ...
 
 
+@runtime_checkable
+class InStep(Protocol):
+    """What writes with a model that ranks share: none of them makes a pass without the others."""
+
+    def drain(self) -> None:
+        """Nothing is left to write here: make the passes that others need, until nobody has anything left.
+
+        Raises `RanksError` if one of them has stopped.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Nothing more is written here, whatever is left: let nobody wait for this rank."""
+        ...
+
+
 class EnginePool:
     """Engines by index, with the health of each. A single engine without a time-out runs in the caller's
     thread; otherwise each has its own while it is at work.
@@ -385,6 +401,18 @@ class EnginePool:
     def has_other(self, index: int) -> bool:
         """Whether there is an engine beside `index`, or a new one in its place, that may yet serve."""
         return self.policy.revive is not None or any(i != index for i in self._alive())
+
+    def drain(self) -> None:
+        """See `InStep`; for engines that hold whole models there is nothing to do."""
+        for engine in self.engines:
+            if isinstance(engine, InStep):
+                engine.drain()
+
+    def leave(self) -> None:
+        """See `InStep`."""
+        for engine in self.engines:
+            if isinstance(engine, InStep):
+                engine.leave()
 
     def pause(self) -> None:
         """Stop sampling everywhere, between two chunks."""

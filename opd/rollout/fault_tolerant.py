@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from opd.errors import OpdError, RolloutError
+from opd.errors import OpdError, RanksError, RolloutError
 from opd.protocols import RolloutEngine, TokenLog
 from opd.rollout.engine_pool import (
     DEFAULT_POLICY,
@@ -237,7 +237,8 @@ class Dispatch:
         self._let_go(call)
         uids = list(call.open)
         self._counters["interrupted_requests"] += len(uids)
-        if isinstance(error, RolloutError) and not self._pool.has_other(call.engine):
+        # What refuses once does so again, and ranks that are out of step stay so.
+        if isinstance(error, RolloutError | RanksError) and not self._pool.has_other(call.engine):
             self._give_up([*uids, *self._pending], error)
             return
         self._pending.extendleft(reversed(uids))
@@ -375,12 +376,27 @@ class FaultTolerantRollout(Streaming):
                 raise RolloutError("the engine is paused; call resume() before the next chunk.")
             try:
                 chunk = self._dispatch.step()
+            except RanksError:
+                self._check_asked()
+                raise
             finally:
                 if not self._dispatch.busy:
                     self._count_work()
             if chunk is not None:
                 return chunk
         return None
+
+    def drain(self) -> None:
+        """See `EnginePool.drain`. Raises `PreemptedError` too."""
+        try:
+            self._pool.drain()
+        except RanksError:
+            self._check_asked()
+            raise
+
+    def leave(self) -> None:
+        """See `EnginePool.leave`."""
+        self._pool.leave()
 
     def abort(self, uids: Collection[str]) -> None:
         """Let these go; they stay open in the log."""
@@ -449,6 +465,11 @@ class FaultTolerantRollout(Streaming):
         before, self._counted = self._counted, self._count_engines()
         grown = {name: count - before[name] for name, count in self._counted.items()}
         self.counters.update({name: count for name, count in grown.items() if count > 0})
+
+    def _check_asked(self) -> None:
+        """Another rank has stopped: raise `PreemptedError` if the whole run was asked to."""
+        if self._preemption is not None:
+            self._preemption.check()
 
     def _between_steps(self) -> None:
         asked = self._preemption

@@ -10,7 +10,8 @@ hidden size, `H` query heads, `Hkv` key-value heads, `d` head size, `L` cached p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from opd.errors import ModelError
 from opd.kernels.head import Head
 from opd.kernels.projection import DecodeWeight, wide_product
 from opd.models.attention import AttentionCall, PackedAttention
-from opd.models.causal_lm import CausalLM, held_bytes
+from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes
 from opd.rollout.batch import RunningBatch
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
 from opd.rollout.sampling import sample
@@ -403,7 +404,10 @@ class KeptPrompt:
 
 
 class Runner:
-    """Runs the model against the cache. Everything happens under `torch.inference_mode`."""
+    """Runs the model against the cache. Everything happens under its `guard`."""
+
+    guard: Callable[[], AbstractContextManager[object]] = torch.inference_mode
+    """What keeps gradients away."""
 
     def __init__(
         self,
@@ -443,6 +447,22 @@ class Runner:
             self.lean.drop()
         self.head = None
         self.model.vacate()
+
+    def receive(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest) -> None:
+        """Copy new `weights` in place; `held` is given what is here then. Raises `ModelError` if they are of
+        another form.
+        """
+        self.model.load_weights(weights, held)
+
+    def origin(self) -> str:
+        """The digest of the weights that compute keys and values."""
+        return self.model.digest()
+
+    def drain(self) -> None:
+        """There is nobody whose passes this one has to make."""
+
+    def leave(self) -> None:
+        """There is nobody who waits for this one."""
 
     def resident(self) -> dict[str, int]:
         """Bytes that weights, with the copies that decode makes of them, and keys and values take now."""
@@ -488,11 +508,19 @@ class Runner:
 
     def draw(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
         """Token ids [B] int64 and log-probabilities [B] float32 that follow the `hidden` states [B, D]."""
-        assert self.head is not None  # nobody decodes asleep
-        logits = self.head.logits(hidden)
+        logits = self.logits(hidden)
         uniforms = torch.from_numpy(batch.uniforms()).to(logits.device)
         ids, logprobs = sample(logits, uniforms, batch.plan(logits.device))
         return ids.cpu().numpy(), logprobs.cpu().numpy()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[B, V] of what `passed` has given."""
+        assert self.head is not None  # nobody decodes asleep
+        return self.head.logits(hidden)
+
+    def passed(self, compute: Callable[[], Tensor]) -> Tensor:
+        """What `compute`, a pass of the model, gives: hidden states [B, D] that predict the next tokens."""
+        return compute()
 
     def forward(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
         """[B, D] of one new token for each of the first slots: `ids` and `positions` [B] int64 on the device.
@@ -501,7 +529,7 @@ class Runner:
         attention = DecodeAttention(self.cache, positions, span)
         if self.lean is not None:
             return self.lean.step(ids, self.cache, attention)
-        return self.model.run(ids, positions, attention)
+        return self.passed(lambda: self.model.run(ids, positions, attention))
 
     def prefill(self, batch: RunningBatch, start: int, upcoming: bytes | None) -> Tensor:
         """[R, D]: compute all known tokens of the slots `start ... batch.size`; one row per slot.
@@ -555,11 +583,12 @@ class Runner:
         order = None if self.lean is None else self.lean.key_order
         attention = PrefillAttention(self.cache, lengths, places, start + first, order)
         positions = np.concatenate([np.arange(length) for length in lengths])
-        hidden = self.model.run(self._tensor(np.concatenate(chosen)), self._tensor(positions), attention)
+        ids, places_of_ids = self._tensor(np.concatenate(chosen)), self._tensor(positions)
+        rows = self._tensor((np.cumsum(lengths) - 1)[places])
+        hidden = self.passed(lambda: self.model.run(ids, places_of_ids, attention)[rows])
         self.prefilled_tokens += tokens
         self._check_layers()
-        last = np.cumsum(lengths) - 1
-        return stop, hidden[self._tensor(last[places])]
+        return stop, hidden
 
     def _check_layers(self) -> None:
         expected = self.model.config.get_text_config().num_hidden_layers

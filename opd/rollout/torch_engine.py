@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,6 +19,7 @@ from opd.rollout.forward import Runner
 from opd.rollout.graphs import StaticRunner
 from opd.rollout.kv_cache import Origin, PromptKV, kv_budget, pack, unpack
 from opd.rollout.sampling import check_finite
+from opd.rollout.sharded import ShardedRunner, Sharing
 from opd.rollout.streams import Streaming
 from opd.types import Chunk, RolloutRequest
 
@@ -43,11 +44,12 @@ class TorchEngine(Streaming):
         version: int = 0,
         lean: bool | None = None,
         settings: DecodeConfig | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """`max_running`: requests decoded together. `max_sequence`: prompt plus response tokens of a request,
         at most the model's own `positions_of`. `vocab_size`: sample from the first ids only (a
         model's head may be padded beyond its tokenizer). `lean`: force the lean decoder on or off; `None`
-        chooses. `settings`: `runtime.decode` of a recipe.
+        chooses. `settings`: `runtime.decode` of a recipe. `sharing`: the ranks over which `model` is cut.
         """
         if max_running < 1 or max_sequence < 2:
             raise RolloutError(
@@ -64,8 +66,10 @@ class TorchEngine(Streaming):
             positions=kv_budget(settings.kv_cache_mb, model.device) // token_bytes,
             token_bytes=token_bytes,
         )
-        runner = Runner
-        if model.device.type == "cuda":
+        runner: Callable[..., Runner] = Runner
+        if sharing is not None:
+            runner = partial(ShardedRunner, sharing=sharing)
+        elif model.device.type == "cuda":
             runner = partial(StaticRunner, captures=settings.cuda_graphs)
         self._runner: Runner = runner(model, vocab_size, lean=lean, positions=self._limits.positions)
         self._version = version
@@ -130,7 +134,7 @@ class TorchEngine(Streaming):
             return None
         begin, steps = time.monotonic(), []
         try:
-            with torch.inference_mode():
+            with self._runner.guard():
                 self._make_room()
                 while not steps or (
                     time.monotonic() - begin < self.chunk_seconds and (self._batch.size or self._queue)
@@ -149,8 +153,16 @@ class TorchEngine(Streaming):
         gone = set(uids)
         self._queue.drop(gone)
         if rows := [row for row, uid in enumerate(self._batch.uids) if uid in gone]:
-            with torch.inference_mode():
+            with self._runner.guard():
                 self._remove(rows)
+
+    def drain(self) -> None:
+        """Make the passes that other ranks of a model that is cut over them need, until none has work."""
+        self._runner.drain()
+
+    def leave(self) -> None:
+        """Tell those ranks that this one makes no more passes."""
+        self._runner.leave()
 
     def pause(self) -> None:
         """Stop sampling; requests in flight stay where they are, and `step` raises until `resume`."""
@@ -180,7 +192,7 @@ class TorchEngine(Streaming):
             )
         asleep = self.asleep
         try:
-            self.model.load_weights(weights, held := WeightsDigest(quick=True))
+            self._runner.receive(weights, held := WeightsDigest(quick=True))
             asleep = False
         finally:
             # Even a refused tensor leaves those before it copied: nothing computed earlier is valid any more.
@@ -256,7 +268,7 @@ class TorchEngine(Streaming):
             raise RolloutError(f"requests are being decoded; call pause() before {verb}().")
 
     def _origin(self) -> Origin:
-        return Origin(self.model.digest(), self._version, self._runner.lean is not None)
+        return Origin(self._runner.origin(), self._version, self._runner.lean is not None)
 
     def _make_room(self) -> None:
         """Lay slots and cache out for those that have come: for them alone, or beside what is running."""

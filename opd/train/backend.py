@@ -25,6 +25,7 @@ from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, held_bytes, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
+from opd.models.sharded import Root
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece, shape_of
 from opd.train.offload import Shelf
@@ -515,6 +516,9 @@ class TorchBackend(WholeModelBackend):
         data: The ranks that share the samples.
     """
 
+    root: Root | None = None
+    """Inside whose forward the weights are whole, where they are cut over ranks."""
+
     def __init__(self, model: CausalLM, training: Training, data: Ranks | None = None) -> None:
         super().__init__(model, training, data)
         self._parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
@@ -619,13 +623,19 @@ def layer_memory(batch: BatchConfig) -> LayerMemory:
 
 @torch.no_grad()
 def response_logprobs(
-    model: CausalLM, samples: Sequence[Sample], temperature: float, batch: BatchConfig
+    model: CausalLM,
+    samples: Sequence[Sample],
+    temperature: float,
+    batch: BatchConfig,
+    run: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute(),
 ) -> list[np.ndarray]:
-    """`[R]` float32 log-probabilities of each sample's response under `model`, at `temperature`."""
+    """`[R]` float32 log-probabilities of each sample's response under `model`, at `temperature`; `run`: runs
+    each pass, in which the weights have to be whole.
+    """
 
     def one_pass(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
         hidden = model.hidden(input_ids, position_ids, cu_seqlens, layer_memory(batch))[rows]
         targets = input_ids[rows + 1]
         return linear_logprobs(hidden, model.head(), targets, temperature=temperature, chunk=batch.kl_chunk)
 
-    return of_packed(samples, batch.max_tokens, model.device, one_pass)
+    return of_packed(samples, batch.max_tokens, model.device, lambda *packed: run(lambda: one_pass(*packed)))

@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from opd.config.train import TrainConfig
 from opd.errors import MissingExtraError
 from opd.models.causal_lm import CausalLM
-from opd.models.sharded import Stored, need_room, own_tensors, read_together, replace_empty, width_of
+from opd.models.sharded import (
+    Root,
+    Stored,
+    layers_of,
+    need_room,
+    own_tensors,
+    read_together,
+    replace_empty,
+    width_of,
+)
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece, copied, part_of
 from opd.train.backend import (
@@ -35,7 +44,6 @@ from opd.train.backend import (
     not_finite,
     optimizer_fields,
 )
-from opd.train.fsdp_backend import Root, layers_of
 
 
 def deepspeed_library() -> ModuleType:

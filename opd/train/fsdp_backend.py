@@ -14,14 +14,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from opd.errors import ModelError
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
-from opd.models.sharded import fill, local_part, whole
+from opd.models.sharded import cut, local_part, whole
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece, copied, part_of, shape_of
 from opd.train.backend import Read, Saved, State, TorchBackend, Training, cost_of, optimizer_fields, state_of
@@ -30,32 +27,6 @@ from opd.train.plan import context_size, divisors
 from opd.train.shared_sequences import SharedSequences, context_of
 from opd.train.terms import MetricSums
 from opd.types import Sample
-
-
-class Root(nn.Module):
-    """Runs a function in place of a forward.
-
-    The loss reads the head's weight itself, outside of any module's forward; FSDP2 and ZeRO-3 gather
-    weights only around one. Inside this one those of `module` that belong to no layer are whole.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
-        return compute()
-
-
-def layers_of(model: CausalLM) -> list[nn.Module]:
-    """The decoder's layers. Raises `ModelError` if it has no list of them."""
-    lists = [part for part in model.decoder.children() if isinstance(part, nn.ModuleList)]
-    if len(lists) != 1:
-        raise ModelError(
-            f"{type(model.decoder).__name__} has {len(lists)} lists of layers, so its weights cannot be"
-            " sharded layer by layer; train it with one rank."
-        )
-    return list(lists[0])
 
 
 class FSDPBackend(TorchBackend):
@@ -75,30 +46,14 @@ class FSDPBackend(TorchBackend):
     ) -> None:
         self._dtype = compute_dtype or model.dtype
         self._sharding = data
-        self._root = Root(model.module)
-        empty = model.unread is not None
-        mesh = init_device_mesh(model.device.type, (data.size,))
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        for part in [*layers_of(model), self._root]:
-            fully_shard(part, mesh=mesh, mp_policy=policy)
-        if empty:
-            fill(model, data)
-            self._try(model)
+        self.root = cut(model, data, compute_dtype)
         super().__init__(model, training, data)
-
-    @torch.no_grad()
-    def _try(self, model: CausalLM) -> None:
-        """Check the model, now that it has weights; all ranks compute the same."""
-        with self._sharding.naming_the_lost("the first pass of a model"):
-            self._root(model.check)
-        assert isinstance(self._root, FSDPModule)  # which `fully_shard` has made it
-        self._root.reshard()
 
     def _own_weights(self) -> Iterable[Tensor]:
         return ()  # FSDP2 knows where its parts lie
 
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
-        return self._root(compute)
+        return self.root(compute)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         del last

@@ -21,6 +21,7 @@ from opd.pipelines.stages.precision import (
     model_dtype,
     some_weights,
 )
+from opd.pipelines.stages.room import is_cut
 from opd.storage.object_store import folder_of
 
 _ACTIVATIONS = 17
@@ -131,10 +132,11 @@ def _grpo(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Part
 
 def _frozen(recipe: Recipe, student: Shape, kept: bool) -> Parts:
     """The model that a stage began as, once, where `evaluation.base_kl_every` or a reference (`kept`) needs
-    it.
+    it; of several ranks each has its share.
     """
     held = kept or recipe.evaluation.base_kl_every > 0
-    return {"frozen copy of the start": student.parameters * WIDTH[model_dtype(recipe)]} if held else {}
+    size = student.parameters * WIDTH[model_dtype(recipe)] // (recipe.train.ranks or 1)
+    return {"frozen copy of the start": size} if held else {}
 
 
 _TOKEN, _SAMPLE = 13, 2000
@@ -207,13 +209,17 @@ def _training(recipe: Recipe, student: Shape, batch: BatchConfig, lora: bool) ->
     # An engine that is sent adapters keeps the layers they belong to twice, as they were and merged.
     received = student.adapted + student.adapters if lora else 0
     weights, gradients, moments = _sharing(recipe)
+    ranks, copy = recipe.train.ranks or 1, (student.parameters + received) * width
+    engine = {"engine copy": copy, **engine_parts(recipe, student)}
+    if is_cut(recipe, ranks, student.parameters * width):  # it is the trainer's, and has no other form
+        of_its_own = 0 if recipe.train.backend == "torch" else copy // ranks
+        engine = {"engine copy": of_its_own, "KV cache": engine["KV cache"]}
     return {
         "weights": (learns * own + (student.parameters * width if lora else 0)) // weights,
         f"copies in {model_dtype(recipe)}": _copies(recipe, student, learns, width),
         "gradients": learns * own // gradients,
         "AdamW": 2 * learns * own // moments,
-        "engine copy": (student.parameters + received) * width,
-        **engine_parts(recipe, student),
+        **engine,
         "activations": batch.max_tokens * student.layers * student.hidden_size * _ACTIVATIONS * width,
     }
 

@@ -9,9 +9,17 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from opd.models.causal_lm import CausalLM
-from opd.models.hf_folder import read_config
+from opd.models.hf_folder import check_folder, read_config
+from opd.models.sharded import stored_weights
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.student import Writer, load_model, make_writer, stop_strings
+from opd.pipelines.stages.student import (
+    Writer,
+    behind_stops,
+    load_model,
+    make_writer,
+    open_engine,
+    stop_strings,
+)
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.weight_sync import Weights, sync_weights
 
@@ -63,18 +71,19 @@ class Engines:
         Raises `RolloutError` where the recipe's engine does not hold what it was given.
         """
         recipe = self.context.recipe
-        model = load_model(recipe, path, tokenizer=self.tokenizer)
         if self.context.helpers is None:
-            return make_writer(recipe, model, self.tokenizer), {"engine": HERE}
+            return self._here(path), {"engine": HERE}
+        model = load_model(recipe, path, tokenizer=self.tokenizer, empty=True)
         other = self._difference(path, model)
         if other is not None:
             why = f"{other} is not the student's, so {self.name} cannot hold it"
-            return make_writer(recipe, model, self.tokenizer), {"engine": HERE, "engine_why": why}
+            return self._here(path), {"engine": HERE, "engine_why": why}
         if self._elsewhere is None:
             stops = stop_strings(recipe, self.tokenizer)
             self._elsewhere = FaultTolerantRollout(self.context.helpers.writers(self.student), stops=stops)
         self._version = max(self._version, self._elsewhere.policy_version) + 1
-        sync_weights(self._elsewhere, model.weights(), self._version)
+        check_folder(path)  # what is walked is what its digests say
+        sync_weights(self._elsewhere, stored_weights(model), self._version)
         return self._elsewhere, {"engine": self.name}
 
     def given(self, weights: Weights) -> Writer:
@@ -93,10 +102,18 @@ class Engines:
         sync_weights(self._given, weights, self._version)
         return self._given
 
+    def _here(self, path: Path) -> Writer:
+        """In this process, together with the other ranks."""
+        recipe = self.context.recipe
+        engine = open_engine(recipe, path, self.context.ranks, self.tokenizer)
+        return behind_stops(recipe, engine, self.tokenizer)
+
     def _difference(self, path: Path, model: CausalLM) -> str | None:
         """What of the model's form is not the student's; `None` where all is."""
         if not self._form:
-            student = model if path == self.student else load_model(self.context.recipe, self.student)
+            student = model
+            if path != self.student:
+                student = load_model(self.context.recipe, self.student, empty=True)
             self._form = _form(self.student, student)
         own = _form(path, model)
         return next((key for key in {**self._form, **own} if self._form.get(key) != own.get(key)), None)

@@ -18,6 +18,7 @@ from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.student import Student, ways_of
 from opd.ranks import Ranks
 from opd.rollout.collect import EncodedPrompt, Generates, Way, write_shared
+from opd.rollout.engine_pool import InStep
 from opd.types import Sample, SampleGroup, Status
 
 CORRECT_ABOVE = 0.5
@@ -107,7 +108,10 @@ def answered(
     """
     ranks = ranks or Ranks()
     groups = write_shared(
-        ranks, prompts, lambda mine: way.generate(engine, mine, samples, way.sampling, seed)
+        ranks,
+        prompts,
+        lambda mine: way.generate(engine, mine, samples, way.sampling, seed),
+        engine=engine if isinstance(engine, InStep) else None,
     )
     data.rewards.score_shared(ranks, [sample for group in groups for sample in group.samples])
     return groups

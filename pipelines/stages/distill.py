@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from opd.pipelines.stages.policy_stream import PolicyStream, PolicyTokens
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
 from opd.pipelines.stages.source import Asked, Given, Rollouts, open_source
 from opd.pipelines.stages.stage_rollout import open_log
-from opd.pipelines.stages.student import Student, tokenizer_of
+from opd.pipelines.stages.student import Student, open_frozen, tokenizer_of
 from opd.pipelines.stages.supervised import teacher_samples
 from opd.pipelines.stages.teachers import Teachers, open_schedule, weigh_divergence
 from opd.pipelines.stages.watch import Beginning
@@ -144,8 +145,9 @@ class Distill(Algorithm):
         terms = [*loss_terms(config, self.schedule), self.probe]
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
+        opened = partial(open_frozen, context, start, config.batch)
         # What teachers wrote says nothing of how far the student has come.
-        self._began = None if self._given else Beginning(recipe, start, config.batch)
+        self._began = None if self._given else Beginning(recipe, opened)
         shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
         self._prompts = {name: own.prompts_per_domain for name, own in shares.items()}
         self._rl_coefs = {name: own.rl_coef for name, own in shares.items()}

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from opd.config.rl import GAEAdvantage, SampledTokenK1
 from opd.errors import TrainingError
-from opd.models.causal_lm import CausalLM
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Algorithm, Extent, Plan, Step, Update, train
 from opd.pipelines.stages.policy_stream import Against, PolicyStream
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
 from opd.pipelines.stages.source import Asked, Rollouts, open_source
-from opd.pipelines.stages.student import Student, load_model, tokenizer_of
+from opd.pipelines.stages.student import Student, open_frozen, tokenizer_of
 from opd.pipelines.stages.teachers import Teachers, open_schedule, weigh_divergence
 from opd.pipelines.stages.watch import Beginning
 from opd.rollout.collect import EncodedPrompt
 from opd.train.advantages import build_advantage, keep_groups
-from opd.train.backend import Backend, response_logprobs
+from opd.train.backend import Backend
 from opd.train.distill_terms import build_distill_term
+from opd.train.frozen import Frozen
 from opd.train.loss_weights import policy_scales, weigh
 from opd.train.packing import convert_batch
 from opd.train.shaping import changes_rewards, shape
@@ -74,11 +74,11 @@ class GRPO(Algorithm):
     def __init__(self, context: StageContext, start: Path, domains: Sequence[str], stack: ExitStack) -> None:
         recipe, config = context.recipe, context.recipe.specialist
         self.config, self.optim, self.stage = config, config.optim, context.stage
-        self.reference: CausalLM | None = None
+        self.reference: Frozen | None = None
         self._penalty: ReferenceTerm | None = None
         terms: list[LossTerm] = [PolicyTerm(config.policy_loss, config.entropy_coef)]
         if config.reference_kl.coef:
-            self.reference = load_model(recipe, start)
+            self.reference = open_frozen(context, start, config.batch)
             if config.reference_kl.placement == "loss":
                 self._penalty = ReferenceTerm(config.reference_kl)
                 terms.append(self._penalty)
@@ -94,7 +94,7 @@ class GRPO(Algorithm):
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self._critic = self._open_critic(context, start)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
-        self._began = Beginning(recipe, start, config.batch, self.reference)
+        self._began = Beginning(recipe, lambda: self.reference or open_frozen(context, start, config.batch))
         self._shapes, self._cut = changes_rewards(config.shaping), False
         self._domains, self._recipe, self._rollout = list(domains), recipe, recipe.rollout
         self._choice: PromptChoice | None = None
@@ -249,7 +249,7 @@ class GRPO(Algorithm):
 
     def _reference_logprobs(self, samples: Sequence[Sample]) -> list[Any]:
         assert self.reference is not None
-        return response_logprobs(self.reference, samples, self.student.backend.temperature, self.config.batch)
+        return self.reference.logprobs(samples, self.student.backend.temperature)
 
     def _update(
         self, samples: StepSamples, part: list[Sample], stream: PolicyStream, rewarded: set[str]

@@ -27,7 +27,7 @@ from opd.pipelines.stages.sample_files import (
 from opd.pipelines.stages.samples import Home, StepSamples
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks, path_of_rank
-from opd.rollout.collect import EncodedPrompt, Generates, collect, stream, write
+from opd.rollout.collect import EncodedPrompt, Generates, collect, in_step, stream, write
 from opd.rollout.rewards import RewardRunner
 from opd.rollout.streams import More, noting, several
 from opd.storage.trajectories import TrajectoryUnion
@@ -115,16 +115,13 @@ class DiskHome(Home):
         """
         student = self._student
         mine = prompts if student.writing.alone else student.writing.shard(prompts)
-        try:
+        with in_step(student.writer, student.barrier):
             streamed: list[EncodedPrompt] = []
             own: list[EncodedPrompt] = []
             for prompt in mine:
                 (streamed if student.ways[prompt.domain].generate is collect else own).append(prompt)
             self._stream(engine, streamed, size, index)
             self._generate(engine, own, size, index)
-        except BaseException:
-            student.barrier.abandon()  # the others need not wait for this rank's share
-            raise
         student.barrier.wait()
         groups = []
         for prompt in mine:

@@ -17,10 +17,11 @@ from opd.errors import writing
 from opd.models.adapters import AdaptedLM, MergingLM, save_adapted
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.models.checkpoint import MAX_SHARD_BYTES, save_checkpoint
-from opd.models.sharded import open_empty, put_in_file
+from opd.models.sharded import cut, open_empty, own_parts, put_in_file
 from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.precision import model_dtype
+from opd.pipelines.stages.room import cuts_engines
 from opd.pipelines.stages.stage_rollout import StageRollout, open_rollout
 from opd.progress import doing
 from opd.protocols import Resident, Sleeps
@@ -38,10 +39,12 @@ from opd.rollout.collect import (
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.ledger import StopStrings
+from opd.rollout.sharded import Sharing
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights
 from opd.train.backend import Backend, TorchBackend, Training
 from opd.train.backends import Load, open_backend
+from opd.train.frozen import Frozen
 from opd.train.terms import LossTerm
 from opd.types import SampleGroup, SamplingParams
 
@@ -158,8 +161,8 @@ def episodes_of(
     return Episodes(config, domain, tokenizer, recipe.model.chat_template_kwargs, log)
 
 
-def make_engine(recipe: Recipe, model: CausalLM) -> TorchEngine:
-    """An embedded engine around `model`, which it owns from then on."""
+def make_engine(recipe: Recipe, model: CausalLM, sharing: Sharing | None = None) -> TorchEngine:
+    """An embedded engine around `model`, which it owns from then on; `sharing`: over whom that is cut."""
     rollout = recipe.rollout
     engine = TorchEngine(
         model,
@@ -167,6 +170,7 @@ def make_engine(recipe: Recipe, model: CausalLM) -> TorchEngine:
         max_sequence=rollout.max_sequence,
         vocab_size=model.vocabulary,
         settings=recipe.runtime.decode,
+        sharing=sharing,
     )
     # What is decoded after a stop string, which the engine does not know, is decoded in vain.
     engine.chunk_seconds = 0.0 if rollout.stop else CHUNK_SECONDS
@@ -186,8 +190,25 @@ Writer = TorchEngine | FaultTolerantRollout
 
 def make_writer(recipe: Recipe, model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Writer:
     """An embedded engine around `model` that also knows the recipe's stop strings."""
-    engine, stops = make_engine(recipe, model), stop_strings(recipe, tokenizer)
+    return behind_stops(recipe, make_engine(recipe, model), tokenizer)
+
+
+def behind_stops(recipe: Recipe, engine: TorchEngine, tokenizer: PreTrainedTokenizerBase) -> Writer:
+    """`engine`, and before it what knows the recipe's stop strings."""
+    stops = stop_strings(recipe, tokenizer)
     return engine if stops is None else FaultTolerantRollout([engine], stops=stops)
+
+
+def open_engine(
+    recipe: Recipe, path: Path, ranks: Ranks, tokenizer: PreTrainedTokenizerBase | None = None
+) -> TorchEngine:
+    """An embedded engine around the model in `path`, which all `ranks` open together: each around a copy of
+    its own, or around one that is cut over them (`cuts_engines`).
+    """
+    if not cuts_engines(recipe, path, ranks):
+        return make_engine(recipe, load_model(recipe, path, tokenizer=tokenizer))
+    model = load_model(recipe, path, tokenizer=tokenizer, empty=True)
+    return make_engine(recipe, model, Sharing(cut(model, ranks), ranks.new_group("engine")))
 
 
 def embedded(recipe: Recipe, path: Path, adapters: bool = True) -> EnginePool:
@@ -196,6 +217,12 @@ def embedded(recipe: Recipe, path: Path, adapters: bool = True) -> EnginePool:
     """
     model = load_model(recipe, path)
     return EnginePool([make_engine(recipe, receiving(recipe, model) if adapters else model)])
+
+
+def open_frozen(context: StageContext, path: Path, batch: BatchConfig) -> Frozen:
+    """The model in `path` as it is, of which each rank of the stage holds its share."""
+    ranks = context.ranks
+    return Frozen(load_model(context.recipe, path, empty=not ranks.alone), batch, ranks)
 
 
 @dataclass(slots=True)
@@ -226,6 +253,8 @@ class Student:
     """Whether the engine gives its memory back while there is nothing to write."""
     logged: dict[str, Way] | None = None
     """`ways`, for responses of that engine."""
+    shared: bool = False
+    """Whether the engine writes with the very weights that are trained, of which each rank has its share."""
 
     @classmethod
     def open(
@@ -245,7 +274,11 @@ class Student:
         backend = context.closing.enter_context(opened)
         writing = ranks.new_group(f"{context.stage}/rollouts")
         adapters = recipe.model.lora is not None
-        writers = embedded(recipe, path) if helpers is None else helpers.writers(path, adapters)
+        shared, writers = False, None if helpers is None else helpers.writers(path, adapters)
+        if writers is None and cuts_engines(recipe, path, ranks):
+            engine, shared = _on_shares(recipe, path, backend, ranks)
+            writers = EnginePool([engine])
+        writers = writers or embedded(recipe, path)
         backend.measured = context.memory.sample
         for held in (backend, *writers.engines):
             if isinstance(held, Resident):
@@ -266,6 +299,7 @@ class Student:
             stops,
             sleeps=recipe.runtime.offload.engine,
             plain=recipe.rollout.engine.type == "sglang",
+            shared=shared,
         )
 
     def open_rollouts(self, context: StageContext, stack: ExitStack) -> StageRollout:
@@ -294,6 +328,7 @@ class Student:
             prompts,
             lambda mine: write(engine, mine, group_size, self.logged or self.ways, self.seed),
             self.barrier,
+            self.writer,
         )
 
     def start(self, step: int) -> None:
@@ -310,7 +345,10 @@ class Student:
         Raises `RolloutError` if the engine does not hold what was sent.
         """
         self.backend.rest(weights=False)
-        weights = self.backend.plain_weights() if self.plain else self.backend.weights()
+        if self.shared:
+            weights = own_parts(self.backend.model)
+        else:
+            weights = self.backend.plain_weights() if self.plain else self.backend.weights()
         sync_weights(self.writer, weights, version)
         self.backend.measured()  # both have weights now
         self.backend.rest()
@@ -334,14 +372,22 @@ class Student:
                 pass  # all ranks gather them together
             return ""
         model = self.load(None, empty=True)
-        if isinstance(model, AdaptedLM) and model.unread is not None:
-            model = self.load(None)  # adapters are merged with a base that is there
         if model.unread is not None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with writing(folder):
-                put_in_file(model, folder.parent)
+                put_in_file(model, folder.parent, read=isinstance(model, AdaptedLM))  # of its base
         model.load_weights(self.backend.weights())
         return save_trained(model, self.tokenizer, folder, card, EXPORTED_BYTES)
+
+
+def _on_shares(recipe: Recipe, path: Path, backend: Backend, ranks: Ranks) -> tuple[TorchEngine, bool]:
+    """An engine around a student that is cut over `ranks`, and whether it is the very one that `backend`
+    trains: of one that is cut otherwise than by FSDP2 it is a copy.
+    """
+    if not isinstance(backend, TorchBackend) or backend.root is None:
+        return open_engine(recipe, path, ranks), False
+    sharing = Sharing(backend.root, ranks.new_group("engine"), own=False)
+    return make_engine(recipe, backend.model, sharing), True
 
 
 def adapted(recipe: Recipe, model: CausalLM, path: Path, dtype: str | None = None) -> CausalLM:
@@ -368,10 +414,12 @@ def save_trained(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     card: dict[str, Any],
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
 ) -> str:
-    """Write the Hugging Face folder, adapters merged and kept beside; returns the digest of its weights."""
+    """Write the Hugging Face folder, adapters merged and kept beside; returns the digest of its weights. With
+    `max_shard_bytes` in files of so many, and of what adapters are merged into not much more is in memory.
+    """
     if isinstance(model, AdaptedLM):
-        return save_adapted(model, tokenizer, folder, card)
-    save_checkpoint(model, tokenizer, folder, card, max_shard_bytes=max_shard_bytes)
+        return save_adapted(model, tokenizer, folder, card, max_shard_bytes)
+    save_checkpoint(model, tokenizer, folder, card, max_shard_bytes=max_shard_bytes or MAX_SHARD_BYTES)
     return model.digest()

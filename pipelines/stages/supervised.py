@@ -27,10 +27,10 @@ from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.source import Given
 from opd.pipelines.stages.stage_rollout import TimedLog, open_log, tolerant
-from opd.pipelines.stages.student import Student, load_model, make_engine, make_writer, ways_of
+from opd.pipelines.stages.student import Student, behind_stops, open_engine, ways_of
 from opd.pipelines.stages.teachers import whole_teacher
 from opd.progress import doing
-from opd.rollout.collect import Generates, write, write_shared
+from opd.rollout.collect import write, write_shared
 from opd.rollout.engine_pool import EnginePool
 from opd.teachers.schedule import Route, Router
 from opd.train.backend import learning_rate
@@ -125,10 +125,10 @@ def _written_by(
     recipe = context.recipe
     config, router = recipe.distill, Router.from_recipe(recipe)
     path = whole_teacher(context, teacher)
-    model = load_model(recipe, path, tokenizer=student.tokenizer)
-    engine: Generates = make_writer(recipe, model, student.tokenizer)
+    own = open_engine(recipe, path, context.ranks, student.tokenizer)
+    engine = behind_stops(recipe, own, student.tokenizer)
     if log is not None:
-        engine = tolerant(context, EnginePool([make_engine(recipe, model)]), log, student.stops)
+        engine = tolerant(context, EnginePool([own]), log, student.stops)
     ways = ways_of(recipe, student.tokenizer, teacher=path)
     for domain in recipe.domains:
         count = recipe.for_domain(domain).distill.prompts_per_domain
@@ -143,6 +143,7 @@ def _written_by(
                 prompts,
                 lambda mine: write(engine, mine, config.samples_per_prompt, ways, recipe.seed),
                 student.barrier,
+                engine,
             )
         for group in groups:
             yield int(group.uid.rsplit("/", 1)[1]) // count, group

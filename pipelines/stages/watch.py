@@ -10,26 +10,23 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from opd.config import BatchConfig, Recipe
+from opd.config import Recipe
 from opd.config.watch import Condition, RuleConfig, covers
 from opd.errors import TrainingError
 from opd.metrics import FlagsWriter, read_metrics, row_of
-from opd.models.causal_lm import CausalLM
 from opd.pipelines.commands.ending import again
 from opd.pipelines.records.settings import ACCEPT_SETTINGS
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.samples import StepSamples
-from opd.pipelines.stages.student import load_model
 from opd.redact import redact
-from opd.train.backend import response_logprobs
+from opd.train.frozen import Frozen
 from opd.types import Sample
 
 _log = logging.getLogger(__name__)
@@ -260,16 +257,13 @@ class Beginning:
 
     Args:
         recipe: Says how often that is measured, if at all.
-        start: Where it lies; it is loaded if it is asked for and not `loaded`.
-        batch: How samples are packed.
+        open_model: Reads it, if it is asked for.
     """
 
-    def __init__(
-        self, recipe: Recipe, start: Path, batch: BatchConfig, loaded: CausalLM | None = None
-    ) -> None:
-        self._every, self._batch = recipe.evaluation.base_kl_every, batch
+    def __init__(self, recipe: Recipe, open_model: Callable[[], Frozen]) -> None:
+        self._every = recipe.evaluation.base_kl_every
         self._temperatures = {name: recipe.for_domain(name).rollout.temperature for name in recipe.domains}
-        self._model = load_model(recipe, start) if self._every and loaded is None else loaded
+        self._model = open_model() if self._every else None
 
     def measure(self, step: StepSamples, index: int) -> dict[str, float]:
         """`base_kl` of every so many steps: over the tokens of `step`, which are dealt out, the mean of how
@@ -292,8 +286,8 @@ class Beginning:
     def _logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         assert self._model is not None  # else nothing is measured
         found: dict[str, np.ndarray] = {}
-        for heat in dict.fromkeys(self._temperatures[sample.domain] for sample in samples):
+        for heat in sorted(set(self._temperatures.values())):  # ranks in the same order, whatever they have
             own = [sample for sample in samples if self._temperatures[sample.domain] == heat]
-            values = response_logprobs(self._model, own, heat, self._batch)
+            values = self._model.logprobs(own, heat)
             found |= {sample.uid: one for sample, one in zip(own, values, strict=True)}
         return [found[sample.uid] for sample in samples]

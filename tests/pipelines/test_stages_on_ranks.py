@@ -46,9 +46,19 @@ RULES = {
 }
 WATCHED = {"specialist": SPECIALIST | {"checkpoint_every": 50}, "watch": RULES}
 SETS = {"sets": {"longer": {"source": "procedural:add3", "params": {"digits": 4}, "prompts": 9}}}
+SHARDED = {"engine": {"type": "torch", "sharded": True}}
+EVALUATED = {"prompts_per_domain": 20, "every": 2, "curve_prompts": 8}
 TASKS = {
     "specialist": ("specialist-add3", {"specialist": SPECIALIST}),
-    "kit": ("specialist-add3", {"specialist": SPECIALIST | KIT, "storage": {"trajectories": "disk"}}),
+    "kit": (
+        "specialist-add3",
+        {
+            "specialist": SPECIALIST | KIT,
+            "storage": {"trajectories": "disk"},
+            "rollout": SHARDED,
+            "evaluation": EVALUATED | {"base_kl_every": 1},
+        },
+    ),
     "critic": ("specialist-add3", {"specialist": SPECIALIST | PPO | {"opd": {"teacher": "old"}}}),
     "taught": (
         "specialist-add3",
@@ -66,11 +76,15 @@ TASKS = {
         "merge",
         {"distill": MERGE | {"steps": 4}, "rollout": {"schedule": "async", "max_ahead": 2}},
     ),
-    "adapters": ("merge", {"distill": MERGE | {"optim": {"lr": 0.01}}, "lora": {"rank": 4, "alpha": 8}}),
+    "adapters": (
+        "merge",
+        {"distill": MERGE | {"optim": {"lr": 0.01}}, "lora": {"rank": 4, "alpha": 8}, "rollout": SHARDED},
+    ),
     "stopped": ("specialist-add3", WATCHED),
     "goes_on": ("specialist-add3", WATCHED | {"watch": {"slower": RULES["slower"]}}),
     "measured": ("evaluate", {"evaluation": {"prompts_per_domain": 20, "samples_per_prompt": 3, **SETS}}),
     "weights": ("baseline-ties", {"baselines": {"methods": ["ties"], "scales": [0.5, 1.0]}}),
+    "measured together": ("evaluate", {"evaluation": {"prompts_per_domain": 9}, "rollout": SHARDED}),
     "mixed": ("merge", {"distill": MERGE | {"steps": 2}, "lora": {"rank": 4, "alpha": 8}} | MIXED),
 }
 STEPS = {
@@ -104,7 +118,7 @@ def settings(base: Path, changes: dict) -> dict:
             "model": model,
             "rollout": rollout,
             "baselines": {"methods": []},
-            "evaluation": {"prompts_per_domain": 20, "every": 2, "curve_prompts": 8},
+            "evaluation": EVALUATED,
         }
         | given
         | own
@@ -222,6 +236,24 @@ def test_ranks_share_the_prompts_by_which_a_merge_of_weights_is_chosen(ranks, al
     assert not first & second
     assert first
     assert second
+
+
+def test_ranks_that_share_a_model_measure_what_one_does(ranks, alone):
+    """Accuracies by an engine whose model is cut over both, and how far a student has come from its base."""
+    together = "measured together"
+    ours, expected = (
+        json.loads((run / "stages/evaluate/models.json").read_text())["models"]
+        for run in (ranks / together, alone(together))
+    )
+    assert set(expected) == {"base", "teacher:sort", "teacher:add3"}
+    assert ours == expected
+    rows = [
+        read_metrics(run / "stages/specialist-add3/metrics.jsonl") for run in (ranks / "kit", alone("kit"))
+    ]
+    for key in ("base_kl", "reference_kl"):
+        mine, theirs = ([row[key] for row in own if key in row] for own in rows)
+        assert len(mine) >= 2
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", BOUND)

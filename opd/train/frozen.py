@@ -1,0 +1,50 @@
+"""A model that is never trained, for log-probabilities of the student's responses: a reference, or the base.
+
+Of several ranks each holds its share of it, as FSDP2 cuts it, and passes are made together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from opd.config.train import BatchConfig
+from opd.models.causal_lm import CausalLM
+from opd.models.sharded import close_up, cut
+from opd.ranks import Ranks
+from opd.train.backend import response_logprobs
+from opd.train.packing import pieces
+from opd.types import Sample
+
+_WHAT = "the log-probabilities of a frozen model"
+
+
+class Frozen:
+    """`response_logprobs` of `model`, which `ranks` share; all of them make the same calls.
+
+    Args:
+        model: Whole, or without weights (`open_empty`), which are read then.
+        batch: How samples are packed.
+    """
+
+    def __init__(self, model: CausalLM, batch: BatchConfig, ranks: Ranks) -> None:
+        self.model, self._batch, self._ranks = model, batch, ranks
+        self._root = None if ranks.alone else cut(model, ranks)
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+        """`[R]` float32 of each of `samples`, which are this rank's, at `temperature`."""
+        root, batch = self._root, self._batch
+        if root is None:
+            return response_logprobs(self.model, samples, temperature, batch)
+        with self._ranks.collective(_WHAT):
+            own = len(pieces(samples, range(len(samples)), batch.max_tokens, by_teacher=False))
+            missing = self._ranks.max(own, _WHAT) - own
+            found = response_logprobs(self.model, samples, temperature, batch, root)
+            for _ in range(missing):
+                ids = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+                root(lambda ids=ids: self.model.hidden(ids, ids, [0, 1]))
+        close_up(root)
+        return found
