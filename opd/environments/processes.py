@@ -205,7 +205,7 @@ def _serve(kind: str) -> None:
     # What a library prints is no answer.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    made: Callable[..., Any] = import_attribute(BUILT_IN[kind], "environment.type", ConfigError)
+    made: Any = import_attribute(BUILT_IN[kind], "environment.type", ConfigError)
     worlds: dict[int, Any] = {}
     for line in iter(lambda: sys.stdin.buffer.readline(MOST_LINE), b""):
         number, world, what, given = json.loads(line)
