@@ -128,7 +128,8 @@ def _failure(told: Any, what: str) -> Exception:
     said = told if isinstance(told, Mapping) else {}
     code, message = str(said.get("code", "")), shown(said.get("message", "no reason"), 300)
     if code == "VALIDATION_ERROR" and what == "step":
-        fields = said.get("errors") if isinstance(said.get("errors"), list) else []
+        errors = said.get("errors")
+        fields = errors if isinstance(errors, list) else []
         why = "; ".join(shown(one.get("msg", ""), 100) for one in fields[:3] if isinstance(one, Mapping))
         return _RefusedError(f"{message}{f' ({why})' if why else ''}")
     hint = ""

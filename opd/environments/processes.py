@@ -170,8 +170,9 @@ class Elsewhere:
 
     async def reset(self, task: Task) -> Any:
         """See `Environment`."""
-        self._worker = await asyncio.get_running_loop().run_in_executor(None, self._pool.take)
-        return await self._worker.call(self._number, "reset", [self._params, asdict(task)])
+        worker = await asyncio.get_running_loop().run_in_executor(None, self._pool.take)
+        self._worker = worker
+        return await worker.call(self._number, "reset", [self._params, asdict(task)])
 
     async def step(self, action: Action) -> Step:
         """See `Environment`."""
