@@ -109,6 +109,11 @@ class TimedLog:
                 self._keep(self.episodes, gone)
                 self.episodes.retire_requests(gone)
 
+    def keep_rest(self) -> None:
+        """A stage ends: what it still knows of episodes is as good as learnt from."""
+        if self.episodes is not None:
+            self._keep(self.episodes, self.episodes.uids())
+
     def _keep(self, episodes: TrajectoryLog, gone: Iterable[str]) -> None:
         """The newest whole episodes of those that go stay in a log of their own."""
         if self._open_kept is None or not self._most:
@@ -202,7 +207,9 @@ def open_log(context: StageContext) -> Iterator[TimedLog | None]:
             place = context.of_rank(context.folder.episodes(context.stage))
             episodes = stack.enter_context(TrajectoryLog(place, **given))
         shown = context.of_rank(context.folder.kept_episodes(context.stage))
-        yield TimedLog(log, episodes, config.keep, lambda: stack.enter_context(open_kept(shown)))
+        timed = TimedLog(log, episodes, config.keep, lambda: stack.enter_context(open_kept(shown)))
+        yield timed
+        timed.keep_rest()
 
 
 def open_kept(folder: Path) -> TrajectoryLog:

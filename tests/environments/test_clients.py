@@ -49,14 +49,15 @@ class Scripted:
 
 
 def test_a_framework_calls_tools_by_its_own_loop_and_becomes_one_exact_sample():
-    pydantic_ai = pytest.importorskip("pydantic_ai")
+    openai, pydantic_ai = pytest.importorskip("openai"), pytest.importorskip("pydantic_ai")
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     weighed = []
 
     async def play(task, url, key):
-        model = OpenAIChatModel("student", provider=OpenAIProvider(base_url=url, api_key=key))
+        client = openai.AsyncOpenAI(base_url=url, api_key=key)
+        model = OpenAIChatModel("student", provider=OpenAIProvider(openai_client=client))
         made = pydantic_ai.Agent(model, instructions="weigh things")
 
         @made.tool_plain
@@ -65,7 +66,8 @@ def test_a_framework_calls_tools_by_its_own_loop_and_becomes_one_exact_sample():
             weighed.append(thing)
             return "12"
 
-        said = await made.run(task.messages[-1]["content"])
+        async with client:
+            said = await made.run(task.messages[-1]["content"])
         return {"reward": float(said.output == ANSWER), "said": said.output}
 
     tok = chatting.tokenizer()
