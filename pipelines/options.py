@@ -114,7 +114,7 @@ _WAL_ACTIONS = {
 
 
 _TRAJECTORY_ACTIONS = {
-    "show": "the episodes that were not learnt from yet, or with --episode all that one did, in its order",
+    "show": "episodes not learnt from yet, and those kept, or with --episode all that one did, in its order",
     "replay": "run the commands of --episode in a fresh sandbox; status 1 and the first that ends otherwise",
 }
 

@@ -4,7 +4,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/install.sh
-install_opd
+install_opd textworld
 [ -e runs/agents-data/tokenizer ] || .venv/bin/python examples/agents/prepare.py runs/agents-data
-export PYTHONPATH="examples/agents${PYTHONPATH:+:$PYTHONPATH}"
 exec .venv/bin/opd run examples/agents/recipe.yaml "$@"

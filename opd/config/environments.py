@@ -12,11 +12,15 @@ BUILT_IN = {
     "tools": "opd.environments.tools:Tools",
     "textworld": "opd.environments.textworld:TextWorld",
     "gymnasium": "opd.environments.gymnasium:Gymnasium",
+    "openenv": "opd.environments.openenv:OpenEnv",
 }
 """Name of a built-in environment -> dotted path of its class."""
+PLAIN = ("textworld", "gymnasium")
+"""Those that compute in Python and keep no log, so that they may be in another process."""
 AGENT = "agent"
 """Name of the environment that is a program of the user's own which asks for the model's turns."""
 ToolFormat = Literal["none", "hermes", "llama", "deepseek"]
+Success = float | Annotated[str, Field(pattern=r"^info\.\w{1,100}$")]
 
 
 class EnvironmentConfig(Config):
@@ -28,7 +32,8 @@ class EnvironmentConfig(Config):
     """Dotted path, `package.module:Class`, of a class with `reset(task)` and `step(action)`
     (`opd.environments.protocol`). `agent`: a program of your own that asks a server on loopback with OpenAI's
     API for the model's turns; `params.run` is `package.module:function`, called as
-    `run(task, base_url, api_key)`. Built in: `tools`, `textworld`, `gymnasium`."""
+    `run(task, base_url, api_key)`. Built in: `tools`, `textworld`, `gymnasium`,
+    `openenv`."""
     params: dict[str, Any] = {}
     """Keyword arguments it is made with; an agent's `run` is called with all but `run`."""
     max_turns: int = Field(default=8, gt=0, le=10_000)
@@ -50,6 +55,13 @@ class EnvironmentConfig(Config):
     """Tries of a step, or of an agent, in all."""
     concurrent: int = Field(default=512, gt=0, le=100_000)
     """Episodes that are open together; more wait."""
+    success: Success = 0.5
+    """When an episode counts as right. A number: its reward is above it. `info.NAME`: what the environment's
+    (or the agent's) `info` has under NAME is true, such as `info.won`; of several steps the last that says it
+    counts."""
+    processes: int = Field(default=0, ge=0, le=1024)
+    """Worker processes in which `textworld` and `gymnasium` are acted in, for each process that writes
+    responses; 0 keeps them in threads of its own, where what they compute holds up the decoder."""
 
     @field_validator("type")
     @classmethod
@@ -64,6 +76,8 @@ class EnvironmentConfig(Config):
         run = self.params.get("run")
         if self.type == AGENT and (not isinstance(run, str) or run.count(":") != 1):
             raise ValueError("type agent needs params.run, package.module:function of your agent")
+        if self.processes and self.type not in PLAIN:
+            raise ValueError(f"processes is for {' and '.join(PLAIN)}, not for {self.type}; leave it out")
         return self
 
     @property

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from opd.config.base import Config, Name
+from opd.config.environments import NamedEnvironment
 from opd.config.rewards import RewardConfig
 from opd.config.writing import WritingConfig
 
@@ -51,6 +52,8 @@ class SetConfig(SamplesConfig):
     """Arguments of the source; for a file, `domain` keeps the rows whose column `domain` says so."""
     reward: RewardConfig | None = None
     """What scores answers, as of a domain; `None` takes the source's own checker."""
+    environment: NamedEnvironment | None = None
+    """An agent's world for its answers, as of a domain."""
     prompts: int = Field(default=500, gt=0, le=1_000_000)
     """Prompts that every model answers: of a file the first in the order of their hash, or all it has."""
     long_prompts: Literal["drop", "truncate", "error"] = "drop"

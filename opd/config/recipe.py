@@ -376,9 +376,8 @@ class Recipe(Config):
         least = min([DomainConfig.model_fields["held_out"].default, *generated])
         domains = {}
         for name, own in self.evaluation.sets.items():
-            said = {
-                key: getattr(own, key) for key in ("source", "params", "reward", "long_prompts", "rollout")
-            }
+            keys = ("source", "params", "reward", "long_prompts", "rollout", "environment")
+            said = {key: getattr(own, key) for key in keys}
             config = DomainConfig(**said)
             domains[name] = config.model_copy(
                 update={"held_out": 1.0 if config.is_file else least, "prompts": 0}
@@ -556,10 +555,12 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _episodes_have_one_writer(self) -> Recipe:
-        for name, domain in self.domains.items():
-            if domain.environment is not None and self.for_domain(name).rollout.generate is not None:
+        sets = {f"evaluation.sets.{name}": own for name, own in self.evaluation.sets.items()}
+        for where, own in ({f"domains.{name}": own for name, own in self.domains.items()} | sets).items():
+            writing = own.rollout or self.rollout
+            if own.environment is not None and writing.generate is not None:
                 raise ValueError(
-                    f"domains.{name} has both an environment and rollout.generate, which would each write its"
+                    f"{where} has both an environment and rollout.generate, which would each write its"
                     " responses; leave one of the two out"
                 )
         return self

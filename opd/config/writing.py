@@ -37,6 +37,9 @@ class TokenLogConfig(Config):
     """Seconds between two flushes with `fsync: interval`."""
     segment_mb: int = Field(default=64, gt=0)
     """Size of the log's files (MiB)."""
+    keep: int = Field(default=20, ge=0, le=100_000)
+    """Episodes whose commands stay in `stages/STAGE/episodes.kept` once they were learnt from, the newest of
+    each process that writes responses, for `opd trajectory` after the run."""
 
 
 class RolloutConfig(WritingConfig):

@@ -314,8 +314,10 @@ class _Batch:
             "ended": why,
             "reward": outcome.reward,
             "rewards": [] if outcome.reward is None else [outcome.reward],
+            "calls": branches.calls,
             "broken_calls": branches.broken,
             "info": outcome.info,
+            "success": self._config.success,
             "branches": len({turn.branch for turn in told}),
             "left_out": sum(len(turn.tokens) for turn in told.difference(path)),
         }

@@ -128,6 +128,7 @@ class _Chat(_Common):
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_MESSAGES)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=MOST_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
+    # `required` is `auto`: what is learnt from is what the model draws, with a call in it or without.
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -146,8 +147,8 @@ class _Chat(_Common):
     @field_validator("tool_choice")
     @classmethod
     def _is_free(cls, given: Any) -> Any:
-        if given not in (None, "auto", "none"):
-            raise ValueError("is auto or none: nothing makes the model call a tool, or a certain one")
+        if given not in (None, "auto", "none", "required"):
+            raise ValueError("is auto, none or required: nothing makes the model call a certain tool")
         return given
 
     @field_validator("top_logprobs")

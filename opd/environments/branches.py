@@ -134,8 +134,8 @@ class Branches:
         self.turns: list[Turn] = []
         self.limit: Limit | None = None
         """For which a request was refused last."""
-        self.broken = 0
-        """Tool calls that could not be read."""
+        self.calls = self.broken = 0
+        """Tool calls that could be read, and that could not."""
         self.asks: list[list[Turn]] = []
         """The turns of each request, one a choice, in the order in which they were asked for."""
         self.answered: dict[tuple[str, int], Turn] = {}
@@ -215,6 +215,7 @@ class Branches:
         calls: list[dict[str, Any]] = []
         if asked.calls:
             read, broken = parse(text, self._config.tool_format)
+            self.calls += len(read)
             self.broken += len(broken)
             for place, call in enumerate(read):
                 told = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}

@@ -21,6 +21,7 @@ import numpy as np
 from opd.config.environments import EnvironmentConfig
 from opd.environments.conversation import Conversation, shortened
 from opd.environments.kinds import environment_class, tools_of
+from opd.environments.processes import shared
 from opd.environments.protocol import Action, Message, Observation, Step, Task
 from opd.environments.tool_calls import parse
 from opd.environments.world import Loop, World
@@ -57,8 +58,12 @@ class Episode:
     """Response tokens so far."""
     rewards: list[float] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
+    calls: int = 0
+    """Tool calls that could be read."""
     faults: int = 0
-    """Tool calls that could not be read."""
+    """Those that could not."""
+    success: float | str = 0.5
+    """`EnvironmentConfig.success`."""
 
     @property
     def uid(self) -> str:
@@ -85,10 +90,23 @@ class Episode:
             "ended": why,
             "reward": float(sum(self.rewards)),
             "rewards": self.rewards,
+            "calls": self.calls,
             "broken_calls": self.faults,
             "info": self.info,
+            "success": self.success,
         }
         return sample
+
+
+def succeeded(sample: Sample, above: float) -> bool:
+    """Whether a scored response counts as right: an episode by its environment's rule, any other if its
+    reward is above `above`.
+    """
+    episode = sample.metadata.get(EPISODE) or {}
+    rule = episode.get("success", above)
+    if isinstance(rule, str):
+        return bool(episode["info"].get(rule.removeprefix("info.")))
+    return (sample.reward or 0.0) > rule
 
 
 def assemble(sample: Sample, opening: np.ndarray | None, parts: Sequence[tuple[Tokens, bool]]) -> None:
@@ -154,11 +172,14 @@ class Episodes:
         samples = [sample for group in groups for sample in group.samples]
         conversation = Conversation(self._tokenizer, self._template, sampling.stop_ids)
         with _Batch(self._config, conversation, sampling, seed) as batch:
-            batch.run(engine, [Episode(sample, self._world(sample, seed)) for sample in samples])
+            success = self._config.success
+            batch.run(engine, [Episode(one, self._world(one, seed), success=success) for one in samples])
         return groups
 
     def _world(self, sample: Sample, seed: int) -> World:
-        make = partial(self._class, **self._config.params)
+        make: Callable[[], Any] = partial(self._class, **self._config.params)
+        if self._config.processes:
+            make = partial(shared(self._config.type, self._config.processes).open, self._config.params)
         if self._log is not None and hasattr(self._class, "log"):
             make = partial(_logged, make, self._log)
         return World(make, task_of(sample, seed), self._config, self._domain)
@@ -298,6 +319,7 @@ class _Batch:
     def _action(self, episode: Episode, tokens: Tokens, status: Status) -> Action:
         text = self._conversation.text(tokens.token_ids.tolist())
         calls, broken = parse(text, self._config.tool_format)
+        episode.calls += len(calls)
         episode.faults += len(broken)
         return Action(text, calls, broken, episode.turn, status is Status.TRUNCATED)
 

@@ -1,7 +1,8 @@
 """TextWorld's text adventures as an environment (extra `textworld`), and a command that makes games.
 
 `python -m opd.environments.textworld FOLDER` writes games, `tasks.jsonl` (a domain's `source`) and
-`demonstrations.jsonl` (for `sft`), the walkthrough of each game. A prompt's label is the name of its game.
+`demonstrations.jsonl` (for `sft`), the walkthrough of each game. A prompt's label is the name of its game;
+what its first room is like stands in the prompt, or is said at the beginning.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ _BAR = re.compile(r"\n>[^\n]*\Z")
 """The prompt, with the room's name and the score behind it."""
 _UNSEEN = re.compile(r"[^\n -~]+")
 _EMPTY = re.compile(r"\n\s*\n\s*")
+TASK = "Win the game. Write one command a turn."
+Choose = Callable[[Sequence[str], str], str]
+"""From what can be done and what leads to the end to the command."""
 
 
 class TextWorld:
@@ -56,7 +60,9 @@ class TextWorld:
         self._game = textworld.start(str(path), infos)
         self._state = self._game.reset()
         self._score = 0
-        return self._told(_opening(self._state.feedback))
+        opening = _opening(self._state.feedback)
+        asked = str(task.messages[-1].get("content") or "") if task.messages else task.prompt
+        return self._told("" if asked.endswith(opening) else opening)
 
     def step(self, action: Action) -> Step:
         line = action.text.strip().split("\n")[0][:LONGEST_COMMAND]
@@ -76,7 +82,11 @@ class TextWorld:
     def _told(self, text: str) -> str:
         if not self._shown:
             return text
-        return f"{text}\nYou can: {', '.join(self._state.admissible_commands)}."
+        return _with_commands(text, self._state.admissible_commands)
+
+
+def _with_commands(text: str, commands: Sequence[str]) -> str:
+    return f"{text}\nYou can: {', '.join(commands)}.".lstrip("\n")
 
 
 def _textworld() -> Any:
@@ -110,41 +120,51 @@ def _opening(feedback: str) -> str:
     return text[text.rfind("$") + 1 :].strip().lstrip("\\|/ \n")
 
 
-def make(folder: Path, games: int, rooms: int, objects: int, quest: int, seed: int) -> None:
-    """Write `games` games with their tasks and demonstrations; those that are there are kept."""
+def make(folder: Path, seeds: range, size: tuple[int, int, int], show_commands: bool = False) -> None:
+    """Write a game of each of `seeds`, their tasks and demonstrations; games that are there are kept. `size`:
+    rooms, objects and steps of the quest.
+    """
     textworld = _textworld()
     folder.mkdir(parents=True, exist_ok=True)
     tasks, demonstrations = [], []
-    for number in range(games):
-        path = folder / f"game-{seed + number}.z8"
+    for seed in seeds:
+        path = folder / f"game-{seed}.z8"
         if not path.is_file():
             options = textworld.GameOptions()
-            options.seeds, options.path = seed + number, str(path)
-            options.nb_rooms, options.nb_objects, options.quest_length = rooms, objects, quest
+            options.seeds, options.path = seed, str(path)
+            options.nb_rooms, options.nb_objects, options.quest_length = size
             made = textworld.generator.make_game(options)
             textworld.generator.compile_game(made, options)
-        messages = walkthrough(path)
-        tasks.append({"prompt": messages[:1], "label": path.name})
-        demonstrations.append({"messages": messages})
-        print(f"{path} {number + 1}/{games}", flush=True)
+        tasks.append({"prompt": walkthrough(path, turns=1)[:1], "label": path.name})
+        demonstrations.append({"messages": walkthrough(path, show_commands)})
+        print(f"{path} {len(tasks)}/{len(seeds)}", flush=True)
     for name, rows in (("tasks", tasks), ("demonstrations", demonstrations)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, "utf-8")
 
 
-def walkthrough(path: Path) -> list[dict[str, str]]:
-    """The conversation of who knows the way: the task with the first room, then commands and answers."""
+def walkthrough(
+    path: Path, show_commands: bool = False, choose: Choose = lambda _, best: best, turns: int = 100
+) -> list[dict[str, str]]:
+    """The conversation of who knows the way, in the words of `TextWorld`: the task with the first room, then
+    commands and answers, until the game is won or has had its `turns`. `choose`: who may leave the way.
+    """
     textworld = _textworld()
-    game = textworld.start(str(path), textworld.EnvInfos(policy_commands=True, objective=True))
+    infos = textworld.EnvInfos(policy_commands=True, admissible_commands=True)
+    game = textworld.start(str(path), infos)
     state = game.reset()
-    messages = [{"role": "user", "content": "Win the game. Write one command a turn."}]
-    said = _opening(state.feedback)
-    messages[0]["content"] += f"\n\n{said}"
-    for command in list(state.policy_commands):
+    said = f"{TASK}\n\n{_opening(state.feedback)}"
+    messages: list[dict[str, str]] = []
+    for _ in range(turns):
+        if show_commands:
+            # Behind the prompt, as `Conversation.opening` puts it there.
+            said = _with_commands(said if messages else f"{said}\n", state.admissible_commands)
+        command = choose(state.admissible_commands, state.policy_commands[0])
+        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": command}]
         state, _, done = game.step(command)
-        messages.append({"role": "assistant", "content": command})
-        if not done:
-            messages.append({"role": "user", "content": _cleaned(state.feedback)})
+        if done:
+            break
+        said = _cleaned(state.feedback)
     game.close()
     return messages
 
@@ -155,7 +175,10 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     for name, number in {"games": 20, "rooms": 3, "objects": 4, "quest": 2, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=number)
-    make(**vars(parser.parse_args(given)))
+    parser.add_argument("--show-commands", action="store_true", help="as environment.params.show_commands")
+    told = parser.parse_args(given)
+    seeds = range(told.seed, told.seed + told.games)
+    make(told.folder, seeds, (told.rooms, told.objects, told.quest), told.show_commands)
 
 
 if __name__ == "__main__":

@@ -372,6 +372,16 @@ class TrajectoryLog:
                 self.store.release(others)
                 self.store.sweep(states, others, _ANY)
 
+    def adopt(self, episode: LoggedEpisode) -> None:
+        """Take in what another log knows of an episode, in place of what this one does; of the states of its
+        files, which that one keeps, the digests alone.
+        """
+        with self._mutex:
+            self.retire([episode.uid])
+            for _, kind, record in sorted(self._records(episode), key=lambda found: found[0]):
+                packed = (record.get(name) for name in ("stdin", "stdout", "stderr"))
+                self._write(kind, record, [one.get("sha256") for one in packed if one])
+
     def retire_requests(self, uids: Iterable[str]) -> None:
         """Forget episodes by their uids, or by those of their turns in the token log (`EPISODE/TURN`)."""
         self.retire(name for uid in uids for name in (uid, uid.rpartition("/")[0]))
@@ -440,21 +450,26 @@ class TrajectoryLog:
     def _contents(self) -> Iterator[Content]:
         """A snapshot: the records of what has not been retired, in their order."""
         records: list[tuple[int, RecordKind, dict[str, Any]]] = []
-        for uid, episode in self._table.episodes.items():
-            begun = {"uid": uid, "settings": episode.settings}
-            records.append((episode.order, RecordKind.EPISODE, begun))
-            for one in episode.commands:
-                intent = _intent(uid, one.turn, one.number, one.command, one.attempts)
-                intent["stdin"] = self._packed(one.command.stdin)
-                records.append((one.order, RecordKind.INTENT, intent))
-                if one.outcome is not None:
-                    result = _result(uid, one.number, one.outcome, one.state)
-                    result["stdout"] = self._packed(one.outcome.stdout)
-                    result["stderr"] = self._packed(one.outcome.stderr)
-                    records.append((one.ended, RecordKind.RESULT, result))
-            records += [(step.order, RecordKind.STEP, {"uid": uid, **asdict(step)}) for step in episode.steps]
+        for episode in self._table.episodes.values():
+            records += self._records(episode)
         for order, kind, record in sorted(records, key=lambda found: found[0]):
             yield Content(kind, [_encoded({**record, "order": order})])
+
+    def _records(self, episode: LoggedEpisode) -> Iterator[tuple[int, RecordKind, dict[str, Any]]]:
+        """All that is known of an episode: order, kind and content of each record."""
+        uid = episode.uid
+        yield episode.order, RecordKind.EPISODE, {"uid": uid, "settings": episode.settings}
+        for one in episode.commands:
+            intent = _intent(uid, one.turn, one.number, one.command, one.attempts)
+            intent["stdin"] = self._packed(one.command.stdin)
+            yield one.order, RecordKind.INTENT, intent
+            if one.outcome is not None:
+                result = _result(uid, one.number, one.outcome, one.state)
+                result["stdout"] = self._packed(one.outcome.stdout)
+                result["stderr"] = self._packed(one.outcome.stderr)
+                yield one.ended, RecordKind.RESULT, result
+        for step in episode.steps:
+            yield step.order, RecordKind.STEP, {"uid": uid, **asdict(step)}
 
 
 def _intent(uid: str, turn: int, number: int, command: Command, attempts: int) -> dict[str, Any]:

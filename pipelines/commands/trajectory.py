@@ -16,7 +16,7 @@ from opd.environments.trajectory import LoggedCommand, LoggedEpisode, LoggedStep
 from opd.errors import StorageError
 from opd.foreign import decoding, shown, visible
 from opd.pipelines.doctor.checks import number_of
-from opd.pipelines.records.layout import DONE, EPISODES
+from opd.pipelines.records.layout import DONE, EPISODES, KEPT
 from opd.redact import redact
 
 _LINES = 12
@@ -42,7 +42,7 @@ def trajectory_command(action: str, run: Path, uid: str | None) -> int:
             return 0 if report.damage is None else 2
     raise StorageError(
         f"there is no episode {shown(uid)} in {' or '.join(map(str, logs))}; `opd trajectory show {run}`"
-        " lists those that were not learnt from yet"
+        " lists those that were not learnt from yet, or were kept"
     )
 
 
@@ -58,7 +58,9 @@ def _logs(run: Path) -> list[Path]:
     found += sorted(path for path in run.glob(f"{EPISODES}*") if path.is_dir())
     if not found:
         ended = any(run.glob(f"stages/*/{DONE}"))
-        why = "a stage deletes its log when it ends" if ended else "no agent of it has used a tool yet"
+        why = "no agent of it has used a tool yet"
+        if ended:
+            why = f"a stage that has ended leaves {KEPT}, unless rollout.log.keep is 0 or no tool was used"
         raise StorageError(f"there is no log of trajectories in {run}: {why}")
     return found
 

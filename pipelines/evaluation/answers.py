@@ -32,24 +32,29 @@ class Answer:
     """Whether the response ended at the length limit."""
 
 
-def keep(samples: Sequence[Sample], text: Callable[[Sample], str], right_above: float) -> list[Any]:
+def keep(
+    samples: Sequence[Sample], text: Callable[[Sample], str], right: Callable[[Sample], bool]
+) -> list[Any]:
     """The first scored answer to each of the first `PROMPTS` prompts, JSON-able, in their order.
 
-    `text` gives a response as its reward sees it.
+    `text` gives a response as its reward sees it, `right` whether it counts as right.
     """
     first = {sample.group_uid: sample for sample in reversed(samples)}
     order = list(dict.fromkeys(sample.group_uid for sample in samples))[:PROMPTS]
-    return [asdict(_answer(first[uid], text(first[uid]), right_above)) for uid in order]
+    return [asdict(_answer(first[uid], text(first[uid]), right(first[uid]))) for uid in order]
 
 
-def _answer(sample: Sample, text: str, right_above: float) -> Answer:
-    label = sample.label if isinstance(sample.label, str) else json.dumps(sample.label, default=str)
+def asked_of(sample: Sample) -> str:
+    """The prompt of a sample as text, cut if it is long."""
     messages = sample.metadata.get("messages")
     said = [f"{message.get('role')}: {message.get('content')}" for message in messages or []]
-    prompt = "\n".join(said) or str(sample.metadata.get("prompt", ""))
-    right = (sample.reward or 0.0) > right_above
+    return _short("\n".join(said) or str(sample.metadata.get("prompt", "")))
+
+
+def _answer(sample: Sample, text: str, right: bool) -> Answer:
+    label = sample.label if isinstance(sample.label, str) else json.dumps(sample.label, default=str)
     cut = sample.status is Status.TRUNCATED
-    return Answer(sample.group_uid, _short(prompt), _short(label), _short(text), right, cut)
+    return Answer(sample.group_uid, asked_of(sample), _short(label), _short(text), right, cut)
 
 
 def _short(text: str) -> str:

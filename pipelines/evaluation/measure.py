@@ -11,7 +11,8 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.config.evaluation import SamplesConfig
-from opd.pipelines.evaluation.answers import keep
+from opd.environments.episodes import EPISODE, succeeded
+from opd.pipelines.evaluation.answers import asked_of, keep
 from opd.pipelines.evaluation.several import maj_at, pass_at
 from opd.pipelines.evaluation.statistics import Count, over_prompts, wilson, worth
 from opd.pipelines.stages.domains import DomainSet
@@ -22,7 +23,10 @@ from opd.rollout.engine_pool import InStep
 from opd.types import Sample, SampleGroup, Status
 
 CORRECT_ABOVE = 0.5
-"""A response counts as right if its reward is above this: checkers answer 0 or 1."""
+"""A response counts as right if its reward is above this (checkers answer 0 or 1), an episode by
+`environment.success`."""
+EPISODES = 8
+"""Single ones that are kept to be looked at, of each domain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,7 @@ def accuracy_of(groups: Sequence[SampleGroup], confidence: float = 0.95) -> Accu
 
 def is_right(sample: Sample) -> bool:
     """Whether a scored response counts as right."""
-    return (sample.reward or 0.0) > CORRECT_ABOVE
+    return succeeded(sample, CORRECT_ABOVE)
 
 
 def measure_model(
@@ -159,7 +163,9 @@ def measure_model(
         rows[name] = {"sampled": sampled, "mean_length": length, "greedy": greedy}
         rows[name] |= {"lengths": length_quantiles(seen)}
         rows[name] |= of_several(groups, config, data.rewards.answers, confidence)
-        kept[name] = keep(seen, data.rewards.text, CORRECT_ABOVE)
+        if told := of_episodes(seen):
+            rows[name]["episodes"] = told
+        kept[name] = keep(seen, data.rewards.text, is_right)
     return rows, kept
 
 
@@ -192,6 +198,29 @@ def of_several(
         values = [maj_at(own, right, k) for own, right in zip(texts, verdicts, strict=True)]
         found["maj_at"][str(k)] = over_prompts(values, each // k, confidence)._asdict()
     return found
+
+
+def of_episodes(samples: Sequence[Sample]) -> dict[str, Any]:
+    """What is known of episodes: means over all, how they ended, and the first of a few prompts one by one;
+    empty of single answers.
+    """
+    found = [(sample, sample.metadata[EPISODE]) for sample in samples if sample.metadata.get(EPISODE)]
+    if not found:
+        return {}
+    told = [episode for _, episode in found]
+    first = {sample.group_uid: (sample, episode) for sample, episode in reversed(found)}
+    rows = [first[uid] for uid in dict.fromkeys(sample.group_uid for sample, _ in found)][:EPISODES]
+    names = ("turns", "reward", "calls", "broken_calls")
+    return {
+        "count": len(told),
+        **{name: float(np.mean([episode[name] or 0.0 for episode in told])) for name in names},
+        "ended": {why: sum(one["ended"] == why for one in told) for why in ("done", "turns", "tokens")},
+        "shown": [
+            {"prompt": asked_of(sample), "right": is_right(sample)}
+            | {name: episode[name] for name in ("turns", "ended", "rewards", "calls", "broken_calls")}
+            for sample, episode in rows
+        ],
+    }
 
 
 def length_quantiles(samples: Sequence[Sample]) -> dict[str, float]:

@@ -9,7 +9,8 @@ stages/STAGE/                    metrics.jsonl  checkpoints/  last_samples.json 
                                  last), log.txt of a stage that ran in a process of its own, and
                                  difficulty.json of one that measured its prompts
                                  wal/ (the log of its rollouts), episodes/ (of what agents did with tools)
-                                 and cache/ (teachers' hidden states) are there while the stage runs
+                                 and cache/ (teachers' hidden states) are there while the stage runs;
+                                 episodes.kept/ (the newest of episodes/ that were learnt from) stays
 base/  sft/DOMAIN/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
 published/TEACHER/               what the merge streams, unless storage.published says elsewhere
 downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, where needed whole;
@@ -36,7 +37,7 @@ from opd.errors import RunFolderError
 from opd.metrics import FILE_NAME, FLAGS
 from opd.models.hf_folder import adapter_base
 
-EPISODES = "episodes"
+EPISODES, KEPT = "episodes", "episodes.kept"
 DONE, LAST_SAMPLES = "done.json", "last_samples.json"
 CONFIG = "config.json"
 WEIGHTS = "weights_cache"
@@ -134,6 +135,10 @@ class Layout:
         """The log of what agents did with their tools."""
         return self.stage(stage) / EPISODES
 
+    def kept_episodes(self, stage: str) -> Path:
+        """What stays of that log: the newest episodes that were learnt from."""
+        return self.stage(stage) / KEPT
+
     def trajectories(self, stage: str) -> Path:
         return self.stage(stage) / "trajectories"
 
@@ -178,7 +183,7 @@ class Layout:
 
 def forget(stage: Path) -> None:
     """Drop all of it, in the folder of the stage, of every rank: it would be written otherwise now."""
-    for own in (path for name in ("wal", EPISODES, "trajectories") for path in _of_ranks(stage, name)):
+    for own in (path for name in ("wal", EPISODES, KEPT, "trajectories") for path in _of_ranks(stage, name)):
         shutil.rmtree(own, ignore_errors=True)
     for file in stage.glob("in_flight*.safetensors*"):
         file.unlink(missing_ok=True)

@@ -122,7 +122,7 @@ def used_extras(recipe: Recipe) -> list[str]:
         "sglang": bool({"sglang", "vllm"} & teachers)
         or recipe.rollout.engine.type == "sglang"
         or any(isinstance(reward, ServedReward) for reward in rewards),
-        "agents": AGENT in worlds,
+        "agents": bool({AGENT, "openenv"} & worlds),
         **{name: name in worlds for name in ("textworld", "gymnasium")},
         "megatron": "megatron" in (*teachers, recipe.train.backend),
         "deepspeed": recipe.train.backend == "deepspeed",

@@ -40,6 +40,14 @@ UNIT = Axis(percent=True, low=0, high=1.02)
 
 HEALTH = (
     ("length/mean", "Response length", "tokens, mean", Axis(low=0), "Should settle as right answers do."),
+    ("episode/turns", "Turns of an episode", "mean", Axis(low=0), "Should settle as success does."),
+    (
+        "episode/done",
+        "Episodes that their environment ended",
+        "share of episodes",
+        UNIT,
+        "The others met a limit of turns or tokens. Rises as the agent learns to come to an end.",
+    ),
     ("entropy", "Entropy", "nats per token", Axis(low=0), "Falls as answers get certain; not at once."),
     ("grad_norm", "Gradient norm", "before clipping, log scale", Axis(log=True), "No spikes that stay."),
     ("lr", "Learning rate", "per step", Axis(low=0), "The schedule, as it was."),

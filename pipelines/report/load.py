@@ -46,6 +46,8 @@ class ModelResult:
     """Sampled, by evaluation set."""
     several: dict[str, dict[str, Interval]] = field(default_factory=dict)
     """Domain or set -> `pass@4`, `maj@4` and the like, where several answers to each prompt were measured."""
+    episodes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Domain or set with an environment -> what `evaluation.measure.of_episodes` says."""
 
     @property
     def teaches(self) -> bool:
@@ -247,6 +249,7 @@ def _model(entry: dict) -> ModelResult:
         elsewhere=str(entry.get("engine_why", "")),
         sets={name: _accuracy(value["sampled"]) for name, value in sets.items()},
         several={name: found for name, found in several.items() if found},
+        episodes={n: value["episodes"] for n, value in (domains | sets).items() if "episodes" in value},
     )
 
 

@@ -41,6 +41,7 @@ def render(run: Run) -> str:
         _flags(run),
         _accuracy(run, cues),
         _answers(run),
+        _episodes(run),
         _curves(run, cues),
         _teachers(run, cues),
         _health(run, cues),
@@ -171,6 +172,15 @@ def _answers(run: Run) -> str:
         "before believing a number."
     )
     return section("Answers side by side", f'<p class="note">{note}</p>{body}') if body else ""
+
+
+def _episodes(run: Run) -> str:
+    body = evaluated.episodes_tables(run)
+    note = (
+        "Sampled episodes on held-out tasks: means over all of them, and the first of a few tasks one by "
+        "one. Done: the environment ended it; the others met a limit of turns or tokens."
+    )
+    return section("Episodes", f'<p class="note">{note}</p>{body}') if body else ""
 
 
 def _curves(run: Run, cues: Cues) -> str:

@@ -67,10 +67,19 @@ MIB = 1 << 20
 class TimedLog:
     """A `TokenLog` that knows how long its caller has waited for it."""
 
-    def __init__(self, log: TokenWAL, episodes: TrajectoryLog | None = None) -> None:
+    def __init__(
+        self,
+        log: TokenWAL,
+        episodes: TrajectoryLog | None = None,
+        keep: int = 0,
+        open_kept: Callable[[], TrajectoryLog] | None = None,
+    ) -> None:
         self.log = log
         self.episodes = episodes
         """Of what agents do in them; it forgets what is forgotten here."""
+        self._most, self._open_kept = keep, open_kept
+        self._kept: TrajectoryLog | None = None
+        """What stays of that: so many episodes."""
         self.seconds = 0.0
 
     def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
@@ -97,7 +106,26 @@ class TimedLog:
             gone = list(uids)
             self.log.retire(gone)
             if self.episodes is not None:
+                self._keep(self.episodes, gone)
                 self.episodes.retire_requests(gone)
+
+    def keep_rest(self) -> None:
+        """A stage ends: what it still knows of episodes is as good as learnt from."""
+        if self.episodes is not None:
+            self._keep(self.episodes, self.episodes.uids())
+
+    def _keep(self, episodes: TrajectoryLog, gone: Iterable[str]) -> None:
+        """The newest whole episodes of those that go stay in a log of their own."""
+        if self._open_kept is None or not self._most:
+            return
+        names = dict.fromkeys(name for uid in gone for name in (uid, uid.rpartition("/")[0]))
+        found = [one for name in names if (one := episodes.find(name)) is not None and one.steps]
+        if not found:
+            return
+        self._kept = kept = self._kept or self._open_kept()
+        for one in sorted(found, key=lambda one: one.order)[-self._most :]:
+            kept.adopt(one)
+        kept.retire(kept.uids()[: -self._most])
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -178,7 +206,17 @@ def open_log(context: StageContext) -> Iterator[TimedLog | None]:
 
             place = context.of_rank(context.folder.episodes(context.stage))
             episodes = stack.enter_context(TrajectoryLog(place, **given))
-        yield TimedLog(log, episodes)
+        shown = context.of_rank(context.folder.kept_episodes(context.stage))
+        timed = TimedLog(log, episodes, config.keep, lambda: stack.enter_context(open_kept(shown)))
+        yield timed
+        timed.keep_rest()
+
+
+def open_kept(folder: Path) -> TrajectoryLog:
+    """The log of episodes that stay once they were learnt from."""
+    from opd.environments.trajectory import TrajectoryLog
+
+    return TrajectoryLog(folder, fsync="os")
 
 
 def tolerant(

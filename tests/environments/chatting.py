@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from opd.models.causal_lm import CausalLM
@@ -37,9 +37,13 @@ TEXT = ["the cat sat on the mat and said hello to the other cat", "go north, tak
 
 
 @functools.cache
-def tokenizer(template: str = "chatml") -> Any:
-    """Byte-level BPE of 300 tokens, in which most texts have several encodings."""
+def tokenizer(template: str = "chatml", lossy: bool = False) -> Any:
+    """Byte-level BPE of 300 tokens, in which most texts have several encodings. `lossy`: capitals are read as
+    small letters, so that no encoding leads back to a text that holds one.
+    """
     made = Tokenizer(models.BPE())
+    if lossy:
+        made.normalizer = normalizers.Lowercase()
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     special = ["<|bos|>", "<|im_start|>", "<|im_end|>"]

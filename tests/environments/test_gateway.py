@@ -181,7 +181,7 @@ def test_tools_are_shown_and_calls_are_found(monkeypatch):
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
     def play(task, url, key):
-        body = {"messages": [*task.messages], "tools": tools, "max_tokens": 4}
+        body = {"messages": [*task.messages], "tools": tools, "max_tokens": 4, "tool_choice": "required"}
         first = agents.post(url, key, "/chat/completions", body)["choices"][0]
         (called,) = first["message"]["tool_calls"]
         # Clients make ids and the JSON of arguments anew.
@@ -236,6 +236,7 @@ def test_tools_are_shown_and_calls_are_found(monkeypatch):
         ({"messages": [user("x")], "stop": ["x"] * 17}, "invalid_value", "stop"),
         ({"messages": [user("x")], "functions": []}, "unsupported_parameter", "functions is not supported"),
         ({"messages": [user("x")], "tools": [{}]}, "invalid_value", "tools[0]"),
+        ({"messages": [user("x")], "tool_choice": {"type": "function"}}, "invalid_value", "a certain tool"),
         (
             {"messages": [user("x")], "tools": [{"type": "function", "function": {"name": "f"}}]},
             "invalid_value",

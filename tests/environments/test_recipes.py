@@ -21,6 +21,13 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline
 
 ENVIRONMENT = {"type": "worlds:Sum", "params": {"turns": 2}, "turn_tokens": 3}
+MORE = {
+    "source": "procedural:sort",
+    "params": {"digits": 3},
+    "prompts": 4,
+    "environment": {**ENVIRONMENT, "success": "info.last"},
+}
+"""An evaluation set of episodes that count as right where their last turn holds a digit above 0."""
 SHORT = {"steps": 2, "prompts_per_step": 4, "group_size": 2, "checkpoint_every": 1}
 
 
@@ -40,7 +47,7 @@ def agents(**changes) -> dict:
         "specialist": SHORT,
         "distill": {"steps": 2, "prompts_per_domain": 4, "checkpoint_every": 1},
         "baselines": {"methods": ["mixed_grpo", "off_policy"]},
-        "evaluation": {"prompts_per_domain": 6},
+        "evaluation": {"prompts_per_domain": 6, "sets": {"more": MORE}},
     }
     return settings | changes
 
@@ -69,11 +76,21 @@ def test_agents_and_single_answers_are_trained_merged_and_measured(finished):
     assert (
         merged["domains"]["sort"]["mean_length"] <= 6
     )  # two turns of three tokens; what is observed not counted
+    more = merged["sets"]["more"]
+    assert more["sampled"]["total"] == more["episodes"]["count"] == 4
+    shown = more["episodes"]["shown"]
+    assert [len(one["rewards"]) for one in shown] == [one["turns"] for one in shown]
+    # Nothing is above 0.5 here by reward alone unless the digits are large: what counts is the last one.
+    assert more["sampled"]["correct"] >= sum(one["right"] for one in shown)
+    told = merged["domains"]["sort"]["episodes"]
+    assert told["ended"]["done"] + told["ended"]["turns"] + told["ended"]["tokens"] == told["count"] == 6
     rows = read_metrics(out / "stages" / "specialist-sort" / "metrics.jsonl")
     assert all(row["reward/mean"] > 0 for row in rows)
     assert all(0 < row["episode/turns"] <= 2 and 0 <= row["episode/done"] <= 1 for row in rows)
     answers = (out / "report.html").read_text()
     assert "environment" in answers
+    assert "<h2>Episodes</h2>" in answers
+    assert "Turns of an episode" in answers
 
 
 @pytest.mark.parametrize(

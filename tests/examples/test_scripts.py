@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
     "examples/quickstart.sh": "core",
-    "examples/agents/run.sh": "core",
+    "examples/agents/run.sh": "textworld",
     "examples/deepspeed/run.sh": "deepspeed",
     "examples/megatron/run.sh": "megatron",
     "examples/megatron_teachers/run.sh": "megatron",

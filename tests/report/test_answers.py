@@ -84,7 +84,7 @@ def test_what_is_kept_is_bounded(number: int, each: int, length: int) -> None:
         for n in range(number)
         for k in range(each)
     ]  # fmt: skip
-    kept = keep(samples, lambda sample: sample.uid * length, 0.5)
+    kept = keep(samples, lambda sample: sample.uid * length, lambda sample: (sample.reward or 0.0) > 0.5)
     assert [answer["uid"] for answer in kept] == [f"{n}" for n in range(min(number, PROMPTS))]
     assert all(answer["right"] for answer in kept), "the first of each prompt's answers"
     assert all(len(a[key]) <= CHARACTERS + 2 for a in kept for key in ("prompt", "label", "text"))

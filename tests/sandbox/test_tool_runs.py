@@ -16,6 +16,7 @@ from recipes import tiny_recipe, write_recipe
 from opd.config import Recipe
 from opd.environments.trajectory import read_trajectories
 from opd.models.causal_lm import CausalLM
+from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 
@@ -31,7 +32,7 @@ def settings(**params) -> dict:
         "model": {"config": {**tiny_recipe().model.config, "max_position_embeddings": 64}},
         "domains": domains,
         "base": {"steps": 20, "batch_size": 32, "right": 0.7, "wrong_rule": 0.2, "optim": {"lr": 0.01}},
-        "rollout": {"max_new_tokens": 12, "max_sequence": 32},
+        "rollout": {"max_new_tokens": 12, "max_sequence": 32, "log": {"keep": 5}},
         "specialist": {"steps": 2, "prompts_per_step": 3, "group_size": 2, "checkpoint_every": 1},
         "baselines": {"methods": []},
         "evaluation": {"prompts_per_domain": 2},
@@ -43,13 +44,29 @@ def weights(out: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> str:
+def finished(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("tools") / "run"
     recipe: Recipe = tiny_recipe(**settings())
     with RunFolder.create(out, recipe) as folder:
         run_stage(recipe, folder, "specialist-sort")
     assert not (out / "stages/specialist-sort/episodes").exists()
-    return weights(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def undisturbed(finished) -> str:
+    return weights(finished)
+
+
+def test_the_newest_episodes_stay_to_be_shown_and_replayed(finished, capsys):
+    assert main(["trajectory", "show", str(finished)]) == 0
+    told = capsys.readouterr().out
+    assert "episodes  5, 10 commands" in told
+    uid = re.findall(r"^  (\S+): 2 steps, 2 commands", told, re.MULTILINE)[-1]
+    assert main(["trajectory", "show", str(finished), "--episode", uid]) == 0
+    assert "cksum" in capsys.readouterr().out
+    assert main(["trajectory", "replay", str(finished), "--episode", uid]) == 0
+    assert "2 commands run again, all as before" in capsys.readouterr().out
 
 
 @pytest.mark.slow

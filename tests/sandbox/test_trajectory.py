@@ -186,6 +186,29 @@ def test_records_keep_their_order_over_a_rewrite(tmp_path):
         assert log.find("a").commands[-1].order > every[-1]
 
 
+def test_another_log_adopts_episodes_whole(tmp_path):
+    long = b"y" * 40_000
+    with TrajectoryLog(tmp_path / "log") as log, TrajectoryLog(tmp_path / "kept") as kept:
+        for n in range(3):
+            log.begin(f"e{n}", {"n": n})
+            log.intend(f"e{n}", 0, Command(("cat", str(n)), stdin=b"x" * 40_000))
+            log.finish(f"e{n}", 0, Outcome(0, long, b"", None, ("f",)), "0" * 64)
+            log.step(f"e{n}", LoggedStep(0, 0, "abc", "said", 1.0, True, {"k": n}))
+        known = {uid: log.find(uid) for uid in log.uids()}
+        for uid in ("e0", "e1", "e2", "e1"):  # one that is written again takes its own place
+            kept.adopt(known[uid])
+        kept.retire(["e0"])
+        log.retire(list(known))
+    found, report = read_trajectories(tmp_path / "kept")
+    assert report.damage is None
+    assert list(found) == ["e2", "e1"]
+    for uid, episode in found.items():
+        (command,), (before,) = episode.commands, known[uid].commands
+        assert command.command == before.command
+        assert (command.outcome, command.state) == (before.outcome, before.state)
+        assert [step.info for step in episode.steps] == [step.info for step in known[uid].steps]
+
+
 def test_a_record_that_makes_no_sense_is_refused_with_its_file(tmp_path):
     from opd.environments.trajectory import RecordKind, _encoded
 

@@ -1,0 +1,174 @@
+"""OpenEnv's environments by URL: a server of theirs is told each action over a WebSocket (extra `agents`).
+
+One connection is one episode. Nothing that the server says is trusted: messages are bounded in size and
+depth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from opd.environments.protocol import Action, Step, Task
+from opd.errors import ConfigError, MissingExtraError
+from opd.foreign import MAX_DEPTH, depth_exceeds, read_document, shown, visible
+
+MOST_MESSAGE = 8 << 20
+"""Bytes of a message."""
+CONNECTING = 20.0
+"""Seconds that a connection may take."""
+CLOSING = 2.0
+TEXT = "{text}"
+"""What the model wrote, in an action's values."""
+
+
+class OpenEnvError(Exception):
+    """What the server said, or that it said nothing: a part of a sentence."""
+
+
+class OpenEnv:
+    """One episode. The server is told to reset with the row's `reset` (an object of arguments), those of the
+    recipe, and the seed: the label, a number, else `task.seed`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        action: str | Mapping[str, Any] = "message",
+        reset: Mapping[str, Any] | None = None,
+        show: Sequence[str] | None = None,
+    ) -> None:
+        """`url`: of the server, `http(s)://` or `ws(s)://`. `action`: the field of its action that is what
+        the model wrote, or the whole action, in which `{text}` stands for that. `show`: the fields of an
+        observation that the model sees; `None` is all of them. Raises `ConfigError`.
+        """
+        self._url = _socket_of(url)
+        self._action = {action: TEXT} if isinstance(action, str) else dict(action)
+        self._reset, self._show = dict(reset or {}), show
+        self._session: Any = None
+        self._socket: Any = None
+
+    async def reset(self, task: Task) -> str:
+        """What the server shows first."""
+        aiohttp = _aiohttp()
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None, sock_connect=CONNECTING))
+        try:
+            self._socket = await self._session.ws_connect(self._url, max_msg_size=MOST_MESSAGE)
+        except aiohttp.ClientError as error:
+            await self.close()
+            raise OpenEnvError(f"{self._url} cannot be reached ({shown(error, 200)})") from error
+        own = task.metadata.get("reset")
+        seed = task.label if type(task.label) is int and task.label >= 0 else task.seed
+        given = {**self._reset, **(own if isinstance(own, Mapping) else {}), "seed": seed}
+        seen, _, _ = _read(await self._asked("reset", given))
+        return self._told(seen)
+
+    async def step(self, action: Action) -> Step:
+        """What the server answers; an action that is none of its own is answered by saying so."""
+        try:
+            data = await self._asked("step", _filled(self._action, action.text))
+        except _RefusedError as error:
+            return Step(f"error: {error}")
+        seen, reward, done = _read(data)
+        return Step(self._told(seen), reward, done)
+
+    async def close(self) -> None:
+        """End the episode there, too."""
+        socket, self._socket = self._socket, None
+        session, self._session = self._session, None
+        if socket is not None:
+            with contextlib.suppress(Exception):  # it is gone, or about to be
+                await socket.send_str(json.dumps({"type": "close"}))
+                await socket.close()
+        if session is not None:
+            await session.close()
+
+    async def _asked(self, what: str, data: Mapping[str, Any]) -> Any:
+        """The data of the server's answer. Raises `OpenEnvError`, and `_RefusedError` for an action that the
+        server finds invalid.
+        """
+        aiohttp = _aiohttp()
+        try:
+            await self._socket.send_str(json.dumps({"type": what, "data": data}))
+            message = await self._socket.receive()
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise OpenEnvError(f"{self._url} is gone ({shown(error, 200)})") from error
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            large = f", or a message of more than {MOST_MESSAGE:,} bytes" * (
+                self._socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+            )
+            raise OpenEnvError(f"{self._url} ended the episode{large} (code {self._socket.close_code})")
+        try:
+            answer = read_document(message.data, MOST_MESSAGE)
+            if depth_exceeds(answer, MAX_DEPTH):
+                raise ValueError(f"nested deeper than {MAX_DEPTH}")
+            kind, told = answer["type"], answer["data"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise OpenEnvError(f"{self._url} said what is no message ({shown(error, 200)})") from error
+        if kind == "error":
+            raise _failure(told, what)
+        return told
+
+    def _told(self, seen: Any) -> str:
+        """An observation in words: a text as it is, of a single field the field, else JSON."""
+        if isinstance(seen, Mapping):
+            kept = {key: seen[key] for key in (self._show or seen) if key in seen}
+            seen = next(iter(kept.values())) if len(kept) == 1 else kept
+        return visible(seen) if isinstance(seen, str) else visible(json.dumps(seen, ensure_ascii=False))
+
+
+class _RefusedError(Exception):
+    """An action was invalid."""
+
+
+def _failure(told: Any, what: str) -> Exception:
+    said = told if isinstance(told, Mapping) else {}
+    code, message = str(said.get("code", "")), shown(said.get("message", "no reason"), 300)
+    if code == "VALIDATION_ERROR" and what == "step":
+        errors = said.get("errors")
+        fields = errors if isinstance(errors, list) else []
+        why = "; ".join(shown(one.get("msg", ""), 100) for one in fields[:3] if isinstance(one, Mapping))
+        return _RefusedError(f"{message}{f' ({why})' if why else ''}")
+    hint = ""
+    if code == "CAPACITY_REACHED":
+        hint = "; set environment.concurrent to what it has room for"
+    return OpenEnvError(f"the server failed: {message} ({shown(code) or 'no code'}){hint}")
+
+
+def _read(data: Any) -> tuple[Any, float, bool]:
+    """Observation, reward and whether the episode is over. Raises `OpenEnvError`."""
+    reward = data.get("reward") if isinstance(data, Mapping) else "missing"
+    if reward is not None and not isinstance(reward, int | float):
+        raise OpenEnvError("the server's answer has no observation and reward")
+    return data.get("observation", ""), float(reward or 0.0), data.get("done") is True
+
+
+def _filled(form: Any, text: str) -> Any:
+    """`form` with `text` in place of `{text}`."""
+    if isinstance(form, str):
+        return form.replace(TEXT, text)
+    if isinstance(form, Mapping):
+        return {key: _filled(value, text) for key, value in form.items()}
+    return [_filled(one, text) for one in form] if isinstance(form, list | tuple) else form
+
+
+def _socket_of(url: str) -> str:
+    parts = urlsplit(str(url))
+    schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+    if parts.scheme not in schemes or not parts.hostname:
+        raise ConfigError(
+            f"environment openenv: params.url {shown(url)} is no http(s):// or ws(s):// address"
+        )
+    path = parts.path.rstrip("/")
+    return f"{schemes[parts.scheme]}://{parts.netloc}{path if path.endswith('/ws') else f'{path}/ws'}"
+
+
+def _aiohttp() -> Any:
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise MissingExtraError("environment openenv", "agents") from error
+    return aiohttp

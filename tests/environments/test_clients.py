@@ -1,0 +1,139 @@
+"""Clients that nobody here wrote: what the official one asks in pieces, and a framework's own loop."""
+
+from __future__ import annotations
+
+import agents
+import chatting
+import numpy as np
+import pytest
+from test_agents import agent, chat_prompt, chat_sampling, check_exact
+from test_episodes import Recorded
+from test_gateway import chatted, once
+
+from opd.environments.episodes import EPISODE
+from opd.types import Chunk, Status
+
+CALL = 'I look. <tool_call>{"name": "weigh", "arguments": {"thing": "red key"}}</tool_call>'
+ANSWER = "the red key weighs 12"
+
+
+class Scripted:
+    """An engine that writes these texts, the next one for each request behind more turns, a token a chunk.
+
+    The first letter of each is a token of its own, which no encoder would write.
+    """
+
+    def __init__(self, tok, *texts: str) -> None:
+        self._tok, self._texts = tok, texts
+
+    def generate(self, requests, more=None):
+        waiting, idle = list(requests), True
+        while (asked := more(idle) if more else []) is not None:
+            waiting += asked
+            for request in waiting:
+                yield from self._written(request)
+            waiting, idle = [], True
+
+    def _written(self, request):
+        turn = int(request.uid.rpartition("/")[2])
+        text = self._texts[turn]
+        ids = [*self._encoded(text[:1]), *self._encoded(text[1:]), self._tok.eos_token_id]
+        for place, token in enumerate(ids):
+            one = np.array([token], np.int32)
+            ended = {request.uid: Status.COMPLETED} if place == len(ids) - 1 else {}
+            logprobs = np.array([-0.01 * (place + 1)], np.float32)
+            yield Chunk([request.uid], np.array([place], np.int32), one, logprobs, 0, ended)
+
+    def _encoded(self, text):
+        return self._tok(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_framework_calls_tools_by_its_own_loop_and_becomes_one_exact_sample():
+    openai, pydantic_ai = pytest.importorskip("openai"), pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    weighed = []
+
+    async def play(task, url, key):
+        client = openai.AsyncOpenAI(base_url=url, api_key=key)
+        model = OpenAIChatModel("student", provider=OpenAIProvider(openai_client=client))
+        made = pydantic_ai.Agent(model, instructions="weigh things")
+
+        @made.tool_plain
+        def weigh(thing: str) -> str:
+            """The weight of a thing."""
+            weighed.append(thing)
+            return "12"
+
+        async with client:
+            said = await made.run(task.messages[-1]["content"])
+        return {"reward": float(said.output == ANSWER), "said": said.output}
+
+    tok = chatting.tokenizer()
+    engine = Recorded(Scripted(tok, CALL, ANSWER))
+    agents.PLAY["it"] = play
+    made = agent("play", tok=tok, params={"name": "it"}, tool_format="hermes")
+    (group,) = made(engine, [chat_prompt(tok)], 2, chat_sampling(), 3)
+    check_exact([group], engine)
+    assert weighed == ["red key"] * 2
+    for sample in group.samples:
+        told = sample.metadata[EPISODE]
+        assert (told["turns"], told["branches"], told["left_out"], told["calls"]) == (2, 1, 0, 1)
+        assert (told["reward"], told["info"], sample.status) == (1.0, {"said": ANSWER}, Status.COMPLETED)
+        written = tok.decode(sample.response_ids[sample.loss_mask])
+        assert written == f"{CALL}<|im_end|>{ANSWER}<|im_end|>"
+        encoded = tok(tok.decode(sample.response_ids), add_special_tokens=False)["input_ids"]
+        assert encoded != sample.response_ids.tolist()
+        assert "weigh" in tok.decode(sample.prompt_ids)
+
+
+def test_the_official_client_streams_choices_tools_and_stops():
+    openai = pytest.importorskip("openai")
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+    def play(task, url, key):
+        with openai.OpenAI(base_url=url, api_key=key) as client:
+            asked = client.chat.completions.create(
+                model="student",
+                messages=list(task.messages),
+                tools=tools,
+                n=2,
+                stop=["zz"],
+                stream=True,
+                stream_options={"include_usage": True},
+                max_completion_tokens=6,
+                logprobs=True,
+                extra_body={"return_token_ids": True},
+            )
+            ids, count, usage, name = {0: [], 1: []}, {0: 0, 1: 0}, None, None
+            for piece in asked:
+                name, usage = piece.id, piece.usage or usage
+                for choice in piece.choices:
+                    ids[choice.index] += getattr(choice, "token_ids", None) or []
+                    count[choice.index] += len(choice.logprobs.content) if choice.logprobs else 0
+        assert usage.completion_tokens == sum(map(len, ids.values())) == sum(count.values())
+        return {"ids": ids, "answer": name}
+
+    sample, _, said = chatted(play, tool_format="hermes")
+    assert sample.metadata[EPISODE]["branches"] == 2
+    own = sample.response_ids[sample.loss_mask].tolist()
+    assert own in said["ids"].values()
+
+
+def test_the_official_client_asks_for_completions_in_pieces():
+    openai = pytest.importorskip("openai")
+
+    def play(task, url, key):
+        with openai.OpenAI(base_url=url, api_key=key) as client:
+            pieces = client.completions.create(
+                model="student",
+                prompt=task.prompt,
+                max_tokens=5,
+                stream=True,
+                extra_body={"return_token_ids": True},
+            )
+            return [one for piece in pieces for choice in piece.choices for one in choice.token_ids]
+
+    sample, _, ids = once(play)
+    assert sample.response_ids[sample.loss_mask].tolist() == ids

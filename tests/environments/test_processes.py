@@ -1,0 +1,109 @@
+"""Environments in worker processes say what they say here, also after a worker is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from functools import partial
+
+import chatting
+import pytest
+from test_agents import chat_engine, chat_prompt, chat_sampling
+from test_episodes import check_exact, contents, episodes
+
+from opd.config.environments import EnvironmentConfig
+from opd.environments.gymnasium import Gymnasium
+from opd.environments.processes import Processes, WorkerError
+from opd.environments.protocol import Action, Task
+from opd.environments.world import World
+from opd.errors import RolloutError
+
+pytest.importorskip("gymnasium")
+LAKE = {"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi", "is_slippery": True, "map_name": "4x4"}}
+CONFIG = EnvironmentConfig(type="gymnasium", params=LAKE, attempts=3)
+ACTIONS = ["1", "2", "nothing", "1", "0", "2"]
+
+
+@pytest.fixture
+def pool():
+    made = Processes("gymnasium", 2)
+    yield made
+    made.close()
+
+
+def task(label: int = 0) -> Task:
+    return Task(f"a/{label}", "cross", [], label, {}, 7)
+
+
+async def played(world: World, kill=lambda turn: None) -> list:
+    told: list = [await world.reset()]
+    for turn, text in enumerate(ACTIONS):
+        kill(turn)
+        told.append(await world.step(Action(text, turn=turn)))
+        if told[-1].done:
+            break
+    await world.close()
+    return told
+
+
+def test_many_worlds_in_two_workers_say_what_they_say_here_and_survive_a_worker(pool):
+    def here(label: int) -> World:
+        return World(partial(Gymnasium, **LAKE), task(label), CONFIG, "a")
+
+    def there(label: int) -> World:
+        return World(partial(pool.open, LAKE), task(label), CONFIG, "a")
+
+    def kill(turn: int) -> None:
+        if turn == 2:
+            os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
+
+    async def all_of_them():
+        one = [await played(here(label)) for label in range(6)]
+        other = await asyncio.gather(*[played(there(label)) for label in range(6)])
+        killed = await asyncio.gather(*[played(there(label), kill) for label in range(6)])
+        return one, other, killed
+
+    one, other, killed = asyncio.run(all_of_them())
+    assert one == other == killed
+    assert any(len(told) > 3 for told in one)
+
+
+def test_an_environment_that_raises_there_is_a_sentence_here(pool):
+    world = World(partial(pool.open, {"id": "Nowhere-v0"}), task(), CONFIG, "a")
+    with pytest.raises(RolloutError, match=r"(?s)reset.*Nowhere.*3 times"):
+        asyncio.run(world.reset())
+
+
+def test_who_stops_waiting_ends_the_worker(pool):
+    async def hurried():
+        made = pool.open(LAKE)
+        await made.reset(task())
+        call = asyncio.ensure_future(made.step(Action("1")))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        with pytest.raises(WorkerError, match="its process ended"):
+            await made.step(Action("1"))
+        await made.close()
+
+    asyncio.run(hurried())
+
+
+def test_episodes_of_a_recipe_are_the_same_in_processes():
+    def written(**settings):
+        tok, engine = chatting.tokenizer(), chat_engine()
+        asked = {"params": LAKE, "max_turns": 3, "turn_tokens": 6, **settings}
+        groups = episodes("gymnasium", tok, **asked)(engine, [chat_prompt(tok)], 3, chat_sampling(), 0)
+        check_exact(groups, engine)
+        return contents(groups)
+
+    assert written(processes=1) == written()
+
+
+@pytest.mark.parametrize("kind", ["tools", "worlds:Sum"])
+def test_processes_are_for_plain_built_in_worlds(kind):
+    with pytest.raises(ValueError, match="processes is for textworld and gymnasium"):
+        EnvironmentConfig(type=kind, processes=2)
