@@ -80,14 +80,14 @@ def test_impossible_engines_are_refused(running: int, sequence: int, build: Fixt
 
 
 def test_who_joins_where_there_is_room_copies_nothing():
-    batch = RunningBatch(4, 2, 16)
+    batch = RunningBatch(4, 0, 16)
     batch.admit(
         queue_requests(
             [request("a", max_new_tokens=8), request("b", (3, 4), max_new_tokens=8)], Limits(24, 16)
         )
     )
-    assert batch.grown(3, 1, 16) is batch
-    for size in ((5, 2, 16), (4, 3, 16), (4, 2, 17)):
+    assert batch.grown(3, 0, 16) is batch
+    for size in ((5, 0, 16), (4, 1, 16), (4, 0, 17)):
         grown = batch.grown(*size)
         assert grown is not batch
         assert (grown.slots, grown.stops.shape[1], grown.tokens.shape[1]) == size
