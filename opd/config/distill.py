@@ -40,9 +40,10 @@ class DistillConfig(Config):
     """For domains with several teachers. `one_hot`: each prompt is routed to one teacher, drawn with the
     teachers' weights; `geometric`: `sum_i w_i KL(p || t_i)`, whose floor `-log Z` is logged; `arithmetic`:
     `KL(p || sum_i w_i t_i)`."""
-    normalise: Literal["teacher", "token"] = "teacher"
+    normalise: Literal["teacher", "token", "episode", "turn"] = "teacher"
     """`teacher`: every teacher's tokens are averaged first, so that short answers keep their share of the
-    gradient; `token`: every token weighs the same."""
+    gradient; `token`: every token weighs the same. `episode` and `turn` keep each teacher's share, too, and
+    within it every response weighs the same, or every turn of the model: a run of tokens that it wrote."""
     teachers: TeachersConfig = StreamedTeacherConfig()
     """The kind of the teachers that have no `type` of their own, and of the specialists that the run trains:
     `streamed`, `local`, or a mapping with a `type` and its settings (`{type: megatron, tensor_parallel:

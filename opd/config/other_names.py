@@ -179,8 +179,8 @@ ROWS = (
     Row((f"{_CLIP}.dual_clip",), "", ("eps-clip-c",), ("delta",), (f"{_ACTOR}.clip_ratio_c",)),
     Row(
         (f"{_CLIP}.aggregation",),
-        "`token` (`dapo`, `token-mean` there), `sequence` (`grpo`, `seq-mean-token-mean`) or `constant`"
-        " (`dr_grpo`, `seq-mean-token-sum-norm`); TRL's `cispo` is `policy_loss.type`",
+        "`token` (`dapo`, `token-mean` there), `sequence` (`grpo`, `seq-mean-token-mean`), `constant`"
+        " (`dr_grpo`, `seq-mean-token-sum-norm`) or `turn`; TRL's `cispo` is `policy_loss.type`",
         ("calculate-per-token-loss",),
         ("loss_type",),
         (f"{_ACTOR}.loss_agg_mode",),

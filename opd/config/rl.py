@@ -157,9 +157,10 @@ AdvantageConfig = Annotated[
 
 
 class _PolicyLoss(Config):
-    aggregation: Literal["token", "sequence", "constant"] = "token"
+    aggregation: Literal["token", "sequence", "constant", "turn"] = "token"
     """`token`: every token of the step weighs the same; `sequence`: every response; `constant`: sums divided
-    by `max_new_tokens` times the number of responses (Dr. GRPO)."""
+    by `max_new_tokens` times the number of responses (Dr. GRPO); `turn`: every turn of the model, of all
+    episodes, so that neither long turns nor short episodes weigh more. With `gae` the critic's, too."""
     correction: CorrectionConfig | None = None
     """What to do about tokens drawn with another probability than the trainer gives them: `{type: tis}`,
     `mis`, `icepop` or `seq_mask_tis`. Off by default: in a synchronous run on one machine the ratio is 1."""
@@ -190,9 +191,9 @@ class GSPOLoss(_PolicyLoss):
     """The response's ratio is clipped at `1 - clip_low`."""
     clip_high: float = Field(default=4e-4, ge=0)
     """The response's ratio is clipped at `1 + clip_high`."""
-    aggregation: Literal["token", "sequence", "constant"] = "sequence"
-    """`sequence`, as in the paper: every response weighs the same; `token`: every token of the step;
-    `constant`: sums divided by `max_new_tokens` times the number of responses."""
+    aggregation: Literal["token", "sequence", "constant", "turn"] = "sequence"
+    """`sequence`, as in the paper: every response weighs the same; `token`: every token of the step; `turn`:
+    every turn of the model; `constant`: sums divided by `max_new_tokens` times the number of responses."""
 
 
 class CISPOLoss(_PolicyLoss):

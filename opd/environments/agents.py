@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ import numpy as np
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments.branches import Branches, Turn
-from opd.environments.episodes import EPISODE, WAIT, assemble, task_of
+from opd.environments.episodes import EPISODE, assemble, ended_groups, task_of
 from opd.environments.gateway import Gateway, Session, require_server
 from opd.environments.kinds import agent_function
 from opd.environments.protocol import Task
@@ -32,6 +33,7 @@ from opd.errors import RolloutError
 from opd.foreign import MAX_DEPTH, depth_exceeds
 from opd.own_code import confined, raised
 from opd.retry import Retry
+from opd.rollout.beside import write_alone
 from opd.rollout.collect import EncodedPrompt, Generates
 from opd.rollout.ledger import OtherRequestError, Tokens, Transcript
 from opd.rollout.rewards import LARGEST
@@ -93,6 +95,17 @@ class Agents:
         seed: int,
     ) -> list[SampleGroup]:
         """`group_size` episodes of each prompt. Raises `RolloutError` for an agent that fails."""
+        return write_alone(self, engine, prompts, group_size, sampling, seed)
+
+    def begin(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        group_size: int,
+        sampling: SamplingParams,
+        seed: int,
+        news: threading.Event,
+    ) -> _Batch:
+        """See `opd.rollout.beside`."""
         groups = [
             SampleGroup(prompt.uid, prompt.domain, [prompt.sample(place) for place in range(group_size)])
             for prompt in prompts
@@ -102,17 +115,10 @@ class Agents:
             for group in groups
             for sample in group.samples
         ]
-        name = str(self._config.params["run"])
-        with _Batch(self._config, self._domain, self._run, self._tokenizer, seed) as batch:
-            try:
-                batch.run(engine, episodes)
-            except OtherRequestError as error:
-                raise RolloutError(
-                    f"agent {name} (domain {self._domain}) asks behind an answer otherwise than before"
-                    " it was interrupted: take its randomness from task.seed, and no time of day from"
-                    f" anywhere ({error})"
-                ) from error
-        return groups
+        opened = partial(Gateway, self._tokenizer)
+        batch = _Batch(self._config, self._domain, self._run, opened, seed, news)
+        batch.add(groups, episodes)
+        return batch
 
     def _branches(self, sample: Sample, sampling: SamplingParams) -> Branches:
         return Branches(sample, self._config, self._tokenizer, self._template, sampling)
@@ -126,8 +132,9 @@ class _Batch:
         config: EnvironmentConfig,
         domain: str,
         run: Callable[..., Any],
-        tokenizer: PreTrainedTokenizerBase,
+        gateway: Callable[..., Gateway],
         seed: int,
+        news: threading.Event,
     ) -> None:
         self._config, self._domain, self._run, self._seed = config, domain, run, seed
         self._what = f"agent {config.params['run']} (domain {domain}"
@@ -137,49 +144,52 @@ class _Batch:
         self._writing: dict[str, Turn] = {}
         """By uid of the request in flight."""
         self._transcript = Transcript()
-        self._gateway = Gateway(tokenizer, self._asked)
-        self._loop = Loop()
+        self._groups: list[SampleGroup] = []
+        self._gateway = gateway(self._asked)
+        self._loop = Loop(news)
         """Of the agents: one that holds it up holds up others, but not the gateway."""
 
-    def __enter__(self) -> _Batch:
-        return self
+    def add(self, groups: Sequence[SampleGroup], episodes: Sequence[_Episode]) -> None:
+        """Write these, too."""
+        self._groups += groups
+        self._waiting.extend(episodes)
 
-    def __exit__(self, *raised: object) -> None:
+    def close(self) -> None:
+        """See `Writing`."""
+
         async def nothing() -> None:
             return None
 
         self._loop.close(nothing)
         self._gateway.close()
 
-    def run(self, engine: Generates, episodes: Sequence[_Episode]) -> None:
-        """Write all `episodes` to their ends."""
-        self._waiting.extend(episodes)
-        for chunk in engine.generate([], self._more):
-            self._take(chunk)
-        unfinished = next((one.sample.uid for one in episodes if one.sample.status is Status.PENDING), None)
-        if unfinished is not None:
-            raise RolloutError(
-                f"the engine ended without finishing episode {unfinished}; restart with --resume."
-            )
+    def groups(self) -> list[SampleGroup]:
+        """See `Writing`."""
+        return ended_groups(self._groups)
+
+    def explained(self, error: OtherRequestError) -> RolloutError:
+        """See `Writing`."""
+        return RolloutError(
+            f"{self._what}) asks behind an answer otherwise than before it was interrupted: take its"
+            f" randomness from task.seed, and no time of day from anywhere ({error})"
+        )
 
     def _asked(self, session: Session, turns: Sequence[Turn]) -> None:
         """A client wants these to be written. In the gateway's thread."""
-        self._loop.results.put(((session, turns), None, None))
+        self._loop.tell((session, turns), None)
 
-    def _more(self, idle: bool) -> Sequence[RolloutRequest] | None:
+    def due(self) -> Sequence[RolloutRequest] | None:
         """Requests that are due. The engine's thread asks."""
         while self._waiting and self._running < self._config.concurrent:
             episode = self._waiting.popleft()
             self._running += 1
             self._loop.start(episode, partial(self._play, episode))
         asked: list[RolloutRequest] = []
-        wait = idle
         while True:
             try:
-                key, found, error = self._loop.results.get(timeout=WAIT if wait else 0.0, block=wait)
+                key, found, error = self._loop.results.get(block=False)
             except queue.Empty:
                 break
-            wait = False
             if error is not None:
                 raise error
             if isinstance(key, _Episode):
@@ -196,7 +206,7 @@ class _Batch:
         self._transcript.begin({turn.uid: Tokens.empty() for turn in turns})
         return [session.branches.request(turn, self._seed) for turn in turns]
 
-    def _take(self, chunk: Chunk) -> None:
+    def take(self, chunk: Chunk) -> None:
         """What the engine has written, told to who waits for it."""
         self._transcript.add(chunk)
         news: list[tuple[Turn, Tokens, Status | None]] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,9 @@ from opd.environments.protocol import Action, Message, Observation, Step, Task
 from opd.environments.tool_calls import parse
 from opd.environments.world import Loop, World
 from opd.errors import RolloutError
+from opd.rollout.beside import write_alone
 from opd.rollout.collect import EncodedPrompt, Generates
-from opd.rollout.ledger import Tokens, Transcript
+from opd.rollout.ledger import OtherRequestError, Tokens, Transcript
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
 if TYPE_CHECKING:
@@ -39,8 +41,6 @@ EPISODE = "episode"
 """Key of a sample's metadata: what is known of its episode."""
 Ended = Literal["done", "turns", "tokens"]
 """Why an episode is over: its environment says so, or `max_turns` or `rollout.max_new_tokens` are reached."""
-WAIT = 0.1
-"""Seconds that a stream with nothing in flight waits for an environment before it looks up."""
 
 
 @dataclass(slots=True)
@@ -131,6 +131,17 @@ def task_of(sample: Sample, seed: int) -> Task:
     return Task(sample.uid, str(prompt or ""), list(messages or []), sample.label, metadata, own)
 
 
+def ended_groups(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+    """`groups`, whose episodes have all ended. Raises `RolloutError` if one has not."""
+    for group in groups:
+        for sample in group.samples:
+            if sample.status is Status.PENDING:
+                raise RolloutError(
+                    f"the engine ended without finishing episode {sample.uid}; restart with --resume."
+                )
+    return list(groups)
+
+
 class Episodes:
     """Implements `opd.rollout.collect.Generate` for a domain with an environment.
 
@@ -165,16 +176,28 @@ class Episodes:
         seed: int,
     ) -> list[SampleGroup]:
         """`group_size` episodes of each prompt. Raises `RolloutError` for an environment that fails."""
+        return write_alone(self, engine, prompts, group_size, sampling, seed)
+
+    def begin(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        group_size: int,
+        sampling: SamplingParams,
+        seed: int,
+        news: threading.Event,
+    ) -> _Batch:
+        """See `opd.rollout.beside`."""
         groups = [
             SampleGroup(prompt.uid, prompt.domain, [prompt.sample(place) for place in range(group_size)])
             for prompt in prompts
         ]
         samples = [sample for group in groups for sample in group.samples]
         conversation = Conversation(self._tokenizer, self._template, sampling.stop_ids)
-        with _Batch(self._config, conversation, sampling, seed) as batch:
-            success = self._config.success
-            batch.run(engine, [Episode(one, self._world(one, seed), success=success) for one in samples])
-        return groups
+        success = self._config.success
+        episodes = [Episode(one, self._world(one, seed), success=success) for one in samples]
+        batch = _Batch(self._config, conversation, sampling, seed, news)
+        batch.add(groups, episodes)
+        return batch
 
     def _world(self, sample: Sample, seed: int) -> World:
         make: Callable[[], Any] = partial(self._class, **self._config.params)
@@ -195,11 +218,17 @@ class _Batch:
     """Episodes that are written together, from the first reset to the last close."""
 
     def __init__(
-        self, config: EnvironmentConfig, conversation: Conversation, sampling: SamplingParams, seed: int
+        self,
+        config: EnvironmentConfig,
+        conversation: Conversation,
+        sampling: SamplingParams,
+        seed: int,
+        news: threading.Event,
     ) -> None:
         self._config, self._conversation = config, conversation
         self._sampling, self._seed = sampling, seed
-        self._loop = Loop()
+        self._loop = Loop(news)
+        self._groups: list[SampleGroup] = []
         self._waiting: deque[Episode] = deque()
         """Not begun: as many are open as may be."""
         self._writing: dict[str, Episode] = {}
@@ -210,34 +239,35 @@ class _Batch:
         self._open: dict[str, World] = {}
         self._transcript = Transcript()
 
-    def __enter__(self) -> _Batch:
-        return self
+    def close(self) -> None:
+        """See `Writing`."""
 
-    def __exit__(self, *raised: object) -> None:
         async def close() -> None:
             for world in list(self._open.values()):
                 await world.close()
 
         self._loop.close(close)
 
-    def run(self, engine: Generates, episodes: Sequence[Episode]) -> None:
-        """Write all `episodes` to their ends."""
+    def add(self, groups: Sequence[SampleGroup], episodes: Sequence[Episode]) -> None:
+        """Write these, too."""
+        self._groups += groups
         self._waiting.extend(episodes)
-        for chunk in engine.generate([], self._more):
-            self._take(chunk)
-        unfinished = next((one.sample.uid for one in episodes if one.sample.status is Status.PENDING), None)
-        if unfinished is not None:
-            raise RolloutError(
-                f"the engine ended without finishing episode {unfinished}; restart with --resume."
-            )
 
-    def _more(self, idle: bool) -> Sequence[RolloutRequest] | None:
+    def groups(self) -> list[SampleGroup]:
+        """See `Writing`."""
+        return ended_groups(self._groups)
+
+    def explained(self, error: OtherRequestError) -> RolloutError:
+        """See `Writing`."""
+        return error
+
+    def due(self) -> Sequence[RolloutRequest] | None:
         """Turns that are due. The engine's thread asks."""
         while self._waiting and len(self._open) < self._config.concurrent:
             episode = self._waiting.popleft()
             self._open[episode.sample.uid] = episode.world
             self._act(episode, episode.world.reset)
-        self._listen(idle and not self._ready)
+        self._listen()
         if not self._ready and not self._writing and not self._acting and not self._waiting:
             return None
         asked, self._ready = self._ready, []
@@ -247,14 +277,13 @@ class _Batch:
         self._acting += 1
         self._loop.start(episode, work)
 
-    def _listen(self, wait: bool) -> None:
+    def _listen(self) -> None:
         """Hear what environments have answered."""
         while True:
             try:
-                episode, said, error = self._loop.results.get(timeout=WAIT if wait else 0.0, block=wait)
+                episode, said, error = self._loop.results.get(block=False)
             except queue.Empty:
                 return
-            wait = False
             self._acting -= 1
             if error is not None:
                 raise error
@@ -301,7 +330,7 @@ class _Batch:
         first = max(0, len(episode.opening) - len(episode.sample.prompt_ids))
         return self._sampling.max_new_tokens - first - episode.length
 
-    def _take(self, chunk: Chunk) -> None:
+    def take(self, chunk: Chunk) -> None:
         """What the engine has written."""
         self._transcript.add(chunk)
         for uid, status in chunk.finished.items():

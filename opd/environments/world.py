@@ -12,11 +12,12 @@ import contextlib
 import inspect
 import json
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments.protocol import Action, Environment, Observation, Step, Task
@@ -139,7 +140,9 @@ class World:
 
 
 def in_thread(method: Callable[..., Any], given: Sequence[Any], what: str) -> asyncio.Future[Any]:
-    """What `method` returns. A daemon's thread: one that never returns must not keep the process."""
+    """What `method` returns. In a daemon's thread, since one that never returns must not keep the process;
+    threads that have returned serve again.
+    """
     loop = asyncio.get_running_loop()
     found: asyncio.Future[Any] = loop.create_future()
 
@@ -153,17 +156,69 @@ def in_thread(method: Callable[..., Any], given: Sequence[Any], what: str) -> as
         else:  # an exit is no end of the command
             found.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
-    def run() -> None:
+    def run() -> Callable[[], None]:
         value, failure = None, None
         try:
             value = method(*given)
         except BaseException as error:  # handed to the loop
             failure = error
+        return lambda: told(value, failure)
+
+    def told(value: Any, failure: BaseException | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits
             loop.call_soon_threadsafe(tell, value, failure)
 
-    threading.Thread(target=run, name=f"environment {what}", daemon=True).start()
+    _Worker.give(run, f"environment {what}")
     return found
+
+
+class _Worker:
+    """A thread that waits for the next piece of work when it has done one."""
+
+    _idle: ClassVar[list[_Worker]] = []
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], Callable[[], None]], str]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    @classmethod
+    def give(cls, work: Callable[[], Callable[[], None]], name: str) -> None:
+        """Have `work` done at once by a thread that is called `name` meanwhile. What it returns is called
+        when the thread may serve again. Neither raises.
+        """
+        with cls._lock:
+            worker = cls._idle.pop() if cls._idle else None
+        if worker is None:
+            worker = cls()
+            worker._thread.start()
+        worker._work.put((work, name))
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                work, self._thread.name = self._work.get(timeout=_SPARE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self in self._idle:
+                        self._idle.remove(self)
+                        return
+                continue  # it has just been given something
+            done = work()
+            with self._lock:
+                self._idle.append(self)
+            done()
+            del work, done
+
+    @classmethod
+    def forget(cls) -> None:
+        """In a process that was forked there are no threads."""
+        cls._idle, cls._lock = [], threading.Lock()
+
+
+os.register_at_fork(after_in_child=_Worker.forget)
+_SPARE_SECONDS = 10.0
+"""After which a thread without work ends."""
 
 
 def _observation(said: Any, where: str) -> Observation:
@@ -203,13 +258,20 @@ def _checked(said: Any, where: str) -> Step:
 class Loop:
     """An event loop in a thread; what its coroutines return arrives in `results`, in the order they end."""
 
-    def __init__(self) -> None:
+    def __init__(self, news: threading.Event | None = None) -> None:
+        """`news`: set when there is a result."""
+        self._news = news or threading.Event()
         self.results: queue.SimpleQueue[tuple[Any, Any, BaseException | None]] = queue.SimpleQueue()
         """Key, result, and what was raised in its place."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._running: set[asyncio.Task[None]] = set()
         self._thread.start()
+
+    def tell(self, key: Any, found: Any, error: BaseException | None = None) -> None:
+        """A result has arrived. Any thread may say so."""
+        self.results.put((key, found, error))
+        self._news.set()
 
     def start(self, key: Any, work: Callable[[], Any]) -> None:
         """Run the coroutine that `work` makes; its result arrives under `key`."""
@@ -253,11 +315,11 @@ class Loop:
         try:
             found = await work()
         except BaseException as error:  # handed to who waits
-            self.results.put((key, None, error))
+            self.tell(key, None, error)
             if isinstance(error, asyncio.CancelledError):
                 raise
         else:
-            self.results.put((key, found, None))
+            self.tell(key, found)
 
 
 _CLOSING = 10.0

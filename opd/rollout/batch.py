@@ -258,7 +258,11 @@ class RunningBatch:
         self._plan: SamplingPlan | None = None
 
     def grown(self, slots: int, stop_width: int, capacity: int) -> RunningBatch:
-        """The same requests with room for more, larger and otherwise stopped ones."""
+        """The same requests with room for more, larger and otherwise stopped ones: itself where it has that.
+        Turns of episodes join one by one.
+        """
+        if slots <= self.slots and stop_width <= self.stops.shape[1] and capacity <= self.tokens.shape[1]:
+            return self
         size = self.size
         new = RunningBatch(
             max(slots, self.slots),

@@ -7,11 +7,12 @@ behind a JSON header. Prompts, labels and metadata stay where they are, as every
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -20,6 +21,7 @@ from opd.errors import ConfigError, RanksError, RolloutError
 from opd.imports import GENERATE, import_function
 from opd.own_code import calling
 from opd.ranks import Ranks
+from opd.rollout.beside import Begins, Beside, Writing
 from opd.rollout.engine_pool import InStep
 from opd.rollout.ledger import Tokens, Transcript
 from opd.rollout.streams import More
@@ -80,21 +82,54 @@ def write(
 ) -> list[SampleGroup]:
     """`group_size` responses to every prompt, in the order of `prompts`, each in the way of its domain.
 
-    What `collect` writes goes to the engine together; a rollout of the user's own is called once for all
-    domains that share it and their sampling.
+    What `collect` writes goes to the engine together, and so do the turns of all domains of episodes; a
+    rollout of the user's own is called once for all domains that share it and their sampling.
     """
     by_way: dict[Any, list[EncodedPrompt]] = {}
     for prompt in prompts:
         way = ways[prompt.domain]
         by_way.setdefault(collect if way.generate is collect else way, []).append(prompt)
     found: dict[str, SampleGroup] = {}
-    for way, own in by_way.items():
+
+    def answered(engine: Generates, way: Any) -> None:
+        own = by_way[way]
         if way is collect:
             groups = _collect(engine, own, group_size, lambda name: ways[name].sampling, seed)
         else:
             groups = way.generate(engine, own, group_size, way.sampling, seed)
-        found |= {group.uid: group for group in groups}
+        found.update((group.uid, group) for group in groups)
+
+    episodes = {way: own for way, own in by_way.items() if way is not collect and begins(way)}
+    if episodes:
+        with beside(engine, episodes, group_size, seed) as (together, writings):
+            if collect in by_way:
+                answered(together, collect)
+            together.finish()
+            found |= {group.uid: group for writing in writings for group in writing.groups()}
+    for way in by_way:
+        if way not in episodes and not (way is collect and episodes):
+            answered(engine, way)
     return [found[prompt.uid] for prompt in prompts]
+
+
+def begins(way: Way) -> bool:
+    """Whether what is written in this way may be written beside other domains'."""
+    return hasattr(way.generate, "begin")
+
+
+@contextmanager
+def beside(
+    engine: Generates, prompts: Mapping[Way, Sequence[EncodedPrompt]], group_size: int, seed: int
+) -> Iterator[tuple[Beside, list[Writing]]]:
+    """`engine`, which writes the episodes of `prompts`, by their ways, beside what it is asked for; and those
+    episodes, in that order.
+    """
+    news, writings = threading.Event(), list[Writing]()
+    with ExitStack() as stack:
+        for way, own in prompts.items():
+            writings.append(cast("Begins", way.generate).begin(own, group_size, way.sampling, seed, news))
+            stack.callback(writings[-1].close)
+        yield Beside(engine, writings, news), writings
 
 
 def collect(

@@ -26,6 +26,10 @@ from opd.types import Chunk, LoggedRequest, RolloutRequest, Status, no_ids
 class OtherRequestError(RolloutError):
     """The log holds a request that is asked for otherwise now."""
 
+    def __init__(self, message: str, uid: str) -> None:
+        super().__init__(message)
+        self.uid = uid
+
 
 class StopStrings:
     """Looks for `strings` in the text of a turn. The tokens that hold the string are kept.
@@ -502,7 +506,8 @@ def _check_same(request: RolloutRequest, logged: LoggedRequest, version: int | N
 def _foreign(uid: str, what: str) -> RolloutError:
     return OtherRequestError(
         f"the log holds request {uid!r} {what}, which is not what is asked for now: model, tokenizer, data"
-        " and settings must be those it was written with; restore them, or start a new run."
+        " and settings must be those it was written with; restore them, or start a new run.",
+        uid,
     )
 
 

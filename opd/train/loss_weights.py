@@ -24,16 +24,58 @@ from opd.config.rl import CorrectionConfig, IcePop, MaskedIS, SequenceMaskedTIS,
 from opd.errors import ConfigError
 from opd.types import Sample
 
-Aggregation = Literal["token", "sequence", "constant"]
+Aggregation = Literal["token", "sequence", "constant", "turn"]
 
 
-def policy_scales(counts: Sequence[int], aggregation: Aggregation, max_new_tokens: int = 1) -> list[float]:
+def turns_of(mask: np.ndarray, kept: np.ndarray | None = None) -> int:
+    """How many turns a response has: runs of True in its loss mask `[R]`, what an environment says lies
+    between them. With `kept` `[R]` those of which it has a token.
+    """
+    starts = _starts(mask)
+    if kept is None:
+        return int(np.count_nonzero(starts))
+    return len(np.unique(np.cumsum(starts)[mask & kept]))
+
+
+def turn_shares(mask: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
+    """[R] float64: by how much more or less than the mean a token of each turn weighs, so that every turn of
+    the response weighs the same: `tokens / (turns * tokens of the turn)`, 0 elsewhere. They sum to the
+    response's tokens, so a scale of the sample keeps its sum. Turns are those of the loss mask `[R]`; with
+    `kept` `[R]` their tokens are those that it has left.
+    """
+    left = mask if kept is None else mask & kept
+    turn = np.cumsum(_starts(mask))
+    sizes = np.bincount(turn[left], minlength=1)
+    share = np.count_nonzero(left) / (max(np.count_nonzero(sizes), 1) * np.maximum(sizes, 1))
+    found = np.zeros(len(mask))
+    found[left] = share[turn[left]]
+    return found
+
+
+def _starts(mask: np.ndarray) -> np.ndarray:
+    """[R] bool: where a run of True begins."""
+    starts = mask.astype(bool)
+    starts[1:] &= ~starts[:-1]
+    return starts
+
+
+def policy_scales(
+    counts: Sequence[int],
+    aggregation: Aggregation,
+    max_new_tokens: int = 1,
+    turns: Sequence[int] | None = None,
+) -> list[float]:
     """What a token of each sample weighs, from how many tokens of each the loss counts.
 
     `token`: `1 / total tokens`. `sequence`: every response that has a token weighs the same, spread evenly
     over its tokens. `constant`: `1 / (max_new_tokens * responses)`, whatever the lengths are (Dr. GRPO,
-    2503.20783); these weights sum to the mean length over `max_new_tokens`, not to 1.
+    2503.20783); these weights sum to the mean length over `max_new_tokens`, not to 1. `turn`: every turn of
+    the step weighs the same, of which `turns` says how many each response has; within a response they are
+    evened out by `turn_shares`.
     """
+    if aggregation == "turn":
+        own = [int(count > 0) for count in counts] if turns is None else turns
+        return [n / (max(sum(own), 1) * max(count, 1)) for n, count in zip(own, counts, strict=True)]
     if aggregation == "constant":
         return [1.0 / (max_new_tokens * max(len(counts), 1))] * len(counts)
     if aggregation == "token":
@@ -46,6 +88,7 @@ def per_teacher_scales(
     counts: Sequence[int],
     teachers: Sequence[str | None],
     teacher_shares: Mapping[str, float] | None = None,
+    units: Sequence[int] | None = None,
 ) -> list[float]:
     """What a token of each sample weighs, so that the tokens of each teacher sum to its share of the loss,
     however short its answers are; `counts`: how many tokens of each sample the loss counts.
@@ -53,15 +96,23 @@ def per_teacher_scales(
     `teacher_shares` defaults to equal shares. Shares are normalised over the teachers that have a token in
     the step, so the weights sum to 1. Samples without a teacher weigh 0. Raises `ConfigError` for a teacher
     that has tokens but no positive share.
+
+    `units`: of each sample how many of what weighs alike within a teacher's share, spread evenly over the
+    sample's tokens: 1 for episodes, else its turns. Tokens without.
     """
+    if units is not None:
+        whole = [unit if count else 0 for unit, count in zip(units, counts, strict=True)]
+        scales = per_teacher_scales(whole, teachers, teacher_shares)
+        spread = zip(scales, whole, counts, strict=True)
+        return [scale * unit / max(count, 1) for scale, unit, count in spread]
     tokens: dict[str, int] = {}
     for count, name in zip(counts, teachers, strict=True):
         if name is not None and count:
             tokens[name] = tokens.get(name, 0) + count
     shares = {name: _share(name, teacher_shares) for name in tokens}
     total = sum(shares.values())
-    scales = {name: shares[name] / (total * tokens[name]) for name in tokens}
-    return [scales.get(name, 0.0) if name is not None else 0.0 for name in teachers]
+    scale = {name: shares[name] / (total * tokens[name]) for name in tokens}
+    return [scale.get(name, 0.0) if name is not None else 0.0 for name in teachers]
 
 
 def _share(name: str, teacher_shares: Mapping[str, float] | None) -> float:
@@ -71,9 +122,9 @@ def _share(name: str, teacher_shares: Mapping[str, float] | None) -> float:
     return float(share)
 
 
-def weigh(mask: np.ndarray, scale: float) -> np.ndarray:
-    """[R] float32: `scale` where `mask` `[R]` is True."""
-    return np.where(mask, scale, 0.0).astype(np.float32)
+def weigh(mask: np.ndarray, scale: float, shares: np.ndarray | None = None) -> np.ndarray:
+    """[R] float32: `scale` where `mask` `[R]` is True, times the token's own of `shares` `[R]`."""
+    return np.where(mask, scale if shares is None else scale * shares, 0.0).astype(np.float32)
 
 
 MAX_LOG_RATIO = 20.0

@@ -19,7 +19,7 @@ from opd.pipelines.stages.student import Student, load_model
 from opd.train.backend import Backend, Training, learning_rate
 from opd.train.backends import open_backend
 from opd.train.critic import GAE, ValueTerm, own_values, with_value_head
-from opd.train.loss_weights import policy_scales, weigh
+from opd.train.loss_weights import policy_scales, turn_shares, turns_of, weigh
 from opd.types import Sample, TokenTerms
 
 
@@ -31,11 +31,18 @@ class Critic:
         advantage: What is made of its values.
         backend: Its weights and optimiser.
         student: Whose samples they are.
+        by_turn: Every turn weighs the same, as in the policy's loss; else every token.
     """
 
     def __init__(
-        self, config: CriticConfig, advantage: GAEAdvantage, backend: Backend, student: Student
+        self,
+        config: CriticConfig,
+        advantage: GAEAdvantage,
+        backend: Backend,
+        student: Student,
+        by_turn: bool = False,
     ) -> None:
+        self._by_turn = by_turn
         self.config, self.advantage, self.backend, self._student = config, advantage, backend, student
         backend.shares = student.backend.shares  # a sample's rank is the same for both
 
@@ -57,7 +64,8 @@ class Critic:
         backend = context.closing.enter_context(opened)
         context.memory.watch(backend.resident)
         backend.rest()
-        return cls(config, advantage, backend, student)
+        by_turn = specialist.policy_loss.aggregation == "turn"
+        return cls(config, advantage, backend, student, by_turn)
 
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """See `own_values`."""
@@ -78,13 +86,16 @@ class Critic:
         rate = learning_rate(self.config.optim, step.index, step.progress)
         steps: list[dict[str, float]] = []
         for part in parts:
-            scales = policy_scales([sample.trainable_tokens for sample in part], "token")
+            counts = [sample.trainable_tokens for sample in part]
+            turns = [turns_of(sample.loss_mask) for sample in part]
+            scales = policy_scales(counts, "turn" if self._by_turn else "token", turns=turns)
             scale = {sample.uid: value for sample, value in zip(part, scales, strict=True)}
 
             def terms(sample: Sample, scale: dict[str, float] = scale) -> TokenTerms:
                 found = TokenTerms.zeros(len(sample.response_ids))
                 found.values, found.returns = stream.valued(sample)
-                found.policy_weight = weigh(sample.loss_mask, scale[sample.uid])
+                shares = turn_shares(sample.loss_mask) if self._by_turn else None
+                found.policy_weight = weigh(sample.loss_mask, scale[sample.uid], shares)
                 return found
 
             found = self.backend.accumulate(part, samples.batches(part, terms))

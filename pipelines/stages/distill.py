@@ -30,7 +30,7 @@ from opd.rollout.collect import EncodedPrompt
 from opd.teachers.schedule import TeacherSchedule
 from opd.train.advantages import build_advantage
 from opd.train.distill_terms import build_distill_term
-from opd.train.loss_weights import per_teacher_scales, policy_scales, weigh
+from opd.train.loss_weights import per_teacher_scales, policy_scales, turn_shares, turns_of, weigh
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm
 from opd.types import Sample, TokenTerms
 
@@ -52,13 +52,20 @@ def needs_correction(config: DistillConfig) -> bool:
     return config.weighs_samples and policy_loss(config).correction is not None
 
 
-def route_scales(recipe: Recipe, samples: Sequence[Sample], counts: Sequence[int]) -> dict[str, float]:
-    """What a token of each sample weighs, by uid, where the loss counts so many of each.
+def route_scales(
+    recipe: Recipe,
+    samples: Sequence[Sample],
+    counts: Sequence[int],
+    turns: Sequence[int],
+) -> dict[str, float]:
+    """What a token of each sample weighs, by uid, where the loss counts so many of each, in so many turns.
 
-    With `normalise: teacher` each route's share of the loss is its domains' weights, shared out by the
-    samples they sent it; else every token weighs the same.
+    With `normalise: token` every token weighs the same. Else each route's share of the loss is its domains'
+    weights, shared out by the samples they sent it; within it tokens, episodes or turns weigh the same. Turns
+    are evened out within a sample by `turn_shares`.
     """
-    if recipe.distill.normalise != "teacher":
+    normalise = recipe.distill.normalise
+    if normalise == "token":
         scales = policy_scales(counts, "token")
     else:
         sent: dict[str, int] = {}
@@ -70,7 +77,8 @@ def route_scales(recipe: Recipe, samples: Sequence[Sample], counts: Sequence[int
         for route, sample in zip(routes, samples, strict=True):
             share = recipe.domains[sample.domain].weight / sent[sample.domain]
             shares[route] = shares.get(route, 0.0) + share
-        scales = per_teacher_scales(counts, routes, shares)
+        units = {"episode": [1] * len(counts), "turn": turns}.get(normalise)
+        scales = per_teacher_scales(counts, routes, shares, units)
     return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
 
 
@@ -192,13 +200,20 @@ class Distill(Algorithm):
         metrics |= {} if self._began is None else self._began.measure(samples, step.index)
         own = samples.samples
         recipe, config = self.context.recipe, self.config
-        scale = route_scales(recipe, own, [sample.trainable_tokens for sample in own])
-        kept = scale if stream is None else route_scales(recipe, own, [stream.kept(sample) for sample in own])
+        counts, turns = [s.trainable_tokens for s in own], [turns_of(s.loss_mask) for s in own]
+        scale = kept = route_scales(recipe, own, counts, turns)
+        if stream is not None:
+            counts, turns = [stream.kept(s) for s in own], [stream.kept_turns(s) for s in own]
+            kept = route_scales(recipe, own, counts, turns)
+        by_turn = config.normalise == "turn"
+
+        def weighed(sample: Sample, mask: np.ndarray, scale: float) -> np.ndarray:
+            return weigh(mask, scale, turn_shares(sample.loss_mask, mask) if by_turn else None)
 
         def terms(sample: Sample) -> TokenTerms:
-            weights = weigh(sample.loss_mask, scale[sample.uid])
+            weights = weighed(sample, sample.loss_mask, scale[sample.uid])
             policy = None if stream is None else stream.of(sample)
-            left = weights if policy is None else weigh(policy.mask, kept[sample.uid])
+            left = weights if policy is None else weighed(sample, policy.mask, kept[sample.uid])
             found = token_terms(config, sample, policy, weights, left)
             found.kl_weight = self.teachers.coefs[sample.domain] * found.kl_weight
             return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from opd.config.rl import GAEAdvantage, SampledTokenK1
 from opd.errors import TrainingError
@@ -25,7 +27,7 @@ from opd.train.advantages import build_advantage, keep_groups
 from opd.train.backend import Backend
 from opd.train.distill_terms import build_distill_term
 from opd.train.frozen import Frozen
-from opd.train.loss_weights import policy_scales, weigh
+from opd.train.loss_weights import policy_scales, turn_shares, turns_of, weigh
 from opd.train.packing import convert_batch
 from opd.train.shaping import changes_rewards, shape
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm, ReferenceTerm, next_coefficient
@@ -259,18 +261,21 @@ class GRPO(Algorithm):
         # k1 is in the advantages of all samples; any other divergence is a stream of its own.
         apart = opd is not None and not isinstance(opd.loss, SampledTokenK1)
         among = [sample for sample in part if sample.uid in rewarded] if apart else part
-        scale = self._scales(among, stream.kept)
-        taught = self._scales(part, lambda sample: sample.trainable_tokens) if apart else {}
-        kept = self._scales(part, stream.kept) if apart else {}
+        scale = self._scales(among, stream)
+        taught, kept = (self._scales(part), self._scales(part, stream)) if apart else ({}, {})
+        by_turn = config.policy_loss.aggregation == "turn"
+
+        def weighed(sample: Sample, mask: np.ndarray, scale: float) -> np.ndarray:
+            return weigh(mask, scale, turn_shares(sample.loss_mask, mask) if by_turn else None)
 
         def terms(sample: Sample) -> TokenTerms:
             own, found = stream.of(sample), TokenTerms.zeros(len(sample.response_ids))
             found.old_logprobs, found.advantages = own.old_logprobs, own.advantages
-            found.policy_weight = weigh(own.mask, scale.get(sample.uid, 0.0)) * own.weight
+            found.policy_weight = weighed(sample, own.mask, scale.get(sample.uid, 0.0)) * own.weight
             found.ref_logprobs = own.ref_logprobs
             if opd is not None and apart:
-                every = weigh(sample.loss_mask, opd.coef * taught[sample.uid])
-                left = weigh(own.mask, opd.coef * kept[sample.uid])
+                every = weighed(sample, sample.loss_mask, opd.coef * taught[sample.uid])
+                left = weighed(sample, own.mask, opd.coef * kept[sample.uid])
                 weigh_divergence(found, opd.loss, correction, own, every, left)
             return found
 
@@ -281,10 +286,18 @@ class GRPO(Algorithm):
         whole = RolloutBatch(part, [terms(sample) for sample in part])
         return Update.of(convert_batch(whole, config.to_batch, "specialist.to_batch"))
 
-    def _scales(self, samples: Sequence[Sample], count: Callable[[Sample], int]) -> dict[str, float]:
-        """What a token of each sample weighs, by uid, where `count` says how many of each count."""
+    def _scales(self, samples: Sequence[Sample], stream: PolicyStream | None = None) -> dict[str, float]:
+        """What a token of each sample weighs, by uid: of all that the loss masks count, or of those that the
+        correction of `stream` has left.
+        """
         aggregation, limit = self.config.policy_loss.aggregation, self._rollout.max_new_tokens
-        scales = policy_scales([count(sample) for sample in samples], aggregation, limit)
+        if stream is None:
+            counts = [sample.trainable_tokens for sample in samples]
+            turns = [turns_of(sample.loss_mask) for sample in samples]
+        else:
+            counts = [stream.kept(sample) for sample in samples]
+            turns = [stream.kept_turns(sample) for sample in samples]
+        scales = policy_scales(counts, aggregation, limit, turns)
         return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
 
     def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:

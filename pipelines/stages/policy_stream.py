@@ -18,7 +18,7 @@ from opd.config.rl import CorrectionConfig
 from opd.pipelines.stages.samples import StepSamples
 from opd.protocols import AdvantageEstimator
 from opd.train.advantages import Moments, OwnAdvantage, opd_returns, teacher_means, with_opd_term
-from opd.train.loss_weights import CorrectionSums, MismatchSums, corrected
+from opd.train.loss_weights import CorrectionSums, MismatchSums, corrected, turns_of
 from opd.train.packing import PerSample
 from opd.types import Sample
 
@@ -67,6 +67,8 @@ class _Numbers:
     """Sum of the log-ratio to each who has log-probabilities, over the same tokens."""
     judged: dict[str, Any] = field(default_factory=dict)
     """With a critic, how good its values are: the fields of `Judged`."""
+    turns: int = 0
+    """Those of which the correction has left a token."""
 
 
 class PolicyStream:
@@ -248,6 +250,10 @@ class PolicyStream:
         """How many tokens of `sample` the correction has left in the loss."""
         return int(self._numbers_at(sample).correction.kept)
 
+    def kept_turns(self, sample: Sample) -> int:
+        """Of how many turns of `sample` the correction has left a token in the loss."""
+        return self._numbers_at(sample).turns
+
     def of(self, sample: Sample) -> PolicyTokens:
         """What there is of `sample`, whose tokens are in memory."""
         old = self._step.signal(_OLD, sample) if self._recomputed else None
@@ -276,8 +282,9 @@ class PolicyStream:
     def _numbers_of(self, sample: Sample) -> _Numbers:
         mask, sums = sample.loss_mask, CorrectionSums()
         old = self._step.signal(_OLD, sample) if self._recomputed else sample.rollout_logprobs
-        sums.add(mask, *corrected(self._correction, sample.rollout_logprobs, old, mask))
-        found = _Numbers(sums)
+        kept, weights, bounded = corrected(self._correction, sample.rollout_logprobs, old, mask)
+        sums.add(mask, kept, weights, bounded)
+        found = _Numbers(sums, turns=turns_of(mask, kept))
         if self._whitened is not None and self._is_rewarded(sample):
             found.advantages = Moments.of(self._step.signal(_ADVANTAGES, sample), mask)
         if "reference" in self._others and self._recomputed:

@@ -27,7 +27,17 @@ from opd.pipelines.stages.sample_files import (
 from opd.pipelines.stages.samples import Home, StepSamples
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks, path_of_rank
-from opd.rollout.collect import EncodedPrompt, Generates, collect, in_step, stream, write
+from opd.rollout.collect import (
+    EncodedPrompt,
+    Generates,
+    Way,
+    begins,
+    beside,
+    collect,
+    in_step,
+    stream,
+    write,
+)
 from opd.rollout.rewards import RewardRunner
 from opd.rollout.streams import More, noting, several
 from opd.storage.trajectories import TrajectoryUnion
@@ -118,9 +128,19 @@ class DiskHome(Home):
         with in_step(student.writer, student.barrier):
             streamed: list[EncodedPrompt] = []
             own: list[EncodedPrompt] = []
+            episodes: dict[Way, list[EncodedPrompt]] = {}
             for prompt in mine:
-                (streamed if student.ways[prompt.domain].generate is collect else own).append(prompt)
-            self._stream(engine, streamed, size, index)
+                way = student.ways[prompt.domain]
+                if way.generate is collect:
+                    streamed.append(prompt)
+                elif not begins(way):
+                    own.append(prompt)
+                elif self._is_missing(prompt, size):
+                    episodes.setdefault(way, []).append(prompt)
+            if episodes:
+                self._beside(engine, streamed, episodes, size, index)
+            else:
+                self._stream(engine, streamed, size, index)
             self._generate(engine, own, size, index)
         student.barrier.wait()
         groups = []
@@ -156,19 +176,43 @@ class DiskHome(Home):
                 waiting, tokens = [], 0
         self._put(waiting, index, asked, places)
 
+    def _beside(
+        self,
+        engine: Generates,
+        streamed: Sequence[EncodedPrompt],
+        episodes: Mapping[Way, Sequence[EncodedPrompt]],
+        size: int,
+        index: int,
+    ) -> None:
+        """Single answers and episodes, whose groups come whole, side by side."""
+        with beside(engine, episodes, size, self._student.seed) as (together, writings):
+            self._stream(together, streamed, size, index)
+            together.finish()
+            for prompts, writing in zip(episodes.values(), writings, strict=True):
+                self._put_groups(prompts, writing.groups(), index)
+        self._forget(together.asked)
+
+    def _is_missing(self, prompt: EncodedPrompt, size: int) -> bool:
+        return len(self._files.group(prompt.uid, self._asked(prompt))) < size
+
     def _generate(self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int) -> None:
         """A rollout of the user's own of the prompts whose groups are not there: they come whole."""
         student = self._student
-        missing = [p for p in prompts if len(self._files.group(p.uid, self._asked(p))) < size]
+        missing = [prompt for prompt in prompts if self._is_missing(prompt, size)]
         if not missing:
             return
         noted = _Noted(engine)
-        groups = write(noted, missing, size, student.ways, student.seed)
-        for prompt, group in zip(missing, groups, strict=True):
+        self._put_groups(missing, write(noted, missing, size, student.ways, student.seed), index)
+        self._forget(noted.asked)
+
+    def _put_groups(
+        self, prompts: Sequence[EncodedPrompt], groups: Sequence[SampleGroup], index: int
+    ) -> None:
+        """To disk what has been written whole, in the place of what was there of it."""
+        for prompt, group in zip(prompts, groups, strict=True):
             places = {sample.uid: place for place, sample in enumerate(group.samples)}
             self._files.retire(self._files.group(prompt.uid, self._asked(prompt)).values())
             self._put(group.samples, index, {prompt.uid: self._asked(prompt)}, places)
-        self._forget(noted.asked)
 
     def _put(
         self, samples: Sequence[Sample], index: int, asked: Mapping[str, str], places: Mapping[str, int]

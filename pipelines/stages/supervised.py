@@ -34,7 +34,7 @@ from opd.rollout.collect import write, write_shared
 from opd.rollout.engine_pool import EnginePool
 from opd.teachers.schedule import Route, Router
 from opd.train.backend import learning_rate
-from opd.train.loss_weights import per_teacher_scales, policy_scales, weigh
+from opd.train.loss_weights import per_teacher_scales, policy_scales, turn_shares, turns_of, weigh
 from opd.train.terms import CrossEntropyTerm
 from opd.types import Sample, SampleGroup, Status, TokenTerms
 
@@ -50,10 +50,13 @@ class Supervised(Algorithm):
     Args:
         optim: How it is learnt.
         shares: Each domain's share of the loss; `None`: every token weighs the same.
+        normalise: What weighs the same within its share, as in the merge; `teacher`: its tokens.
     """
 
-    def __init__(self, optim: OptimConfig, shares: dict[str, float] | None = None) -> None:
-        self.optim, self._shares = optim, shares
+    def __init__(
+        self, optim: OptimConfig, shares: dict[str, float] | None = None, normalise: str = "teacher"
+    ) -> None:
+        self.optim, self._shares, self._normalise = optim, shares, normalise
 
     def score(self, samples: StepSamples, step: Step) -> dict[str, float]:
         return {}
@@ -64,12 +67,15 @@ class Supervised(Algorithm):
         counts = [sample.trainable_tokens for sample in own]
         scales = policy_scales(counts, "token")
         if self._shares is not None:
-            scales = per_teacher_scales(counts, [sample.domain for sample in own], self._shares)
+            turns = [turns_of(sample.loss_mask) for sample in own]
+            units = {"episode": [1] * len(own), "turn": turns}.get(self._normalise)
+            scales = per_teacher_scales(counts, [sample.domain for sample in own], self._shares, units)
         scale = {sample.uid: value for sample, value in zip(own, scales, strict=True)}
 
         def terms(sample: Sample) -> TokenTerms:
             found = TokenTerms.zeros(len(sample.response_ids))
-            found.ce_weight = weigh(sample.loss_mask, scale[sample.uid])
+            shares = turn_shares(sample.loss_mask) if self._normalise == "turn" else None
+            found.ce_weight = weigh(sample.loss_mask, scale[sample.uid], shares)
             return found
 
         return Plan([Update(own, samples.batches(own, terms))])
@@ -96,7 +102,8 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
         return written[index % len(written)]
 
     weights = {name: domain.weight for name, domain in recipe.domains.items()}
-    algorithm = Supervised(config.optim, weights if config.normalise == "teacher" else None)
+    shares = None if config.normalise == "token" else weights
+    algorithm = Supervised(config.optim, shares, config.normalise)
     source = Given(samples, student)
     extent = Extent(tokens=tokens)
     result = train(context, algorithm, source, student.backend, extent, config.checkpoint_every)

@@ -396,15 +396,15 @@ class ScoreAhead:
         self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
     ) -> Iterator[Chunk]:
         """The engine's chunks, as they come."""
-        if more is not None:  # turns of episodes, none of which is a response yet when it ends
-            yield from self._engine.generate(requests, more)
-            return
+        # What `more` asks for are turns of episodes, none of which is a response yet when it ends.
         asked = {request.uid: request for request in several(requests)}
         transcript = Transcript({uid: Tokens.empty() for uid in asked})
-        for step in self._engine.generate(requests):
-            transcript.add(step)
-            ended = [self._sample(asked[uid], transcript) for uid in step.finished if uid in asked]
-            self._schedule.begin([sample for sample in ended if sample is not None])
+        for step in self._engine.generate(requests, more):
+            known = [row for row, uid in enumerate(step.uids) if uid in asked]
+            ended = {uid: status for uid, status in step.finished.items() if uid in asked}
+            transcript.add(step if more is None else step.part(known, ended))
+            found = [self._sample(asked[uid], transcript) for uid in ended]
+            self._schedule.begin([sample for sample in found if sample is not None])
             yield step
 
     def _sample(self, request: RolloutRequest, transcript: Transcript) -> Sample | None:

@@ -9,8 +9,9 @@ from functools import partial
 
 import chatting
 import pytest
+from exact import check_exact
 from test_agents import chat_engine, chat_prompt, chat_sampling
-from test_episodes import check_exact, episodes
+from test_episodes import episodes
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments.episodes import EPISODE

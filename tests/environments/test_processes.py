@@ -9,8 +9,9 @@ from functools import partial
 
 import chatting
 import pytest
+from exact import check_exact
 from test_agents import chat_engine, chat_prompt, chat_sampling
-from test_episodes import check_exact, contents, episodes
+from test_episodes import contents, episodes
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments.gymnasium import Gymnasium

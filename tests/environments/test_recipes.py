@@ -18,7 +18,7 @@ from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_pipeline
+from opd.pipelines.run import run_pipeline, run_stage
 
 ENVIRONMENT = {"type": "worlds:Sum", "params": {"turns": 2}, "turn_tokens": 3}
 MORE = {
@@ -108,6 +108,34 @@ def test_the_same_recipe_on_other_ways(tmp_path, finished, changes):
     assert merged["domains"]["sort"]["sampled"]["total"] == 6
     if "storage" in changes:
         assert digests(tmp_path / "run") == digests(finished[0])
+
+
+@pytest.mark.parametrize("stage", ["specialist-sort", "merge"])
+def test_turns_weigh_alike_in_memory_and_on_disk(tmp_path, finished, stage):
+    """Of the specialist's rewards, and of the merge. Turns have four tokens and two."""
+    out = finished[0]
+
+    def digest(name: str, home: str, turn: bool) -> str:
+        policy = {"aggregation": "turn" if turn else "token"}
+        settings = agents(baselines={"methods": []}, storage={"trajectories": home}, base=None)
+        settings["domains"]["sort"]["environment"] = ENVIRONMENT | {"turn_tokens": 4}
+        settings["rollout"] = {"max_new_tokens": 9, "max_sequence": 32}
+        settings["model"] = {"path": str(out / "base")}
+        settings["teachers"] = {n: {"path": str(out / "specialists" / n)} for n in ("sort", "add3")}
+        settings["specialist"] = {**SHORT, "policy_loss": policy}
+        settings["distill"] |= {"normalise": "turn" if turn else "teacher"}
+        if stage != "merge":
+            del settings["teachers"]
+        recipe = tiny_recipe(**settings)
+        with RunFolder.create(tmp_path / name, recipe) as run:
+            run_stage(recipe, run, stage)
+            done = run.stage_done(stage)
+        assert done is not None
+        return done["digest"]
+
+    by_turn = digest("memory", "memory", True)
+    assert by_turn == digest("disk", "disk", True)
+    assert by_turn != digest("tokens", "memory", False)
 
 
 def test_killed_in_the_middle_of_episodes_and_resumed_the_weights_are_the_same(tmp_path, finished):

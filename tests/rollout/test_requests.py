@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from opd.errors import RolloutError
+from opd.rollout.batch import Limits, RunningBatch, queue_requests
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams, Status
 
@@ -76,3 +77,19 @@ def test_resumed_requests_that_had_ended_are_reported_without_tokens(
 def test_impossible_engines_are_refused(running: int, sequence: int, build: Fixture) -> None:
     with pytest.raises(RolloutError, match="at least"):
         TorchEngine(build()[0], max_running=running, max_sequence=sequence)
+
+
+def test_who_joins_where_there_is_room_copies_nothing():
+    batch = RunningBatch(4, 0, 16)
+    batch.admit(
+        queue_requests(
+            [request("a", max_new_tokens=8), request("b", (3, 4), max_new_tokens=8)], Limits(24, 16)
+        )
+    )
+    assert batch.grown(3, 0, 16) is batch
+    for size in ((5, 0, 16), (4, 1, 16), (4, 0, 17)):
+        grown = batch.grown(*size)
+        assert grown is not batch
+        assert (grown.slots, grown.stops.shape[1], grown.tokens.shape[1]) == size
+        for row in range(2):
+            assert grown.known(row).tolist() == batch.known(row).tolist()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from whole_step import per_teacher_weights, policy_weights
 
 from opd.errors import ConfigError
+from opd.train.loss_weights import per_teacher_scales, policy_scales, turn_shares, turns_of, weigh
 
 masks = st.lists(
     st.lists(st.booleans(), max_size=9).map(lambda bits: np.array(bits, dtype=bool)), min_size=1, max_size=8
@@ -104,3 +105,68 @@ def test_a_teacher_without_a_share_is_named():
 def test_no_samples():
     found = [policy_weights([], aggregation, 4) for aggregation in ("token", "sequence", "constant")]
     assert [*found, policy_weights([]), per_teacher_weights([], [])] == [[]] * 5
+
+
+def runs(mask) -> list[list[int]]:
+    """Places of the tokens of each turn."""
+    found: list[list[int]] = []
+    for place, own in enumerate(mask):
+        if own and place and mask[place - 1]:
+            found[-1].append(place)
+        elif own:
+            found.append([place])
+    return found
+
+
+@given(masks, st.data())
+def test_every_turn_of_the_step_weighs_the_same(masks, data):
+    """By enumeration in float64, with tokens that a correction has rejected."""
+    kept = [mask & np.array(data.draw(st.lists(st.booleans(), min_size=len(mask), max_size=len(mask))), bool)
+            for mask in masks]  # fmt: skip
+    pairs = list(zip(masks, kept, strict=True))
+    left = [[[i for i in turn if own[i]] for turn in runs(mask)] for mask, own in pairs]
+    left = [[turn for turn in turns if turn] for turns in left]
+    turns = [turns_of(*pair) for pair in pairs]
+    assert turns == [len(own) for own in left]
+    counts = [int(own.sum()) for own in kept]
+    scales = policy_scales(counts, "turn", turns=turns)
+    for mask, own, scale, of_sample in zip(masks, kept, scales, left, strict=True):
+        expected = np.zeros(len(mask))
+        for turn in of_sample:
+            expected[turn] = 1.0 / (sum(turns) * len(turn))
+        shares = turn_shares(mask, own)
+        assert shares.sum() == pytest.approx(own.sum())
+        np.testing.assert_allclose(scale * shares, expected, rtol=1e-12)
+        assert weigh(own, scale, shares).tolist() == (scale * shares).astype(np.float32).tolist()
+
+
+@given(masks, st.data())
+@pytest.mark.parametrize("kind", ["episode", "turn"])
+def test_within_a_teachers_share_episodes_or_turns_weigh_the_same(kind, masks, data):
+    drawn = st.lists(st.sampled_from(["a", "b", None]), min_size=len(masks), max_size=len(masks))
+    names, shares = data.draw(drawn), {"a": 0.25, "b": 0.75}
+    turns = [turns_of(mask) for mask in masks]
+    counts = [int(mask.sum()) for mask in masks]
+    units = [1] * len(masks) if kind == "episode" else turns
+    scales = per_teacher_scales(counts, names, shares, units)
+    present = {name for name, count in zip(names, counts, strict=True) if name is not None and count}
+    whole = sum(shares[name] for name in present)
+    for mask, name, scale in zip(masks, names, scales, strict=True):
+        expected = np.zeros(len(mask))
+        if name is not None and mask.any():
+            mates = [m for m, n in zip(masks, names, strict=True) if n == name]
+            if kind == "episode":
+                expected[mask] = shares[name] / whole / sum(m.any() for m in mates) / mask.sum()
+            else:
+                for turn in runs(mask):
+                    expected[turn] = shares[name] / whole / sum(len(runs(m)) for m in mates) / len(turn)
+        own = np.ones(len(mask)) if kind == "episode" else turn_shares(mask)
+        np.testing.assert_allclose(np.where(mask, scale * own, 0), expected, rtol=1e-12)
+
+
+def test_a_response_of_one_turn_is_an_episode():
+    masks = [np.ones(3, dtype=bool), np.ones(7, dtype=bool)]
+    assert turn_shares(masks[0]).tolist() == [1.0, 1.0, 1.0]
+    assert policy_scales([3, 7], "turn", turns=[1, 1]) == policy_scales([3, 7], "sequence")
+    assert turn_shares(np.zeros(0, dtype=bool)).tolist() == []
+    assert policy_scales([], "turn", turns=[]) == []
