@@ -433,6 +433,7 @@ class MegatronContextBackend(SharedSequences, MegatronBackend):
 
     def _hidden(self, own: TokenShare) -> Tensor:
         bounds = torch.tensor([0, len(own.input_ids)], dtype=torch.int32, device=self.device)
+        assert self._context is not None
         attend = ContextAttention(self._context, own.segments)
         return self._run(own.input_ids, own.position_ids, bounds, attend)
 

@@ -345,7 +345,7 @@ class Student:
         Raises `RolloutError` if the engine does not hold what was sent.
         """
         self.backend.rest(weights=False)
-        if self.shared:
+        if self.shared and isinstance(self.backend, TorchBackend):
             weights = own_parts(self.backend.model)
         else:
             weights = self.backend.plain_weights() if self.plain else self.backend.weights()

@@ -8,8 +8,8 @@ from pathlib import Path
 import chatting
 import numpy as np
 import pytest
+from exact import check_exact
 from test_agents import chat_engine, chat_sampling
-from test_episodes import check_exact
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments.episodes import EPISODE, Episodes
