@@ -200,7 +200,7 @@ class Episodes:
         return batch
 
     def _world(self, sample: Sample, seed: int) -> World:
-        make: Callable[[], Any] = partial(self._class, **self._config.params)
+        make: Any = partial(self._class, **self._config.params)
         if self._config.processes:
             make = partial(shared(self._config.type, self._config.processes).open, self._config.params)
         if self._log is not None and hasattr(self._class, "log"):

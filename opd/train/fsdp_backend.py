@@ -53,6 +53,7 @@ class FSDPBackend(TorchBackend):
         return ()  # FSDP2 knows where its parts lie
 
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
+        assert self.root is not None
         return self.root(compute)
 
     def backward(self, loss: Tensor, last: bool) -> None:
