@@ -22,8 +22,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, BinaryIO
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-if __name__ == "__main__":
+if __name__ == "__main__":  # where it is imported, a folder of opd must not stand before packages of its name
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import lockdown  # pyright: ignore[reportMissingImports]
 
 _LONGEST = 1 << 24

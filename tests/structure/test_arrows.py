@@ -75,6 +75,13 @@ def test_no_test_changes_where_modules_are_looked_for():
         assert "\nsys.path." not in path.read_text(), path  # in what a child process runs
 
 
+def test_no_module_changes_where_modules_are_looked_for():
+    """With a folder of opd among those places `import megatron` would find opd's."""
+    names = ("opd.environments.sandbox.inside", "opd.rewards.inside", "opd.limited")
+    code = f"import sys; before = list(sys.path); import {', '.join(names)}; assert sys.path == before"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_nothing_calls_torch_load():
     for path in arrows.sources(ROOT):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]

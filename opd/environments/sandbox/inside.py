@@ -22,8 +22,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-if __name__ == "__main__":
+if __name__ == "__main__":  # where it is imported, a folder of opd must not stand before packages of its name
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     import lockdown  # pyright: ignore[reportMissingImports]
 
 LENGTH = struct.Struct("<I")
