@@ -64,7 +64,7 @@ def test_what_is_trained_on_is_what_was_written(kind, lossy, request, tmp_path):
         (group,) = Episodes(config, "a", tok, {}, log)(engine, [prompt], 2, chat_sampling(900), 3)
         if kind == "tools":
             assert [len(log.find(sample.uid).commands) for sample in group.samples] == [6, 6]
-    check_exact([group], engine, longest=1000)
+    check_exact([group], engine, limit=1000)
     changed = 0
     for sample in group.samples:
         assert sample.metadata[EPISODE]["turns"] == 3
