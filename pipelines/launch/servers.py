@@ -112,7 +112,11 @@ def _described(model: Path) -> bytes | None:
 
 def _readable(connection: http.client.HTTPConnection) -> bool:
     """Whether an answer has come, or the connection has ended."""
-    return connection.sock is None or bool(select.select([connection.sock], [], [], 0)[0])
+    if connection.sock is None:
+        return True
+    poll = select.poll()  # `select.select` refuses descriptors from 1024 on
+    poll.register(connection.sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _free_port() -> int:

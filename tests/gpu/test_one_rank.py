@@ -57,7 +57,7 @@ def test_it_moves_as_float32_does(device):
 
     with open_backend(load, TrainConfig(), training, Ranks(), dtype="bfloat16") as backend:
         backend_name = dist.get_backend(
-            backend._root.module.model.layers[0].mlp.up_proj.weight.device_mesh.get_group()
+            backend.root.module.model.layers[0].mlp.up_proj.weight.device_mesh.get_group()
         )
         assert backend_name == ("nccl" if device == "cuda" else "gloo")
         assert {p.dtype for p in backend.model.module.parameters()} == {torch.float32}

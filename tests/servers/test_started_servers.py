@@ -443,7 +443,7 @@ def test_the_doctor_looks_for_the_program(tmp_path):
 
     assert found(command=LITTLE)[0] == "ok"
     assert "no program here" in found(command=["/nothing/there"])[1]
-    assert "needs SGLang" in found()[1]
+    assert "needs sglang" in found()[1]
 
 
 def test_every_rank_has_a_server_of_its_own_to_write_with():
