@@ -260,6 +260,9 @@ class RolloutRequest:
     session: str = ""
     """Requests of one session begin alike (the answers to a prompt, the turns of an episode): an engine of
     several workers keeps them where that beginning is cached. It changes no token, and no log keeps it."""
+    continues: bool = False
+    """Whether another request of the session will begin with the tokens of this one and its response: an
+    engine may keep their keys and values. It changes no token either."""
 
 
 @dataclass(slots=True)

@@ -106,10 +106,7 @@ class Agents:
         news: threading.Event,
     ) -> _Batch:
         """See `opd.rollout.beside`."""
-        groups = [
-            SampleGroup(prompt.uid, prompt.domain, [prompt.sample(place) for place in range(group_size)])
-            for prompt in prompts
-        ]
+        groups = [prompt.group(group_size) for prompt in prompts]
         episodes = [
             _Episode(sample, task_of(sample, seed), Session(self._branches(sample, sampling)))
             for group in groups

@@ -203,7 +203,9 @@ class Branches:
     def request(self, turn: Turn, seed: int) -> RolloutRequest:
         """What the engine is asked for."""
         sampling = replace(self.sampling, max_new_tokens=turn.most)
-        return RolloutRequest(turn.uid, turn.context(), sampling, seed, session=self.sample.uid)
+        return RolloutRequest(
+            turn.uid, turn.context(), sampling, seed, session=self.sample.uid, continues=True
+        )
 
     def tell(self, asked: Asked, turn: Turn, name: str, choice: int, begun: str = "") -> Said:
         """What a turn that has ended says to its client, to whom `begun` of it was told before."""

@@ -187,10 +187,7 @@ class Episodes:
         news: threading.Event,
     ) -> _Batch:
         """See `opd.rollout.beside`."""
-        groups = [
-            SampleGroup(prompt.uid, prompt.domain, [prompt.sample(place) for place in range(group_size)])
-            for prompt in prompts
-        ]
+        groups = [prompt.group(group_size) for prompt in prompts]
         samples = [sample for group in groups for sample in group.samples]
         conversation = Conversation(self._tokenizer, self._template, sampling.stop_ids)
         success = self._config.success
@@ -316,7 +313,12 @@ class _Batch:
         most = min(left, self._config.turn_tokens or left)
         sampling = replace(self._sampling, max_new_tokens=most)
         request = RolloutRequest(
-            episode.uid, episode.context(), sampling, self._seed, session=episode.sample.uid
+            episode.uid,
+            episode.context(),
+            sampling,
+            self._seed,
+            session=episode.sample.uid,
+            continues=episode.turn + 1 < self._config.max_turns,
         )
         self._writing[request.uid] = episode
         self._transcript.begin({request.uid: Tokens.empty()})

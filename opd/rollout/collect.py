@@ -64,6 +64,10 @@ class EncodedPrompt:
             metadata=dict(self.metadata),
         )
 
+    def group(self, size: int) -> SampleGroup:
+        """`size` samples of this prompt, without responses."""
+        return SampleGroup(self.uid, self.domain, [self.sample(place) for place in range(size)])
+
 
 @dataclass(frozen=True, slots=True)
 class Way:
@@ -158,10 +162,7 @@ def _collect(
     seed: int,
     keep_failed: bool = False,
 ) -> list[SampleGroup]:
-    groups = [
-        SampleGroup(prompt.uid, prompt.domain, [prompt.sample(place) for place in range(group_size)])
-        for prompt in prompts
-    ]
+    groups = [prompt.group(group_size) for prompt in prompts]
     samples = {sample.uid: sample for group in groups for sample in group.samples}
     requests = [
         RolloutRequest(uid, sample.prompt_ids, sampling(sample.domain), seed, session=sample.group_uid)

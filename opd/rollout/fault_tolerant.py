@@ -37,7 +37,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ENGINE_COUNTS = {"prefilled_tokens": "prefilled_tokens", "kv_restored_tokens": "restored_tokens"}
+ENGINE_COUNTS = {
+    "prefilled_tokens": "prefilled_tokens",
+    "kv_restored_tokens": "restored_tokens",
+    "kept_tokens": "kept_tokens",
+}
 """Counter -> attribute of an engine that grows with it."""
 
 
@@ -444,8 +448,9 @@ class FaultTolerantRollout(Streaming):
         self._pool.resume()
 
     def take_counters(self) -> dict[str, float]:
-        """The counters since they were last taken, for the metrics. `prefilled_tokens` were computed, and
-        `kv_restored_tokens` taken from kept keys and values instead, by engines that say so.
+        """The counters since they were last taken, for the metrics. `prefilled_tokens` were computed,
+        `kv_restored_tokens` taken from saved keys and values instead, and `kept_tokens` from those of an
+        earlier turn, by engines that say so.
         """
         if self._dispatch.busy:
             self._count_work()

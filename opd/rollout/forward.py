@@ -504,7 +504,7 @@ class Runner:
         span = Span.of(positions, self.cache)
         if self.lean is not None:
             self.lean.reach(span.longest)
-        return self.forward(self._tensor(batch.last_tokens(rows)), self._tensor(positions), span)
+        return self.forward(self.tensor(batch.last_tokens(rows)), self.tensor(positions), span)
 
     def draw(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
         """Token ids [B] int64 and log-probabilities [B] float32 that follow the `hidden` states [B, D]."""
@@ -531,13 +531,13 @@ class Runner:
             return self.lean.step(ids, self.cache, attention)
         return self.passed(lambda: self.model.run(ids, positions, attention))
 
-    def prefill(self, batch: RunningBatch, start: int, upcoming: bytes | None) -> Tensor:
-        """[R, D]: compute all known tokens of the slots `start ... batch.size`; one row per slot.
+    def prefill(self, batch: RunningBatch, start: int, stop: int, upcoming: bytes | None) -> Tensor:
+        """[R, D]: compute all known tokens of the slots `start ... stop - 1`; one row per slot.
 
         `upcoming`: the tokens of the next waiting request; if it shares the last slot's, they are kept for
         it.
         """
-        sequences = [batch.known(row) for row in range(start, batch.size)]
+        sequences = [batch.known(row) for row in range(start, stop)]
         names = [sequence.tobytes() for sequence in sequences]
         shared = self._reuse(names, start)
         hidden = [] if shared is None else [shared]
@@ -548,7 +548,7 @@ class Runner:
         rows = torch.cat(hidden)
         if upcoming is not None and upcoming == names[-1]:
             length = len(sequences[-1])
-            self._kept = KeptPrompt(upcoming, length, self.cache.read(batch.size - 1, length), rows[-1])
+            self._kept = KeptPrompt(upcoming, length, self.cache.read(stop - 1, length), rows[-1])
         else:
             self._kept = None
         return rows
@@ -583,8 +583,8 @@ class Runner:
         order = None if self.lean is None else self.lean.key_order
         attention = PrefillAttention(self.cache, lengths, places, start + first, order)
         positions = np.concatenate([np.arange(length) for length in lengths])
-        ids, places_of_ids = self._tensor(np.concatenate(chosen)), self._tensor(positions)
-        rows = self._tensor((np.cumsum(lengths) - 1)[places])
+        ids, places_of_ids = self.tensor(np.concatenate(chosen)), self.tensor(positions)
+        rows = self.tensor((np.cumsum(lengths) - 1)[places])
         hidden = self.passed(lambda: self.model.run(ids, places_of_ids, attention)[rows])
         self.prefilled_tokens += tokens
         self._check_layers()
@@ -598,5 +598,6 @@ class Runner:
                 " keys and values of their own; the embedded engine needs all of them to."
             )
 
-    def _tensor(self, values: np.ndarray) -> Tensor:
+    def tensor(self, values: np.ndarray) -> Tensor:
+        """int64, on the model's device."""
         return torch.from_numpy(values.astype(np.int64)).to(self.model.device, non_blocking=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from opd.errors import RolloutError, reason_of
 from opd.foreign import machine_memory, read_document
+from opd.rollout.batch import RunningBatch
 
 SPARE = 16
 
@@ -89,6 +90,11 @@ class PromptKV:
     layers: dict[int, tuple[Tensor, Tensor]]
     """Per layer [Hkv, C, d] and [Hkv, C, dv]."""
 
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return sum(x.numel() * x.element_size() for pair in self.layers.values() for x in pair)
+
 
 class KVCache:
     """Preallocated cache for `slots` requests of up to `capacity` tokens each."""
@@ -134,14 +140,20 @@ class KVCache:
         """Make room for `rows` slots of `tokens` tokens, with some to spare up to `limit` tokens, for as many
         slots as are wanted and fit; the first `used` are kept.
         """
+        slots, capacity = self.planned(rows, tokens, limit)
+        if (slots, capacity) != (self.slots, self.capacity):
+            self._lay_out(slots, capacity, used)
+
+    def planned(self, rows: int, tokens: int, limit: int) -> tuple[int, int]:
+        """Slots and capacity that `ensure` lays out."""
         if tokens <= self.capacity and rows <= self.slots:
-            return
+            return self.slots, self.capacity
         roomy = self._roomy(tokens, limit)
         slots, capacity = max(self._wanted, rows), roomy if tokens > self.capacity else self.capacity
         if self._positions is not None and slots * capacity > self._positions:
             slots = max(rows, self._positions // min(capacity, roomy))
             capacity = max(tokens, min(capacity, roomy, self._positions // slots))
-        self._lay_out(slots, capacity, used)
+        return slots, capacity
 
     def _roomy(self, tokens: int, limit: int) -> int:
         """The capacity for requests of `tokens` tokens that grow."""
@@ -258,8 +270,8 @@ def pack(held: Iterable[tuple[np.ndarray, PromptKV]], origin: Origin) -> dict[st
     return tensors
 
 
-def unpack(tensors: Mapping[str, Tensor]) -> tuple[dict[bytes, PromptKV], Origin]:
-    """The sequences by the bytes of their tokens, and what computed them.
+def unpack(tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict[bytes, PromptKV], Origin]:
+    """The sequences by the bytes of their tokens, on `device`, and what computed them.
 
     Raises `RolloutError` if `tensors` are not what `pack` made.
     """
@@ -268,7 +280,10 @@ def unpack(tensors: Mapping[str, Tensor]) -> tuple[dict[bytes, PromptKV], Origin
         tokens, lengths = tensors["tokens"].numpy(), tensors["lengths"].tolist()
         layers = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("layer.")})
         pairs = {
-            index: [tensors[f"layer.{index}.{part}"].split(lengths, dim=1) for part in ("keys", "values")]
+            index: [
+                tensors[f"layer.{index}.{part}"].to(device).split(lengths, dim=1)
+                for part in ("keys", "values")
+            ]
             for index in layers
         }
         bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -282,3 +297,19 @@ def unpack(tensors: Mapping[str, Tensor]) -> tuple[dict[bytes, PromptKV], Origin
         for row, name in enumerate(names)
     }
     return saved, origin
+
+
+def put_back(saved: Mapping[bytes, PromptKV], cache: KVCache, batch: RunningBatch, start: int) -> list[int]:
+    """Give the slots from `start` on the keys and values that were saved for their tokens, up to the first
+    for which none were; how many tokens each was given.
+    """
+    given: list[int] = []
+    while start + len(given) < batch.size:
+        slot = start + len(given)
+        known = batch.known(slot)[:-1]
+        kept = saved.get(known.tobytes())
+        if kept is None:
+            break
+        cache.write(slice(slot, slot + 1), kept)
+        given.append(len(known))
+    return given

@@ -17,10 +17,11 @@ from opd.models.hf_folder import positions_of
 from opd.rollout.batch import Limits, RunningBatch, queue_requests
 from opd.rollout.forward import Runner
 from opd.rollout.graphs import StaticRunner
-from opd.rollout.kv_cache import Origin, PromptKV, kv_budget, pack, unpack
+from opd.rollout.kv_cache import Origin, PromptKV, kv_budget, pack, put_back, unpack
 from opd.rollout.sampling import check_finite
 from opd.rollout.sharded import ShardedRunner, Sharing
 from opd.rollout.streams import Streaming
+from opd.rollout.turns import KeptTurns
 from opd.types import Chunk, RolloutRequest
 
 
@@ -86,6 +87,7 @@ class TorchEngine(Streaming):
         """The first slots, whose tokens but the newest are all in the cache."""
         self.restored_tokens = 0
         """Tokens whose keys and values came from `restore` instead of a forward."""
+        self._turns = KeptTurns(self._runner, self._limits, max_running)
         self.saved: dict[bytes, PromptKV] = {}
         """Restored keys and values that no request has taken yet, by the bytes of their token ids."""
 
@@ -105,6 +107,11 @@ class TorchEngine(Streaming):
         return self._runner.prefilled_tokens
 
     @property
+    def kept_tokens(self) -> int:
+        """Tokens whose keys and values had stayed since an earlier turn."""
+        return self._turns.taken
+
+    @property
     def in_flight(self) -> list[str]:
         """Uids of the requests that run or wait."""
         return [*self._batch.uids, *self._queue.waiting, *self._queue.ended]
@@ -121,6 +128,7 @@ class TorchEngine(Streaming):
             self._longest = 0
         self._longest = max(self._longest, queue.longest)
         self._queue, self._joined = self._queue.join(queue) if known else queue, True
+        self._turns.submit(requests)
 
     def step(self) -> Chunk | None:
         """The next chunk, of one or more decode steps; `None` if nothing is in flight. Raises `RolloutError`
@@ -143,14 +151,16 @@ class TorchEngine(Streaming):
         except BaseException:
             # Keys and values that are not finite must not reach a later request through masked positions.
             self._runner.release()
+            self._turns.abort(self.in_flight)
             self._queue, self._batch = queue_requests([], self._limits), RunningBatch(1, 0, 0)
-            self._cached = 0
+            self._forget()
             raise
         return Chunk.join(steps)
 
     def abort(self, uids: Collection[str]) -> None:
         """Free slots and places of these requests; nothing more is said of them."""
         gone = set(uids)
+        self._turns.abort(gone)
         self._queue.drop(gone)
         if rows := [row for row, uid in enumerate(self._batch.uids) if uid in gone]:
             with self._runner.guard():
@@ -173,8 +183,7 @@ class TorchEngine(Streaming):
         on.
         """
         self._runner.clear()
-        self.saved.clear()
-        self._cached = 0
+        self._forget()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Copy `weights` in place, flush, and return the quick digest of the model the engine now holds.
@@ -197,8 +206,7 @@ class TorchEngine(Streaming):
         finally:
             # Even a refused tensor leaves those before it copied: nothing computed earlier is valid any more.
             self._runner.sleep() if asleep else self._runner.refresh()
-            self.saved.clear()
-            self._cached = 0
+            self._forget()
         self._version = version
         return held.hex()
 
@@ -224,15 +232,12 @@ class TorchEngine(Streaming):
 
         Raises `RolloutError` if the snapshot was made with other weights or by another form of decoder.
         """
-        saved, origin = unpack(tensors)
+        saved, origin = unpack(tensors, self.model.device)
         if origin != self._origin():
             raise RolloutError(
                 f"the saved keys and values come from {origin}, but the engine holds {self._origin()};"
                 " let it prefill instead."
             )
-        device = self.model.device
-        for prompt in saved.values():
-            prompt.layers = {i: (k.to(device), v.to(device)) for i, (k, v) in prompt.layers.items()}
         self.saved = saved
         return len(saved)
 
@@ -243,8 +248,7 @@ class TorchEngine(Streaming):
         self._check_paused("release")
         self._runner.release()
         self._runner.start(self._batch.slots)
-        self.saved.clear()
-        self._cached = 0
+        self._forget()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -261,7 +265,14 @@ class TorchEngine(Streaming):
 
     def resident(self) -> dict[str, int]:
         """Bytes of weights, as they are and as decode lays them out, and of keys and values."""
-        return self._runner.resident()
+        resident = self._runner.resident()
+        return resident | {"engine_kv": resident["engine_kv"] + self._turns.nbytes}
+
+    def _forget(self) -> None:
+        """No keys and values are known any more."""
+        self.saved.clear()
+        self._turns.clear()
+        self._cached = 0
 
     def _check_paused(self, verb: str) -> None:
         if not self._paused:
@@ -294,13 +305,18 @@ class TorchEngine(Streaming):
         """[B, D]: the hidden states that predict the next token of every running request."""
         batch, cached = self._batch, self._cached
         longest = int(batch.length[: batch.size].max())
-        self._runner.cache.ensure(batch.size, longest, self._longest, cached)
+        cache = self._runner.cache
+        self._turns.fit(*cache.planned(batch.size, longest, self._longest))
+        cache.ensure(batch.size, longest, self._longest, cached)
         if self.saved:
-            cached = self._cached = self._restore(cached)
+            back = put_back(self.saved, cache, batch, cached)
+            cached = self._cached = cached + len(back)
+            self.restored_tokens += sum(back)
+            if not self._queue:
+                self.saved.clear()
         parts = [self._runner.decode(batch, cached)] if cached else []
         if cached < batch.size:
-            upcoming = self._queue.tokens[self._queue.taken].tobytes() if self._queue else None
-            parts.append(self._runner.prefill(batch, cached, upcoming))
+            parts += self._turns.prefill(batch, cached, self._queue)
             self._cached = batch.size
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -317,6 +333,7 @@ class TorchEngine(Streaming):
         ended = batch.append(ids)
         if ended:
             step.finished = {step.uids[row]: status for row, status in ended.items()}
+            self._turns.keep(batch, ended)
             self._remove(list(ended))
         return step
 
@@ -329,25 +346,9 @@ class TorchEngine(Streaming):
             self._runner.cache.move(source, target, length)
         self._cached = min(self._cached, batch.size)  # after a flush none is
 
-    def _restore(self, cached: int) -> int:
-        """Give the next slots the keys and values that were saved for their tokens; returns how many slots
-        are cached then.
-        """
-        batch, saved = self._batch, self.saved
-        while cached < batch.size:
-            known = batch.known(cached)[:-1]
-            kept = saved.get(known.tobytes())
-            if kept is None:
-                break
-            self._runner.cache.write(slice(cached, cached + 1), kept)
-            self.restored_tokens += len(known)
-            cached += 1
-        if not self._queue:
-            saved.clear()
-        return cached
-
     def _report_ended(self) -> Chunk:
         """A step without tokens for resumed requests that had already ended."""
         ended, self._queue.ended = self._queue.ended, {}
+        self._turns.abort(ended)
         nothing = np.zeros(0, dtype=np.int32)
         return Chunk([], nothing, nothing, np.zeros(0, dtype=np.float32), self._version, ended)

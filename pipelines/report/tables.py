@@ -49,6 +49,7 @@ COUNTS = {
     "rollout/prefilled_tokens": "Tokens of prompts and prefixes computed",
     "rollout/kv_restored_sequences": "Responses whose keys and values were restored",
     "rollout/kv_restored_tokens": "Tokens whose keys and values were restored",
+    "rollout/kept_tokens": "Tokens of earlier turns not computed again",
     "rollout/replayed_tokens": "Tokens taken from the log",
 }
 BYTES = {

@@ -1,0 +1,222 @@
+"""The turns of one conversation: keys and values that stay while its environment answers, and the pass over
+what was added to them.
+
+Without them each turn would compute its whole context again, so an episode of `n` turns `n / 2` times what
+it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from opd.models.attention import AttentionCall, kernels_share_heads
+from opd.rollout.batch import Limits, RequestQueue, RunningBatch
+from opd.rollout.forward import PREFILL_TOKENS, Runner
+from opd.rollout.kv_cache import KVCache, PromptKV
+from opd.types import RolloutRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is kept of a conversation: as much as the model has read."""
+
+    tokens: np.ndarray
+    """[m] int32."""
+    kv: PromptKV
+
+
+class KeptTurns:
+    """By session, the one that waited longest first; it is the first to go where there is no room."""
+
+    def __init__(self, runner: Runner, limits: Limits, most: int) -> None:
+        """`most`: conversations that are kept, within what `limits` leave beside the runner's cache."""
+        self._runner, self._limits, self._most = runner, limits, most
+        self._turns: dict[str, Turn] = {}
+        self._requests: dict[str, RolloutRequest] = {}
+        """Those in flight that belong to a session, by uid."""
+        self.taken = 0
+        """Tokens that need not be computed again, so far."""
+        self._positions = self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def submit(self, requests: Iterable[RolloutRequest]) -> None:
+        """These are in flight."""
+        self._requests |= {request.uid: request for request in requests if request.session}
+
+    def abort(self, uids: Iterable[str]) -> None:
+        """These no more."""
+        for uid in uids:
+            self._requests.pop(uid, None)
+
+    def fit(self, slots: int, capacity: int) -> None:
+        """Keep no more than the cache, laid out so, leaves room for; its memory only grows."""
+        limits, held = self._limits, self._runner.cache.nbytes
+        room = math.inf
+        if limits.positions is not None:
+            room = limits.positions - max(slots * capacity, -(-held // limits.token_bytes))
+        while self._turns and (len(self) > self._most or self._positions > room):
+            self._drop(next(iter(self._turns)))
+
+    def clear(self) -> None:
+        """Forget what is kept."""
+        self._turns.clear()
+        self._positions = self.nbytes = 0
+
+    def keep(self, batch: RunningBatch, ended: Iterable[int]) -> None:
+        """Keep keys and values of the slots that `ended` where another turn comes."""
+        for slot in ended:
+            request = self._requests.pop(batch.uids[slot], None)
+            if request is not None and request.continues:
+                known = batch.known(slot)[:-1].copy()  # nobody has read the newest
+                turn = Turn(known, self._runner.cache.read(slot, len(known)))
+                self._drop(request.session)
+                self._turns[request.session] = turn
+                self._positions += len(known)
+                self.nbytes += turn.kv.nbytes
+        self.fit(self._runner.cache.slots, self._runner.cache.capacity)
+
+    def prefill(self, batch: RunningBatch, start: int, queue: RequestQueue) -> Iterator[Tensor]:
+        """[R, D] each: the slots from `start` on; where an earlier turn is kept what was added to it, and the
+        others whole. `queue`: what waits for slots.
+        """
+        upcoming = queue.tokens[queue.taken].tobytes() if queue else None
+        turns = {slot: self._earlier(batch, slot) for slot in range(start, batch.size)}
+        for kept, some in groupby(turns.items(), lambda item: item[1] is not None):
+            found = dict(some)
+            first, stop = min(found), max(found) + 1
+            if kept:
+                yield extend(self._runner, batch, first, [turn for turn in found.values() if turn])
+            else:
+                yield self._runner.prefill(batch, first, stop, upcoming if stop == batch.size else None)
+
+    def _earlier(self, batch: RunningBatch, slot: int) -> Turn | None:
+        """The turn on whose tokens this slot's request goes on, if it is kept; it is kept no more."""
+        request, tokens = self._requests.get(batch.uids[slot]), batch.known(slot)
+        turn = None if request is None else self._drop(request.session)
+        if turn is None or not np.array_equal(turn.tokens, tokens[:-1][: len(turn.tokens)]):
+            return None
+        self.taken += len(turn.tokens)
+        return turn
+
+    def _drop(self, session: str) -> Turn | None:
+        turn = self._turns.pop(session, None)
+        if turn is not None:
+            self._positions -= len(turn.tokens)
+            self.nbytes -= turn.kv.nbytes
+        return turn
+
+
+class AddedAttention:
+    """Attention of tokens that were added to slots: they are written behind those that lie there, and see
+    them and each other in causal order.
+
+    `R` slots, `T` added tokens packed end to end, `Q` of the slot that has most, `L` tokens of the fullest.
+    """
+
+    def __init__(
+        self, cache: KVCache, first: int, held: np.ndarray, length: np.ndarray, key_order: Tensor | None
+    ) -> None:
+        """`held` and `length` [R]: tokens that the slots from `first` on hold, and with the added ones.
+        `key_order` as of `PrefillAttention`.
+        """
+        self._cache, self._key_order = cache, key_order
+        added = length - held
+        bounds = np.concatenate([[0], np.cumsum(added)])
+        column = np.minimum(
+            np.arange(int(added.max())), added[:, None] - 1
+        )  # [R, Q]: padding repeats the last
+        real = np.arange(int(added.max())) < added[:, None]
+        row = np.broadcast_to(np.arange(first, first + len(added))[:, None], real.shape)
+        self._slots = slice(first, first + len(added))
+        self._window = int(length.max())
+        self._shape = real.shape
+        self._index = [
+            torch.from_numpy(np.ascontiguousarray(x))
+            for x in (row[real], (held[:, None] + column)[real], (bounds[:-1, None] + column).ravel())
+        ]
+        self._real = torch.from_numpy(np.flatnonzero(real))
+        self._last = torch.from_numpy(held[:, None] + column)
+        self._visible: dict[int | None, Tensor] = {}
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """[1, T, H, d]: the hook of `opd.models.attention`."""
+        device = call.query.device
+        cache = self._cache.layer(call.layer_index, call.key, call.value)
+        self._index = [x.to(device, non_blocking=True) for x in self._index]
+        slot, position, place = self._index
+        query, key = call.query, call.key
+        if self._key_order is not None:  # scores do not change when queries and keys are rearranged alike
+            query, key = (x.index_select(-1, self._key_order) for x in (query, key))
+        cache.keys[slot, :, position] = key[0].transpose(0, 1)
+        cache.values[slot, :, position] = call.value[0].transpose(0, 1)
+        keys, values = (x[self._slots, :, : self._window] for x in (cache.keys, cache.values))
+        padded = query[0].index_select(1, place).unflatten(1, self._shape).transpose(0, 1)
+        attended = _attend(padded, keys, values, call, self._seen(call.sliding_window, device))
+        self._real = self._real.to(device, non_blocking=True)
+        return attended.transpose(1, 2).flatten(0, 1).index_select(0, self._real)[None]
+
+    def _seen(self, window: int | None, device: torch.device) -> Tensor:
+        """[R, 1, Q, L] bool: the positions that each added token sees."""
+        if window not in self._visible:
+            last = self._last.to(device)[..., None]
+            column = torch.arange(self._window, device=device)
+            seen = column <= last
+            if window is not None:
+                seen &= column > last - window
+            self._visible[window] = seen[:, None]
+        return self._visible[window]
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall, seen: Tensor) -> Tensor:
+    """`query` [R, H, Q, d] to `keys` [R, Hkv, L, d], where it has `seen` [R, 1, Q, L] -> [R, H, Q, dv]."""
+    groups = query.shape[1] // keys.shape[1]
+    shared = groups > 1 and call.softcap is None and kernels_share_heads(query.device, query.dtype)
+    if groups > 1 and not shared:
+        keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
+    if call.softcap is None:
+        return scaled_dot_product_attention(
+            query, keys, values, attn_mask=seen, scale=call.scaling, enable_gqa=shared
+        )
+    scores = (query @ keys.transpose(-1, -2)) * call.scaling
+    scores = (torch.tanh(scores / call.softcap) * call.softcap).masked_fill(~seen, float("-inf"))
+    statistics = torch.promote_types(scores.dtype, torch.float32)
+    return torch.softmax(scores, dim=-1, dtype=statistics).to(values.dtype) @ values
+
+
+def extend(runner: Runner, batch: RunningBatch, start: int, turns: list[Turn]) -> Tensor:
+    """[R, D]: give the slots from `start` on what is kept of `turns`, and compute what was added since."""
+    parts = []
+    held = np.array([len(turn.tokens) for turn in turns])
+    length = batch.length[start : start + len(turns)]
+    for slot, turn in enumerate(turns, start):
+        runner.cache.write(slice(slot, slot + 1), turn.kv)
+    first = 0
+    while first < len(turns):
+        # Slots of one pass are padded to the one that was given most.
+        most = np.maximum.accumulate((length - held)[first:])
+        count = max(1, int((most * np.arange(1, len(most) + 1) <= PREFILL_TOKENS).sum()))
+        some = slice(first, first + count)
+        parts.append(_pass(runner, batch, start + first, held[some], length[some]))
+        first += count
+    return torch.cat(parts)
+
+
+def _pass(runner: Runner, batch: RunningBatch, first: int, held: np.ndarray, length: np.ndarray) -> Tensor:
+    order = None if runner.lean is None else runner.lean.key_order
+    attention = AddedAttention(runner.cache, first, held, length, order)
+    spans = [np.arange(h, n) for h, n in zip(held, length, strict=True)]
+    known = [batch.tokens[slot, span] for slot, span in enumerate(spans, first)]
+    ids, positions = runner.tensor(np.concatenate(known)), runner.tensor(np.concatenate(spans))
+    last = runner.tensor(np.cumsum(length - held) - 1)
+    runner.prefilled_tokens += len(ids)
+    return runner.passed(lambda: runner.model.run(ids, positions, attention)[last])

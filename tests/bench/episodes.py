@@ -1,0 +1,159 @@
+"""512 episodes at once whose environments take from 0.01 to 5 s for an answer, on the embedded engine.
+
+    .venv/bin/python tests/bench/episodes.py [--open 512] [--episodes 1536] [--json FILE]
+
+Three arms write the same number of tokens with the same model: `slow` environments, environments that answer
+at `once`, and the turns' tokens as `single` answers, as many together, without environments. Every episode
+has the same number of turns of the same length, so that none is longer for being interrupted. Prints tokens
+a second of the whole arm, of its middle (from a quarter of the tokens to three quarters, so that neither the
+first reset nor the last answer counts), and the memory of the process at both ends of that middle. Alone on
+the machine, or it measures others, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from opd.config.environments import EnvironmentConfig
+from opd.environments.episodes import Episodes
+from opd.environments.protocol import Action, Step, Task
+from opd.models.causal_lm import CausalLM
+from opd.models.tokenizers import character_tokenizer
+from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.streams import More
+from opd.rollout.torch_engine import TorchEngine
+from opd.types import Chunk, SampleGroup, SamplingParams
+
+SHORTEST, LONGEST = 0.01, 5.0
+TURNS, TURN_TOKENS = 6, 32
+TOKENIZER = character_tokenizer("0123456789abcdefghij", [])
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+
+
+class Late:
+    """Says a few letters, some seconds later. As many as it was told to, if there are any."""
+
+    def __init__(self, longest: float = 0.0) -> None:
+        self._longest = longest
+
+    async def reset(self, task: Task) -> str:
+        self._random = random.Random(task.uid)
+        return await self._answer()
+
+    async def step(self, action: Action) -> Step:
+        return Step(await self._answer())
+
+    async def _answer(self) -> str:
+        if self._longest:
+            await asyncio.sleep(self._random.uniform(SHORTEST, self._longest))
+        return "abcdefgh"
+
+
+class Watched:
+    """Stands before an engine and notes when how many tokens were there, and the memory then."""
+
+    def __init__(self, engine: TorchEngine, expected: int) -> None:
+        self._engine, self._expected, self._written = engine, expected, 0
+        self.marks: dict[float, tuple[float, int]] = {}
+        """Share of the tokens -> seconds since the beginning, bytes."""
+        self._began = time.monotonic()
+
+    def generate(self, requests: Any, more: More | None = None) -> Iterator[Chunk]:
+        for chunk in self._engine.generate(requests, more):
+            self._written += len(chunk.uids)
+            for share in (0.25, 0.75, 1.0):
+                if self._written >= share * self._expected and share not in self.marks:
+                    self.marks[share] = (time.monotonic() - self._began, resident())
+            yield chunk
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def prompts_of(number: int) -> list[EncodedPrompt]:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 20, (number, 16)).astype(np.int32)
+    return [EncodedPrompt(f"{i}", "a", ids[i], i, {"prompt": "x"}) for i in range(number)]
+
+
+def written(groups: list[SampleGroup]) -> int:
+    return sum(sample.trainable_tokens for group in groups for sample in group.samples)
+
+
+def arm(name: str, model: CausalLM, args: argparse.Namespace) -> dict[str, float]:
+    """Write all episodes in one way."""
+    tokens = args.episodes * TURNS * TURN_TOKENS
+    engine = TorchEngine(model, max_running=args.open, max_sequence=512)
+    watched = Watched(engine, tokens)
+    used = time.process_time()
+    if name == "single":
+        sampling = SamplingParams(max_new_tokens=TURNS * TURN_TOKENS)
+        groups = collect(watched, prompts_of(args.episodes), 1, sampling, 0)
+    else:
+        longest = LONGEST if name == "slow" else 0.0
+        config = EnvironmentConfig(
+            type="episodes:Late",
+            params={"longest": longest},
+            max_turns=TURNS,
+            turn_tokens=TURN_TOKENS,
+            concurrent=args.open,
+        )
+        episodes = Episodes(config, "a", TOKENIZER, {}, None)
+        groups = episodes(watched, prompts_of(args.episodes), 1, SamplingParams(max_new_tokens=480), 0)
+    assert written(groups) == tokens, "every arm writes the same number"
+    (first, before), (last, after), (whole, _) = (watched.marks[share] for share in (0.25, 0.75, 1.0))
+    return {
+        "tokens": tokens,
+        "tokens_per_second": tokens / whole,
+        "middle_tokens_per_second": tokens / 2 / (last - first),
+        "processor_seconds": time.process_time() - used,
+        "prefilled_tokens": engine.prefilled_tokens,
+        "kept_tokens": engine.kept_tokens,
+        "memory_mb_at_a_quarter": before / 1e6,
+        "memory_mb_at_three_quarters": after / 1e6,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Episodes under load.")
+    parser.add_argument("--open", type=int, default=512, help="episodes at once")
+    parser.add_argument("--episodes", type=int, default=1536)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    model = CausalLM.from_config(MODEL, tokenizer=TOKENIZER, seed=0)
+    found: dict[str, Any] = {"open": args.open, "episodes": args.episodes, "threads": torch.get_num_threads()}
+    for name in ("single", "once", "slow"):
+        found[name] = arm(name, model, args)
+        print(f"{name}: {json.dumps(found[name])}", flush=True)
+    for name in ("single", "once"):
+        for rate in ("tokens_per_second", "middle_tokens_per_second"):
+            found[f"slow/{name} {rate}"] = found["slow"][rate] / found[name][rate]
+    print(json.dumps(found))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
