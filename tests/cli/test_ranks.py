@@ -108,7 +108,7 @@ def test_a_rank_that_leaves_with_status_0_has_not_done_its_work(tmp_path):
     ("number", "seconds", "sentence"),
     [
         (signal.SIGKILL, 600.0, "rank 1 was ended by SIGKILL"),
-        (signal.SIGSTOP, 30.0, "rank 1 did not come to"),
+        pytest.param(signal.SIGSTOP, 30.0, "rank 1 did not come to", marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_run(tmp_path, number, seconds, sentence):

@@ -60,6 +60,7 @@ def test_the_first_sections_run_dry(tmp_path):
     assert said.splitlines()[-1].startswith("accepted;")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_other_sections_run_dry(tmp_path):
     report, said = dry(tmp_path / "report.json", "--only", *SECOND)

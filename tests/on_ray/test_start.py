@@ -36,7 +36,7 @@ def actors_start(run: Run) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [cluster_starts, actors_start])
+@pytest.mark.parametrize("moment", [cluster_starts, pytest.param(actors_start, marks=pytest.mark.long)])
 def test_told_to_stop_while_it_starts(tmp_path, moment):
     pytest.importorskip("ray")
     recipe = write_recipe(tmp_path)

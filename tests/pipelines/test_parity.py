@@ -181,6 +181,7 @@ def test_differences_never_hide_what_is_missing_or_not_finite():
     assert not Difference(0.0, float("inf")).within(1.0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rank_that_fails_is_named(recipe, problem, tmp_path):
     from opd.pipelines.doctor.parity_ranks import by_two_ranks

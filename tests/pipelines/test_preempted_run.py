@@ -62,7 +62,8 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [1, 2])
 def test_told_to_stop_and_resumed(tmp_path, undisturbed, workers):
     """It leaves with status 143."""
     recipe, out = recipe_for(tmp_path, workers), tmp_path / "stopped"

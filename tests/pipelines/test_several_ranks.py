@@ -90,7 +90,7 @@ def alone(trained, tmp_path_factory):
         pytest.param("megatron context", "kl", {}, marks=more),
         pytest.param("megatron stages", "kl", {}, marks=more),
         pytest.param("megatron stages", "reward", DISK, marks=more),
-        ("fsdp", "soft labels", {}),
+        pytest.param("fsdp", "soft labels", {}, marks=more),
         ("fsdp", "reward", DISK),
         pytest.param("fsdp", "kl", DISK, marks=more),
         pytest.param("megatron", "reward", DISK, marks=more),

@@ -31,6 +31,7 @@ def recipe_with(models: dict[str, Path], url: str, signal: str) -> Recipe:
     return Recipe.model_validate(settings)
 
 
+@pytest.mark.long
 def test_a_server_says_what_the_others_say(sglang, served_models):
     recipe = recipe_with(served_models, sglang.url, "hidden")
     student = CausalLM.from_pretrained(served_models["b"])
@@ -58,7 +59,7 @@ def test_a_wrong_model_behind_the_url_is_no_agreement(sglang, served_models, tmp
     assert check_parity(recipe) == 2
 
 
-@pytest.mark.parametrize("signal", ["sampled", "topk"])
+@pytest.mark.parametrize("signal", ["sampled", pytest.param("topk", marks=pytest.mark.long)])
 def test_log_probabilities_of_a_padded_head_are_refused(sglang, served_models, signal):
     """They would count the padding."""
     assert check_parity(recipe_with(served_models, sglang.url, signal)) == 2

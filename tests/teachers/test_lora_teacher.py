@@ -126,6 +126,7 @@ def test_one_reading_of_the_base_serves_all_adapters(made: Made) -> None:
     teachers["a"].close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_that_share_the_reading_make_the_same_step(made: Made, tmp_path: Path) -> None:
     task = {"name": "lora", "urls": made.urls, "domains": NAMES, "steps": 2, "prefetch_bytes": 20_000}

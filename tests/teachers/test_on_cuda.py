@@ -190,6 +190,7 @@ def test_a_disk_that_is_full_leaves_all_rows_on_the_device(
     teacher.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks_gather_on_devices(published, tmp_path: Path) -> None:
     """Each unit is whole on both, and the next part was read while the one before was not gathered yet."""

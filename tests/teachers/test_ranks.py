@@ -142,6 +142,7 @@ def test_a_rank_that_dies_ends_the_others_with_a_sentence(two_ranks):
     assert not (two_ranks / "dies-1.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_three_ranks_of_two_shards(teachers, expected, tmp_path):
     """Parts that are no whole shard, some of them empty."""

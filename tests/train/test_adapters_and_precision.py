@@ -77,6 +77,7 @@ def adapters_alone():
     return one_process(0, STEPS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_learn_on_two_ranks_what_they_learn_on_one(ranks, adapters_alone, name):
     backend, metrics = adapters_alone
@@ -102,6 +103,7 @@ def assert_merged(engine: MergingLM, plain: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(plain[name], tensor) for name, tensor in held.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_go_on_with_another_number_of_ranks(ranks, adapters_alone, name):
     _, metrics = adapters_alone
@@ -111,6 +113,7 @@ def test_adapters_go_on_with_another_number_of_ranks(ranks, adapters_alone, name
     assert_same(result["metrics"], metrics[HALF:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRECISE)
 def test_bfloat16_layers_learn_float32_weights(ranks, name):
     for file in FILES:
@@ -140,6 +143,7 @@ def exact(lora: bool) -> tuple[list[dict[str, float]], dict[str, float]]:
     return metrics, apart
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRECISE)
 def test_bfloat16_layers_learn_as_float64_ones_within_the_rounding_of_a_forward(ranks, name):
     metrics, apart = exact("adapters" in name)
