@@ -64,6 +64,8 @@ class Dispatch:
         self._strikes: Counter[str] = Counter()
         self._lengths: dict[str, int] = {}
         self._began: dict[str, float] = {}
+        self._at: dict[str, int] = {}
+        """Of several engines the one that writes a session's turns, by session."""
         self._served = time.monotonic()
         """When an engine was last free, resting or at work."""
 
@@ -124,12 +126,35 @@ class Dispatch:
             if call is None or (self._limit == math.inf and not self._pool.health[index].stale):
                 loads[index] = len(call.open) if call is not None else 0
         share = math.ceil((len(self._pending) + sum(loads.values())) / max(1, len(loads)))
-        for index, load in loads.items():
-            room = int(min(self._limit, share)) - load
-            if batch := [self._pending.popleft() for _ in range(min(room, len(self._pending)))]:
+        rooms = {index: max(0, int(min(self._limit, share)) - load) for index, load in loads.items()}
+        batches = self._kept_at(rooms) if self._at else {}
+        for index, room in rooms.items():
+            batch = batches.get(index, [])
+            batch += [self._pending.popleft() for _ in range(min(room, len(self._pending)))]
+            if batch:
                 self._ask(index, batch)
         if not self._calls:
             self._wait()
+
+    def _kept_at(self, rooms: dict[int, int]) -> dict[int, list[str]]:
+        """Take from what waits, and from `rooms`, the turns whose engine has room: it may have kept keys and
+        values of those before.
+        """
+        batches: dict[int, list[str]] = {}
+        others: deque[str] = deque()
+        for uid in self._pending:
+            index = self._at.get(self._ledger.requests[uid].session, -1)
+            if rooms.get(index, 0) > 0:
+                rooms[index] -= 1
+                batches.setdefault(index, []).append(uid)
+            else:
+                others.append(uid)
+        self._pending = others
+        return batches
+
+    def flushed(self) -> None:
+        """No engine keeps anything any more."""
+        self._at.clear()
 
     def _wait(self) -> None:
         """No engine can serve now."""
@@ -153,6 +178,8 @@ class Dispatch:
             if length > self._lengths.get(request.uid, -1):
                 self._lengths[request.uid] = length
                 self._strikes.pop(request.uid, None)
+        if len(self._pool.engines) > 1:
+            self._at |= {request.session: index for request in requests if request.continues}
         self._served = time.monotonic()
         if (call := self._calls.get(index)) is None:
             try:
@@ -423,6 +450,7 @@ class FaultTolerantRollout(Streaming):
         """Push `weights` to every engine; returns the digest they all hold. An engine that refuses serves no
         more until `revive` replaces it. Raises `RolloutError` if none took them or two hold different ones.
         """
+        self._dispatch.flushed()
         digest = self._pool.update_weights(weights, version)
         if (size := getattr(weights, "nbytes", 0)) > 0:  # as `sync_weights` hands them over
             self.counters["pushed_bytes"] += size

@@ -13,6 +13,7 @@ import tiny
 from test_engine import FAMILIES
 
 from opd.config.train import DecodeConfig
+from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.streams import More
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import Chunk, RolloutRequest, SamplingParams
@@ -46,7 +47,7 @@ def next_turn(request: RolloutRequest, response: list[int]) -> RolloutRequest:
 class Talk:
     """Conversations of an engine, whose turns follow when those before have ended, some steps later."""
 
-    def __init__(self, engine: TorchEngine, begun: list[RolloutRequest], *, kept: bool = True) -> None:
+    def __init__(self, engine: Any, begun: list[RolloutRequest], *, kept: bool = True) -> None:
         self.engine, self.kept = engine, kept
         self._due, self._told = list(begun), dict[str, list[int]]()
         self._open = {request.uid: request for request in begun}
@@ -170,3 +171,25 @@ def test_a_turn_that_is_cut_off_goes_on(build: Fixture, collect: Fixture) -> Non
     engine.abort(["again"])
     assert not engine.in_flight
     assert not engine._turns._requests
+
+
+def test_of_several_engines_each_goes_on_with_its_own(build: Fixture, collect: Fixture) -> None:
+    model, _ = build("llama")
+    engines = [TorchEngine(build("llama")[0]) for _ in range(3)]
+    rollout, plain = FaultTolerantRollout(engines), TorchEngine(model)
+    asked, added = first_turns(12), 0
+    new = sum(len(request.prompt_ids) for request in asked)
+    for _ in range(TURNS):
+        found = collect(rollout.generate(asked))
+        same(found, collect(plain.generate([replace(request, session="") for request in asked])))
+        following = [next_turn(request, found[request.uid].token_ids) for request in asked]
+        added += new
+        new = sum(
+            len(after.prompt_ids) - len(before.prompt_ids) - len(found[before.uid].token_ids) + 1
+            for after, before in zip(following, asked, strict=True)
+        )
+        asked = following
+    assert sum(engine.prefilled_tokens for engine in engines) == added < plain.prefilled_tokens
+    rollout.pause()
+    rollout.update_weights(list(model.weights()), 1)
+    assert not rollout._dispatch._at
