@@ -92,6 +92,7 @@ def test_ranks_without_threads_say_so(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_leaves_with_status_0_has_not_done_its_work(tmp_path):
     """By C code, of which Python hears nothing: what is done is said by the rank."""
     (tmp_path / "leaves.py").write_text("import ctypes\nctypes.CDLL(None)._exit(0)\n")

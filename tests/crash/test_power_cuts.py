@@ -152,6 +152,7 @@ def test_power_cuts_take_nothing_that_was_durable():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_many_power_cuts():
     """A hundred thousand with `--long`; `OPD_POWER_CUTS=1000000` for as many as one likes."""
     usual = "100000" if "OPD_LONG_TESTS" in os.environ else "20000"
