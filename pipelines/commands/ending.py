@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from opd.errors import OpdError, PreemptedError, RanksError
 from opd.foreign import printable
@@ -255,12 +255,14 @@ def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
     done = threading.Event()
 
     def watch() -> None:
-        try:
-            while signal.SIGTERM not in (numbers := os.read(ours, 64)):
-                if not numbers:
-                    return
-        except OSError:  # somebody has closed it
-            return
+        with contextlib.suppress(OSError), os.fdopen(ours, "rb", 0) as file:  # somebody may have closed it
+            leave(file)
+            done.wait()  # until then it has a reader
+
+    def leave(file: IO[bytes]) -> None:
+        while signal.SIGTERM not in (numbers := file.read(64)):
+            if not numbers:
+                return
         for _ in range(_UNWIND):
             if done.wait(1.0):
                 return

@@ -402,3 +402,20 @@ sys.exit(status)
     assert len(result.stderr.splitlines()) == 1
     assert "may take 600 MiB of address space" in result.stderr
     assert "`ulimit -v`" in result.stderr
+
+
+def test_a_command_leaves_no_descriptor(capsys):
+    def held() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    main(["run", "nothing.yaml"])
+    before = held()
+    for _ in range(20):
+        main(["run", "nothing.yaml"])
+    deadline = time.monotonic() + 60
+    while (
+        held() > before and time.monotonic() < deadline
+    ):  # a thread closes its end when it hears of the other's
+        time.sleep(0.01)
+    assert held() <= before
+    assert "no such recipe file" in capsys.readouterr().err
