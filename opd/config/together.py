@@ -1,0 +1,319 @@
+"""What must fit together in a recipe, beyond each field: one function a rule, each with its sentence.
+
+They raise `ValueError`, to which the reader of recipes puts file and line. Their order is that in which a
+recipe's faults are said.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opd.config.servers import shared_devices
+from opd.config.specialist import SpecialistConfig
+from opd.config.teachers import ServerConfig, TorchEngineConfig
+from opd.config.watch import check_metrics
+
+if TYPE_CHECKING:
+    from opd.config.recipe import Recipe
+
+
+def check_together(recipe: Recipe) -> None:
+    """Raise `ValueError` for the first rule that `recipe` breaks."""
+    for rule in RULES:
+        rule(recipe)
+
+
+def _sets_have_names_of_their_own(recipe: Recipe) -> None:
+    for name in recipe.evaluation.sets:
+        if name in recipe.domains:
+            raise ValueError(
+                f"evaluation.sets.{name} has the name of a domain, whose held-out prompts are measured"
+                " under it; choose another name"
+            )
+
+
+def _all_is_trained(recipe: Recipe) -> None:
+    if recipe.base is not None and recipe.sft is not None:
+        raise ValueError(
+            "give `base` (demonstrations that the domains make up) or `sft` (those of a file), not both"
+        )
+    learners = recipe.specialist_domains()
+    for domain, config in recipe.domains.items():
+        if config.sft is not None and domain not in learners:
+            raise ValueError(
+                f"domains.{domain}.sft has no effect: this run trains no specialist of {domain}; leave it"
+                f" out, or {domain} out of `teachers`"
+            )
+        if domain in learners and config.sft is None and not recipe.for_domain(domain).specialist.steps:
+            raise ValueError(
+                f"with specialist.steps 0 the specialist of {domain} would learn nothing; give"
+                f" domains.{domain}.sft, or domains.{domain}.specialist.steps"
+            )
+
+
+def _domains_have_an_effect(recipe: Recipe) -> None:
+    rollout, distill = recipe.rollout, recipe.distill
+    k1 = distill.loss.type == "k1"
+    corrected = (distill.loss.loss if distill.loss.type == "k1" else distill.policy_loss).correction
+    sampled = k1 or distill.rl_coef or distill.weighs_samples
+    for name in recipe.domains:
+        where, own = f"domains.{name}", recipe.for_domain(name)
+        if own.distill.rl_coef != distill.rl_coef == 0:
+            raise ValueError(
+                f"{where}.distill.rl_coef needs a policy stream; set distill.rl_coef above 0, and to 0 in"
+                " the domains whose rewards should not count"
+            )
+        drawn = [(config.temperature, config.top_p, config.top_k) for config in (own.rollout, rollout)]
+        if drawn[0] != drawn[1] and sampled and corrected is None:
+            loss = "loss.loss" if k1 else "policy_loss"
+            raise ValueError(
+                f"{where}.rollout draws the merge's tokens otherwise than rollout, at whose temperature"
+                f" they are learnt from; set distill.{loss}.correction to {{type: tis}}, or leave"
+                " temperature, top_p and top_k out"
+            )
+
+
+def _each_domain_teaches_something(recipe: Recipe) -> None:
+    if not recipe.distill.kl_coef:
+        raise ValueError(
+            "distill.kl_coef is 0, so no domain has a teacher and there is nothing to merge; set it above"
+            " 0, and domains.NAME.distill.kl_coef to 0 where the reward alone counts"
+        )
+    alone = [name for name in recipe.domains if not recipe.teacher_weights(name)]
+    for name in alone:
+        where = f"domains.{name}"
+        if not recipe.for_domain(name).distill.rl_coef:
+            raise ValueError(
+                f"{where}.distill.kl_coef 0 leaves {name} its reward alone, which has no weight; set"
+                f" distill.rl_coef or {where}.distill.rl_coef above 0"
+            )
+        if recipe.domains[name].teacher is not None:
+            raise ValueError(
+                f"{where}.teacher has no effect with {where}.distill.kl_coef 0; leave one of the two out"
+            )
+    if len(alone) == len(recipe.domains):
+        raise ValueError(
+            "distill.kl_coef is 0 in every domain, so there is nothing to merge; leave it out in one"
+        )
+    if alone and "off_policy" in recipe.baselines.methods:
+        raise ValueError(
+            f"the baseline off_policy learns from answers of teachers, and domain {alone[0]} has none;"
+            " leave it out of baselines.methods"
+        )
+
+
+def _rules_have_metrics(recipe: Recipe) -> None:
+    stages = [recipe, *recipe.following().values()]
+    routes = [stage.teacher_weights(name) for stage in stages for name in stage.domains]
+    teachers = dict.fromkeys([*("+".join(route) for route in routes), *(t for r in routes for t in r)])
+    check_metrics(recipe.watch, list(recipe.domains), list(teachers))
+
+
+def _nobody_waits_for_teachers(recipe: Recipe) -> None:
+    if recipe.distill.prefixes == "student":
+        return
+    for key, given, only in (
+        ("rollout.schedule", recipe.rollout.schedule, "in_turn"),
+        ("storage.trajectories", recipe.storage.trajectories, "memory"),
+    ):
+        if given != only:
+            raise ValueError(
+                f"distill.prefixes teacher needs {key} {only}: its answers are all there, in memory,"
+                " before the first step; leave one of the two out"
+            )
+
+
+def _trained_with(recipe: Recipe) -> list[tuple[str, SpecialistConfig]]:
+    """Each domain that is trained with GRPO, and the settings it is trained with."""
+    met = [(name, recipe.for_domain(name).specialist) for name in recipe.specialist_domains()]
+    if "mixed_grpo" in recipe.baselines.methods or recipe.baselines.mixed_grpo_all_tokens:
+        met += [(name, recipe.specialist) for name in recipe.domains]
+    return met
+
+
+def _specialists_can_be_trained(recipe: Recipe) -> None:
+    for name, specialist in _trained_with(recipe):
+        specialist.check_rollout(name, recipe.for_domain(name).rollout)
+
+
+def _episodes_have_one_writer(recipe: Recipe) -> None:
+    sets = {f"evaluation.sets.{name}": own for name, own in recipe.evaluation.sets.items()}
+    for where, own in ({f"domains.{name}": own for name, own in recipe.domains.items()} | sets).items():
+        writing = own.rollout or recipe.rollout
+        if own.environment is not None and writing.generate is not None:
+            raise ValueError(
+                f"{where} has both an environment and rollout.generate, which would each write its"
+                " responses; leave one of the two out"
+            )
+
+
+def _one_stage_for_the_workers(recipe: Recipe) -> None:
+    if recipe.rollout.engine.type == "sglang" and recipe.runtime.workers > 1:
+        raise ValueError(
+            "rollout.engine sglang gives its workers one student's weights, so stages cannot run side by"
+            " side; set runtime.workers to 1"
+        )
+
+
+def _ranks_share_what_is_here(recipe: Recipe) -> None:
+    engine = recipe.rollout.engine
+    if isinstance(engine, TorchEngineConfig) and engine.sharded and recipe.launch.type == "ray":
+        raise ValueError(
+            "rollout.engine.sharded is about engines in the ranks' own processes, and launch ray has them"
+            " elsewhere, each with a copy of its own; leave it out, or set launch to local"
+        )
+
+
+def _the_device_is_handed_over(recipe: Recipe) -> None:
+    engine = recipe.rollout.engine
+    ends = engine.type == "torch" or engine.servers is not None
+    recipe.runtime.offload.check(recipe.rollout.schedule, recipe.train.backend, ends=ends)
+
+
+def _each_group_of_servers_has_one_user(recipe: Recipe) -> None:
+    users: dict[str, str] = {}
+    served = {f"teachers.{name}": entry for name, entry in recipe.teachers.items()}
+    for where, config in {**served, "rollout.engine": recipe.rollout.engine}.items():
+        name = config.servers if isinstance(config, ServerConfig) else None
+        if name is None:
+            continue
+        if name not in recipe.servers:
+            known = ", ".join(recipe.servers) or "nothing"
+            raise ValueError(f"{where}.servers names {name!r}, but `servers` has {known}")
+        if name in users:
+            raise ValueError(
+                f"{where} and {users[name]} both name the servers {name}, which hold one model; give each"
+                " a group of its own"
+            )
+        users[name] = where
+    for name, group in recipe.servers.items():
+        if name not in users:
+            raise ValueError(
+                f"servers.{name} has no effect: no teacher and not rollout.engine names it; add `servers:"
+                f" {name}` there, or leave the group out"
+            )
+        user = users[name].removeprefix("teachers.")
+        if recipe.runtime.workers > 1 and user in recipe.followed():
+            raise ValueError(
+                f"with runtime.workers {recipe.runtime.workers} stages side by side, which follow {user},"
+                f" would each start the servers {name}; set runtime.workers to 1"
+            )
+        if recipe.launch.type == "ray":
+            raise ValueError(
+                f"servers.{name} would be started on the machine of `opd run`, which with launch ray may"
+                " have no GPU; start the servers yourself and give their urls, or set launch to local"
+            )
+        needed = group.count * group.tensor_parallel
+        if group.devices is not None and len(set(group.devices)) != needed:
+            raise ValueError(
+                f"servers.{name}.devices names {len(set(group.devices))} devices, but {group.count}"
+                f" servers of {group.tensor_parallel} each need {needed}; name as many, each once"
+            )
+
+
+def _groups_of_servers_leave_each_other_room(recipe: Recipe) -> None:
+    if (both := shared_devices(recipe.servers)) is not None:
+        raise ValueError(
+            f"servers.{both[0]} and servers.{both[1]} share device {both[2]}, which both would fill: they"
+            " stay until the run ends; give them other devices, or each an argument mem-fraction-static"
+            " (vLLM: gpu-memory-utilization), together at most 1"
+        )
+
+
+def _groups_run_what_their_users_ask(recipe: Recipe) -> None:
+    served = {f"teachers.{name}": entry for name, entry in recipe.teachers.items()}
+    for where, config in {**served, "rollout.engine": recipe.rollout.engine}.items():
+        group = recipe.servers.get(config.servers or "") if isinstance(config, ServerConfig) else None
+        if group is not None and isinstance(config, ServerConfig) and group.type != config.program:
+            raise ValueError(
+                f"{where} needs {config.program} servers, but servers.{config.servers}.type is"
+                f" {group.type}; set it to {config.program}"
+            )
+
+
+def _what_adapters_and_critics_need(recipe: Recipe) -> None:
+    specialists = [recipe.specialist, *(recipe.for_domain(name).specialist for name in recipe.domains)]
+    critic = any(specialist.advantage.type == "gae" for specialist in specialists)
+    needed = {
+        "rollout.engine": (recipe.rollout.engine.type, "torch"),
+        "train.backend": (recipe.train.backend, "torch"),
+        "launch": (recipe.launch.type, "local"),
+        "train.context_parallel": (recipe.train.context_parallel, 1),
+    }
+    if recipe.model.lora is not None and recipe.train.backend != "torch":
+        raise ValueError(
+            f"model.lora needs train.backend torch, not {recipe.train.backend}; change it or leave"
+            " model.lora out"
+        )
+    for key, (given, wanted) in needed.items():
+        if given != wanted and critic:
+            raise ValueError(
+                f"the critic of advantage gae needs {key} {wanted}, not {given}; change it, or take"
+                " another advantage"
+            )
+
+
+def _a_step_is_seen_before_it_is_dealt_out(recipe: Recipe) -> None:
+    if recipe.train.context_parallel == "auto" and recipe.storage.trajectories == "disk":
+        raise ValueError(
+            "train.context_parallel auto looks at all lengths of a step, but with storage.trajectories"
+            " disk samples are dealt out while they are written; give the number, or keep them in memory"
+        )
+
+
+def _teachers_exist(recipe: Recipe) -> None:
+    for name, entry in recipe.teachers.items():
+        if entry.path is None and name not in recipe.domains:
+            raise ValueError(
+                f"teachers.{name} has no path, and this recipe has no domain of that name to train it on;"
+                f" add teachers.{name}.path"
+            )
+    given = recipe.given_teachers()
+    own = {f"domains.{name}.": config.specialist for name, config in recipe.domains.items()}
+    for where, specialist in {"": recipe.specialist, **own}.items():
+        opd = specialist.opd if specialist is not None else None
+        for name in opd.weights if opd is not None else ():
+            if name not in given:
+                raise ValueError(
+                    f"{where}specialist.opd.teacher names {name!r}, but a specialist follows teachers"
+                    f" that exist already; add teachers.{name}.path, or leave opd out"
+                )
+    for domain in recipe.domains:
+        for name in recipe.teacher_weights(domain):
+            if name not in recipe.teachers and name not in recipe.domains:
+                raise ValueError(
+                    f"domains.{domain}.teacher names {name!r}, which is neither under `teachers` nor a"
+                    f" domain of this recipe; add teachers.{name}.path"
+                )
+
+
+def _stages_beside_teachers(recipe: Recipe) -> None:
+    for name in recipe.used_teachers() if recipe.train.pipeline_parallel > 1 else ():
+        if recipe.teacher(name).type == "megatron":
+            raise ValueError(
+                f"teacher {name} is of type megatron, whose ranks have all layers, but with"
+                " train.pipeline_parallel Megatron-Core has stages in this process; set its type to"
+                " streamed, or train.pipeline_parallel to 1"
+            )
+
+
+RULES = (
+    _sets_have_names_of_their_own,
+    _all_is_trained,
+    _domains_have_an_effect,
+    _each_domain_teaches_something,
+    _rules_have_metrics,
+    _nobody_waits_for_teachers,
+    _specialists_can_be_trained,
+    _episodes_have_one_writer,
+    _one_stage_for_the_workers,
+    _ranks_share_what_is_here,
+    _the_device_is_handed_over,
+    _each_group_of_servers_has_one_user,
+    _groups_of_servers_leave_each_other_room,
+    _groups_run_what_their_users_ask,
+    _what_adapters_and_critics_need,
+    _a_step_is_seen_before_it_is_dealt_out,
+    _teachers_exist,
+    _stages_beside_teachers,
+)
