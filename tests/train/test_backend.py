@@ -239,11 +239,13 @@ def test_a_step_gives_back_what_lies_free_between_pieces_in_use(batch, monkeypat
     back = backend([CrossEntropyTerm()])
     back.forward_backward(batch)
     before = resident_bytes()
-    pieces = [torch.ones(16 * 1024) for _ in range(1600)]  # of 64 KiB, below what gets a map of its own
+    pieces: list[torch.Tensor] = []
+    while resident_bytes() - before < 90 << 20:  # those that others have left free do not count
+        assert len(pieces) < 32_000
+        pieces += [torch.ones(16 * 1024) for _ in range(100)]  # of 64 KiB, below what gets a map of its own
     kept = pieces[::8]
     grown = resident_bytes() - before
     del pieces
     back.forward_backward(batch)
-    assert grown > 90 << 20
     assert resident_bytes() - before < grown / 2
-    assert len(kept) == 200
+    assert len(kept) >= 180
