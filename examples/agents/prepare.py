@@ -7,6 +7,8 @@ wrong. Nothing that the recipe holds out is in them.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +24,7 @@ from opd.environments.textworld import walkthrough
 
 Messages = list[dict[str, str]]
 
-GAMES = 36
+GAMES = 120
 DEMONSTRATIONS = 2000
 RIGHT = 0.5
 ITEMS = ("apple", "bread", "candle", "drum", "egg", "glove", "hat", "ink", "jar", "kettle", "lamp", "mug")
@@ -46,19 +48,25 @@ def said(*turns: str, world: str = "user") -> Messages:
 
 def make_games(folder: Path) -> list[Path]:
     """TextWorld's coin collector: the task says a way of one to three rooms; at its end a coin is taken."""
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"game-{number}.z8" for number in range(GAMES)]
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        for number, _ in enumerate(pool.imap(make_game, enumerate(paths)), 1):
+            print(f"game {number}/{GAMES}", flush=True)
+    return paths
+
+
+def make_game(numbered: tuple[int, Path]) -> None:
+    """One of them, if it is not there."""
     import textworld
     from textworld.challenges.tw_coin_collector import coin_collector
 
-    folder.mkdir(exist_ok=True)
-    paths = [folder / f"game-{number}.z8" for number in range(GAMES)]
-    for number, path in enumerate(paths):
-        if not path.is_file():
-            options = textworld.GameOptions()
-            options.seeds, options.path = number, str(path)
-            game = coin_collector.make({"level": 102 + number % 3}, options)
-            textworld.generator.compile_game(game, options)
-            print(f"game {number + 1}/{GAMES}", flush=True)
-    return paths
+    number, path = numbered
+    if not path.is_file():
+        options = textworld.GameOptions()
+        options.seeds, options.path = number, str(path)
+        game = coin_collector.make({"level": 102 + number % 3}, options)
+        textworld.generator.compile_game(game, options)
 
 
 def coin_tasks(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
@@ -176,7 +184,7 @@ def main(folder: Path) -> None:
     make_tokenizer(texts).save_pretrained(folder / "tokenizer")
 
 
-HELD_OUT = 0.45
+HELD_OUT = 0.25
 """Share of the games that nobody learns from, as in the recipe."""
 
 if __name__ == "__main__":
