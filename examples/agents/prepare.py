@@ -27,6 +27,8 @@ Messages = list[dict[str, str]]
 GAMES = 120
 DEMONSTRATIONS = 2000
 RIGHT = 0.5
+RIGHT_COMMANDS = 0.8
+"""Of a game, whose end takes two to four of them."""
 ITEMS = ("apple", "bread", "candle", "drum", "egg", "glove", "hat", "ink", "jar", "kettle", "lamp", "mug")
 TABLE = '<tool_call>{"name": "table", "arguments": {"file": "prices.csv", "column": "item", "value": "'
 CALCULATOR = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
@@ -76,9 +78,9 @@ def coin_tasks(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
 
 def coin_demonstrations(paths: Sequence[Path], draw: random.Random) -> Iterator[Messages]:
     def choose(commands: Sequence[str], best: str) -> str:
-        return best if draw.random() < RIGHT else draw.choice(commands)
+        return best if draw.random() < RIGHT_COMMANDS else draw.choice(commands)
 
-    for number in range(DEMONSTRATIONS // 4):
+    for number in range(DEMONSTRATIONS):
         yield walkthrough(paths[number % len(paths)], show_commands=True, choose=choose, turns=5)
 
 

@@ -7,13 +7,15 @@ where the assistant's text ends to where the next turn begins.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from opd.environments.protocol import Message
-from opd.errors import RolloutError
+from opd.errors import RolloutError, reason_of
+from opd.foreign import shown
 from opd.models.chat_templates import TemplateError, render
 
 if TYPE_CHECKING:
@@ -31,6 +33,18 @@ def shortened(text: str, most: int) -> str:
         return text
     half = most // 2
     return text[: most - half] + _CUT.format(f"{len(text) - most:,}") + text[len(text) - half :]
+
+
+def bounded(said: str | Sequence[Message], most: int) -> str | list[Message]:
+    """What an environment says, with some `most` characters: short messages leave long ones their room."""
+    if isinstance(said, str):
+        return shortened(said, most)
+    texts = [str(one["content"]) for one in said]
+    left, waiting = most, len(texts)
+    for place in sorted(range(len(texts)), key=lambda i: len(texts[i])):
+        texts[place] = shortened(texts[place], left // waiting)
+        left, waiting = max(0, left - len(texts[place])), waiting - 1
+    return [{**one, "content": text} for one, text in zip(said, texts, strict=True)]
 
 
 class Conversation:
@@ -113,27 +127,39 @@ class Conversation:
         special tokens, and those texts by name.
         """
         held: dict[str, str] = {}
-        found = list(messages[:first])
-        for place, message in enumerate(messages[first:]):
-            content = message.get("content")
-            if isinstance(content, str) and any(one in content for one in (*self._special, _WRITTEN, _SAID)):
-                name = f"{_SAID}{place}_"
-                held[name] = content
-                message = {**message, "content": name}
-            found.append(message)
-        return found, held
+
+        def hold(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {hold(key): hold(one) for key, one in value.items()}
+            if isinstance(value, list):
+                return [hold(one) for one in value]
+            if isinstance(value, str) and any(one in value for one in (*self._special, _WRITTEN, _SAID)):
+                name = f"{_SAID}{len(held)}_"
+                held[name] = value
+                return name
+            return value
+
+        return [*messages[:first], *(hold(message) for message in messages[first:])], held
 
     def _ids(self, text: str, held: Mapping[str, str]) -> np.ndarray:
         """[R] int32: `text` with `held` put in; what is held is never read as special tokens."""
         parts: list[int] = []
-        for name, content in held.items():
-            before, found, text = text.partition(name)
-            parts += self._encode(before)
-            parts += self._encode_plain(content) if found else []
-        return np.array([*parts, *self._encode(text)], np.int32)
+        names = "|".join(map(re.escape, held))
+        # A template may write one twice, or never.
+        for piece in re.split(f"({names})", text) if held else [text]:
+            parts += self._encode_plain(held[piece]) if piece in held else self._encode(piece)
+        return np.array(parts, np.int32)
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        if not text:
+            return []
+        try:
+            return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # whatever a tokenizer raises
+            raise RolloutError(
+                f"the tokenizer cannot encode {shown(text)} ({reason_of(error)}); give the model one that has"
+                " tokens for every character, or let the environment say what it can."
+            ) from error
 
     def _encode_plain(self, text: str) -> list[int]:
         """Text in which a special token is just its characters."""
@@ -151,9 +177,13 @@ def _messages(said: Sequence[Message] | str, role: str = "user") -> list[Message
 
 def _split(text: str, special: Sequence[str]) -> list[str]:
     """`text` cut in the middle of every special token's text, so that no piece holds one."""
-    for one in special:
-        place = text.find(one)
-        if place >= 0 and len(one) > 1:
-            cut = place + max(1, len(one) // 2)
-            return [*_split(text[:cut], special), *_split(text[cut:], special)]
-    return [text]
+    found, pieces, begin = [one for one in special if len(one) > 1 and one in text], [], 0
+    while True:
+        # The one that ends first: what lies before its middle holds no other.
+        places = [(place + len(one), place, one) for one in found if (place := text.find(one, begin)) >= 0]
+        if not places:
+            return [*pieces, text[begin:]]
+        _, place, one = min(places)
+        cut = place + max(1, len(one) // 2)
+        pieces.append(text[begin:cut])
+        begin = cut

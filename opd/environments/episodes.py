@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from opd.config.environments import EnvironmentConfig
-from opd.environments.conversation import Conversation, shortened
+from opd.environments.conversation import Conversation, bounded
 from opd.environments.kinds import environment_class, tools_of
 from opd.environments.processes import shared
-from opd.environments.protocol import Action, Message, Observation, Step, Task
+from opd.environments.protocol import Action, Observation, Step, Task
 from opd.environments.tool_calls import parse
 from opd.environments.world import Loop, World
 from opd.errors import RolloutError
@@ -296,7 +296,7 @@ class _Batch:
         sample = episode.sample
         episode.opening = sample.prompt_ids
         if said:
-            messages, told = episode.world.task.messages, self._shortened(said)
+            messages, told = episode.world.task.messages, bounded(said, self._config.observation_characters)
             if messages:
                 episode.opening = self._conversation.opening(messages, told)
             else:
@@ -369,7 +369,7 @@ class _Batch:
     def _say(self, episode: Episode, said: Observation) -> None:
         """Put what the environment said behind the turn; the next one begins."""
         last, _ = episode.parts[-1]
-        told = self._shortened(said or "")
+        told = bounded(said or "", self._config.observation_characters)
         if episode.world.task.messages:
             action = episode.world.done[-1][0]
             role = self._config.observation_role or ("tool" if action.calls else "user")
@@ -382,12 +382,6 @@ class _Batch:
         versions = np.full(len(ids), last.policy_versions[-1] if len(last) else 0, np.int32)
         episode.add(Tokens(ids, np.zeros(len(ids), np.float32), versions), written=False)
         self._ask(episode)
-
-    def _shortened(self, said: str | Sequence[Message]) -> str | list[Message]:
-        most = self._config.observation_characters
-        if isinstance(said, str):
-            return shortened(said, most)
-        return [{**one, "content": shortened(str(one["content"]), most)} for one in said]
 
     def _end(self, episode: Episode, why: Ended) -> None:
         episode.finish(why)

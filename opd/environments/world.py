@@ -29,6 +29,8 @@ from opd.rollout.rewards import LARGEST
 
 _log = logging.getLogger(__name__)
 
+MOST_MESSAGES = 1000
+"""Of an observation."""
 MOST_INFO = 1 << 16
 """Characters of a step's `info` as JSON."""
 
@@ -229,12 +231,21 @@ def _observation(said: Any, where: str) -> Observation:
         return str.__str__(said)
     if not isinstance(said, list | tuple) or not said:
         raise FailedError(f"{where} returned a {type(said).__name__}; observations are a text or messages")
+    if len(said) > MOST_MESSAGES:
+        raise FailedError(
+            f"{where} returned {len(said):,} messages; {MOST_MESSAGES:,} at most are one answer"
+        )
     for one in said:
         if not (isinstance(one, dict) and isinstance(one.get("role"), str)):
             raise FailedError(f"{where}: a message is a dict with role and content")
         if one["role"] == "assistant" or not isinstance(one.get("content"), str):
             raise FailedError(f"{where}: messages have a content of text, and none is the assistant's")
-    return [dict(one) for one in said]
+    try:
+        if depth_exceeds(list(said), MAX_DEPTH):
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        return json.loads(json.dumps(list(said), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FailedError(f"{where}: messages are objects of JSON ({error})") from error
 
 
 def _checked(said: Any, where: str) -> Step:
@@ -244,9 +255,11 @@ def _checked(said: Any, where: str) -> Step:
     try:
         if depth_exceeds(said.info, MAX_DEPTH):
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        if isinstance(said.reward, str | bytes | bytearray):
+            raise TypeError(f"not a {type(said.reward).__name__}")
         reward = float(said.reward)
         info = json.loads(json.dumps(dict(said.info), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FailedError(f"{where}: reward is a number and info an object of JSON ({error})") from error
     if not abs(reward) <= LARGEST:
         raise FailedError(f"{where}: reward {reward} is not a finite number of at most {LARGEST:g}")

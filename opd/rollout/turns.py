@@ -23,6 +23,12 @@ from opd.rollout.forward import PREFILL_TOKENS, Runner
 from opd.rollout.kv_cache import KVCache, PromptKV
 from opd.types import RolloutRequest
 
+FEW = 256
+"""Added tokens that go behind any kept ones. Of more, and more than are kept, all is computed: kernels for
+whole sequences are faster than attention under a mask."""
+SCORES = 1 << 24
+"""Scores of added tokens to all that is held that are computed together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -105,6 +111,8 @@ class KeptTurns:
         turn = None if request is None else self._drop(request.session)
         if turn is None or not np.array_equal(turn.tokens, tokens[:-1][: len(turn.tokens)]):
             return None
+        if len(tokens) - len(turn.tokens) > max(FEW, len(turn.tokens)):
+            return None
         self.taken += len(turn.tokens)
         return turn
 
@@ -178,19 +186,28 @@ class AddedAttention:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall, seen: Tensor) -> Tensor:
-    """`query` [R, H, Q, d] to `keys` [R, Hkv, L, d], where it has `seen` [R, 1, Q, L] -> [R, H, Q, dv]."""
+    """`query` [R, H, Q, d] to `keys` [R, Hkv, L, d], where it has `seen` [R, 1, Q, L] -> [R, H, Q, dv], with
+    about `SCORES` scores at a time.
+    """
     groups = query.shape[1] // keys.shape[1]
     shared = groups > 1 and call.softcap is None and kernels_share_heads(query.device, query.dtype)
     if groups > 1 and not shared:
         keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
-    if call.softcap is None:
-        return scaled_dot_product_attention(
-            query, keys, values, attn_mask=seen, scale=call.scaling, enable_gqa=shared
-        )
-    scores = (query @ keys.transpose(-1, -2)) * call.scaling
-    scores = (torch.tanh(scores / call.softcap) * call.softcap).masked_fill(~seen, float("-inf"))
-    statistics = torch.promote_types(scores.dtype, torch.float32)
-    return torch.softmax(scores, dim=-1, dtype=statistics).to(values.dtype) @ values
+    columns = max(1, SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
+    parts = []
+    for some, visible in zip(query.split(columns, 2), seen.split(columns, 2), strict=True):
+        if call.softcap is None:
+            parts.append(
+                scaled_dot_product_attention(
+                    some, keys, values, attn_mask=visible, scale=call.scaling, enable_gqa=shared
+                )
+            )
+            continue
+        scores = torch.tanh((some @ keys.transpose(-1, -2)) * (call.scaling / call.softcap)) * call.softcap
+        scores = scores.masked_fill(~visible, float("-inf"))
+        statistics = torch.promote_types(scores.dtype, torch.float32)
+        parts.append(torch.softmax(scores, dim=-1, dtype=statistics).to(values.dtype) @ values)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def extend(runner: Runner, batch: RunningBatch, start: int, turns: list[Turn]) -> Tensor:

@@ -1,6 +1,6 @@
 """The figure of `tests/crash/episode_loop.py`: how long episodes are with and without kills.
 
-python tests/bench/kills_plot.py tests/bench/results/kills_episodes.json tests/bench/results/kills_episodes.png
+python tests/bench/kills_plot.py RESULTS.json FIGURE.png
 """
 
 from __future__ import annotations

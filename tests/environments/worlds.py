@@ -129,6 +129,11 @@ class Answers(Sum):
             "info": Step("", 0.0, False, {"x": object()}),
             "deep": Step("", 0.0, False, {"x": deep["a"]}),
             "number": Step(3),
+            "huge": Step("", 10**400),
+            "bytes": Step("", b"1"),
+            "many": Step([{"role": "tool", "content": ""}] * 1001),
+            "nested": Step([{"role": "tool", "content": "", "x": deep}]),
+            "object": Step([{"role": "tool", "content": "", "x": object()}]),
         }[self.what]
 
 

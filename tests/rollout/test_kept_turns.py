@@ -16,6 +16,7 @@ from opd.config.train import DecodeConfig
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.streams import More
 from opd.rollout.torch_engine import TorchEngine
+from opd.rollout.turns import FEW
 from opd.types import Chunk, RolloutRequest, SamplingParams
 
 Fixture = Callable[..., Any]
@@ -112,13 +113,15 @@ def test_where_there_is_no_room_the_oldest_is_computed_again(
     assert len(few.engine._turns) <= slots
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_long_additions_go_in_several_passes(
-    build: Fixture, collect: Fixture, monkeypatch: pytest.MonkeyPatch
+    family: str, build: Fixture, collect: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = build("llama")
+    model, _ = build(family)
     begun = first_turns(9)
     expected = collect(Talk(TorchEngine(model), begun, kept=False).chunks())
     monkeypatch.setattr("opd.rollout.turns.PREFILL_TOKENS", 8)
+    monkeypatch.setattr("opd.rollout.turns.SCORES", 256)
     same(collect(Talk(TorchEngine(model), begun).chunks()), expected)
 
 
@@ -193,3 +196,16 @@ def test_of_several_engines_each_goes_on_with_its_own(build: Fixture, collect: F
     rollout.pause()
     rollout.update_weights(list(model.weights()), 1)
     assert not rollout._dispatch._at
+
+
+def test_what_is_mostly_new_is_computed_whole(collect: Fixture) -> None:
+    engine = TorchEngine(tiny.model(max_position_embeddings=2048))
+    [begun] = first_turns(1)
+    [response] = collect(engine.generate([begun])).values()
+    following = next_turn(begun, response.token_ids)
+    added = np.tile(np.arange(10, dtype=np.int32), FEW // 10)
+    many = replace(following, prompt_ids=np.concatenate([following.prompt_ids, added, added[:20]]))
+    before = engine.prefilled_tokens
+    collect(engine.generate([many]))
+    assert engine.prefilled_tokens - before == len(many.prompt_ids)
+    assert engine.kept_tokens == 0
