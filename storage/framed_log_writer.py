@@ -132,7 +132,7 @@ class WriteGuard:
     def _fail(self, error: OSError) -> str:
         self._failure = (
             f"{self._what} could not be written ({error.strerror or error}) and takes nothing more; mend that"
-            " and open it again: what was acknowledged is kept"
+            " and open it again (a run with --resume): what was acknowledged is kept"
         )
         return self._failure
 
