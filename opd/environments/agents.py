@@ -31,7 +31,7 @@ from opd.environments.protocol import Task
 from opd.environments.world import MOST_INFO, FailedError, Loop, in_thread
 from opd.errors import RolloutError
 from opd.foreign import MAX_DEPTH, depth_exceeds
-from opd.own_code import confined, raised
+from opd.own_code import confined, raised, told
 from opd.retry import Retry
 from opd.rollout.beside import write_alone
 from opd.rollout.collect import EncodedPrompt, Generates
@@ -284,9 +284,11 @@ class _Batch:
         try:
             if depth_exceeds(given, MAX_DEPTH):
                 raise ValueError(f"nested deeper than {MAX_DEPTH}")
+            if isinstance(reward, str | bytes | bytearray):  # float() would read digits in them
+                raise TypeError(f"a reward is a number, not a {type(reward).__name__}")
             number = None if reward is None else float(reward)
             info = json.loads(json.dumps(given, allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise FailedError(
                 f"{what} a {type(said).__name__}; return a reward, or a dict of JSON with `reward` ({error})"
             ) from error
@@ -296,9 +298,11 @@ class _Batch:
             raise FailedError(f"{what} more than {MOST_INFO:,} characters beside its reward")
         if answer is None:
             return Outcome(number, info)
-        if (answer, choice) not in branches.answered:
-            raise FailedError(f"{what} answer {str(answer)[:100]!r}, choice {choice!r}, which is none it had")
-        return Outcome(number, info, (answer, choice))
+        known = isinstance(answer, str) and isinstance(choice, int | np.integer)  # others may have no hash
+        if not known or (answer, choice) not in branches.answered:
+            named = f"answer {told(answer, repr)[:100]}, choice {told(choice, repr)[:100]}"
+            raise FailedError(f"{what} {named}, which is none it had")
+        return Outcome(number, info, (answer, int(choice)))
 
     def _end(self, episode: _Episode, outcome: Outcome) -> None:
         """The agent has returned: the branch in which it ended becomes the sample."""
