@@ -158,8 +158,10 @@ class Gateway:
             except web.HTTPException as error:
                 said = RefusedError(f"{error.reason}.", "not_found", status=error.status)
                 return _refusal(web, said)
-            except (asyncio.CancelledError, ConnectionError):
+            except asyncio.CancelledError:
                 raise
+            except ConnectionError:  # nobody will read this: raised on, it would be a traceback in the log
+                return _refusal(web, RefusedError("the client has gone.", "gone"))
             except Exception:
                 _log.exception("gateway: %s", request.path)
                 return _refusal(web, RefusedError("the gateway failed.", "internal", status=500))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import urllib.error
 from urllib.parse import urlsplit
 
@@ -383,8 +384,6 @@ def test_an_agent_that_fails_always_is_one_sentence(play, said):
 
 
 def test_an_agent_that_does_nothing_is_not_waited_for():
-    import threading
-
     released = threading.Event()
     try:
         with pytest.raises(RolloutError, match=r"neither asked nor returned for 0.05 s"):
@@ -411,6 +410,37 @@ def test_an_answer_whose_client_has_gone_is_for_who_asks_again():
     (group,) = playing(lambda *given: bool(play(*given)))(engine, prompts(1), 1, sampling(), 0)
     check_exact([group], engine)
     assert len(engine.asked) <= 2
+
+
+def test_clients_that_break_off_leave_no_trace_in_the_log(caplog):
+    def play(task, url, key):
+        where = urlsplit(url)
+        head = f"Host: x\r\nAuthorization: Bearer {key}\r\n".encode()
+        for sent in (
+            b"Content-Length: 100\r\n\r\nhalf",
+            b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
+        ):
+            with socket.create_connection((where.hostname, where.port)) as line:
+                line.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head + sent)
+                assert in_body.wait(60)  # it has come so far that the body is read
+                in_body.clear()
+        data = json.dumps({"prompt": task.prompt, "max_tokens": 20, "stream": True}).encode()
+        with socket.create_connection((where.hostname, where.port)) as line:
+            head += f"Content-Length: {len(data)}\r\n\r\n".encode()
+            line.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head + data)
+            line.recv(10)
+        agents.post(url, key, "/completions", {"prompt": task.prompt, "max_tokens": 3})
+
+    in_body, read = threading.Event(), gateway._body
+
+    async def reading(request):
+        in_body.set()
+        return await read(request)
+
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING"):
+        patch.setattr(gateway, "_body", reading)
+        once(play)
+    assert not caplog.records
 
 
 def test_many_agents_at_once_are_written_together_and_each_is_its_own():
