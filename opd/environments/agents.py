@@ -30,7 +30,7 @@ from opd.environments.kinds import agent_function
 from opd.environments.protocol import Task
 from opd.environments.world import MOST_INFO, FailedError, Loop, in_thread
 from opd.errors import RolloutError
-from opd.foreign import MAX_DEPTH, depth_exceeds
+from opd.foreign import MAX_DEPTH, depth_exceeds, shown
 from opd.own_code import confined, raised, told
 from opd.retry import Retry
 from opd.rollout.beside import write_alone
@@ -142,6 +142,8 @@ class _Batch:
         """By uid of the request in flight."""
         self._transcript = Transcript()
         self._groups: list[SampleGroup] = []
+        self._without_room: list[str] = []
+        """Of episodes that were refused turns or tokens, and raised: what they raised."""
         self._gateway = gateway(self._asked)
         self._loop = Loop(news)
         """Of the agents: one that holds it up holds up others, but not the gateway."""
@@ -162,7 +164,16 @@ class _Batch:
 
     def groups(self) -> list[SampleGroup]:
         """See `Writing`."""
-        return ended_groups(self._groups)
+        groups = ended_groups(self._groups)
+        if count := len(self._without_room):
+            _log.info(
+                "%s): %d of %d episodes raised with no room left, which is reward 0; the first: %s",
+                self._what,
+                count,
+                sum(len(group.samples) for group in groups),
+                shown(self._without_room[0], 200),
+            )
+        return groups
 
     def explained(self, error: OtherRequestError) -> RolloutError:
         """See `Writing`."""
@@ -228,7 +239,7 @@ class _Batch:
                 return self._checked(await self._call(episode, key), session.branches)
             except FailedError as error:
                 if session.branches.limit is not None:  # it was refused what the recipe does not allow
-                    _log.info("%s: %s, with no room left", where, error)
+                    self._without_room.append(f"{episode.task.uid} {error}")
                     return Outcome(0.0)
                 if failures == retry.attempts:
                     raise RolloutError(

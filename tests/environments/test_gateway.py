@@ -333,7 +333,9 @@ def test_without_a_key_nothing_is_read_and_what_is_large_or_slow_is_let_go(monke
         agents.post(url, key, "/completions", {})
 
 
-def test_an_agent_that_is_refused_room_or_turns_and_raises_is_truncated():
+def test_an_agent_that_is_refused_room_or_turns_and_raises_is_truncated(caplog):
+    caplog.set_level("INFO", "opd.environments.agents")
+
     def play(task, url, key):
         text = task.prompt
         for _ in range(100):
@@ -344,12 +346,16 @@ def test_an_agent_that_is_refused_room_or_turns_and_raises_is_truncated():
 
     for settings, why in (({"max_turns": 2}, "turns"), ({"max_turns": 50}, "tokens")):
         engine = Recorded(digits_engine())
-        (group,) = playing(play, **settings)(engine, prompts(1), 1, sampling(20), 0)
+        (group,) = playing(play, **settings)(engine, prompts(1), 3, sampling(20), 0)
         check_exact([group], engine)
-        (sample,) = group.samples
-        assert sample.status is Status.TRUNCATED
-        assert (sample.metadata[EPISODE]["ended"], sample.metadata[EPISODE]["reward"]) == (why, 0.0)
-        assert len(sample.response_ids) <= 20
+        for sample in group.samples:
+            assert sample.status is Status.TRUNCATED
+            assert (sample.metadata[EPISODE]["ended"], sample.metadata[EPISODE]["reward"]) == (why, 0.0)
+            assert len(sample.response_ids) <= 20
+        (told,) = [record.getMessage() for record in caplog.records]  # one line a batch
+        assert "3 of 3 episodes raised with no room left" in told
+        assert len(told) < 350
+        caplog.clear()
 
 
 def test_an_agent_that_asks_nothing_has_an_empty_response():
