@@ -185,7 +185,9 @@ class Branches:
         same = [one for one in self.turns if not one.taken and _is(one, parent, added, most, asked.stops)]
         found = same[: asked.choices]
         lacking = asked.choices - len(found)
-        if sum(one.taken for one in self.turns) + asked.choices > self._config.max_turns:
+        # What was asked of the engine counts, though its client may have gone.
+        had = {one for turns in self.asks for one in turns}
+        if len(had.union(found)) + lacking > self._config.max_turns:
             self.limit = "turns"
             raise RefusedError(
                 f"the episode has had its {self._config.max_turns} turns (environment.max_turns).",

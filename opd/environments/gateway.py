@@ -201,12 +201,12 @@ class Gateway:
         session = self._session(request)
         body, loop = await _body(request), asyncio.get_running_loop()
         asked = await loop.run_in_executor(self._one, read_asked, body, chat)
-        async with session.placing:
-            turns, new = await loop.run_in_executor(self._one, session.branches.place, asked)
-            for turn in turns:
-                turn.live |= asked.stream or bool(asked.stops)
-            if new:
-                self._ask(session, new)
+        placed = asyncio.ensure_future(self._placed(session, asked))
+        try:
+            turns = await asyncio.shield(placed)
+        except asyncio.CancelledError:  # what is found or made for it is for whoever asks again
+            placed.add_done_callback(_left)
+            raise
         answer = _Answer(asked, turns, session.branches, self._tokenizer, self._one)
         try:
             if not asked.stream:
@@ -220,9 +220,21 @@ class Gateway:
             await response.write(b"data: [DONE]\n\n")
             return response
         except BaseException:  # the client has gone: what is written is for whoever asks again
-            for turn in turns:
-                turn.taken = False
+            _left(placed)
             raise
+
+    async def _placed(self, session: Session, asked: Asked) -> list[Turn]:
+        """The turns that answer `asked`, each of which the engine writes, or has written. Not to be ended
+        in its middle: a turn that was made, and never asked for, would keep whoever asks again waiting.
+        """
+        loop = asyncio.get_running_loop()
+        async with session.placing:
+            turns, new = await loop.run_in_executor(self._one, session.branches.place, asked)
+            for turn in turns:
+                turn.live |= asked.stream or bool(asked.stops)
+            if new:
+                self._ask(session, new)
+        return turns
 
 
 class _TooMany(asyncio.Protocol):
@@ -358,6 +370,13 @@ class _Pieces:
         new = self._known[len(self.told) : len(self._known) - held]
         self.told += new
         return new
+
+
+def _left(placed: asyncio.Future[list[Turn]]) -> None:
+    """The client of these turns has gone."""
+    if not placed.cancelled() and placed.exception() is None:
+        for turn in placed.result():
+            turn.taken = False
 
 
 def _held(text: str, stop: str) -> int:

@@ -449,6 +449,87 @@ def test_clients_that_break_off_leave_no_trace_in_the_log(caplog):
     assert not caplog.records
 
 
+def hung_up(url, key, body, placed):
+    """Ask, and be gone before the answer, once `placed` has returned."""
+    where, data = urlsplit(url), json.dumps(body).encode()
+    with socket.create_connection((where.hostname, where.port)) as line:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        line.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        placed()
+
+
+class Sessions:
+    """What a gateway knows of its episodes; the test looks at it, and waits on nothing else."""
+
+    def __init__(self, patch):
+        self.seen, admit = [], gateway.Gateway.admit
+
+        def admitted(made, session):
+            self.seen.append(session)
+            return admit(made, session)
+
+        patch.setattr(gateway.Gateway, "admit", admitted)
+
+    def until(self, holds):
+        deadline = threading.Event()
+        for _ in range(1000):
+            if holds(self.seen[-1]):
+                return
+            deadline.wait(0.01)
+        raise AssertionError("it never came to it")
+
+
+def test_turns_whose_clients_hang_up_count(monkeypatch):
+    sessions = Sessions(monkeypatch)
+
+    def play(task, url, key):
+        for place in range(5):
+            body = {"prompt": task.prompt + str(place), "max_tokens": 20}
+            if place < 2:
+
+                def placed(most=place):
+                    sessions.until(lambda one: len(one.branches.turns) > most)
+
+                hung_up(url, key, body, placed)
+            else:
+                assert refused(url, key, body, "/completions")[1]["code"] == "max_turns"
+            sessions.until(lambda one: not one.in_flight)
+        for place in range(2):  # they were written, and are there for who asks again
+            agents.post(url, key, "/completions", {"prompt": task.prompt + str(place), "max_tokens": 20})
+        return refused(url, key, {"prompt": "7"}, "/completions")
+
+    _, engine, (status, error) = once(play, max_turns=2)
+    assert (status, error["code"]) == (400, "max_turns")
+    assert len(engine.asked) == 2
+
+
+def test_a_client_that_hangs_up_while_its_turn_is_made_keeps_nobody_waiting(monkeypatch):
+    sessions, attempts, goes_on = Sessions(monkeypatch), [], threading.Event()
+    place = gateway.Branches.place
+
+    def held(self, asked):
+        made = place(self, asked)
+        assert goes_on.wait(60)
+        return made
+
+    monkeypatch.setattr(gateway.Branches, "place", held)
+
+    def play(task, url, key):
+        attempts.append(key)
+        body = {"prompt": task.prompt, "max_tokens": 20}
+        if len(attempts) == 1:
+            hung_up(url, key, body, lambda: sessions.until(lambda one: one.branches.turns))
+            sessions.until(lambda one: not one.in_flight)
+            goes_on.set()
+            raise RuntimeError("no luck")
+        return agents.post(url, key, "/completions", body)
+
+    _, engine, answer = once(play)
+    assert len(attempts) == 2
+    assert answer["choices"][0]["text"]
+    assert len(engine.asked) == 1
+
+
 def test_many_agents_at_once_are_written_together_and_each_is_its_own():
     wanted = contents(agent()(digits_engine(), prompts(6), 8, sampling(), 0))
     found = contents(agent(concurrent=7)(digits_engine(), prompts(6), 8, sampling(), 0))
