@@ -143,7 +143,7 @@ class Branches:
         self._ends: dict[bytes, Turn] = {}
         """By digest of a conversation whose last message is the turn's."""
         self._texts: dict[Turn, str] = {}
-        """Prompt and answer of turns without messages."""
+        """Prompt and all that was written, of turns without messages."""
 
     def conversation(self, asked: Asked) -> Conversation:
         """What makes tokens of messages, with the tools of the request."""
@@ -211,10 +211,12 @@ class Branches:
 
     def tell(self, asked: Asked, turn: Turn, name: str, choice: int, begun: str = "") -> Said:
         """What a turn that has ended says to its client, to whom `begun` of it was told before."""
-        text = self.conversation(asked).text(turn.tokens.token_ids.tolist())
-        places = [place for stop in asked.stops if (place := text.find(stop)) >= 0]
-        text = text[: min(places)] if places else text
+        written = self.conversation(asked).text(turn.tokens.token_ids.tolist())
+        places = [place for stop in asked.stops if (place := written.find(stop)) >= 0]
+        text = written[: min(places)] if places else written
         text = text if text.startswith(begun) else begun
+        # A stop string is in the tokens: who goes on with them has it in the text, though it was not told.
+        whole = written if written.startswith(text) else text
         finish = "stop" if turn.status is Status.COMPLETED else "length"
         calls: list[dict[str, Any]] = []
         if asked.calls:
@@ -231,9 +233,10 @@ class Branches:
         said = Said(text, calls, finish)
         self.answered[name, choice] = turn
         if asked.chat:
-            self._ends[_digest([*asked.messages, said.message], asked.tools)[-1]] = turn
+            for one in (said.message, said.message if calls else {**said.message, "content": whole}):
+                self._ends[_digest([*asked.messages, one], asked.tools)[-1]] = turn
         elif isinstance(asked.prompt, str):
-            self._texts[turn] = asked.prompt + text
+            self._texts[turn] = asked.prompt + whole
         return said
 
     def _most(self, asked: Asked, parent: Turn | None, added: np.ndarray) -> int:

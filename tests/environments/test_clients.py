@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_agents import agent, chat_prompt, chat_sampling, check_exact
 from test_episodes import Recorded
-from test_gateway import chatted, once
+from test_gateway import chatted, events, once
 
 from opd.environments.episodes import EPISODE
 from opd.types import Chunk, Status
@@ -137,3 +137,83 @@ def test_the_official_client_asks_for_completions_in_pieces():
 
     sample, _, ids = once(play)
     assert sample.response_ids[sample.loss_mask].tolist() == ids
+
+
+def reacted(tok, texts, play, **settings):
+    """The sample of an agent for whom these texts are written, each up to its stop string."""
+    agents.PLAY["it"] = play
+    engine = Recorded(Scripted(tok, *texts))
+    made = agent("play", tok=tok, params={"name": "it"}, attempts=1, **settings)
+    (group,) = made(engine, [chat_prompt(tok)], 1, chat_sampling(), 3)
+    (sample,) = group.samples
+    return sample, engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_goes_on_with_the_stop_string_is_written_behind_what_it_sent(stream):
+    def play(task, url, key):
+        text, sent = "Weigh the key.\n", []
+        for result in ("12", "13", ""):
+            body = {"prompt": text, "stop": ["Observation:"], "return_token_ids": True}
+            sent.append(text)
+            if stream:
+                choices = [one["choices"][0] for one in events(url, key, "/completions", body)[0]]
+                said = "".join(one["text"] for one in choices)
+            else:
+                said = agents.post(url, key, "/completions", body)["choices"][0]["text"]
+            assert "Obs" not in said
+            text += f"{said}Observation: {result}\n"
+        asked.extend(sent)
+        return 1.0
+
+    tok, asked = chatting.tokenizer(), []
+    texts = ("Action: weigh\nObservation: 99", "Action: again\nObservation: 98", "It is the cat's.")
+    sample, engine = reacted(tok, texts, play)
+    prompts = [tok.decode(one.prompt_ids) for _, one in sorted(engine.asked.items(), key=_turn)]
+    assert prompts == asked  # the engine wrote behind what the agent sent, in each turn
+    assert prompts[-1].count("Observation:") == 2
+    told = sample.metadata[EPISODE]
+    assert (told["turns"], told["branches"], told["left_out"]) == (3, 1, 0)
+    assert tok.decode(sample.token_ids) == f"{asked[-1]}{texts[-1]}<|im_end|>"
+    learnt = tok.decode(sample.response_ids[sample.loss_mask])
+    assert learnt == f"Action: weigh\nObservation:Action: again\nObservation:{texts[-1]}<|im_end|>"
+
+
+def test_who_goes_on_otherwise_than_it_was_written_begins_a_branch_with_what_it_sent():
+    def play(task, url, key):
+        for rest in ("Result: 12", "Obs"):
+            body = {"prompt": f"Go.{rest[:1]}\n", "stop": ["Observation:"]}
+            said = agents.post(url, key, "/completions", body)["choices"][0]["text"]
+            agents.post(url, key, "/completions", {"prompt": body["prompt"] + said + rest})
+        return 1.0
+
+    tok = chatting.tokenizer()
+    sample, engine = reacted(tok, ("Action: weigh\nObservation: 99",), play)
+    assert tok.decode(sample.prompt_ids) == "Go.O\nAction: weigh\nObs"
+    assert "Go.R\nAction: weigh\nResult: 12" in [tok.decode(one.prompt_ids) for one in engine.asked.values()]
+    told = sample.metadata[EPISODE]
+    assert (told["turns"], told["branches"]) == (1, 4)
+
+
+@pytest.mark.parametrize("brings", ["", "Observation:"])
+def test_a_stop_string_in_a_conversation_stays_before_what_the_template_puts_behind_it(brings):
+    def play(task, url, key):
+        body = {"messages": [*task.messages], "stop": ["Observation:"]}
+        first = agents.post(url, key, "/chat/completions", body)["choices"][0]["message"]
+        assert first["content"] == "Action: weigh\n"
+        more = [{**first, "content": first["content"] + brings}, {"role": "user", "content": "12"}]
+        agents.post(url, key, "/chat/completions", {"messages": [*task.messages, *more]})
+        return 1.0
+
+    tok = chatting.tokenizer()
+    sample, _ = reacted(tok, ("Action: weigh\nObservation: 99", "It is the cat's."), play)
+    text = tok.decode(sample.response_ids)
+    assert text == (
+        "Action: weigh\nObservation:<|im_end|>\n<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n"
+        "It is the cat's.<|im_end|>"
+    )
+    assert sample.metadata[EPISODE]["branches"] == 1
+
+
+def _turn(asked):
+    return int(asked[0].rpartition("/")[2])
