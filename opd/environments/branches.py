@@ -8,6 +8,7 @@ edited history, another conversation, a sub-agent) begins a branch of its own, w
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -171,6 +172,7 @@ class Branches:
         """The turns that answer `asked`, one a choice, and those of them that the model has to be asked for.
         Raises `RefusedError`.
         """
+        self._refuse_text(asked)
         try:
             parent, added = self._behind(asked)
         except RefusedError:
@@ -256,6 +258,22 @@ class Branches:
             )
         return min(left, self._config.turn_tokens or left, asked.most or left)
 
+    def _refuse_text(self, asked: Asked) -> None:
+        """Raise `RefusedError` for text that fits in no branch however it is encoded: everybody would wait
+        while megabytes are encoded.
+        """
+        longest = longest_token(self._tokenizer)
+        given = asked.prompt if isinstance(asked.prompt, str) else ""
+        count = len(given) + sum(len(one.get("content") or "") for one in asked.messages)
+        if longest is not None and count > self.room * longest:
+            self.limit = "tokens"
+            raise RefusedError(
+                f"a text of {count:,} characters leaves no room for an answer: a branch has {self.room:,}"
+                " tokens (rollout.max_new_tokens).",
+                "context_length_exceeded",
+                "messages" if asked.chat else "prompt",
+            )
+
     def _new(self, parent: Turn | None, added: np.ndarray, most: int, stops: tuple[str, ...]) -> Turn:
         """A turn with a name that a resumed run gives again, whatever other branches it is asked beside."""
         before = [one for one in self.turns if one.parent is parent]
@@ -324,6 +342,22 @@ class Branches:
             if longest <= len(known) <= len(ids) and np.array_equal(ids[: len(known)], known):
                 best, longest = turn, len(known)
         return best, ids[longest:]
+
+
+@functools.lru_cache(maxsize=8)
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Bytes of the longest token, or characters where they are not written as bytes: no token stands for more
+    characters. `None` if the tokenizer makes nothing, or one token for all, of what it does not know.
+    """
+    longest = max(map(len, tokenizer.get_vocab()), default=0)
+    odd = "\U0010fffd " * 8 * longest
+    try:
+        ids = _ids(tokenizer(odd, add_special_tokens=False)["input_ids"])
+    except BaseException as error:  # plain Exceptions, of text that it does not know
+        if not is_of_library(error):
+            raise
+        return longest
+    return longest if len(ids) * longest >= len(odd) and tokenizer.unk_token_id not in ids else None
 
 
 def _is(turn: Turn, parent: Turn | None, added: np.ndarray, most: int, stops: tuple[str, ...]) -> bool:

@@ -17,6 +17,7 @@ from test_episodes import Recorded, digits_engine, prompts, sampling
 
 import opd.environments.gateway as gateway
 from opd.environments.asked import MOST_BODY
+from opd.environments.branches import longest_token
 from opd.environments.episodes import EPISODE
 from opd.errors import RolloutError
 from opd.types import SamplingParams, Status
@@ -252,6 +253,38 @@ def test_what_is_wrong_with_a_request_is_an_error_object(body, code, said, refus
     assert (status, error["code"], error["type"]) == (400, code, "invalid_request_error")
     assert said in error["message"]
     assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x" * 6_000}, {"messages": [user("x" * 3_000)] * 2}])
+def test_text_that_fits_in_no_branch_is_refused_before_it_is_encoded(body, refusals, monkeypatch):
+    """402 tokens of at most 12 characters are room for 4,824; what is shorter is counted in tokens."""
+    tok, encoded = chatting.tokenizer(), []
+    assert max(map(len, tok.get_vocab())) == longest_token(tok) == 12
+    encode = type(tok).__call__
+
+    def counted(self, text, **given):
+        encoded.append(len(text))
+        return encode(self, text, **given)
+
+    monkeypatch.setattr(type(tok), "__call__", counted)
+    path = "/completions" if "prompt" in body else "/chat/completions"
+    status, error = refusals(body, path)
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert "6,000 characters" in error["message"]
+    assert max(encoded, default=0) < 1_000
+    status, error = refusals({"prompt": "x" * 4_800}, "/completions")
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert "has 4,800 tokens" in error["message"]
+    assert max(encoded) == 4_800
+
+
+def test_a_tokenizer_that_makes_one_token_of_much_bounds_no_text():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"cat": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert longest_token(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")) is None
 
 
 @pytest.fixture(scope="module")
