@@ -134,7 +134,8 @@ class Tools:
         self._repeat = kept if self._config.repeat is None else self._config.repeat
         opened = opening(self._boxes, f"{next(_numbers)}", self._files)
         if self.log is not None:
-            settings = {"type": "tools", "tools": self._names, **settings_of(self._boxes, self._files)}
+            settings = {"type": "tools", "tools": self._names, "task": _digest(task, type(self))}
+            settings |= settings_of(self._boxes, self._files)
             self._recorded = RecordedSandbox(self.log, task.uid, settings, opened)
         self._open = opened
         return None
@@ -258,6 +259,12 @@ def _checked(tools: Sequence[str], sandbox: Mapping[str, Any] | None) -> tuple[l
         where = ".".join(map(str, ("params", "sandbox", *first["loc"])))
         raise ConfigError(f"environment tools: {where}: {first['msg']}; mend it") from None
     return list(dict.fromkeys(tools)), config
+
+
+def _digest(task: Task, kind: type[Tools]) -> str:
+    """sha256 (hex) of what rewards depend on beside tools, limits and files: class, prompt, label, seed."""
+    what = [kind.__qualname__, task.prompt, list(task.messages), task.label, task.seed]
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _files(task: Task) -> dict[str, str]:

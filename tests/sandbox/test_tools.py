@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from opd.environments.kinds import tools_of
 from opd.environments.protocol import Action, Task, ToolCall
 from opd.environments.tools import Tools
 from opd.environments.trajectory import TrajectoryLog, read_trajectories
-from opd.errors import ConfigError
+from opd.errors import ConfigError, StorageError
 from opd.pipelines.cli import main
 
 TABLE = "town,people\nUlm,126000\nBonn,330000\n"
@@ -128,6 +129,21 @@ def test_a_resumed_episode_hears_what_it_heard_and_goes_on(tmp_path):
         assert after[:3] == before
         assert said(after[3]) == ["456000"]
         assert [one.attempts for one in log.find("e").commands] == [1] * 5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"label": "330000"}, {"prompt": "??"}, {"messages": [{"role": "user", "content": "??"}]}, {"seed": 1}],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_log_of_another_task_gives_no_reward(tmp_path, other):
+    with TrajectoryLog(tmp_path / "log") as log:
+        acted(log, *EPISODE[:1], [], given=task(label="1"))  # the turn is "1", which is right
+        assert [step.reward for step in log.find("e").steps] == [0.0, 1.0]
+    with TrajectoryLog(tmp_path / "log") as log:
+        assert acted(log, *EPISODE[:1], [], given=task(label="1"))[1].reward == 1.0
+        with pytest.raises(StorageError, match="begun with other settings"):
+            acted(log, *EPISODE[:1], [], given=replace(task(label="1"), **other))
 
 
 def test_tools_that_there_are_not_are_refused_early():
