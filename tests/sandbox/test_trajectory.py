@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 
 import pytest
 from boxes import SMALL
 
 from opd.environments.recorded import RecordedSandbox
+from opd.environments.sandbox.home import Home
 from opd.environments.sandbox.local import Sandboxes
-from opd.environments.sandbox.protocol import Outcome, SandboxError
+from opd.environments.sandbox.protocol import Limits, Outcome, SandboxError
+from opd.environments.sandbox.snapshots import SnapshotStore
 from opd.environments.sandbox.substrates import find_substrate
 from opd.environments.trajectory import Command, LoggedStep, TrajectoryLog, read_trajectories
 from opd.errors import StorageError
@@ -280,3 +283,27 @@ def test_a_state_that_somebody_else_made_changes_nothing(tmp_path, path, node):
 
         asyncio.run(steps())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("make", ["fifo", "symlink", "folder"])
+@pytest.mark.parametrize("kind", ["objects", "manifests"])
+def test_what_is_no_file_of_a_state_is_neither_waited_for_nor_followed(tmp_path, make, kind):
+    store, content = SnapshotStore(tmp_path / "store"), b"bytes"
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/f").write_bytes(content)
+    home = Home(tmp_path / "home", Limits())
+    digest = store.keep(home, home.scan())
+    (found,) = (tmp_path / "store" / kind).glob("??/*")
+    found.replace(tmp_path / "elsewhere")
+    if make == "fifo":
+        os.mkfifo(found)
+    elif make == "symlink":
+        found.symlink_to(tmp_path / "elsewhere")
+    else:
+        found.mkdir()
+    with pytest.raises(StorageError, match="begin the episode again"):
+        store.restore(digest, home, Limits())
+    assert home.read("f", 100) == content
+    if make != "folder":
+        assert store.keep(home, home.scan()) == digest  # in its place
+        assert store.restore(digest, home, Limits()).keys() == {"f"}

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ from opd.environments.sandbox.home import Home, Node, parts_of
 from opd.environments.sandbox.protocol import Limits, SandboxError
 from opd.errors import StorageError, way_out
 from opd.foreign import decoding, read_document, shown, whole
-from opd.storage.files import atomic_file, read_plain, remove_tree
+from opd.storage.files import atomic_file, open_plain, remove_tree
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 20
@@ -135,13 +136,14 @@ class SnapshotStore:
     def _copy_out(self, node: Node, target: Path) -> None:
         source, found, size = self._path("objects", node.content), hashlib.sha256(), 0
         try:
-            with source.open("rb") as opened, target.open("xb") as file:
-                while size <= node.size and (data := opened.read(_CHUNK)):
-                    found.update(data)
-                    file.write(data)
-                    size += len(data)
-        except FileNotFoundError:
-            raise StorageError(f"{source} is missing; {_MEND}") from None
+            opened = os.fdopen(open_plain(source), "rb")
+        except OSError as error:
+            raise _unread(source, error) from error
+        with opened, target.open("xb") as file:
+            while size <= node.size and (data := opened.read(_CHUNK)):
+                found.update(data)
+                file.write(data)
+                size += len(data)
         if size != node.size or found.hexdigest() != node.content:
             raise StorageError(f"{source} is damaged: it is not what was kept; {_MEND}")
 
@@ -180,9 +182,10 @@ class SnapshotStore:
     def _has(self, kind: str, digest: str, size: int) -> bool:
         """Whether it is there; what a power cut left half of is not."""
         try:
-            return self._path(kind, digest).stat().st_size == size
+            found = self._path(kind, digest).lstat()
         except FileNotFoundError:
             return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == size
 
     def _write(self, kind: str, digest: str, data: bytes) -> None:
         target = self._path(kind, digest)
@@ -196,17 +199,14 @@ class SnapshotStore:
     def _read(self, kind: str, digest: str, most: int) -> bytes:
         path = self._path(kind, digest)
         try:
-            if path.stat().st_size > most:
-                raise StorageError(f"{path} has more than {most} bytes; {_MEND}")
-            data = read_plain(path)
-        except FileNotFoundError:
-            raise StorageError(f"{path} is missing; {_MEND}") from None
+            with os.fdopen(open_plain(path), "rb") as file:
+                if (size := os.fstat(file.fileno()).st_size) > most:
+                    raise StorageError(f"{path} has more than {most} bytes; {_MEND}")
+                data = file.read(size)
         except StorageError:
             raise
         except OSError as error:
-            raise StorageError(
-                f"{path} cannot be read ({error.strerror}); {way_out(error, _MEND)}"
-            ) from error
+            raise _unread(path, error) from error
         if hashlib.sha256(data).hexdigest() != digest:
             raise StorageError(f"{path} is damaged: it is not what was kept; {_MEND}")
         return data
@@ -216,6 +216,12 @@ class SnapshotStore:
         return StorageError(
             f"snapshots in {self.folder} cannot be written ({error.strerror or error}); {mend}"
         )
+
+
+def _unread(path: Path, error: OSError) -> StorageError:
+    if isinstance(error, FileNotFoundError):
+        return StorageError(f"{path} is missing; {_MEND}")
+    return StorageError(f"{path} cannot be read ({error.strerror}); {way_out(error, _MEND)}")
 
 
 def _node(path: Any, said: Any) -> Node:
