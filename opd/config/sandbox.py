@@ -18,13 +18,13 @@ class SandboxConfig(Config):
     """That a command may take by the clock."""
     cpu_seconds: int = Field(default=10, gt=0, le=3600)
     """Of processor time, each process."""
-    memory_mb: int = Field(default=512, gt=0)
+    memory_mb: int = Field(default=512, gt=0, le=1 << 20)
     """MiB, of each process and of all together."""
-    processes: int = Field(default=32, gt=0)
+    processes: int = Field(default=32, gt=0, le=1 << 15)
     """Processes and threads at a time."""
-    disk_mb: int = Field(default=64, gt=0)
+    disk_mb: int = Field(default=64, gt=0, le=1 << 20)
     """MiB of files; more ends the episode."""
-    output: int = Field(default=8192, gt=0)
+    output: int = Field(default=8192, gt=0, le=1 << 24)
     """Bytes of a command's output that are kept."""
     reads: list[str] = []
     """Files and folders that commands can read, beside the system's and Python's library."""

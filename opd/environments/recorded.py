@@ -14,11 +14,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import ValidationError
+
+from opd.config.sandbox import SandboxConfig
 from opd.environments.sandbox.local import Sandboxes
-from opd.environments.sandbox.protocol import Outcome, Sandbox, SandboxError
+from opd.environments.sandbox.protocol import Limits, Outcome, Sandbox, SandboxError
 from opd.environments.trajectory import Command, LoggedCommand, LoggedEpisode, TrajectoryLog
 from opd.errors import StorageError
-from opd.foreign import shown
+from opd.foreign import shown, whole
 
 _log = logging.getLogger(__name__)
 Open = Callable[[str | None], Awaitable[Sandbox]]
@@ -48,6 +51,24 @@ def settings_of(boxes: Sandboxes, files: Mapping[str, str]) -> dict[str, Any]:
         "reads": list(boxes.reads),
         "files": dict(files),
     }
+
+
+def limits_in(settings: Mapping[str, Any]) -> Limits:
+    """The sandbox's, of what a log keeps. Raises `ValueError` or `LookupError` for what no recipe gives."""
+    said, most = settings["limits"], Limits()
+    memory, disk = (whole(said[name], 1 << 20, 1 << 60, f"limits.{name}") for name in ("memory", "disk"))
+    own = {name: said[name] for name in ("seconds", "cpu_seconds", "processes", "output")}
+    try:
+        own |= {"memory_mb": -(-memory >> 20), "disk_mb": -(-disk >> 20)}
+        config = SandboxConfig.model_validate(own, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"limits.{first['loc'][0]}: {first['msg']}") from None
+    files = whole(said["files"], 1, most.files, "limits.files")
+    opened = whole(said["open_files"], 1, most.open_files, "limits.open_files")
+    return Limits(
+        config.seconds, config.cpu_seconds, memory, config.processes, disk, files, config.output, opened
+    )
 
 
 class RecordedSandbox:

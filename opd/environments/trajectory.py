@@ -168,7 +168,7 @@ class TrajectoryTable:
         command = Command(
             tuple(_texts(record["words"])),
             self._bytes(record["stdin"]),
-            record["timeout"],
+            _seconds(record["timeout"]),
             record["repeatable"] is True,
             record["deterministic"] is True,
         )
@@ -525,6 +525,12 @@ def _texts(said: Any) -> list[str]:
     if not isinstance(said, list):
         raise ValueError(f"{shown(said)} is no list")
     return [_text(one) for one in said]
+
+
+def _seconds(said: Any) -> float | None:
+    if said is not None and (type(said) not in (int, float) or said < 0):
+        raise ValueError(f"{shown(said)} are no seconds")
+    return said
 
 
 def _state(said: Any) -> str | None:

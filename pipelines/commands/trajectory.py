@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import tempfile
-from dataclasses import fields
+import threading
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
-from opd.environments.recorded import opening
+from opd.environments.recorded import limits_in, opening
 from opd.environments.sandbox.local import Sandboxes
-from opd.environments.sandbox.protocol import Limits, Outcome
+from opd.environments.sandbox.protocol import Outcome
 from opd.environments.sandbox.snapshots import SnapshotStore
 from opd.environments.sandbox.substrates import KINDS, find_substrate
 from opd.environments.trajectory import LoggedCommand, LoggedEpisode, LoggedStep, read_trajectories
 from opd.errors import StorageError
 from opd.foreign import decoding, shown, visible
+from opd.pipelines.commands.ending import PREEMPTED
 from opd.pipelines.doctor.checks import number_of
 from opd.pipelines.records.layout import DONE, EPISODES, KEPT
 from opd.redact import redact
@@ -37,7 +41,7 @@ def trajectory_command(action: str, run: Path, uid: str | None) -> int:
         episodes, report = read_trajectories(folder)
         if uid in episodes:
             if action == "replay":
-                return asyncio.run(_replay(episodes[uid]))
+                return _replayed(episodes[uid])
             _show(episodes[uid])
             return 0 if report.damage is None else 2
     raise StorageError(
@@ -140,14 +144,48 @@ def _output(name: str, data: bytes) -> None:
         print(f"    {name}| ... {len(lines) - _LINES} lines more")
 
 
+def _replayed(episode: LoggedEpisode) -> int:
+    status = asyncio.run(_stoppable(_replay(episode)))
+    if status is None:
+        signal.raise_signal(signal.SIGTERM)  # for who answers it outside of the loop
+    return PREEMPTED if status is None else status
+
+
+async def _stoppable(replay: Coroutine[Any, Any, int]) -> int | None:
+    """What `replay` returns. On SIGTERM, however often it comes, it is cancelled once and its sandbox closed:
+    an exception in the middle of the loop would leave tasks that nothing waits for. `None` is returned then.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return await replay
+    loop, task, stopped = asyncio.get_running_loop(), asyncio.ensure_future(replay), threading.Event()
+
+    def stop(*_: object) -> None:
+        if not stopped.is_set():
+            stopped.set()
+            loop.call_soon_threadsafe(task.cancel)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        await asyncio.wait([task])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if not stopped.is_set():
+        return task.result()
+    if not task.cancelled():
+        task.exception()  # else it is told as one that nobody has looked at
+    return None
+
+
 async def _replay(episode: LoggedEpisode) -> int:
     """Run an episode's commands in a fresh sandbox, and say the first thing that is not as it was."""
     with tempfile.TemporaryDirectory(prefix="opd-replay-") as folder:
         with decoding(
-            lambda cause: StorageError(f"the settings of {shown(episode.uid)} make no sense ({cause})")
+            lambda cause: StorageError(
+                f"the settings of {shown(episode.uid)} make no sense ({cause}); replay what a run has logged"
+            )
         ):
             settings, place = episode.settings, Path(folder)
-            limits = Limits(**{one.name: settings["limits"][one.name] for one in fields(Limits)})
+            limits = limits_in(settings)
             kind = KINDS[KINDS.index(settings["substrate"])]
             files = {str(path): str(text) for path, text in settings["files"].items()}
             reads = [str(path) for path in settings["reads"]]

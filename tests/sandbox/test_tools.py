@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, fields, replace
 
 import pytest
+from boxes import gone, running
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments.kinds import tools_of
 from opd.environments.protocol import Action, Task, ToolCall
+from opd.environments.sandbox.protocol import Limits, Outcome
 from opd.environments.tools import Tools
-from opd.environments.trajectory import TrajectoryLog, read_trajectories
+from opd.environments.trajectory import Command, TrajectoryLog, read_trajectories
 from opd.errors import ConfigError, StorageError
 from opd.pipelines.cli import main
 
@@ -201,3 +208,51 @@ def test_what_cannot_be_shown_is_said(tmp_path, capsys):
         assert "opd trajectory show" in capsys.readouterr().err
     assert main(["trajectory", "replay", str(tmp_path / "run"), "--episode", "e"]) == 2
     assert "make no sense" in capsys.readouterr().err
+
+
+def logged(folder, words, **limits):
+    """A log of one command, with limits that somebody wrote."""
+    settings = {"type": "tools", "substrate": "process", "reads": [], "files": {"f": "text"}}
+    with TrajectoryLog(folder) as log:
+        log.begin("e", {**settings, "limits": {**asdict(Limits()), **limits}})
+        number = log.intend("e", 0, Command(words)).number
+        log.finish("e", number, Outcome(0), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(one.name, value) for one in fields(Limits) for value in ("x", None, -1, 1 << 70, True)],
+        ("seconds", 3601),
+        ("seconds", 1e9),
+        ("memory", (1 << 40) + 1),
+        ("files", 1e3),
+    ],
+)
+def test_limits_in_a_log_that_no_recipe_gives_are_refused(tmp_path, capsys, name, value):
+    logged(tmp_path / "log", ("true",), **{name: value})
+    assert main(["trajectory", "replay", str(tmp_path / "log"), "--episode", "e"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"make no sense (limits.{name}" in line
+
+
+def test_a_replay_that_is_asked_twice_to_stop_ends_its_command_and_says_so(tmp_path):
+    mark = f"opd-replay-{os.getpid()}"
+    logged(tmp_path / "log", ("/bin/sh", "-c", f"sleep 1000; : {mark}"), seconds=3600.0)
+    command = [sys.executable, "-m", "opd.pipelines.cli", "trajectory", "replay", str(tmp_path / "log")]
+    place = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([*command, "--episode", "e"], stderr=subprocess.PIPE, text=True, env=place)
+    try:
+        while not running(mark):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    told = [line for line in said.splitlines() if "so far" not in line]
+    assert (process.returncode, told) == (143, ["opd: asked to stop, and did"])
+    assert gone(mark)
+    assert not list(tmp_path.glob("opd-replay-*"))
