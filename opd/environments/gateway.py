@@ -121,7 +121,13 @@ class Gateway:
         if hasattr(self, "_server"):
             self._server.close()
         if hasattr(self, "_runner"):
+            server = self._runner.server
+            held: list[Any] = [] if server is None else list(server.connections)
             await self._runner.cleanup()
+            for transport in [one.transport for one in held if one.transport is not None]:
+                transport.abort()  # what its client does not read keeps it open
+            for _ in range(2):  # the loop closes sockets in its next round
+                await asyncio.sleep(0)
 
     def _connection(self, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
         """A connection whose first request has to come in time."""
