@@ -28,7 +28,7 @@ from opd.environments.episodes import EPISODE, assemble, ended_groups, task_of
 from opd.environments.gateway import Gateway, Session, require_server
 from opd.environments.kinds import agent_function
 from opd.environments.protocol import Task
-from opd.environments.world import MOST_INFO, FailedError, Loop, in_thread
+from opd.environments.world import MOST_INFO, FailedError, Loop, in_thread, number_of
 from opd.errors import RolloutError
 from opd.foreign import MAX_DEPTH, depth_exceeds, shown
 from opd.own_code import confined, raised, told
@@ -295,9 +295,7 @@ class _Batch:
         try:
             if depth_exceeds(given, MAX_DEPTH):
                 raise ValueError(f"nested deeper than {MAX_DEPTH}")
-            if isinstance(reward, str | bytes | bytearray):  # float() would read digits in them
-                raise TypeError(f"a reward is a number, not a {type(reward).__name__}")
-            number = None if reward is None else float(reward)
+            number = None if reward is None else number_of(reward)
             info = json.loads(json.dumps(given, allow_nan=False))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise FailedError(

@@ -248,6 +248,13 @@ def _observation(said: Any, where: str) -> Observation:
         raise FailedError(f"{where}: messages are objects of JSON ({error})") from error
 
 
+def number_of(reward: Any) -> float:
+    """Raises `TypeError`, `ValueError` or `OverflowError` for what is no number. A text of digits is none."""
+    if isinstance(reward, str | bytes | bytearray):  # float() would read digits in them
+        raise TypeError(f"a reward is a number, not a {type(reward).__name__}")
+    return float(reward)
+
+
 def _checked(said: Any, where: str) -> Step:
     """`said`, if it is a step with plain values."""
     if not isinstance(said, Step):
@@ -255,9 +262,7 @@ def _checked(said: Any, where: str) -> Step:
     try:
         if depth_exceeds(said.info, MAX_DEPTH):
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
-        if isinstance(said.reward, str | bytes | bytearray):
-            raise TypeError(f"not a {type(said.reward).__name__}")
-        reward = float(said.reward)
+        reward = number_of(said.reward)
         info = json.loads(json.dumps(dict(said.info), allow_nan=False))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FailedError(f"{where}: reward is a number and info an object of JSON ({error})") from error

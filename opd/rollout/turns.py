@@ -15,9 +15,8 @@ from itertools import groupby
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from opd.models.attention import AttentionCall, kernels_share_heads
+from opd.models.attention import AttentionCall, kernels_share_heads, masked_attention
 from opd.rollout.batch import Limits, RequestQueue, RunningBatch
 from opd.rollout.forward import PREFILL_TOKENS, Runner
 from opd.rollout.kv_cache import KVCache, PromptKV
@@ -140,9 +139,8 @@ class AddedAttention:
         self._cache, self._key_order = cache, key_order
         added = length - held
         bounds = np.concatenate([[0], np.cumsum(added)])
-        column = np.minimum(
-            np.arange(int(added.max())), added[:, None] - 1
-        )  # [R, Q]: padding repeats the last
+        # [R, Q]: padding repeats a slot's last added token.
+        column = np.minimum(np.arange(int(added.max())), added[:, None] - 1)
         real = np.arange(int(added.max())) < added[:, None]
         row = np.broadcast_to(np.arange(first, first + len(added))[:, None], real.shape)
         self._slots = slice(first, first + len(added))
@@ -194,19 +192,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall, se
     if groups > 1 and not shared:
         keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
     columns = max(1, SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
-    parts = []
-    for some, visible in zip(query.split(columns, 2), seen.split(columns, 2), strict=True):
-        if call.softcap is None:
-            parts.append(
-                scaled_dot_product_attention(
-                    some, keys, values, attn_mask=visible, scale=call.scaling, enable_gqa=shared
-                )
-            )
-            continue
-        scores = torch.tanh((some @ keys.transpose(-1, -2)) * (call.scaling / call.softcap)) * call.softcap
-        scores = scores.masked_fill(~visible, float("-inf"))
-        statistics = torch.promote_types(scores.dtype, torch.float32)
-        parts.append(torch.softmax(scores, dim=-1, dtype=statistics).to(values.dtype) @ values)
+    blocks = zip(query.split(columns, 2), seen.split(columns, 2), strict=True)
+    parts = [masked_attention(some, keys, values, call, visible, shared) for some, visible in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
