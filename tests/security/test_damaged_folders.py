@@ -121,7 +121,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
         "data.jsonl",
         lambda path: load_file("a", DomainConfig(source=str(path), reward="a:b"), held_out_prompts=1),
     ),
-    "keys and values": ("kept", lambda path: unpack(kept(path.read_bytes()))),
+    "keys and values": ("kept", lambda path: unpack(kept(path.read_bytes()), torch.device("cpu"))),
 }
 
 
