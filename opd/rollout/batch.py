@@ -22,6 +22,9 @@ from opd.types import RolloutRequest, SamplingParams, Status
 NO_STOP = -1
 """Pads the rows of `stops`."""
 _WORD = 2**64 - 1
+FEW, HELD_STEPS = 8, 4
+"""Requests that come to a batch more than so many times as large wait for others, for so many steps at most:
+every pass over some that come costs the same beside its tokens, and the running ones wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +259,8 @@ class RunningBatch:
         self.noise = NoiseTable(slots)
         self._rows = np.arange(slots)
         self._plan: SamplingPlan | None = None
+        self._held = 0
+        """Steps since somebody could have come in."""
 
     def grown(self, slots: int, stop_width: int, capacity: int) -> RunningBatch:
         """The same requests with room for more, larger and otherwise stopped ones: itself where it has that.
@@ -269,7 +274,7 @@ class RunningBatch:
             max(stop_width, self.stops.shape[1]),
             max(capacity, self.tokens.shape[1]),
         )
-        new.size, new.uids = size, self.uids
+        new.size, new.uids, new._held = size, self.uids, self._held
         new._integers[:size, :4] = self._integers[:size, :4]
         new.stops[:size] = _widened(self.stops[:size], new.stops.shape[1])
         new._reals[:size] = self._reals[:size]
@@ -279,7 +284,8 @@ class RunningBatch:
 
     def admit(self, queue: RequestQueue, positions: int | None = None) -> int:
         """Fill the free slots from the queue, as far as all may grow to their limits in slots of one length
-        with so many `positions` together; returns how many requests came in.
+        with so many `positions` together; returns how many requests came in. A few may be left for a later
+        step: `FEW`.
         """
         number = min(self.slots - self.size, len(queue))
         if number and positions is not None:
@@ -288,7 +294,10 @@ class RunningBatch:
             number = int((coming * np.arange(self.size + 1, self.size + number + 1) <= positions).sum())
         if number == 0:
             return 0
-        self._plan = None
+        if number * FEW < self.size and self._held < HELD_STEPS - 1:
+            self._held += 1
+            return 0
+        self._plan, self._held = None, 0
         rows, taken = slice(self.size, self.size + number), slice(queue.taken, queue.taken + number)
         for name in ("length", "position", "limit", "top_k", "stops", "temperature", "top_p"):
             getattr(self, name)[rows] = getattr(queue, name)[taken]

@@ -78,8 +78,8 @@ class StopWatch:
             self._tails.pop(uid, None)
 
 
-FOLD_AT = 1 << 16
-"""Tokens of kept steps after which they are sorted at the latest: every step is an object of its own."""
+FOLD_AT = 1 << 14
+"""Tokens that wait to be put together by request, at most."""
 
 _NOTHING = tuple(np.zeros(0, dtype=dtype) for dtype in (np.int32, np.float32, np.int32))
 
@@ -169,95 +169,101 @@ class _Growing:
 
 
 class Transcript:
-    """Tokens by request. Steps are kept until somebody asks or there are many, then sorted by request all at
-    once.
+    """Tokens by request. A request's are put together when somebody asks for them; all are when there are
+    many, so that no step costs work per request.
     """
 
     def __init__(self, known: Mapping[str, Tokens] | None = None) -> None:
         """`known`: requests, with the tokens they have already."""
         self._requests: dict[str, _Growing] = {}
-        self._steps: list[Chunk] = []
-        self._waiting = 0
-        self._ended: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._due = np.zeros(0, np.int64)
+        """By number of a request: the position of its next token."""
+        self._waiting, self._owner, self._size = Tokens.empty(), np.zeros(0, np.int64), 0
+        """Tokens that are not put together yet, and the numbers of their requests; -1 of those that are."""
         self.moved = 0
         """Tokens copied so far because a buffer was full."""
         self.begin(known or {})
 
     def begin(self, known: Mapping[str, Tokens]) -> None:
         """More requests, with the tokens they have already."""
-        self._fold()
         self._requests |= {uid: _Growing(tokens) for uid, tokens in known.items()}
+        self._numbers |= zip(known, range(len(self._due), len(self._due) + len(known)), strict=True)
+        self._due = np.append(self._due, np.array([len(tokens) for tokens in known.values()], np.int64))
 
     def add(self, step: Chunk) -> None:
-        """Take one chunk. Raises `RolloutError` as `tokens` does, now or later."""
+        """Take one chunk. Raises `RolloutError` if a position is missing or comes twice, or a token is of a
+        request that there is not.
+        """
         count = len(step.uids)
-        if count:
-            self._steps.append(step)
-            self._waiting += count
-            if self._waiting >= FOLD_AT:
-                self._fold()
+        if not count:
+            return
+        owner = self._count(step)
+        if self._size + count > len(self._owner):
+            owner = self._fold(owner)
+        rows = slice(self._size, self._size + count)
+        self._owner[rows] = owner
+        versions = np.int32(step.policy_version)
+        for column, new in zip(self._waiting.columns, (step.token_ids, step.logprobs, versions), strict=True):
+            column[rows] = new
+        self._size += count
 
     def tokens(self, uid: str) -> Tokens:
-        """All tokens of a request so far, in order; later ones do not change them. Raises `RolloutError` if a
-        position is missing or came twice, or a token is of a request that there is not.
-        """
-        self._fold()
+        """All tokens of a request so far, in order; later ones do not change them."""
+        rows = np.flatnonzero(self._owner[: self._size] == self._numbers[uid])
+        if len(rows):
+            self._owner[rows] = -1
+            self.moved += self._requests[uid].append(self._waiting.cut(rows))
         return self._requests[uid].tokens()
 
     def end(self, uids: Iterable[str]) -> None:
-        """Nobody will ask for `uids`: they go when the kept steps are sorted."""
-        self._ended += uids
-
-    def _fold(self) -> None:
-        """Sort the tokens of all kept steps into their requests."""
-        if self._steps:
-            self._sort()
-        for uid in self._ended:
+        """Nobody will ask for `uids`."""
+        for uid in uids:
             self._requests.pop(uid, None)
-        self._ended.clear()
+            self._numbers.pop(uid, None)
 
-    def _sort(self) -> None:
-        steps, self._steps, self._waiting = self._steps, [], 0
-        names = list(dict.fromkeys(chain.from_iterable(step.uids for step in steps)))
-        self._check_known(names)
-        number = {uid: i for i, uid in enumerate(names)}
-        owner = np.fromiter(
-            map(number.__getitem__, chain.from_iterable(step.uids for step in steps)), dtype=np.int64
-        )
-        order = np.argsort(owner, kind="stable")
-        counts = [len(step.uids) for step in steps]
-        columns = Tokens(
-            np.concatenate([step.token_ids for step in steps]).astype(np.int32),
-            np.concatenate([step.logprobs for step in steps]).astype(np.float32),
-            np.repeat(np.array([step.policy_version for step in steps], dtype=np.int32), counts),
-        ).cut(order)
-        positions = np.concatenate([step.positions for step in steps])[order]
-        bounds = np.searchsorted(owner[order], np.arange(len(names) + 1))
-        first = np.array([self._requests[uid].length for uid in names], dtype=np.int64)
-        expected = np.arange(len(positions)) - (bounds[:-1] - first)[owner[order]]
-        self._check_positions(names, owner[order], positions, expected)
-        for uid, start, stop in zip(names, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            self.moved += self._requests[uid].append(columns.cut(slice(start, stop)))
-
-    def _check_known(self, names: Iterable[str]) -> None:
-        stranger = next((uid for uid in names if uid not in self._requests), None)
+    def _count(self, step: Chunk) -> np.ndarray:
+        """The number of each token's request; their next tokens are due at the positions behind these."""
+        stranger = next((uid for uid in step.uids if uid not in self._numbers), None)
         if stranger is not None:
             raise RolloutError(
                 f"the engine gave tokens for request {stranger!r}, which nobody asked for; replace the"
                 " engine."
             )
-
-    @staticmethod
-    def _check_positions(
-        names: list[str], owner: np.ndarray, positions: np.ndarray, expected: np.ndarray
-    ) -> None:
-        wrong = np.flatnonzero(positions != expected)
+        owner = np.fromiter(map(self._numbers.__getitem__, step.uids), np.int64, len(step.uids))
+        order = np.argsort(owner, kind="stable")
+        sorted_owner = owner[order]
+        before = np.arange(len(owner)) - np.searchsorted(sorted_owner, sorted_owner)
+        expected = self._due[sorted_owner] + before
+        wrong = np.flatnonzero(step.positions[order] != expected)
         if wrong.size:
-            row = int(wrong[0])
+            row = int(order[wrong[0]])
             raise RolloutError(
-                f"the engine gave token {int(positions[row])} of request {names[owner[row]]!r} where token"
-                f" {int(expected[row])} was due; replace the engine."
+                f"the engine gave token {int(step.positions[row])} of request {step.uids[row]!r} where token"
+                f" {int(expected[wrong[0]])} was due; replace the engine."
             )
+        np.add.at(self._due, owner, 1)
+        return owner
+
+    def _fold(self, coming: np.ndarray) -> np.ndarray:
+        """Put all that wait together, and number what goes on anew; returns the new numbers of `coming`."""
+        owner = self._owner[: self._size]
+        order = np.argsort(owner, kind="stable")
+        columns, owner = self._waiting.cut(order), owner[order]
+        uids, old = list(self._numbers), np.fromiter(self._numbers.values(), np.int64, len(self._numbers))
+        starts, stops = (np.searchsorted(owner, old, side).tolist() for side in ("left", "right"))
+        for uid, start, stop in zip(uids, starts, stops, strict=True):
+            if start < stop:
+                self.moved += self._requests[uid].append(columns.cut(slice(start, stop)))
+        self._numbers = {uid: i for i, uid in enumerate(uids)}
+        new_of = np.full(len(self._due), -1, np.int64)
+        new_of[old] = np.arange(len(old))
+        self._due, self._size = self._due[old], 0
+        if max(FOLD_AT, len(coming)) > len(self._owner):
+            rows = max(FOLD_AT, len(coming))
+            self._owner = np.empty(rows, np.int64)
+            self._waiting = Tokens(*(np.empty(rows, column.dtype) for column in _NOTHING))
+        return new_of[coming]
 
 
 ENDS = (Status.COMPLETED, Status.TRUNCATED)

@@ -124,9 +124,7 @@ class TorchEngine(Streaming):
         """
         known = self.in_flight
         queue = queue_requests(requests, self._limits, known)
-        if not known:
-            self._longest = 0
-        self._longest = max(self._longest, queue.longest)
+        self._longest = max(self._longest if known else 0, queue.longest)
         self._queue, self._joined = self._queue.join(queue) if known else queue, True
         self._turns.submit(requests)
 
@@ -286,7 +284,10 @@ class TorchEngine(Streaming):
         if not self._joined:
             return
         queue, batch, self._joined = self._queue, self._batch, False
-        slots, width = min(self._max_running, batch.size + len(queue)), queue.stops.shape[1]
+        slots, width = batch.size + len(queue), queue.stops.shape[1]
+        if slots > batch.slots and batch.size:  # turns come one by one
+            slots = max(slots, batch.slots * 3 // 2)
+        slots = min(self._max_running, slots)
         if batch.size:
             self._batch = batch.grown(slots, width, self._longest)
             self._runner.cache.widen(slots)

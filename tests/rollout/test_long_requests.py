@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -38,9 +39,11 @@ def test_asking_after_every_token_copies_less_than_twice_what_was_written():
 def test_steps_are_not_kept_for_ever():
     transcript = Transcript({"a": Tokens.empty(), "b": Tokens.empty()})
     for position in range(FOLD_AT // 2 + 10):
-        transcript.add(step(["a", "b"], position))
-        assert len(transcript._steps) <= FOLD_AT // 2
-    assert len(transcript._steps) == 10
+        chunk = step(["a", "b"], position)
+        transcript.add(chunk)
+        assert sys.getrefcount(chunk) == 2
+        assert len(transcript._waiting) == FOLD_AT
+    assert transcript._size == 20
     assert len(transcript.tokens("b")) == FOLD_AT // 2 + 10
 
 

@@ -137,17 +137,49 @@ def step_of(uids: list[str], positions: list[int]) -> Chunk:
 @pytest.mark.parametrize("positions", [[0, 2], [0, 0], [1]])
 def test_missing_or_double_positions_are_found(positions: list[int]) -> None:
     transcript = Transcript({"a": Tokens.empty()})
-    for position in positions:
+    for position in positions[:-1]:
         transcript.add(step_of(["a"], [position]))
     with pytest.raises(RolloutError, match="was due"):
-        transcript.tokens("a")
+        transcript.add(step_of(["a"], positions[-1:]))
 
 
 def test_tokens_for_a_stranger_are_found() -> None:
     transcript = Transcript({"a": Tokens.empty()})
-    transcript.add(step_of(["b"], [0]))
     with pytest.raises(RolloutError, match="nobody asked for"):
-        transcript.tokens("a")
+        transcript.add(step_of(["b"], [0]))
+
+
+def test_tokens_are_put_together_whenever_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come and go, chunks hold several steps, some are asked for early, and many wait."""
+    monkeypatch.setattr("opd.rollout.ledger.FOLD_AT", 50)
+    rng = np.random.default_rng(0)
+    transcript, expected, begun = Transcript(), {}, 0
+    for turn in range(300):
+        for _ in range(rng.integers(0, 3)):
+            first = rng.integers(0, 99, rng.integers(0, 3)).astype(np.int32)
+            transcript.begin(
+                {f"r{begun}": Tokens(first, np.zeros(len(first), "f4"), np.zeros(len(first), np.int32))}
+            )
+            expected[f"r{begun}"] = first.tolist()
+            begun += 1
+        if not expected:
+            continue
+        uids = rng.choice(list(expected), rng.integers(0, 80)).tolist()
+        ids, positions = rng.integers(0, 99, len(uids)).astype(np.int32), []
+        for uid, token in zip(uids, ids.tolist(), strict=True):
+            positions.append(len(expected[uid]))
+            expected[uid].append(token)
+        transcript.add(Chunk(uids, np.array(positions, np.int32), ids, (-ids / 7).astype("f4"), turn, {}))
+        for uid in rng.choice(list(expected), min(2, len(expected)), replace=False).tolist():
+            found = transcript.tokens(uid)
+            assert found.token_ids.tolist() == expected[uid]
+            assert (np.diff(found.policy_versions) >= 0).all()
+            if rng.random() < 0.3:
+                transcript.end([uid])
+                del expected[uid]
+    assert begun > 200
+    for uid, ids in expected.items():
+        assert transcript.tokens(uid).token_ids.tolist() == ids
 
 
 def test_collect_raises_for_failed_samples_unless_told_to_keep_them(model: Any) -> None:

@@ -93,3 +93,18 @@ def test_who_joins_where_there_is_room_copies_nothing():
         assert (grown.slots, grown.stops.shape[1], grown.tokens.shape[1]) == size
         for row in range(2):
             assert grown.known(row).tolist() == batch.known(row).tolist()
+
+
+def test_a_few_wait_for_others_but_not_for_long():
+    """Each time some come, a pass of their own is made, for which the running ones wait."""
+    batch = RunningBatch(64, 0, 16)
+
+    def come(first: int, number: int) -> int:
+        new = [request(str(i), (i % 20 + 1,), max_new_tokens=8) for i in range(first, first + number)]
+        return batch.admit(queue_requests(new, Limits(24, 16)))
+
+    assert come(0, 24) == 24, "nobody runs"
+    assert come(24, 3) == 3, "an eighth"
+    assert [come(27, 1) for _ in range(4)] == [0, 0, 0, 1]
+    assert [come(28, 3), come(28, 4)] == [0, 4]
+    assert [come(32, 1) for _ in range(4)] == [0, 0, 0, 1], "counted anew"
