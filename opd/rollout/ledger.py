@@ -408,7 +408,7 @@ class Ledger:
         if reason is not None:
             self.failures[uid] = reason
         self._end({uid: status})
-        self._ready.append(_ending(self.version, {uid: status}))
+        self._ready.append(ending(self.version, {uid: status}))
 
     def _end(self, finished: Mapping[str, Status]) -> None:
         if not finished:
@@ -441,7 +441,7 @@ class Ledger:
         known |= held
         ended = {uid: r.status for uid, r in found.items() if r.status is not Status.PENDING}
         if ended:
-            self._ready.append(_ending(version, ended))
+            self._ready.append(ending(version, ended))
         for uid, status in ended.items():
             del new[uid], known[uid]
             self.counters[status.value] += 1
@@ -550,6 +550,6 @@ def _step(uids: list[str], positions: np.ndarray, tokens: Tokens) -> Chunk:
     return Chunk(uids, positions.astype(np.int32), tokens.token_ids, tokens.logprobs, version, {})
 
 
-def _ending(version: int, finished: dict[str, Status]) -> Chunk:
+def ending(version: int, finished: dict[str, Status]) -> Chunk:
     """A step without tokens."""
     return Chunk([], no_ids(), no_ids(), np.zeros(0, dtype=np.float32), version, finished)

@@ -18,6 +18,7 @@ from opd.rollout.batch import Limits, RunningBatch, queue_requests
 from opd.rollout.forward import Runner
 from opd.rollout.graphs import StaticRunner
 from opd.rollout.kv_cache import Origin, PromptKV, kv_budget, pack, put_back, unpack
+from opd.rollout.ledger import ending
 from opd.rollout.sampling import check_finite
 from opd.rollout.sharded import ShardedRunner, Sharing
 from opd.rollout.streams import Streaming
@@ -189,9 +190,7 @@ class TorchEngine(Streaming):
         Raises `RolloutError` if the engine is not paused or `version` does not grow.
         """
         if not self._paused:
-            raise RolloutError(
-                "weights can change only between decode steps; call pause() before update_weights()."
-            )
+            raise RolloutError("weights change only between decode steps: pause() before update_weights().")
         if version <= self._version:
             raise RolloutError(
                 f"the policy version must grow, but {version} was given while the engine holds"
@@ -351,5 +350,4 @@ class TorchEngine(Streaming):
         """A step without tokens for resumed requests that had already ended."""
         ended, self._queue.ended = self._queue.ended, {}
         self._turns.abort(ended)
-        nothing = np.zeros(0, dtype=np.int32)
-        return Chunk([], nothing, nothing, np.zeros(0, dtype=np.float32), self._version, ended)
+        return ending(self._version, ended)
