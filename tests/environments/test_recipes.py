@@ -138,6 +138,7 @@ def test_turns_weigh_alike_in_memory_and_on_disk(tmp_path, finished, stage):
     assert by_turn != digest("tokens", "memory", False)
 
 
+@pytest.mark.long
 def test_killed_in_the_middle_of_episodes_and_resumed_the_weights_are_the_same(tmp_path, finished):
     slow = {**ENVIRONMENT, "params": {"turns": 2, "delay": 0.02}}
     settings = agents(baselines={"methods": []})

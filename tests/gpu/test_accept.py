@@ -43,6 +43,7 @@ def rows_of(report: dict, section: str) -> dict[str, dict]:
 FIRST, SECOND = ["ceilings", "tests", "kernels", "training"], ["engine", "streamed", "quickstart"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_first_sections_run_dry(tmp_path):
     assert [*FIRST, *SECOND] == list(accept.ONE)

@@ -125,6 +125,7 @@ def test_what_is_compiled_is_kept_where_others_cannot_write(monkeypatch):
     fused_attention.compiled.cache_clear()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_compiled_for_this_processor_it_gives_the_same(monkeypatch, tmp_path):

@@ -74,6 +74,7 @@ def test_told_to_stop_and_resumed(tmp_path, undisturbed, workers):
     assert finish(recipe, out, "--resume") == undisturbed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_in_the_merge_and_resumed(tmp_path, undisturbed):
     """With everything in one process, and responses in memory."""

@@ -53,13 +53,15 @@ def test_the_command_compares_a_server(sglang, served_models):
     assert check_parity(recipe_with(served_models, sglang.url, "hidden")) == 0
 
 
+@pytest.mark.long
 def test_a_wrong_model_behind_the_url_is_no_agreement(sglang, served_models, tmp_path):
     """The recipe says `b`, the server runs `a`: the check fails and says why."""
     recipe = recipe_with(served_models | {"a": served_models["b"]}, sglang.url, "hidden")
     assert check_parity(recipe) == 2
 
 
-@pytest.mark.parametrize("signal", ["sampled", pytest.param("topk", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("signal", ["sampled", "topk"])
 def test_log_probabilities_of_a_padded_head_are_refused(sglang, served_models, signal):
     """They would count the padding."""
     assert check_parity(recipe_with(served_models, sglang.url, signal)) == 2

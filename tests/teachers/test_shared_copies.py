@@ -78,6 +78,7 @@ def test_after_the_first_step_nothing_comes_from_the_store(urls, without, tmp_pa
     assert first == whole
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_while_it_fills_leaves_copies_that_are_right(urls, without, tmp_path):
     copies = str(tmp_path / "copies")
     with pytest.raises(AssertionError, match=r"rank-1\.log \(-9\)"):

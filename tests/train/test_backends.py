@@ -42,9 +42,12 @@ MISSING = {name for name, train in TASKS.items() if find_spec("deepspeed") is No
 NO_DEEPSPEED = pytest.mark.skip("needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'")
 FEW = ("megatron-context", "megatron-stages")
 """By default of three steps; test_megatron_parallel.py has more models."""
-LONG = {"megatron-data", "megatron-tensor-distributed", *FEW}
-"""The other two of the first four have both kinds of parallelism and of optimiser."""
-MARKS = {name: [pytest.mark.long] for name in LONG} | {name: [NO_DEEPSPEED] for name in MISSING}
+LONG = {"megatron-data", "megatron-tensor-distributed", "zero-1", "zero-2", *FEW}
+"""The other two of Megatron's have both kinds of parallelism and of optimiser, and the third stage does what
+the others do."""
+MARKS = {
+    name: [pytest.mark.long] * (name in LONG) + [NO_DEEPSPEED] * (name in MISSING) for name in LONG | MISSING
+}
 NAMES = [pytest.param(name, marks=MARKS.get(name, [])) for name in TASKS]
 
 
