@@ -2,10 +2,12 @@
 
     .venv/bin/python tests/bench/episodes.py [--open 512] [--episodes 1536] [--json FILE]
 
-Three arms write the same number of tokens with the same model: `slow` environments, environments that answer
-at `once`, and the turns' tokens as `single` answers, as many together, without environments. Every episode
-has the same number of turns of the same length, so that none is longer for being interrupted. Prints tokens
-a second of the whole arm, of its middle (from a quarter of the tokens to three quarters, so that neither the
+Four arms write the same number of tokens with the same model: `slow` environments, environments that answer
+at `once`, the turns' tokens as `single` answers, as many together, without environments, and `fewer` such
+answers, as many together as were written on average while others waited for slow environments: what the
+decoder gives at that size is what is left of environments that cost nothing but their time. Every episode has
+the same number of turns of the same length, so that none is longer for being interrupted. Prints tokens a
+second of the whole arm, of its middle (from a quarter of the tokens to three quarters, so that neither the
 first reset nor the last answer counts), and the memory of the process at both ends of that middle. Alone on
 the machine, or it measures others, too.
 """
@@ -74,6 +76,7 @@ class Watched:
 
     def __init__(self, engine: TorchEngine, expected: int) -> None:
         self._engine, self._expected, self._written = engine, expected, 0
+        self.steps = 0
         self.marks: dict[float, tuple[float, int]] = {}
         """Share of the tokens -> seconds since the beginning, bytes."""
         self._began = time.monotonic()
@@ -81,6 +84,7 @@ class Watched:
     def generate(self, requests: Any, more: More | None = None) -> Iterator[Chunk]:
         for chunk in self._engine.generate(requests, more):
             self._written += len(chunk.uids)
+            self.steps += 1
             for share in (0.25, 0.75, 1.0):
                 if self._written >= share * self._expected and share not in self.marks:
                     self.marks[share] = (time.monotonic() - self._began, resident())
@@ -102,13 +106,13 @@ def written(groups: list[SampleGroup]) -> int:
     return sum(sample.trainable_tokens for group in groups for sample in group.samples)
 
 
-def arm(name: str, model: CausalLM, args: argparse.Namespace) -> dict[str, float]:
-    """Write all episodes in one way."""
+def arm(name: str, model: CausalLM, args: argparse.Namespace, running: int) -> dict[str, float]:
+    """Write all episodes in one way, at most `running` together."""
     tokens = args.episodes * TURNS * TURN_TOKENS
-    engine = TorchEngine(model, max_running=args.open, max_sequence=512)
+    engine = TorchEngine(model, max_running=running, max_sequence=512)
     watched = Watched(engine, tokens)
     used = time.process_time()
-    if name == "single":
+    if name in ("single", "fewer"):
         sampling = SamplingParams(max_new_tokens=TURNS * TURN_TOKENS)
         groups = collect(watched, prompts_of(args.episodes), 1, sampling, 0)
     else:
@@ -126,6 +130,7 @@ def arm(name: str, model: CausalLM, args: argparse.Namespace) -> dict[str, float
     (first, before), (last, after), (whole, _) = (watched.marks[share] for share in (0.25, 0.75, 1.0))
     return {
         "tokens": tokens,
+        "written_together": tokens / watched.steps,
         "tokens_per_second": tokens / whole,
         "middle_tokens_per_second": tokens / 2 / (last - first),
         "processor_seconds": time.process_time() - used,
@@ -144,10 +149,11 @@ def main() -> None:
     args = parser.parse_args()
     model = CausalLM.from_config(MODEL, tokenizer=TOKENIZER, seed=0)
     found: dict[str, Any] = {"open": args.open, "episodes": args.episodes, "threads": torch.get_num_threads()}
-    for name in ("single", "once", "slow"):
-        found[name] = arm(name, model, args)
+    for name in ("single", "once", "slow", "fewer"):
+        running = round(found["slow"]["written_together"]) if name == "fewer" else args.open
+        found[name] = arm(name, model, args, running)
         print(f"{name}: {json.dumps(found[name])}", flush=True)
-    for name in ("single", "once"):
+    for name in ("single", "once", "fewer"):
         for rate in ("tokens_per_second", "middle_tokens_per_second"):
             found[f"slow/{name} {rate}"] = found["slow"][rate] / found[name][rate]
     print(json.dumps(found))
