@@ -74,6 +74,15 @@ class Sample:
     failure: str | None = None
     """Why, when `status` is `FAILED` or `ABORTED`."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    branch_of: str = ""
+    """Uid of the sample whose episode it is a further conversation of; see `SampleGroup.branches`."""
+
+    @property
+    def episode(self) -> str:
+        """What it counts as one with, where responses are counted: its own uid, or that of the sample whose
+        branch it is.
+        """
+        return self.branch_of or self.uid
 
     @property
     def token_ids(self) -> Int32:
@@ -93,6 +102,28 @@ class SampleGroup:
     uid: str
     domain: str
     samples: list[Sample]
+    branches: list[Sample] = field(default_factory=list)
+    """Further conversations of the samples' episodes (`Sample.branch_of`): they are learnt from with the
+    reward and the advantage of their episode, and no estimate, filter or metric of responses counts them. Of
+    tokens that several begin with, one has them in its loss mask."""
+
+    @property
+    def everything(self) -> list[Sample]:
+        """All that is learnt from: each sample, and behind it its branches."""
+        if not self.branches:
+            return self.samples
+        own: dict[str, list[Sample]] = {}
+        for branch in self.branches:
+            own.setdefault(branch.branch_of, []).append(branch)
+        return [one for sample in self.samples for one in (sample, *own.get(sample.uid, ()))]
+
+    def share_rewards(self) -> None:
+        """Give the branches the rewards of their episodes."""
+        if self.branches:
+            known = {sample.uid: sample for sample in self.samples}
+            for branch in self.branches:
+                episode = known[branch.branch_of]
+                branch.reward, branch.reward_parts = episode.reward, episode.reward_parts
 
     @property
     def rewards(self) -> Float32:

@@ -2,7 +2,8 @@
 
 `run(task, base_url, api_key)` is called once a sample. What it asks the gateway for becomes requests of that
 sample, written by the same engine and behind the same log as everything else; the branch in which it ends
-becomes the `Sample`, whose loss mask is True on exactly the tokens that the engine wrote.
+becomes the `Sample`, and every other branch a further one of its group's `branches`. Their loss masks are
+True on exactly the tokens that the engine wrote, and on each of them in one sample.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ class Outcome:
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     answer: tuple[str, int] | None = None
-    """Name of the answer, and number of its choice, whose branch becomes the sample."""
+    """Name of the answer, and number of its choice, whose branch becomes the sample; others are branches."""
 
 
 @dataclass(slots=True, eq=False)
@@ -314,23 +315,21 @@ class _Batch:
         return Outcome(number, info, (answer, int(choice)))
 
     def _end(self, episode: _Episode, outcome: Outcome) -> None:
-        """The agent has returned: the branch in which it ended becomes the sample."""
+        """The agent has returned: the branch in which it ended becomes the sample, others its branches."""
         branches, sample = episode.session.branches, episode.sample
-        last = branches.chosen(outcome.answer)
-        path = [] if last is None else last.path()
-        parts: list[tuple[Tokens, bool]] = []
-        for turn in path:
-            if parts:
-                before = parts[-1][0].policy_versions
-                versions = np.full(len(turn.added), before[-1] if len(before) else 0, np.int32)
-                parts.append((Tokens(turn.added, np.zeros(len(turn.added), np.float32), versions), False))
-            parts.append((turn.tokens, True))
-        assemble(sample, path[0].added if path else None, parts)
         why = branches.limit or "done"
         sample.status = Status.COMPLETED if why == "done" else Status.TRUNCATED
-        told = set(branches.answered.values())
+        learnt: set[Turn] = set()
+        ends = branches.ends(branches.chosen(outcome.answer))
+        if not ends:
+            assemble(sample, None, [])
+        for place, end in enumerate(ends):
+            path = end.path()
+            one = sample if not place else self._branch(sample, end)
+            assemble(one, path[0].added, _written(path, learnt))
+            learnt.update(path)
         sample.metadata[EPISODE] = {
-            "turns": len(path),
+            "turns": len(learnt),
             "ended": why,
             "reward": outcome.reward,
             "rewards": [] if outcome.reward is None else [outcome.reward],
@@ -338,9 +337,35 @@ class _Batch:
             "broken_calls": branches.broken,
             "info": outcome.info,
             "success": self._config.success,
-            "branches": len({turn.branch for turn in told}),
-            "left_out": sum(len(turn.tokens) for turn in told.difference(path)),
+            "branches": len(ends),
         }
+
+    def _branch(self, sample: Sample, end: Turn) -> Sample:
+        """A further sample of the episode of `sample`, for the branch that ends in `end`."""
+        group = next(one for one in self._groups if one.uid == sample.group_uid)
+        own = {"uid": f"{sample.uid}/{end.branch}", "branch_of": sample.uid}
+        branch = replace(sample, metadata=dict(sample.metadata), **own)
+        group.branches.append(branch)
+        return branch
+
+
+def _written(path: Sequence[Turn], learnt: Collection[Turn]) -> list[tuple[Tokens, bool]]:
+    """The response of a branch: what was written, and what lies between. Turns that another sample has in its
+    loss mask are what this one is written behind, as all that the model has not written is.
+    """
+    parts: list[tuple[Tokens, bool]] = []
+    for turn in path:
+        if parts:
+            before = parts[-1][0].policy_versions
+            versions = np.full(len(turn.added), before[-1] if len(before) else 0, np.int32)
+            parts.append((_given(turn.added, versions), False))
+        own = turn.tokens
+        parts.append((_given(own.token_ids, own.policy_versions), False) if turn in learnt else (own, True))
+    return parts
+
+
+def _given(ids: np.ndarray, versions: np.ndarray) -> Tokens:
+    return Tokens(ids, np.zeros(len(ids), np.float32), versions)
 
 
 def _feed(news: Sequence[tuple[Turn, Tokens, Status | None]]) -> None:

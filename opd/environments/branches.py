@@ -168,6 +168,17 @@ class Branches:
         told = set(self.answered.values())
         return next((turn for turns in reversed(self.asks) for turn in turns if turn in told), None)
 
+    def ends(self, chosen: Turn | None) -> list[Turn]:
+        """The turns in which branches end: those that were answered and that no answered one goes on with.
+        The one `chosen` comes first, if it is given; the others by name, since sub-agents that ask side by
+        side do so in no order.
+        """
+        told = set(self.answered.values())
+        gone_on = {turn.parent for turn in told}
+        ends = {turn for turn in told if turn not in gone_on} - {chosen}
+        first = [] if chosen is None else [chosen]
+        return [*first, *sorted(ends, key=lambda turn: turn.uid)]
+
     def place(self, asked: Asked) -> tuple[list[Turn], list[Turn]]:
         """The turns that answer `asked`, one a choice, and those of them that the model has to be asked for.
         Raises `RefusedError`.

@@ -281,6 +281,7 @@ def _check_groups(path: str, groups: Any, prompts: Sequence[EncodedPrompt], grou
             f"rollout.generate {path} did not return one group for each prompt, in their order ({odd})."
         )
     for group in groups:
+        _check_branches(path, group)
         if len(group.samples) != group_size:
             raise RolloutError(
                 f"rollout.generate {path} returned {len(group.samples)} samples for prompt {group.uid}, but"
@@ -292,6 +293,19 @@ def _check_groups(path: str, groups: Any, prompts: Sequence[EncodedPrompt], grou
                     f"rollout.generate {path}: group {group.uid} holds {_shown(sample)}; give it samples."
                 )
             _check_sample(path, sample, group)
+
+
+def _check_branches(path: str, group: SampleGroup) -> None:
+    episodes = {sample.uid for sample in group.samples if isinstance(sample, Sample)}
+    known = set(episodes)
+    for branch in group.branches:
+        if not isinstance(branch, Sample) or branch.branch_of not in episodes or branch.uid in known:
+            raise RolloutError(
+                f"rollout.generate {path}: branches of group {group.uid} hold {_shown(branch)}; give samples"
+                " with uids of their own and branch_of one of the group's."
+            )
+        known.add(branch.uid)
+        _check_sample(path, branch, group)
 
 
 def _shown(value: Any) -> str:
@@ -447,8 +461,10 @@ def write_shared(
 
 def encode_groups(groups: Sequence[SampleGroup], prompts: Mapping[str, EncodedPrompt]) -> bytes:
     """`groups` as bytes, without what `prompts` (by uid of the group) say already."""
-    samples = [sample for group in groups for sample in group.samples]
-    header = [[g.uid, g.domain, [_fields(s, prompts.get(g.uid)) for s in g.samples]] for g in groups]
+    samples = [sample for group in groups for sample in (*group.samples, *group.branches)]
+    header = [
+        [g.uid, g.domain, [_fields(s, prompts.get(g.uid)) for s in (*g.samples, *g.branches)]] for g in groups
+    ]
     try:
         head = json.dumps(header).encode()
     except TypeError as error:
@@ -470,7 +486,9 @@ def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> list[Sam
     groups = []
     for uid, domain, fields in json.loads(data[_HEADER:at]):
         samples = [_sample(own, uid, prompts.get(uid)) for own in fields]
-        groups.append((SampleGroup(uid, domain, [s for s, _ in samples]), samples))
+        every = [sample for sample, _ in samples]
+        parts = [[sample for sample in every if bool(sample.branch_of) is side] for side in (False, True)]
+        groups.append((SampleGroup(uid, domain, *parts), samples))
     pairs = [pair for _, samples in groups for pair in samples]
     for name, dtype in _SHARED_ARRAYS.items():
         for sample, lengths in pairs:
@@ -497,6 +515,7 @@ def _fields(sample: Sample, prompt: EncodedPrompt | None) -> dict[str, Any]:
         "reward_parts": sample.reward_parts,
         "failure": sample.failure,
         "teacher": sample.teacher,
+        "branch_of": sample.branch_of,
     }
     return fields | {name: value for name, value in optional.items() if value}
 

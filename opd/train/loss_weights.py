@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from opd.config.rl import CorrectionConfig, IcePop, MaskedIS, SequenceMaskedTIS, TruncatedIS
 from opd.errors import ConfigError
 from opd.types import Sample
+
+if TYPE_CHECKING:
+    from opd.config import Recipe
 
 Aggregation = Literal["token", "sequence", "constant", "turn"]
 
@@ -84,6 +87,33 @@ def policy_scales(
     return [1.0 / (max(sequences, 1) * max(count, 1)) for count in counts]
 
 
+def response_scales(
+    samples: Sequence[Sample],
+    counts: Sequence[int],
+    aggregation: Aggregation,
+    max_new_tokens: int,
+    turns: Sequence[int],
+) -> dict[str, float]:
+    """As `policy_scales`, by uid of the sample, where all branches of an episode are one response."""
+    if aggregation == "turn":  # of which each belongs to one sample
+        scales = policy_scales(counts, aggregation, max_new_tokens, turns)
+        return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
+    episodes = by_episode(samples, counts)
+    scales = policy_scales(list(episodes.values()), aggregation, max_new_tokens)
+    whole = dict(zip(episodes, scales, strict=True))
+    return {sample.uid: whole[sample.episode] for sample in samples}
+
+
+def by_episode(samples: Sequence[Sample], numbers: Sequence[int]) -> dict[str, int]:
+    """The sum of `numbers`, one for each of `samples`, over all branches of an episode, by the episode; a
+    response without branches is one of its own. In the order of their first samples.
+    """
+    found: dict[str, int] = {}
+    for sample, number in zip(samples, numbers, strict=True):
+        found[sample.episode] = found.get(sample.episode, 0) + number
+    return found
+
+
 def per_teacher_scales(
     counts: Sequence[int],
     teachers: Sequence[str | None],
@@ -113,6 +143,57 @@ def per_teacher_scales(
     total = sum(shares.values())
     scale = {name: shares[name] / (total * tokens[name]) for name in tokens}
     return [scale.get(name, 0.0) if name is not None else 0.0 for name in teachers]
+
+
+def episode_scales(
+    samples: Sequence[Sample],
+    counts: Sequence[int],
+    teachers: Sequence[str | None],
+    teacher_shares: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """As `per_teacher_scales` with a unit of 1 for each episode, by uid of the sample: all branches of an
+    episode, which have one teacher, weigh together what a response without branches weighs.
+    """
+    episodes = by_episode(samples, counts)
+    known = {sample.episode: name for sample, name in zip(samples, teachers, strict=True)}
+    own = [known[episode] for episode in episodes]
+    scales = per_teacher_scales(list(episodes.values()), own, teacher_shares, [1] * len(episodes))
+    whole = dict(zip(episodes, scales, strict=True))
+    return {sample.uid: whole[sample.episode] for sample in samples}
+
+
+def route_scales(
+    recipe: Recipe,
+    samples: Sequence[Sample],
+    counts: Sequence[int],
+    turns: Sequence[int],
+) -> dict[str, float]:
+    """What a token of each sample weighs, by uid, where the loss counts so many of each, in so many turns.
+
+    With `normalise: token` every token weighs the same. Else each route's share of the loss is its domains'
+    weights, shared out by the samples they sent it; within it tokens, episodes or turns weigh the same. Turns
+    are evened out within a sample by `turn_shares`.
+    """
+    normalise = recipe.distill.normalise
+    if normalise == "token":
+        scales = policy_scales(counts, "token")
+    else:
+        # Of an episode's branches the first stands for it.
+        first = {sample.episode: sample.uid for sample in reversed(samples)}
+        sent: dict[str, int] = {}
+        for sample in samples:
+            sent[sample.domain] = sent.get(sample.domain, 0) + (first[sample.episode] == sample.uid)
+        # A domain without a teacher is a route of its own.
+        routes = [sample.teacher or f"rewards of {sample.domain}" for sample in samples]
+        shares: dict[str, float] = {}
+        for route, sample in zip(routes, samples, strict=True):
+            if first[sample.episode] == sample.uid:
+                share = recipe.domains[sample.domain].weight / sent[sample.domain]
+                shares[route] = shares.get(route, 0.0) + share
+        if normalise == "episode":
+            return episode_scales(samples, counts, routes, shares)
+        scales = per_teacher_scales(counts, routes, shares, turns if normalise == "turn" else None)
+    return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
 
 
 def _share(name: str, teacher_shares: Mapping[str, float] | None) -> float:

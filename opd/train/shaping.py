@@ -65,6 +65,8 @@ def shape(
         metrics["shaping/length"] = float(np.mean(given))
     if config.running_std:
         _scale(samples, counters)
+    for group in groups:
+        group.share_rewards()
     shaped = np.array([sample.reward for sample in samples], np.float64)
     metrics["shaping/mean"], metrics["shaping/std"] = float(shaped.mean()), float(shaped.std())
     if any(len(group.samples) > 1 for group in groups):

@@ -5,7 +5,6 @@ The recipe says which streams the loss has; here is what each token weighs in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from opd.config import DistillConfig, PolicyLossConfig, Recipe, SampledTokenK1
+from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
 from opd.pipelines.evaluation.measure import held_out_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
@@ -30,7 +29,7 @@ from opd.rollout.collect import EncodedPrompt
 from opd.teachers.schedule import TeacherSchedule
 from opd.train.advantages import build_advantage
 from opd.train.distill_terms import build_distill_term
-from opd.train.loss_weights import per_teacher_scales, policy_scales, turn_shares, turns_of, weigh
+from opd.train.loss_weights import route_scales, turn_shares, turns_of, weigh
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm
 from opd.types import Sample, TokenTerms
 
@@ -50,36 +49,6 @@ def needs_correction(config: DistillConfig) -> bool:
     if needs_policy_stream(config):
         return True
     return config.weighs_samples and policy_loss(config).correction is not None
-
-
-def route_scales(
-    recipe: Recipe,
-    samples: Sequence[Sample],
-    counts: Sequence[int],
-    turns: Sequence[int],
-) -> dict[str, float]:
-    """What a token of each sample weighs, by uid, where the loss counts so many of each, in so many turns.
-
-    With `normalise: token` every token weighs the same. Else each route's share of the loss is its domains'
-    weights, shared out by the samples they sent it; within it tokens, episodes or turns weigh the same. Turns
-    are evened out within a sample by `turn_shares`.
-    """
-    normalise = recipe.distill.normalise
-    if normalise == "token":
-        scales = policy_scales(counts, "token")
-    else:
-        sent: dict[str, int] = {}
-        for sample in samples:
-            sent[sample.domain] = sent.get(sample.domain, 0) + 1
-        # A domain without a teacher is a route of its own.
-        routes = [sample.teacher or f"rewards of {sample.domain}" for sample in samples]
-        shares: dict[str, float] = {}
-        for route, sample in zip(routes, samples, strict=True):
-            share = recipe.domains[sample.domain].weight / sent[sample.domain]
-            shares[route] = shares.get(route, 0.0) + share
-        units = {"episode": [1] * len(counts), "turn": turns}.get(normalise)
-        scales = per_teacher_scales(counts, routes, shares, units)
-    return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
 
 
 def token_terms(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from opd.train.advantages import build_advantage, keep_groups
 from opd.train.backend import Backend
 from opd.train.distill_terms import build_distill_term
 from opd.train.frozen import Frozen
-from opd.train.loss_weights import policy_scales, turn_shares, turns_of, weigh
+from opd.train.loss_weights import response_scales, turn_shares, turns_of, weigh
 from opd.train.packing import convert_batch
 from opd.train.shaping import changes_rewards, shape
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm, ReferenceTerm, next_coefficient
@@ -297,8 +297,7 @@ class GRPO(Algorithm):
         else:
             counts = [stream.kept(sample) for sample in samples]
             turns = [stream.kept_turns(sample) for sample in samples]
-        scales = policy_scales(counts, aggregation, limit, turns)
-        return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
+        return response_scales(samples, counts, aggregation, limit, turns)
 
     def ended(self, step: Step, metrics: dict[str, float]) -> dict[str, float]:
         """Mismatch, if the update has found it, the teachers' counters, and the learning curve, if any."""
@@ -340,7 +339,10 @@ class GRPO(Algorithm):
 
 
 def _split(samples: list[Sample], parts: int) -> list[list[Sample]]:
-    """`samples` in at most `parts` consecutive pieces of nearly equal size, none empty."""
-    parts = min(parts, len(samples))
-    bounds = [round(i * len(samples) / max(parts, 1)) for i in range(parts + 1)]
-    return [samples[a:b] for a, b in pairwise(bounds)]
+    """`samples` in at most `parts` consecutive pieces of nearly as many responses, none empty; branches stay
+    with their episode.
+    """
+    episodes = [list(own) for _, own in groupby(samples, key=lambda sample: sample.episode)]
+    parts = min(parts, len(episodes))
+    bounds = [round(i * len(episodes) / max(parts, 1)) for i in range(parts + 1)]
+    return [list(chain.from_iterable(episodes[a:b])) for a, b in pairwise(bounds)]

@@ -9,7 +9,7 @@ it depends neither on the home nor on the rank that has a sample.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from opd.protocols import AdvantageEstimator
 from opd.train.advantages import Moments, OwnAdvantage, opd_returns, teacher_means, with_opd_term
 from opd.train.loss_weights import CorrectionSums, MismatchSums, corrected, turns_of
 from opd.train.packing import PerSample
-from opd.types import Sample
+from opd.types import Sample, SampleGroup
 
 if TYPE_CHECKING:
     from opd.train.critic import GAE
@@ -134,12 +134,12 @@ class PolicyStream:
                 continue
             if isinstance(estimator, OwnAdvantage):  # it may look at tokens
                 with self._step.whole(group) as whole:
-                    found = estimator(whole)
+                    found = estimated(estimator, whole)
             else:
-                found = estimator(group)
-            for sample, values in zip(group.samples, found, strict=True):
+                found = estimated(estimator, group)
+            for sample in group.everything:
                 if sample.uid in held:
-                    self._step.keep(_ADVANTAGES, sample, values)
+                    self._step.keep(_ADVANTAGES, sample, found[sample.uid])
         self._estimated = True
 
     def criticise(
@@ -316,6 +316,19 @@ class PolicyStream:
         old, other = self._step.signal(_OLD, sample), self._step.signal(who, sample)
         where = f"sample {sample.uid}, {who} {sample.teacher if who == 'teacher' else 'policy'!r}"
         return opd_returns(old, other, sample.loss_mask, against.discount, where)
+
+
+def estimated(estimator: AdvantageEstimator, group: SampleGroup) -> dict[str, np.ndarray]:
+    """By uid, `[R]` float32: the advantages of the group's samples, and of their branches. A branch has what
+    it would have in the place of its episode, so that the group is as large as it was asked for.
+    """
+    uids = [sample.uid for sample in group.samples]
+    found = dict(zip(uids, estimator(replace(group, branches=[])), strict=True))
+    for branch in group.branches:
+        place = uids.index(branch.branch_of)
+        samples = [*group.samples[:place], branch, *group.samples[place + 1 :]]
+        found[branch.uid] = estimator(replace(group, samples=samples, branches=[]))[place]
+    return found
 
 
 def _has(who: Who, sample: Sample) -> bool:

@@ -30,10 +30,12 @@ class Written:
 
     group_uid: str
     place: int
-    """In its group."""
+    """In its group; of a branch, among its branches."""
     batch: int
     asked: str
     """Digest of prompt, sampling settings and seed."""
+    branch_of: str = ""
+    """Uid of the response whose branch it is."""
 
 
 class SampleFiles:
@@ -48,6 +50,8 @@ class SampleFiles:
         self._folders, self._writer = list(folders), writer
         self._groups: dict[str, dict[int, str]] = {}
         """Of each group the uids of its samples, by their place in it."""
+        self._branches: dict[str, dict[int, str]] = {}
+        """And of its branches."""
         self._written: dict[str, Written] = {}
         self._mutex = threading.Lock()
         for uid in writer.uids:
@@ -101,6 +105,14 @@ class SampleFiles:
                 )
         return found
 
+    def branches(self, group_uid: str) -> dict[str, str]:
+        """The branches of a group that are here, in their order: uids, and those of the samples whose
+        branches they are.
+        """
+        with self._mutex:
+            found = self._branches.get(group_uid, {})
+            return {found[place]: self._written[found[place]].branch_of for place in sorted(found)}
+
     def retire_before(self, batch: int) -> None:
         """Forget the responses of every batch before number `batch`, and give their disk back."""
         with self._mutex:
@@ -114,11 +126,12 @@ class SampleFiles:
         with self._mutex:
             for uid in gone:
                 known = self._written.pop(uid, None)
-                group = self._groups.get(known.group_uid, {}) if known else {}
+                groups = self._branches if known and known.branch_of else self._groups
+                group = groups.get(known.group_uid, {}) if known else {}
                 if known and group.get(known.place) == uid:
                     del group[known.place]
                     if not group:
-                        del self._groups[known.group_uid]
+                        del groups[known.group_uid]
 
     @contextmanager
     def view(self) -> Iterator[TrajectoryUnion]:
@@ -130,9 +143,11 @@ class SampleFiles:
         # What is not of a batch, from before there were numbers, is older than all and goes with the first.
         batch, place = (int(str(extra.get(name, -1))) for name in ("batch", "place"))
         with self._mutex:
-            self._written[uid] = Written(group_uid, place, batch, str(extra.get("asked", "")))
+            branch_of = str(extra.get("branch_of", ""))
+            self._written[uid] = Written(group_uid, place, batch, str(extra.get("asked", "")), branch_of)
             if batch >= 0:
-                self._groups.setdefault(group_uid, {})[place] = uid
+                groups = self._branches if branch_of else self._groups
+                groups.setdefault(group_uid, {})[place] = uid
 
 
 def digest_of(prompt_ids: np.ndarray, sampling: SamplingParams, seed: int, owner: str = "") -> str:
@@ -148,12 +163,12 @@ def standing_for(value: Any, count: int) -> np.ndarray:
 
 
 GroupUids = list[tuple[str, list[str]]]
-"""The groups of a rank: their uid, and their samples'."""
+"""The groups of a rank: their uid, and those of their samples and branches."""
 
 
 def written_by_all(mine: Sequence[SampleGroup], ranks: Ranks) -> list[GroupUids]:
     """What every rank has written, from the groups of each; all ranks call this."""
-    own = [[group.uid, [sample.uid for sample in group.samples]] for group in mine]
+    own = [[group.uid, [sample.uid for sample in (*group.samples, *group.branches)]] for group in mine]
     return ranks.gather_json(own, "the responses of a batch")
 
 
@@ -172,7 +187,8 @@ def groups_of(
     in_turn = [group for row in zip_longest(*placed) for group in row if group is not None]
     for uid, places in in_turn:
         samples = [light_sample(union, row) for row in places]
-        groups.append(SampleGroup(uid, samples[0].domain, samples))
+        parts = [[one for one in samples if bool(one.branch_of) is side] for side in (False, True)]
+        groups.append(SampleGroup(uid, samples[0].domain, *parts))
         rows |= {sample.uid: row for sample, row in zip(samples, places, strict=True)}
     return groups, rows
 
@@ -186,6 +202,7 @@ def light_sample(union: TrajectoryUnion, row: int) -> Sample:
     else:
         with union.lease([row]) as batch:
             mask = np.array(batch.read(row, "loss_mask"))
+    said = record.extra.get("metadata", {})
     return Sample(
         record.uid,
         record.group_uid,
@@ -197,6 +214,8 @@ def light_sample(union: TrajectoryUnion, row: int) -> Sample:
         policy_versions=standing_for(np.int32(record.last_version), response),
         loss_mask=mask,
         status=record.status,
+        metadata={"episode": said["episode"]} if "episode" in said else {},
+        branch_of=str(record.extra.get("branch_of", "")),
     )
 
 

@@ -65,7 +65,12 @@ class StepSamples:
 
     @property
     def samples(self) -> list[Sample]:
-        """All of them, group by group."""
+        """All that are learnt from, branches of episodes among them, group by group."""
+        return [sample for group in self.groups for sample in group.everything]
+
+    @property
+    def responses(self) -> list[Sample]:
+        """One for each response that was asked for: an episode counts once, however many branches it has."""
         return [sample for group in self.groups for sample in group.samples]
 
     @property
@@ -76,7 +81,7 @@ class StepSamples:
     def limit(self, tokens: int | None) -> None:
         """Keep the first groups, up to the one that takes their tokens to `tokens`; see `within`."""
         self.groups = within(
-            self.groups, lambda group: sum(s.trainable_tokens for s in group.samples), tokens
+            self.groups, lambda group: sum(s.trainable_tokens for s in group.everything), tokens
         )
 
     def deal(self) -> None:
@@ -84,8 +89,10 @@ class StepSamples:
         self.backend.mine(self.samples)
 
     def reward(self, rewards: RewardRunner) -> None:
-        """Reward every sample, each on one rank."""
-        rewards.score_shared(self.ranks, self.samples)
+        """Reward every response, each on one rank; its branches have its reward."""
+        rewards.score_shared(self.ranks, self.responses)
+        for group in self.groups:
+            group.share_rewards()
 
     def drop_stale(self, version: int, limit: int | None) -> dict[str, float]:
         """Ages of the tokens for a learner at `version`; those beyond `limit` leave the loss masks. Empty if
@@ -143,7 +150,7 @@ class StepSamples:
 
     def holds(self, group: SampleGroup) -> list[Sample]:
         """Those of `group` whose signals this rank keeps."""
-        return group.samples
+        return group.everything
 
     def told(self, mine: Any, what: str) -> list[Any]:
         """What each rank says of the samples it holds; one answer where all hold all."""
@@ -194,6 +201,8 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         metrics["frac_reward_zero_std"] = zero_variance_fraction(groups)
     if told := [(e["turns"], e["ended"] == "done") for s in samples if (e := s.metadata.get("episode"))]:
         metrics["episode/turns"], metrics["episode/done"] = np.mean(told, axis=0).tolist()
+    if counts := [e["branches"] for s in samples if "branches" in (e := s.metadata.get("episode") or {})]:
+        metrics["episode/branches"] = float(np.mean(counts))
     for domain in dict.fromkeys(s.domain for s in samples):
         own = [s for s in samples if s.domain == domain]
         metrics[f"reward/{domain}"] = float(np.array([s.reward for s in own], dtype=np.float64).mean())

@@ -147,7 +147,11 @@ class DiskHome(Home):
         for prompt in mine:
             found = self._files.group(prompt.uid, self._asked(prompt))
             samples = [Sample(found[place], prompt.uid, prompt.domain, no_ids()) for place in range(size)]
-            groups.append(SampleGroup(prompt.uid, prompt.domain, samples))
+            branches = [
+                Sample(uid, prompt.uid, prompt.domain, no_ids(), branch_of=episode)
+                for uid, episode in self._files.branches(prompt.uid).items()
+            ]
+            groups.append(SampleGroup(prompt.uid, prompt.domain, samples, branches))
         return groups
 
     def _stream(self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int) -> None:
@@ -210,9 +214,12 @@ class DiskHome(Home):
     ) -> None:
         """To disk what has been written whole, in the place of what was there of it."""
         for prompt, group in zip(prompts, groups, strict=True):
-            places = {sample.uid: place for place, sample in enumerate(group.samples)}
-            self._files.retire(self._files.group(prompt.uid, self._asked(prompt)).values())
-            self._put(group.samples, index, {prompt.uid: self._asked(prompt)}, places)
+            parts = (group.samples, group.branches)
+            places = {sample.uid: place for part in parts for place, sample in enumerate(part)}
+            there = self._files.group(prompt.uid, self._asked(prompt)).values()
+            self._files.retire([*there, *self._files.branches(prompt.uid)])
+            # Whoever finds all samples of a group finds their branches.
+            self._put([*group.branches, *group.samples], index, {prompt.uid: self._asked(prompt)}, places)
 
     def _put(
         self, samples: Sequence[Sample], index: int, asked: Mapping[str, str], places: Mapping[str, int]
@@ -281,7 +288,7 @@ class SamplesOnDisk(StepSamples):
         self._place = {group.uid: number for number, group in enumerate(self.groups)}
 
     def reward(self, rewards: RewardRunner) -> None:
-        """Reward every sample; each rank does those of the groups it has written, some tokens at a time."""
+        """Reward every response; each rank does those of the groups it has written, some tokens at a time."""
         found: dict[str, list[Any]] = {}
         for lot in self._rewarded_together(rewards):
             with self._reading(lot) as own:
@@ -289,15 +296,17 @@ class SamplesOnDisk(StepSamples):
                 found |= {sample.uid: [sample.reward, sample.reward_parts] for sample in own}
         for said in self.ranks.gather_json(found, "the rewards of a batch"):
             found |= said
-        for sample in self.samples:
+        for sample in self.responses:
             sample.reward, sample.reward_parts = found[sample.uid]
+        for group in self.groups:
+            group.share_rewards()
 
     def drop_stale(self, version: int, limit: int | None) -> dict[str, float]:
         """As in memory. Tokens are read only of samples that several policies have written."""
         oldest = version - limit if limit is not None else None
         found: dict[str, Any] = {}
         for group in self._written():
-            for sample in group.samples:
+            for sample in group.everything:
                 found[sample.uid] = self._ages(sample, version, oldest)
         for said in self.ranks.gather_json(found, "the ages of a batch"):
             found |= said
@@ -316,8 +325,9 @@ class SamplesOnDisk(StepSamples):
 
     @contextmanager
     def whole(self, group: SampleGroup) -> Iterator[SampleGroup]:
-        with self._reading(group.samples) as own:
-            yield replace(group, samples=own)
+        with self._reading([*group.samples, *group.branches]) as own:
+            size = len(group.samples)
+            yield replace(group, samples=own[:size], branches=own[size:])
 
     def lots(self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool) -> Iterator[list[Sample]]:
         parts = self.backend.shares.in_step(samples, max_tokens, by_teacher=by_teacher)
@@ -352,7 +362,7 @@ class SamplesOnDisk(StepSamples):
         return self.lots(self.samples, self.backend.max_tokens, by_teacher=False)
 
     def holds(self, group: SampleGroup) -> list[Sample]:
-        return self.backend.shares.mine(group.samples)
+        return self.backend.shares.mine(group.everything)
 
     def told(self, mine: Any, what: str) -> list[Any]:
         return self.backend.data.gather_json(mine, what)

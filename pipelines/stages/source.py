@@ -53,7 +53,12 @@ class Given:
         """Nobody writes."""
 
     def take(self, index: int) -> AbstractContextManager[StepSamples]:
-        groups = [SampleGroup(sample.uid, sample.domain, [sample]) for sample in self._make(index)]
+        groups: list[SampleGroup] = []
+        for sample in self._make(index):
+            if sample.branch_of:  # its episode comes before it
+                groups[-1].branches.append(sample)
+            else:
+                groups.append(SampleGroup(sample.uid, sample.domain, [sample]))
         self._student.written()
         return nullcontext(StepSamples(groups, self._student.backend, self._student.ranks))
 

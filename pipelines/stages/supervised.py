@@ -34,7 +34,14 @@ from opd.rollout.collect import write, write_shared
 from opd.rollout.engine_pool import EnginePool
 from opd.teachers.schedule import Route, Router
 from opd.train.backend import learning_rate
-from opd.train.loss_weights import per_teacher_scales, policy_scales, turn_shares, turns_of, weigh
+from opd.train.loss_weights import (
+    episode_scales,
+    per_teacher_scales,
+    policy_scales,
+    turn_shares,
+    turns_of,
+    weigh,
+)
 from opd.train.terms import CrossEntropyTerm
 from opd.types import Sample, SampleGroup, Status, TokenTerms
 
@@ -66,11 +73,14 @@ class Supervised(Algorithm):
         own = samples.samples
         counts = [sample.trainable_tokens for sample in own]
         scales = policy_scales(counts, "token")
+        domains = [sample.domain for sample in own]
         if self._shares is not None:
             turns = [turns_of(sample.loss_mask) for sample in own]
-            units = {"episode": [1] * len(own), "turn": turns}.get(self._normalise)
-            scales = per_teacher_scales(counts, [sample.domain for sample in own], self._shares, units)
+            units = turns if self._normalise == "turn" else None
+            scales = per_teacher_scales(counts, domains, self._shares, units)
         scale = {sample.uid: value for sample, value in zip(own, scales, strict=True)}
+        if self._shares is not None and self._normalise == "episode":
+            scale = episode_scales(own, counts, domains, self._shares)
 
         def terms(sample: Sample) -> TokenTerms:
             found = TokenTerms.zeros(len(sample.response_ids))
@@ -121,7 +131,7 @@ def teacher_samples(
     context.ranks.main_first(lambda: [whole_teacher(context, teacher) for teacher in router.teachers])
     for teacher in router.teachers:
         for step, group in _written_by(teacher, context, data, student, log):
-            by_step[step].extend(group.samples)
+            by_step[step].extend(group.everything)
     return by_step
 
 

@@ -286,6 +286,7 @@ class TrajectoryBatch:
             reward_parts=extra.get("reward_parts", {}),
             failure=extra.get("failure"),
             metadata=extra.get("metadata", {}),
+            branch_of=extra.get("branch_of", ""),
             **arrays,
         )
 

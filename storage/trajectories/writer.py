@@ -413,6 +413,7 @@ def record_of(sample: Sample) -> TrajectoryRecord:
         "reward_parts": sample.reward_parts,
         "failure": sample.failure,
         "metadata": sample.metadata,
+        "branch_of": sample.branch_of,
     }
     return TrajectoryRecord(
         uid=sample.uid,

@@ -56,6 +56,20 @@ def plain(task: Task, base_url: str, api_key: str, turns: int = 3) -> dict[str, 
     return {"reward": total % 10 / 10, "total": total}
 
 
+def branching(task: Task, base_url: str, api_key: str) -> dict[str, Any]:
+    """A word aside, two drafts, and two ways to go on with the second one: four branches of five turns."""
+
+    def ask(text: str, **more: Any) -> list[str]:
+        answer = post(base_url, api_key, "/completions", {"prompt": text, "max_tokens": 3, **more})
+        return [choice["text"] for choice in answer["choices"]]
+
+    said = ask(f"{task.prompt[:-1]}1{task.prompt[-1:]}")
+    drafts = ask(task.prompt, n=2)
+    said += [*drafts, *(ask(f"{task.prompt}{drafts[1]}={sign}=")[0] for sign in "12")]
+    total = sum(int(sign) for text in said for sign in text if sign.isdigit())
+    return {"reward": total % 10 / 10, "total": total}
+
+
 def play(task: Task, base_url: str, api_key: str, name: str) -> Any:
     """What a test has put in."""
     return PLAY[name](task, base_url, api_key)

@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 from recipes import tiny_recipe, write_recipe
+from test_samples_on_disk import outcome
 
 from opd.errors import ConfigError
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.doctor.examine import examine
 from opd.pipelines.records.inputs import user_code
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_pipeline
+from opd.pipelines.run import run_pipeline, run_stage
 
 pytest.importorskip("aiohttp")
 AGENT = {"type": "agent", "params": {"run": "agents:plain", "turns": 2}}
+BRANCHING = {"type": "agent", "params": {"run": "agents:branching"}}
 
 
 def settings(**environment) -> dict:
@@ -51,16 +53,34 @@ def written(log: Path) -> int:
         return 0
 
 
+@pytest.mark.long
+def test_a_specialist_on_disk_learns_of_branches_what_it_does_in_memory(tmp_path):
+    made = {"base": {"steps": 2, "batch_size": 8}, "specialist": settings()["specialist"] | {"steps": 2}}
+    recipe = tiny_recipe(**settings(**BRANCHING) | made)
+    with RunFolder.create(tmp_path / "base", recipe) as folder:
+        run_stage(recipe, folder, "base")
+    own = settings(**BRANCHING) | made | {"base": None}
+    own["model"] = {"path": str(tmp_path / "base" / "base")}
+    found = []
+    for home in ("memory", "disk"):
+        recipe = tiny_recipe(**own, storage={"trajectories": home})
+        found.append(outcome(tmp_path / home, "specialist-sort", recipe))
+    assert found[0][0] == found[1][0]
+    for memory, disk in zip(found[0][1], found[1][1], strict=True):
+        assert disk == pytest.approx(memory, rel=1e-6, abs=1e-6)
+    assert [row["episode/branches"] for row in found[1][1]] == [4.0] * 2
+
+
 @pytest.mark.slow
 def test_killed_in_the_middle_of_conversations_and_resumed_the_weights_are_the_same(tmp_path):
-    recipe = tiny_recipe(**settings())
+    recipe = tiny_recipe(**settings(**BRANCHING))
     with RunFolder.create(tmp_path / "whole", recipe) as folder:
         run_pipeline(recipe, folder)
     results = json.loads((tmp_path / "whole" / "results.json").read_text())
     merged = next(model for model in results["models"] if model["name"] == "merged")
     assert merged["domains"]["sort"]["sampled"]["total"] == 6
 
-    path, out = write_recipe(tmp_path / "recipe.yaml", **settings()), tmp_path / "run"
+    path, out = write_recipe(tmp_path / "recipe.yaml", **settings(**BRANCHING)), tmp_path / "run"
     command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(path), "--out", str(out)]
     log = out / "wal" / "specialist-sort"
     for size in (1, 1500):

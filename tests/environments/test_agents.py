@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import agents
 import chatting
 import numpy as np
@@ -49,33 +51,41 @@ def chat_sampling(tokens: int = 400) -> SamplingParams:
 
 
 def check_exact(groups, engine: Recorded) -> None:
-    """The sample's tokens are a chain of requests: each behind all that came before, and what was written."""
-    for sample in (sample for group in groups for sample in group.samples):
+    """Tokens are a chain of requests: each behind all that came before, and what was written. No turn
+    counts in two of an episode's samples.
+    """
+    turns, counted = Counter(), Counter()
+    for sample in (sample for group in groups for sample in group.everything):
         whole, place = sample.token_ids.tolist(), len(sample.prompt_ids)
         mask = [False] * place + sample.loss_mask.tolist()
         logprobs = [0.0] * place + sample.rollout_logprobs.tolist()
-        own = {uid: one for uid, one in engine.asked.items() if uid.startswith(f"{sample.uid}/")}
-        turns = 0
+        own = {uid: one for uid, one in engine.asked.items() if uid.startswith(f"{sample.episode}/")}
         while place < len(whole):
             if not mask[place]:
                 assert logprobs[place] == 0.0
                 place += 1
                 continue
             behind = [uid for uid, one in own.items() if one.prompt_ids.tolist() == whole[:place]]
-            written = [engine.written[uid] for uid in behind]
-            turn = next(one for one in written if whole[place : place + len(one)] == [t for t, _ in one])
-            for token, logprob in turn:
+            tokens = {uid: [token for token, _ in engine.written[uid]] for uid in behind}
+            turn = next(uid for uid, ids in tokens.items() if whole[place : place + len(ids)] == ids)
+            for token, logprob in engine.written[turn]:
                 assert (whole[place], logprobs[place], mask[place]) == (token, logprob, True)
                 place += 1
-            turns += 1
-        assert turns == sample.metadata[EPISODE]["turns"]
+            turns[sample.episode] += 1
+            counted[turn] += 1
+    assert set(counted.values()) == {1}
+    for group in groups:
+        for sample in group.samples:
+            told = sample.metadata[EPISODE]
+            assert turns[sample.uid] == told["turns"]
+            assert 1 + sum(one.branch_of == sample.uid for one in group.branches) == told["branches"]
 
 
 def contents(groups):
     return [
-        (s.uid, s.token_ids.tolist(), s.loss_mask.tolist(), str(s.status), s.metadata[EPISODE])
+        (s.uid, s.token_ids.tolist(), s.loss_mask.tolist(), str(s.status), s.metadata.get(EPISODE))
         for group in groups
-        for s in group.samples
+        for s in group.everything
     ]
 
 
@@ -88,7 +98,7 @@ def test_a_conversation_of_the_official_client_is_one_exact_sample(template):
     odd = 0
     for sample in group.samples:
         told = sample.metadata[EPISODE]
-        assert (told["turns"], told["branches"], told["left_out"]) == (3, 1, 0)
+        assert (told["turns"], told["branches"]) == (3, 1)
         assert (told["reward"], sample.status) == (0.3, Status.COMPLETED)
         text = tok.decode(sample.response_ids)
         assert (

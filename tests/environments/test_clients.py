@@ -79,7 +79,7 @@ def test_a_framework_calls_tools_by_its_own_loop_and_becomes_one_exact_sample():
     assert weighed == ["red key"] * 2
     for sample in group.samples:
         told = sample.metadata[EPISODE]
-        assert (told["turns"], told["branches"], told["left_out"], told["calls"]) == (2, 1, 0, 1)
+        assert (told["turns"], told["branches"], told["calls"]) == (2, 1, 1)
         assert (told["reward"], told["info"], sample.status) == (1.0, {"said": ANSWER}, Status.COMPLETED)
         written = tok.decode(sample.response_ids[sample.loss_mask])
         assert written == f"{CALL}<|im_end|>{ANSWER}<|im_end|>"
@@ -173,7 +173,7 @@ def test_who_goes_on_with_the_stop_string_is_written_behind_what_it_sent(stream)
     assert prompts == asked  # the engine wrote behind what the agent sent, in each turn
     assert prompts[-1].count("Observation:") == 2
     told = sample.metadata[EPISODE]
-    assert (told["turns"], told["branches"], told["left_out"]) == (3, 1, 0)
+    assert (told["turns"], told["branches"]) == (3, 1)
     assert tok.decode(sample.token_ids) == f"{asked[-1]}{texts[-1]}<|im_end|>"
     learnt = tok.decode(sample.response_ids[sample.loss_mask])
     assert learnt == f"Action: weigh\nObservation:Action: again\nObservation:{texts[-1]}<|im_end|>"
@@ -192,7 +192,7 @@ def test_who_goes_on_otherwise_than_it_was_written_begins_a_branch_with_what_it_
     assert tok.decode(sample.prompt_ids) == "Go.O\nAction: weigh\nObs"
     assert "Go.R\nAction: weigh\nResult: 12" in [tok.decode(one.prompt_ids) for one in engine.asked.values()]
     told = sample.metadata[EPISODE]
-    assert (told["turns"], told["branches"]) == (1, 4)
+    assert (told["turns"], told["branches"]) == (4, 4)
 
 
 @pytest.mark.parametrize("brings", ["", "Observation:"])

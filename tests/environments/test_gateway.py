@@ -97,7 +97,7 @@ def test_a_stream_says_in_pieces_what_the_answer_is():
 
     sample, _, (pieces, end) = chatted(play)
     assert end == "[DONE]"
-    assert sample.metadata[EPISODE]["turns"] == 2
+    assert (sample.metadata[EPISODE]["turns"], sample.metadata[EPISODE]["branches"]) == (3, 2)
     choices = [one["choices"][0] for one in pieces if one["choices"]]
     first = pieces[-1]["usage"]["completion_tokens"]
     ids = [token for one in choices for token in one.get("token_ids", ())]
@@ -122,7 +122,7 @@ def test_an_edited_history_and_a_second_conversation_are_branches():
 
     sample, engine, _ = chatted(play)
     told = sample.metadata[EPISODE]
-    assert (told["turns"], told["branches"], told["left_out"]) == (2, 3, 12)
+    assert (told["turns"], told["branches"]) == (4, 3)
     text = chatting.tokenizer().decode(sample.token_ids)
     assert "open the door" in text
     assert "edited" not in text
