@@ -209,9 +209,12 @@ def _wal(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _trajectory(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd trajectory takes a run folder and --episode; remove {overrides[0]}")
-    from opd.pipelines.commands.trajectory import trajectory_command
+    if options.action != "replay" and (options.reads or options.substrate):
+        raise ConfigError("--reads and --substrate are for opd trajectory replay; leave them out of show")
+    from opd.pipelines.commands.trajectory import Allowed, trajectory_command
 
-    return trajectory_command(options.action, options.run, options.episode)
+    allowed = Allowed(tuple(options.reads), options.substrate)
+    return trajectory_command(options.action, options.run, options.episode, allowed)
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -78,12 +78,15 @@ _WITH_VALUE = {
     "--out",
     "--domain",
     "--episode",
+    "--reads",
+    "--substrate",
     "--pairs",
     "--shards",
     "--store",
     "--simulate",
     *(f"--{name}" for name in PLAN_NUMBERS),
 }
+_REPEATED = ("--domain", "--reads")
 STAGES = {
     "run": "the whole pipeline: base, specialists, merge, baselines, evaluation, report",
     "specialist": "train the specialist of one domain (--domain), or of every domain",
@@ -256,6 +259,20 @@ def _trajectory_parser(commands: argparse._SubParsersAction) -> None:
     trajectory.add_argument("action", choices=list(_TRAJECTORY_ACTIONS), metavar="ACTION")
     trajectory.add_argument("run", type=Path, metavar="RUN", help="a run folder, or that of a log")
     trajectory.add_argument("--episode", action=_Once, metavar="UID", help="one of those that show lists")
+    trajectory.add_argument(
+        "--reads",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="what the commands of a replay may read beside the system, where the log asks for it",
+    )
+    trajectory.add_argument(
+        "--substrate",
+        action=_Once,
+        metavar="KIND",
+        choices=["process"],
+        help="process: replay without bubblewrap, where the log says that it was written so",
+    )
 
 
 def _command(commands: argparse._SubParsersAction, name: str, summary: str, recipes: str = "+") -> _Parser:
@@ -289,7 +306,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         target = own if name in _WITH_VALUE else overrides
         _refuse_misspelt(name)
-        if target is own and name != "--domain" and any(name == given.partition("=")[0] for given in own):
+        if target is own and name not in _REPEATED and any(name == given.partition("=")[0] for given in own):
             raise ConfigError(f"{name} is given twice; keep one of the two")
         target.append(word)
         if "=" not in word:

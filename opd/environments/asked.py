@@ -18,6 +18,8 @@ from opd.foreign import read_document, shown
 
 MOST_BODY = 16 << 20
 """Bytes of a request."""
+MOST_OBJECTS = 1 << 20
+"""Characters, as JSON, of a request's tools, and of all tool calls in it: each request renders them all."""
 MOST_MESSAGES, MOST_TOOLS, MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 10_000, 1_000, 16, 16, 1_000
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Role of a request -> the one that chat templates know."""
@@ -174,6 +176,7 @@ class _Chat(_Common):
 
     def asked(self) -> Asked:
         tools = tuple(_tool(one, place) for place, one in enumerate(self.tools or ()))
+        _refuse_large(tools, "tools")
         limits = [most for most in (self.max_tokens, self.max_completion_tokens) if most is not None]
         return self._asked(
             messages=messages_of(self.messages),
@@ -232,6 +235,15 @@ def read_asked(body: bytes, chat: bool) -> Asked:
     return form.asked()
 
 
+def _refuse_large(objects: Sequence[Any], what: str) -> None:
+    """Raise `RefusedError` for more than `MOST_OBJECTS` characters."""
+    count = len(json.dumps(objects, ensure_ascii=False)) if objects else 0
+    if count > MOST_OBJECTS:
+        raise RefusedError(
+            f"{what} have {count:,} characters, and {MOST_OBJECTS:,} are the most.", "too_large", what, 413
+        )
+
+
 def _refused(error: ValidationError) -> RefusedError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     param = shown(".".join(str(part) for part in first["loc"]))
@@ -245,6 +257,7 @@ def messages_of(given: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     """Messages as chat templates take them: text, calls with their arguments as objects, and nothing else of
     what a client may keep in them. Raises `RefusedError`.
     """
+    _refuse_large([one.get("tool_calls") for one in given if one.get("tool_calls")], "tool_calls")
     found = tuple(_message(one, f"messages[{place}]") for place, one in enumerate(given))
     if found[-1]["role"] == "assistant":
         raise RefusedError("the last message is the assistant's: nothing goes on with an answer.")

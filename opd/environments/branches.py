@@ -143,8 +143,9 @@ class Branches:
         """By name of the answer and number of the choice."""
         self._ends: dict[bytes, Turn] = {}
         """By digest of a conversation whose last message is the turn's."""
-        self._texts: dict[Turn, str] = {}
-        """Prompt and all that was written, of turns without messages."""
+        self._texts: dict[Turn, tuple[str, ...]] = {}
+        """Prompt and what was written, of turns without messages: all of it, and up to the stop string's end
+        if that is within a token."""
 
     def conversation(self, asked: Asked) -> Conversation:
         """What makes tokens of messages, with the tools of the request."""
@@ -225,11 +226,14 @@ class Branches:
     def tell(self, asked: Asked, turn: Turn, name: str, choice: int, begun: str = "") -> Said:
         """What a turn that has ended says to its client, to whom `begun` of it was told before."""
         written = self.conversation(asked).text(turn.tokens.token_ids.tolist())
-        places = [place for stop in asked.stops if (place := written.find(stop)) >= 0]
-        text = written[: min(places)] if places else written
+        ends = [(place, place + len(stop)) for stop in asked.stops if (place := written.find(stop)) >= 0]
+        text = written[: min(ends)[0]] if ends else written
         text = text if text.startswith(begun) else begun
-        # A stop string is in the tokens: who goes on with them has it in the text, though it was not told.
-        whole = written if written.startswith(text) else text
+        # A stop string is in the tokens: who goes on with them has it in the text, though it was not told. It
+        # may end within its last token, the rest of which nobody has seen.
+        wholes = [written] if written.startswith(text) else [text]
+        if ends and min(ends)[1] < len(written) and written.startswith(text):
+            wholes.append(written[: min(ends)[1]])
         finish = "stop" if turn.status is Status.COMPLETED else "length"
         calls: list[dict[str, Any]] = []
         if asked.calls:
@@ -246,10 +250,11 @@ class Branches:
         said = Said(text, calls, finish)
         self.answered[name, choice] = turn
         if asked.chat:
-            for one in (said.message, said.message if calls else {**said.message, "content": whole}):
+            same = [] if calls else [{**said.message, "content": whole} for whole in wholes]
+            for one in (said.message, *same):
                 self._ends[_digest([*asked.messages, one], asked.tools)[-1]] = turn
         elif isinstance(asked.prompt, str):
-            self._texts[turn] = asked.prompt + whole
+            self._texts[turn] = tuple(asked.prompt + whole for whole in wholes)
         return said
 
     def _most(self, asked: Asked, parent: Turn | None, added: np.ndarray) -> int:
@@ -276,6 +281,9 @@ class Branches:
         longest = longest_token(self._tokenizer)
         given = asked.prompt if isinstance(asked.prompt, str) else ""
         count = len(given) + sum(len(one.get("content") or "") for one in asked.messages)
+        calls = [one["tool_calls"] for one in asked.messages if "tool_calls" in one]
+        objects = [*asked.tools, *calls]  # which a template writes as JSON, once at least if it shows any
+        count += len(json.dumps(objects, ensure_ascii=False)) if objects else 0
         if longest is not None and count > self.room * longest:
             self.limit = "tokens"
             raise RefusedError(
@@ -329,13 +337,14 @@ class Branches:
         return None, conversation.opening(asked.messages[:count], asked.messages[count:])
 
     def _behind_text(self, prompt: str) -> tuple[Turn | None, np.ndarray]:
-        best: Turn | None = None
-        for turn, text in self._texts.items():
-            if prompt.startswith(text) and (best is None or len(text) >= len(self._texts[best])):
-                best = turn
+        best, known = None, 0
+        for turn, texts in self._texts.items():
+            for text in texts:
+                if prompt.startswith(text) and len(text) >= known:
+                    best, known = turn, len(text)
         if best is None:
             return None, _ids(self._tokenizer(prompt)["input_ids"])
-        rest = prompt[len(self._texts[best]) :]
+        rest = prompt[known:]
         added = _ids(self._tokenizer(rest, add_special_tokens=False)["input_ids"]) if rest else no_ids()
         written = best.tokens.token_ids
         ended = len(written) and len(added) and added[0] == written[-1] in self.sampling.stop_ids

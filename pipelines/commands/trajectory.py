@@ -6,7 +6,8 @@ import asyncio
 import signal
 import tempfile
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from opd.environments.recorded import limits_in, opening
 from opd.environments.sandbox.local import Sandboxes
 from opd.environments.sandbox.protocol import Outcome
 from opd.environments.sandbox.snapshots import SnapshotStore
-from opd.environments.sandbox.substrates import KINDS, find_substrate
+from opd.environments.sandbox.substrates import KINDS, Kind, Substrate, find_substrate
 from opd.environments.trajectory import LoggedCommand, LoggedEpisode, LoggedStep, read_trajectories
 from opd.errors import StorageError
 from opd.foreign import decoding, shown, visible
@@ -28,9 +29,20 @@ _LINES = 12
 _WIDTH = 200
 
 
-def trajectory_command(action: str, run: Path, uid: str | None) -> int:
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a replay may be given that a log asks for. A log may be anybody's, so it is asked for by name."""
+
+    reads: tuple[str, ...] = ()
+    """Paths that commands may read beside the system."""
+    substrate: str | None = None
+    """A weaker substrate than the strongest that works here."""
+
+
+def trajectory_command(action: str, run: Path, uid: str | None, allowed: Allowed) -> int:
     """Run `show` or `replay`; returns the exit status: 1 where something came out otherwise, 2 for a log that
-    is damaged. Raises `StorageError` if there is no log, or no such episode.
+    is damaged. Raises `StorageError` if there is no log, or no such episode, or if a replay would be given
+    what is not `allowed`.
     """
     logs = _logs(run)
     if action == "show" and uid is None:
@@ -41,7 +53,7 @@ def trajectory_command(action: str, run: Path, uid: str | None) -> int:
         episodes, report = read_trajectories(folder)
         if uid in episodes:
             if action == "replay":
-                return _replayed(episodes[uid])
+                return _replayed(episodes[uid], allowed)
             _show(episodes[uid])
             return 0 if report.damage is None else 2
     raise StorageError(
@@ -144,8 +156,8 @@ def _output(name: str, data: bytes) -> None:
         print(f"    {name}| ... {len(lines) - _LINES} lines more")
 
 
-def _replayed(episode: LoggedEpisode) -> int:
-    status = asyncio.run(_stoppable(_replay(episode)))
+def _replayed(episode: LoggedEpisode, allowed: Allowed) -> int:
+    status = asyncio.run(_stoppable(_replay(episode, allowed)))
     if status is None:
         signal.raise_signal(signal.SIGTERM)  # for who answers it outside of the loop
     return PREEMPTED if status is None else status
@@ -176,7 +188,27 @@ async def _stoppable(replay: Coroutine[Any, Any, int]) -> int | None:
     return None
 
 
-async def _replay(episode: LoggedEpisode) -> int:
+def _substrate(kind: Kind, reads: Sequence[str], allowed: Allowed) -> Substrate:
+    """What the commands run in. Raises `StorageError` for what is not `allowed`, `SandboxError` where it does
+    not work.
+    """
+    if more := [path for path in reads if path not in allowed.reads]:
+        raise StorageError(
+            f"the log lets commands read {shown(more[0])}; if that is meant, give --reads for each of"
+            f" {number_of(len(reads), 'path')}"
+        )
+    strongest = find_substrate()
+    if kind == strongest.kind:
+        return strongest
+    if kind == "process" and allowed.substrate != kind:
+        raise StorageError(
+            "the log says that its commands ran without bubblewrap, which works here; if they are to run as"
+            " processes of this machine again, give --substrate process"
+        )
+    return find_substrate(kind)
+
+
+async def _replay(episode: LoggedEpisode, allowed: Allowed) -> int:
     """Run an episode's commands in a fresh sandbox, and say the first thing that is not as it was."""
     with tempfile.TemporaryDirectory(prefix="opd-replay-") as folder:
         with decoding(
@@ -189,7 +221,7 @@ async def _replay(episode: LoggedEpisode) -> int:
             kind = KINDS[KINDS.index(settings["substrate"])]
             files = {str(path): str(text) for path, text in settings["files"].items()}
             reads = [str(path) for path in settings["reads"]]
-        store, substrate = SnapshotStore(place / "store"), find_substrate(kind)
+        store, substrate = SnapshotStore(place / "store"), _substrate(kind, reads, allowed)
         boxes = Sandboxes(place / "boxes", store, limits, substrate=substrate, reads=reads)
         sandbox = await opening(boxes, "replay", files)(None)
         done = 0

@@ -19,7 +19,7 @@ from opd.types import Status
 pytest.importorskip("aiohttp")
 
 
-def written(engine: Recorded | None = None, count: int = 2):
+def written(engine=None, count: int = 2):
     return agent("branching")(engine or digits_engine(), prompts(count), 2, sampling(), 0)
 
 

@@ -195,6 +195,52 @@ def test_who_goes_on_otherwise_than_it_was_written_begins_a_branch_with_what_it_
     assert (told["turns"], told["branches"]) == (4, 4)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_that_ends_within_a_token_begins_no_branch(chat, stream):
+    """The answer is cut at the string; what is gone on with are the tokens that were written."""
+    tok = chatting.tokenizer()
+    (first, *_), text = tok(" the cat", add_special_tokens=False)["input_ids"], "I see the cat"
+    assert tok.decode([first]) == " the"
+    path = "/chat/completions" if chat else "/completions"
+
+    def ask(url, key, body):
+        if not stream:
+            choice = agents.post(url, key, path, body)["choices"][0]
+            return choice["message"]["content"] if chat else choice["text"]
+        pieces = [one["choices"][0] for one in events(url, key, path, body)[0]]
+        return "".join(one["delta"].get("content", "") if chat else one["text"] for one in pieces)
+
+    def play(task, url, key):
+        begun = {"messages": [*task.messages]} if chat else {"prompt": "Go.\n"}
+        said = ask(url, key, begun | {"stop": ["th"]})
+        assert said == "I see "
+        if chat:
+            more = [{"role": "assistant", "content": f"{said}th"}, {"role": "user", "content": "12"}]
+            ask(url, key, {"messages": [*task.messages, *more]})
+        else:
+            ask(url, key, {"prompt": f"Go.\n{said}th: 12\n"})
+        return 1.0
+
+    sample, engine = reacted(tok, (text, "It is."), play)
+    assert sample.metadata[EPISODE]["branches"] == 1
+    check_written(sample, engine)
+    learnt = tok.decode(sample.response_ids[sample.loss_mask])
+    assert learnt == "I see theIt is.<|im_end|>"
+    said = "<|im_end|>\n<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n" if chat else ": 12\n"
+    assert tok.decode(sample.response_ids) == f"I see the{said}It is.<|im_end|>"
+
+
+def check_written(sample, engine) -> None:
+    """Each turn's tokens in the sample are the first that the engine wrote to that request."""
+    for uid, request in engine.asked.items():
+        start = len(request.prompt_ids) - len(sample.prompt_ids)
+        own = [token for token, _ in engine.written[uid]]
+        count = int(np.cumprod(sample.loss_mask[start:]).sum())
+        assert 0 < count <= len(own)
+        assert sample.response_ids[start : start + count].tolist() == own[:count]
+
+
 @pytest.mark.parametrize("brings", ["", "Observation:"])
 def test_a_stop_string_in_a_conversation_stays_before_what_the_template_puts_behind_it(brings):
     def play(task, url, key):

@@ -278,6 +278,39 @@ def test_text_that_fits_in_no_branch_is_refused_before_it_is_encoded(body, refus
     assert max(encoded) == 4_800
 
 
+def called(arguments: object) -> dict:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": ""}}
+
+
+@pytest.mark.parametrize("size", [6_000, (1 << 20) + 1, 10 << 20])
+@pytest.mark.parametrize("what", ["tools", "calls", "arguments as text"])
+def test_tools_and_calls_of_any_size_are_refused_before_anything_is_rendered(
+    what, size, refusals, monkeypatch
+):
+    """What fits in no branch is as text that does not; megabytes are refused whatever the branch has."""
+    touched = []
+    for name in ("opening", "answer", "special_in"):
+        monkeypatch.setattr(
+            f"opd.environments.branches.Conversation.{name}", lambda *given: touched.append(1)
+        )
+    large, messages, tools = {"x": "y" * size}, [user("x")], [TOOL]
+    if what == "tools":
+        tools = [{**TOOL, "function": {**TOOL["function"], "parameters": large}}]
+    else:
+        messages = [user("x"), called(large if what == "calls" else json.dumps(large)), user("y")]
+    status, error = refusals({"messages": messages, "tools": tools})
+    assert not touched
+    if size > 1 << 20:
+        assert (status, error["code"]) == (413, "too_large")
+        assert "1,048,576 are the most" in error["message"]
+    else:
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
 def test_a_tokenizer_that_makes_one_token_of_much_bounds_no_text():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

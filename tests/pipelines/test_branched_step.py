@@ -209,7 +209,7 @@ def test_branches_have_the_shaped_reward_and_custom_estimators_see_whole_groups(
         for lot in step.held():
             for one in lot:
                 size = len(REWARDS[one.domain])
-                wanted = np.where(one.loss_mask, size * one.reward + one.response_ids[0], 0.0)
+                wanted = np.where(one.loss_mask, size * (one.reward or 0.0) + one.response_ids[0], 0.0)
                 np.testing.assert_allclose(stream.of(one).advantages, wanted, rtol=1e-6)
 
 
@@ -217,7 +217,7 @@ def by_position(group: SampleGroup) -> list[np.ndarray]:
     """An estimator of the user's own, which looks at tokens."""
     assert not group.branches
     size = len(group.samples)
-    return [np.where(s.loss_mask, size * s.reward + s.response_ids[0], 0.0) for s in group.samples]
+    return [np.where(s.loss_mask, size * (s.reward or 0.0) + s.response_ids[0], 0.0) for s in group.samples]
 
 
 def test_minibatches_cut_no_episode_and_a_budget_counts_branches():

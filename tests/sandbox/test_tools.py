@@ -17,6 +17,7 @@ from opd.config.environments import EnvironmentConfig
 from opd.environments.kinds import tools_of
 from opd.environments.protocol import Action, Task, ToolCall
 from opd.environments.sandbox.protocol import Limits, Outcome
+from opd.environments.sandbox.substrates import find_substrate
 from opd.environments.tools import Tools
 from opd.environments.trajectory import Command, TrajectoryLog, read_trajectories
 from opd.errors import ConfigError, StorageError
@@ -212,11 +213,41 @@ def test_what_cannot_be_shown_is_said(tmp_path, capsys):
 
 def logged(folder, words, **limits):
     """A log of one command, with limits that somebody wrote."""
-    settings = {"type": "tools", "substrate": "process", "reads": [], "files": {"f": "text"}}
+    written(folder, Command(words), limits={**asdict(Limits()), **limits})
+
+
+def written(folder, command, **settings):
+    """A log of one command, and what somebody wrote of its sandbox."""
+    usual = {"type": "tools", "substrate": find_substrate().kind, "reads": [], "files": {"f": "text"}}
     with TrajectoryLog(folder) as log:
-        log.begin("e", {**settings, "limits": {**asdict(Limits()), **limits}})
-        number = log.intend("e", 0, Command(words)).number
-        log.finish("e", number, Outcome(0), None)
+        log.begin("e", {**usual, "limits": asdict(Limits()), **settings})
+        number = log.intend("e", 0, command).number
+        log.finish("e", number, Outcome(0, stdout=b""), None)
+
+
+def test_a_replay_lets_commands_read_what_the_user_names_and_not_what_the_log_does(tmp_path, capsys):
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    written(tmp_path / "log", Command(("/bin/cat", str(secret))), reads=[str(tmp_path), "/etc"])
+    replay = ["trajectory", "replay", str(tmp_path / "log"), "--episode", "e"]
+    for given in ([], ["--reads", "/etc"], ["--reads", str(secret)]):
+        assert main([*replay, *given]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"lets commands read {tmp_path}; if" in line
+        assert "give --reads" in line
+    assert main([*replay, "--reads", str(tmp_path), "--reads", "/etc"]) == 1
+    assert "'mine' now" in capsys.readouterr().out
+    assert main(["trajectory", "show", str(tmp_path / "log"), "--reads", "/etc"]) == 2
+
+
+def test_a_replay_is_not_weaker_apart_than_this_machine_can_because_a_log_says_so(tmp_path, capsys):
+    if find_substrate().kind == "process":
+        pytest.skip("there is nothing stronger here")
+    written(tmp_path / "log", Command(("/bin/true",)), substrate="process")
+    replay = ["trajectory", "replay", str(tmp_path / "log"), "--episode", "e"]
+    assert main(replay) == 2
+    assert "give --substrate process" in capsys.readouterr().err
+    assert main([*replay, "--substrate", "process"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,25 @@ def test_episodes_are_forgotten_with_the_files_that_no_other_names(tmp_path):
         assert log.uids() == []
 
 
+@pytest.mark.parametrize("linked", ["", "objects", "objects/{}"])
+def test_a_sweep_removes_nothing_behind_a_link(tmp_path, linked):
+    """Not where the store's folder is one, one in it, or one of those that files are sorted into."""
+    first = SnapshotStore(tmp_path / "elsewhere")
+    digest = first.put(b"somebody's")
+    first.release([digest])
+    place = linked.format(digest[:2])
+    store = tmp_path / "store"
+    if place:
+        (store / place).parent.mkdir(parents=True)
+    (store / place if place else store).symlink_to(tmp_path / "elsewhere" / place)
+    assert SnapshotStore(store).get(digest, 100) == b"somebody's"
+    assert SnapshotStore(store).sweep([], [], Limits()) == 0
+    assert first.get(digest, 100) == b"somebody's"
+    assert first.sweep([], [], Limits()) == 1
+    with pytest.raises(StorageError, match="is missing"):
+        first.get(digest, 100)
+
+
 def test_records_keep_their_order_over_a_rewrite(tmp_path):
     def orders(log):
         return {
@@ -229,6 +248,25 @@ def test_a_record_that_makes_no_sense_is_refused_with_its_file(tmp_path):
             log._files.append(kind, _encoded(record))
         with pytest.raises(StorageError, match="restore the file"):
             TrajectoryLog(folder)
+
+
+@pytest.mark.parametrize("timeout", [None, 0.25, 3, 10**9, -1, -0.5, "9", [9], True, {"s": 1}])
+def test_the_timeout_of_a_logged_command_is_a_number_of_seconds(tmp_path, timeout):
+    from opd.environments.trajectory import RecordKind, _encoded, _intent
+
+    command = Command(("true",), timeout=timeout)
+    with TrajectoryLog(tmp_path / "log") as log:
+        log.begin("e", SETTINGS)
+        record = {**_intent("e", 0, 0, command, 1), "stdin": log._packed(b""), "order": 1}
+        log._files.append(RecordKind.INTENT, _encoded(record))
+    if timeout is None or (type(timeout) in (int, float) and timeout > 0):
+        with TrajectoryLog(tmp_path / "log") as log:
+            found = log.find("e")
+        assert found is not None
+        assert found.commands[0].command == command
+    else:
+        with pytest.raises(StorageError, match="are no seconds"):
+            TrajectoryLog(tmp_path / "log")
 
 
 def test_damage_is_told_and_the_log_not_written_to(tmp_path):

@@ -17,7 +17,7 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,8 @@ class SnapshotStore:
 
     def sweep(self, states: Iterable[str], objects: Iterable[str], limits: Limits) -> int:
         """Remove all but these states with their files, these objects, and what is not named yet; how many
-        files went. A state that cannot be read keeps nothing.
+        files went. A state that cannot be read keeps nothing. Nothing goes behind a link, which this does not
+        make.
         """
         with self._lock:
             kept = set(states) | self._held
@@ -164,11 +165,19 @@ class SnapshotStore:
                     wanted.update(n.content for n in self.nodes(digest, limits).values() if n.kind == "file")
             gone = 0
             for kind, names in (("manifests", kept), ("objects", wanted)):
-                for path in (self.folder / kind).glob("??/*"):
-                    if path.name not in names and _DIGEST.fullmatch(path.name):
+                for path in self._files(kind):
+                    if path.name not in names:
                         path.unlink()
                         gone += 1
             return gone
+
+    def _files(self, kind: str) -> Iterator[Path]:
+        """What this has put there: in folders that are no links, files by their digests."""
+        if _is_folder(self.folder) and _is_folder(self.folder / kind):
+            for shelf in filter(_is_folder, sorted((self.folder / kind).glob("??"))):
+                for path in sorted(shelf.iterdir()):
+                    if _DIGEST.fullmatch(path.name) and not _is_folder(path):
+                        yield path
 
     def remove(self) -> None:
         """All of it."""
@@ -216,6 +225,11 @@ class SnapshotStore:
         return StorageError(
             f"snapshots in {self.folder} cannot be written ({error.strerror or error}); {mend}"
         )
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether it is one, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _unread(path: Path, error: OSError) -> StorageError:
