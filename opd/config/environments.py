@@ -19,6 +19,8 @@ PLAIN = ("textworld", "gymnasium")
 """Those that compute in Python and keep no log, so that they may be in another process."""
 AGENT = "agent"
 """Name of the environment that is a program of the user's own which asks for the model's turns."""
+LIBRARIES = {"verifiers": "opd.environments.verifiers:play"}
+"""Name of an agent that is another library's -> dotted path of its function."""
 ToolFormat = Literal["none", "hermes", "llama", "deepseek"]
 Success = float | Annotated[str, Field(pattern=r"^info\.\w{1,100}$")]
 
@@ -33,7 +35,7 @@ class EnvironmentConfig(Config):
     (`opd.environments.protocol`). `agent`: a program of your own that asks a server on loopback with OpenAI's
     API for the model's turns; `params.run` is `package.module:function`, called as
     `run(task, base_url, api_key)`. Built in: `tools`, `textworld`, `gymnasium`,
-    `openenv`."""
+    `openenv`; `verifiers`: an environment of that library, whose task set is `params.id`."""
     params: dict[str, Any] = {}
     """Keyword arguments it is made with; an agent's `run` is called with all but `run`."""
     max_turns: int = Field(default=8, gt=0, le=10_000)
@@ -66,8 +68,8 @@ class EnvironmentConfig(Config):
     @field_validator("type")
     @classmethod
     def _is_known(cls, kind: str) -> str:
-        if kind not in (*BUILT_IN, AGENT) and kind.count(":") != 1:
-            known = "".join(f", {name}" for name in (*BUILT_IN, AGENT))
+        if kind not in (*BUILT_IN, *LIBRARIES, AGENT) and kind.count(":") != 1:
+            known = "".join(f", {name}" for name in (*BUILT_IN, *LIBRARIES, AGENT))
             raise ValueError(f"{kind!r} is not an environment; give package.module:Class{known}")
         return kind
 
@@ -76,9 +78,16 @@ class EnvironmentConfig(Config):
         run = self.params.get("run")
         if self.type == AGENT and (not isinstance(run, str) or run.count(":") != 1):
             raise ValueError("type agent needs params.run, package.module:function of your agent")
+        if self.type == "verifiers" and not (isinstance(self.params.get("id"), str) and self.params["id"]):
+            raise ValueError("type verifiers needs params.id, the id of a task set")
         if self.processes and self.type not in PLAIN:
             raise ValueError(f"processes is for {' and '.join(PLAIN)}, not for {self.type}; leave it out")
         return self
+
+    @property
+    def agent(self) -> str | None:
+        """Dotted path of the function that asks for the turns; `None` where an environment answers."""
+        return str(self.params["run"]) if self.type == AGENT else LIBRARIES.get(self.type)
 
     @property
     def code(self) -> str | None:

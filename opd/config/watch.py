@@ -296,7 +296,7 @@ METRICS = (
         "lr",
     ),
     *("grad_norm", "frac_reward_zero_std", "length/mean", "length/max", "length/p10", "length/p50"),
-    *("length/p90", "truncated", "episode/turns", "episode/done"),
+    *("length/p90", "truncated", "episode/turns", "episode/done", "episode/branches"),
     *("policy/clip_ratio", "policy/clip_low", "policy/clip_high"),
     *("policy/dual_clip", "policy/ratio_mean", "policy/ratio_min", "policy/ratio_max", "policy/kl_old"),
     *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/ess", "token_share/TEACHER", "grad_share/TEACHER"),

@@ -135,7 +135,7 @@ class _Batch:
         news: threading.Event,
     ) -> None:
         self._config, self._domain, self._run, self._seed = config, domain, run, seed
-        self._what = f"agent {config.params['run']} (domain {domain}"
+        self._what = f"agent {config.agent} (domain {domain}"
         self._waiting: deque[_Episode] = deque()
         """Not begun: as many are open as may be."""
         self._running = 0
@@ -283,7 +283,7 @@ class _Batch:
         try:
             if inspect.iscoroutinefunction(self._run):
                 return await call()
-            found = await in_thread(call, (), str(self._config.params["run"]))
+            found = await in_thread(call, (), str(self._config.agent))
             return await found if inspect.isawaitable(found) else found
         except (SystemExit, KeyboardInterrupt) as error:  # an exit is no end of the command
             raise RuntimeError(f"{type(error).__name__}: {error}") from error

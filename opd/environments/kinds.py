@@ -14,8 +14,8 @@ from opd.own_code import calling
 
 
 def agent_function(config: EnvironmentConfig, domain: str) -> Callable[..., Any]:
-    """The function `params.run`, which can be called with the other params. Raises `ConfigError`."""
-    where, path = f"domains.{domain}.environment.params", str(config.params["run"])
+    """The function of the recipe's agent, which can be called with its params. Raises `ConfigError`."""
+    where, path = f"domains.{domain}.environment.params", str(config.agent)
     found: Any = import_attribute(path, f"{where}.run", ConfigError)
     if not callable(found) or inspect.isclass(found):
         raise ConfigError(f"{where}.run: {path} is no function; name one as run(task, base_url, api_key).")
@@ -28,6 +28,10 @@ def agent_function(config: EnvironmentConfig, domain: str) -> Callable[..., Any]
                 f"{where} do not fit {path}{inspect.signature(found)}, which is called with task, base_url"
                 f" and api_key besides ({error}); change them."
             ) from None
+    if config.type == "verifiers":
+        from opd.environments.verifiers import prepare
+
+        prepare(f"domains.{domain}.environment", **given)
     return found
 
 

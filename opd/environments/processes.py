@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
@@ -37,11 +37,11 @@ class WorkerError(Exception):
     """A call failed in a worker, or its worker has ended: the text is a part of a sentence."""
 
 
-class _Worker:
-    """A process, and the calls that it has not answered."""
+class Worker:
+    """A process that `command` begins, and the calls that it has not answered."""
 
-    def __init__(self, kind: str) -> None:
-        command = [sys.executable, "-m", "opd.environments.processes", kind]
+    def __init__(self, command: Sequence[str]) -> None:
+        """Raises `OSError` if it cannot be begun."""
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
         self._waiting: dict[int, Future[Any]] = {}
@@ -55,8 +55,8 @@ class _Worker:
         self._reader = threading.Thread(target=self._read, name="environments of a worker", daemon=True)
         self._reader.start()
 
-    async def call(self, world: int, what: str, given: Any) -> Any:
-        """What the worker answers. Raises `WorkerError`; who stops waiting ends the worker."""
+    async def call(self, world: int, what: str, given: Any, *, ends: bool = True) -> Any:
+        """What the worker answers. Raises `WorkerError`; who stops waiting ends the worker, if it `ends`."""
         found: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -70,9 +70,14 @@ class _Worker:
         try:
             return await asyncio.wrap_future(found)
         except asyncio.CancelledError:
-            if what != "close":
+            if ends and what != "close":
                 self.end()
             raise
+
+    def tell(self, world: int, what: str) -> None:
+        """A call that is not answered."""
+        line = json.dumps([next(self._numbers), world, what, None]).encode() + b"\n"
+        threading.Thread(target=self._write, args=(line,), daemon=True).start()
 
     def end(self) -> None:
         """Kill it: its calls fail."""
@@ -128,7 +133,7 @@ class Processes:
     def __init__(self, kind: str, count: int) -> None:
         """`kind`: name of a built-in environment."""
         self._kind, self._count = kind, count
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._lock = threading.Lock()
         self._worlds = itertools.count()
 
@@ -136,17 +141,18 @@ class Processes:
         """An environment made with `params`, in one of the workers once it is reset."""
         return Elsewhere(self, next(self._worlds), params)
 
-    def take(self) -> _Worker:
+    def take(self) -> Worker:
         """The worker with the fewest worlds, which has one more now."""
         with self._lock:
             self._workers = [one for one in self._workers if not one.dead]
             if len(self._workers) < self._count:
-                self._workers.append(_Worker(self._kind))
+                own = [sys.executable, "-m", "opd.environments.processes", self._kind]
+                self._workers.append(Worker(own))
             worker = min(self._workers, key=lambda one: one.worlds)
             worker.worlds += 1
             return worker
 
-    def give_back(self, worker: _Worker) -> None:
+    def give_back(self, worker: Worker) -> None:
         """A world of `worker` is closed."""
         with self._lock:
             worker.worlds -= 1
@@ -166,7 +172,7 @@ class Elsewhere:
 
     def __init__(self, pool: Processes, number: int, params: Mapping[str, Any]) -> None:
         self._pool, self._number, self._params = pool, number, dict(params)
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
 
     async def reset(self, task: Task) -> Any:
         """See `Environment`."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from opd.config import Recipe
-from opd.config.environments import AGENT, EnvironmentConfig
+from opd.config.environments import EnvironmentConfig
 from opd.pipelines.doctor.checks import Finding, attempt
 from opd.rollout.prompts import Domain
 
@@ -33,7 +33,7 @@ def _check(recipe: Recipe, domain: Domain) -> list[Finding]:
 
     config = recipe.domains[domain.name].environment
     assert config is not None
-    if config.type == AGENT:
+    if config.agent is not None:
         return [_agent(domain.name, config)]
     prompt, made = domain.train[0], environment_class(config, domain.name)
     task = Task(
@@ -65,4 +65,4 @@ def _agent(domain: str, config: EnvironmentConfig) -> Finding:
 
     require_server()
     agent_function(config, domain)
-    return Finding("ok", f"environment {domain}", f"agent {config.code} can be called")
+    return Finding("ok", f"environment {domain}", f"agent {config.agent} can be called")

@@ -16,7 +16,7 @@ import torch
 import opd
 from opd import installed_version
 from opd.config import Recipe
-from opd.config.environments import AGENT
+from opd.config.environments import AGENT, LIBRARIES
 from opd.config.hub_names import told
 from opd.config.rewards import ServedReward
 from opd.pipelines.evaluation.answers import side_by_side
@@ -122,7 +122,7 @@ def used_extras(recipe: Recipe) -> list[str]:
         "sglang": bool({"sglang", "vllm"} & teachers)
         or recipe.rollout.engine.type == "sglang"
         or any(isinstance(reward, ServedReward) for reward in rewards),
-        "agents": bool({AGENT, "openenv"} & worlds),
+        "agents": bool({AGENT, "openenv", *LIBRARIES} & worlds),
         **{name: name in worlds for name in ("textworld", "gymnasium")},
         "megatron": "megatron" in (*teachers, recipe.train.backend),
         "deepspeed": recipe.train.backend == "deepspeed",

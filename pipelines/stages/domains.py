@@ -12,7 +12,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe
-from opd.config.environments import AGENT
 from opd.data.load import load_domain
 from opd.environments.kinds import tools_of
 from opd.errors import ConfigError, ModelError
@@ -96,7 +95,7 @@ def template_arguments(recipe: Recipe, domain: str) -> dict[str, Any]:
     """
     config = recipe.domains[domain].environment
     # An agent brings its own with each request.
-    tools = [] if config is None or config.type == AGENT else tools_of(config, domain)
+    tools = [] if config is None or config.agent is not None else tools_of(config, domain)
     return {**recipe.model.chat_template_kwargs, **({"tools": tools} if tools else {})}
 
 

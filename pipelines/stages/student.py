@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
-from opd.config.environments import AGENT
 from opd.errors import writing
 from opd.models.adapters import AdaptedLM, MergingLM, save_adapted
 from opd.models.causal_lm import CausalLM, torch_dtype
@@ -152,7 +151,7 @@ def episodes_of(
     config = recipe.domains[domain].environment
     if config is None:
         return None
-    if config.type == AGENT:
+    if config.agent is not None:
         from opd.environments.agents import Agents
 
         return Agents(config, domain, tokenizer, recipe.model.chat_template_kwargs)

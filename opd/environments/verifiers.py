@@ -1,0 +1,135 @@
+"""Environments of the library verifiers (0.4), by id: an agent that somebody else's program is.
+
+The library asks a model with OpenAI's API, so it asks the gateway, and its tokens are learnt from as any
+agent's. It lives in a process of its own, run by an interpreter that has it: what it needs is much, and in
+other versions than a run has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import atexit
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opd.environments.processes import Worker, WorkerError
+from opd.environments.protocol import Task
+from opd.errors import ConfigError
+from opd.foreign import shown
+
+STARTING = 600.0
+"""Seconds that the library and its environment may take to be loaded."""
+_SCRIPT = Path(__file__).with_name("verifiers_worker.py")
+
+
+async def play(
+    task: Task,
+    base_url: str,
+    api_key: str,
+    id: str,
+    python: str | None = None,
+    env: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One episode of the task whose number is the label. Raises `RuntimeError` if it does not end well.
+
+    Args:
+        task: Of the domain.
+        base_url: Of the gateway.
+        api_key: Of the episode.
+        id: Of the task set, as the library finds it.
+        python: An interpreter that has the library; by default the run's own.
+        env: The library's settings of its environment, besides the task set's id.
+    """
+    if type(task.label) is not int:
+        raise RuntimeError(
+            f"label {shown(task.label)} is no number of a task; write tasks by this module's command"
+        )
+    worker, episode = _shared(id, python, env), next(_episodes)
+    try:
+        return await worker.call(episode, "play", [task.label, base_url, api_key], ends=False)
+    except WorkerError as error:
+        raise RuntimeError(str(error)) from error
+    except asyncio.CancelledError:
+        worker.tell(episode, "cancel")
+        raise
+
+
+def prepare(
+    where: str, id: str, python: str | None = None, env: Mapping[str, Any] | None = None
+) -> int | None:
+    """Load the environment; how many tasks there are, `None` without an end. `where`: of the recipe. Raises
+    `ConfigError`.
+    """
+    return _asked(where, _shared(id, python, env), "ready", None)
+
+
+def _asked(where: str, worker: Worker, what: str, given: Any) -> Any:
+    try:
+        return asyncio.run(asyncio.wait_for(worker.call(next(_episodes), what, given), STARTING))
+    except (WorkerError, TimeoutError) as error:
+        worker.end()
+        said = str(error) or f"it took longer than {STARTING:g} s"
+        raise ConfigError(
+            f"{where}: the environment cannot be loaded ({shown(said, 600)}); check params.id and params.env,"
+            " and that params.python is an interpreter with verifiers 0.4."
+        ) from error
+
+
+_workers: dict[str, Worker] = {}
+_lock = threading.Lock()
+_episodes = itertools.count()
+
+
+def _shared(id: str, python: str | None, env: Mapping[str, Any] | None) -> Worker:
+    """The process with this environment, begun if it is not there. Raises `ConfigError`."""
+    interpreter, settings = python or sys.executable, json.dumps({"id": id, "env": dict(env or {})})
+    key = f"{interpreter} {settings}"
+    with _lock:
+        if key not in _workers or _workers[key].dead:
+            try:
+                # -P: its own folder holds a module of the library's name.
+                _workers[key] = Worker([interpreter, "-P", str(_SCRIPT), settings])
+            except OSError as error:
+                raise ConfigError(
+                    f"environment verifiers: {shown(interpreter)} cannot be run ({error.strerror}); give"
+                    " params.python an interpreter with verifiers 0.4."
+                ) from error
+        return _workers[key]
+
+
+@atexit.register
+def close() -> None:
+    """End all processes."""
+    with _lock:
+        ended = list(_workers.values())
+        _workers.clear()
+    for worker in ended:
+        worker.end()
+    for worker in ended:
+        worker.wait()
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m opd.environments.verifiers", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--id", required=True, help="of the task set")
+    parser.add_argument("--tasks", type=int, default=200, help="at most")
+    parser.add_argument("--python", help="an interpreter that has the library")
+    parser.add_argument("--env", type=json.loads, default={}, help="params.env as JSON")
+    options = parser.parse_args(given)
+    worker = _shared(options.id, options.python, options.env)
+    prompts = _asked("verifiers", worker, "prompts", options.tasks)
+    asked = [[{"role": "user", "content": text or f"Task {place}."}] for place, text in enumerate(prompts)]
+    rows = [json.dumps({"prompt": messages, "label": place}) + "\n" for place, messages in enumerate(asked)]
+    options.file.write_text("".join(rows), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

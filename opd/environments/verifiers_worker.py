@@ -1,0 +1,161 @@
+"""The process that holds one environment of the library verifiers, and plays its episodes side by side.
+
+It is run by whichever interpreter has the library, so it uses nothing of `opd`. It is asked in lines of JSON,
+`[number, episode, what, given]`, and answers each with `[number, value, error]`: `ready` with how many tasks
+there are, `prompts` with the texts of some, `play` with what the environment makes of an episode whose model
+is asked at an address with OpenAI's API; `cancel` is for an episode that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib
+import itertools
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+MOST_LINE = 64 << 20
+
+
+class World:
+    """The environment. Raises whatever the library, or what it loads, does."""
+
+    def __init__(self, taskset: str, settings: Mapping[str, Any]) -> None:
+        self._vf: Any = importlib.import_module("verifiers.v1")
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        self.env = self._vf.load_environment(self._config(taskset, settings, loaders))
+        self._left, self._tasks = iter(self.env.taskset), list[Any]()
+
+    def _config(self, taskset: str, settings: Mapping[str, Any], loaders: Any) -> Any:
+        """Of an environment with one agent, whose program runs here unless the settings say where."""
+        own = json.loads(json.dumps(settings))
+        form = loaders.env_config_type(taskset, own.get("id") or "")
+        agent_form = self._vf.AgentConfig
+        seats = [name for name, field in form.model_fields.items() if isinstance(field.default, agent_form)]
+        if len(seats) != 1:
+            raise ValueError(
+                f"{form.__name__} has {len(seats)} agents ({', '.join(seats)}): all that they write would be"
+                " learnt from with one reward; give the id of an environment with one agent"
+            )
+        own.setdefault("taskset", {})["id"] = taskset
+        own.setdefault("interception", {"type": "server"})
+        seat = own.setdefault(seats[0], {})
+        seat.setdefault("runtime", {"type": "subprocess"})
+        config = self._vf.resolve_env_config(own)
+        found = getattr(config, seats[0])
+        envs = importlib.import_module("verifiers.v1.configs.env")
+        harness = loaders.load_harness(found.harness or envs.default_agent_harness(taskset))
+        if harness.EXECUTES_CODE and found.runtime.type == "subprocess":
+            raise ValueError(
+                f"its harness {harness.config.id} would run what the model writes on this machine, in no"
+                f" sandbox; set {seats[0]}.runtime.type to docker, or {seats[0]}.harness.id to one that runs"
+                " nothing, such as null"
+            )
+        return config
+
+    def task(self, place: int) -> Any:
+        """Number `place` of the task set. Raises `LookupError`."""
+        self._tasks += itertools.islice(self._left, max(0, place + 1 - len(self._tasks)))
+        if not 0 <= place < len(self._tasks):
+            raise LookupError(f"there is no task {place}: its task set has {len(self._tasks)}")
+        return self._tasks[place]
+
+    def ready(self) -> int | None:
+        """How many tasks there are; `None` without an end. At least one can be made."""
+        self.task(0)
+        if not self.env.taskset.bounded:
+            return None
+        self._tasks += self._left
+        return len(self._tasks)
+
+    def prompts(self, count: int) -> list[str]:
+        """Of the first `count` tasks, fewer if there are not so many."""
+        found = []
+        for place in range(count):
+            try:
+                data = self.task(place).data
+            except LookupError:
+                break
+            found.append("\n\n".join(filter(None, [data.system_prompt, data.prompt_text])))
+        return found
+
+    async def play(self, episode: int, place: int, url: str, key: str) -> dict[str, Any]:
+        """One episode of task number `place`. Raises `RuntimeError` if it did not come to its end."""
+        name = f"OPD_GATEWAY_API_KEY_{episode}"  # by its name kept from the agent's own processes
+        client = self._vf.EvalClientConfig(base_url=url, api_key_var=name)
+        context = self._vf.ModelContext(client=client, model="student", sampling=self._vf.SamplingConfig())
+        own = copy.copy(self.env)  # what it serves ends with the episode, the client that knows the key, too
+        os.environ[name] = key
+        try:
+            async with own.serving():
+                found = await own.run_episode(self.task(place), context)
+        finally:
+            del os.environ[name]
+        errors = [*found.errors, *(error for trace in found.traces for error in trace.errors)]
+        if not found.ok or len(found.traces) != 1:
+            said = f"{len(found.traces)} runs of an agent"
+            if errors:
+                said = f"{errors[-1].type}: {errors[-1].message}"
+            raise RuntimeError(said[:2000])
+        (trace,) = found.traces
+        rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+        return {"reward": float(trace.reward), "rewards": rewards, "metrics": dict(trace.metrics)}
+
+
+class Serving:
+    """Answers calls until nobody is there to make any."""
+
+    def __init__(self, settings: Mapping[str, Any], answers: Any) -> None:
+        self._settings, self._answers = settings, answers
+        self._playing: dict[int, asyncio.Task[None]] = {}
+        self._lines: asyncio.Queue[bytes] = asyncio.Queue()
+        self._world: World | None = None
+
+    async def run(self) -> None:
+        """Until the end of standard input."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(loop,), daemon=True).start()
+        while line := await self._lines.get():
+            number, episode, what, given = json.loads(line)
+            if what == "cancel":
+                if episode in self._playing:
+                    self._playing[episode].cancel()
+                continue
+            self._playing[episode] = task = asyncio.create_task(self._answer(number, episode, what, given))
+            task.add_done_callback(lambda _, episode=episode: self._playing.pop(episode, None))
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        for line in iter(lambda: sys.stdin.buffer.readline(MOST_LINE), b""):
+            loop.call_soon_threadsafe(self._lines.put_nowait, line)
+        loop.call_soon_threadsafe(self._lines.put_nowait, b"")
+
+    async def _answer(self, number: int, episode: int, what: str, given: Any) -> None:
+        try:
+            if self._world is None:
+                self._world = World(self._settings["id"], self._settings["env"])
+            if what == "play":
+                value = await self._world.play(episode, *given)
+            else:
+                value = self._world.ready() if what == "ready" else self._world.prompts(given)
+            told = json.dumps([number, value, None], allow_nan=False)
+        except (Exception, SystemExit) as error:  # told to who called
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            told = json.dumps([number, None, said[:4000]])
+        self._answers.write(told.encode() + b"\n")
+        self._answers.flush()
+
+
+def main() -> None:
+    """Serve the environment that the one argument says."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    asyncio.run(Serving(json.loads(sys.argv[1]), answers).run())
+
+
+if __name__ == "__main__":
+    main()
