@@ -11,10 +11,11 @@ from test_agents import agent, check_exact, contents
 from test_episodes import KilledError, Recorded, digits_engine, prompts, sampling
 
 from opd.environments.episodes import EPISODE
+from opd.errors import RolloutError
 from opd.pipelines.stages.samples import rollout_metrics
-from opd.rollout.collect import decode_groups, encode_groups
+from opd.rollout.collect import EncodedPrompt, _check_groups, decode_groups, encode_groups
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.types import Status
+from opd.types import Sample, SampleGroup, Status
 
 pytest.importorskip("aiohttp")
 
@@ -91,3 +92,22 @@ def test_ranks_tell_each_other_of_branches():
     assert [one.episode for group in told for one in group.everything] == [
         one.episode for group in groups for one in group.everything
     ]
+
+
+@pytest.mark.parametrize(
+    ("branch", "said"),
+    [
+        ("b", "hold str"),
+        (Sample("b", "g", "a", np.zeros(1, np.int32)), "branch_of one of the group's"),
+        (Sample("b", "g", "a", np.zeros(1, np.int32), branch_of="b"), "branch_of one of the group's"),
+        (Sample("s", "g", "a", np.zeros(1, np.int32), branch_of="s"), "uids of their own"),
+        (Sample("b", "g", "a", np.zeros(1, np.int32), branch_of="s"), "status completed or truncated"),
+    ],
+)
+def test_branches_that_a_rollout_of_ones_own_returns_are_looked_at(branch, said):
+    sample = Sample("s", "g", "a", np.zeros(1, np.int32), status=Status.COMPLETED)
+    prompt = EncodedPrompt("g", "a", np.zeros(1, np.int32), None)
+    with pytest.raises(RolloutError, match=said):
+        _check_groups("mine:generate", [SampleGroup("g", "a", [sample], [branch])], [prompt], 1)
+    branch = Sample("b", "g", "a", np.zeros(1, np.int32), status=Status.TRUNCATED, branch_of="s")
+    _check_groups("mine:generate", [SampleGroup("g", "a", [sample], [branch])], [prompt], 1)
