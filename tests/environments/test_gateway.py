@@ -538,7 +538,7 @@ class Sessions:
 
     def until(self, holds):
         deadline = threading.Event()
-        for _ in range(1000):
+        for _ in range(6000):
             if holds(self.seen[-1]):
                 return
             deadline.wait(0.01)
