@@ -346,6 +346,17 @@ class DeepSpeedBackend(WholeModelBackend):
 
     def close(self) -> None:
         self._engine.destroy()
+        if self._stage == 3:
+            # DeepSpeed never takes a model from there, and with it all that belongs to it.
+            stack = self._library.runtime.zero.parameter_offload.FWD_MODULE_STACK
+            stack[:] = [module for module in stack if module is not self._engine.module]
+        # Hooks in autograd's graph hold them, where Python's collector cannot look: weights, gradients and
+        # moments of every stage of a run would stay.
+        for part in (self._engine.optimizer, self._engine):
+            vars(part).clear()
+        for parameter in self.model.module.parameters() if self._stage == 3 else ():
+            vars(parameter).clear()
+            parameter.data = parameter.data.new_empty(0)
         # It would use the groups it has noted for the next stage too, whose process group is another.
         self._library.utils.groups._release_process_group_references()
 

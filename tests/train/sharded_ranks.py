@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+import gc
 import resource
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -24,20 +26,24 @@ from rank_processes import do_tasks
 
 from opd.config.train import TrainConfig
 from opd.megatron.module import model_parallel
+from opd.models import adapters as adapters_module
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM
-from opd.models.sharded import compare_together, open_empty
+from opd.models.sharded import Root, compare_together, cut, open_empty
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.stages import student as student_module
 from opd.pipelines.stages.saving import save_together
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks
+from opd.rollout.collect import EncodedPrompt, collect, write_shared
+from opd.rollout.sharded import Sharing
+from opd.rollout.torch_engine import TorchEngine
 from opd.storage.checkpoints import CheckpointStore
 from opd.train.backend import Backend, Training
 from opd.train.backends import open_backend
 from opd.train.critic import ValueTerm, with_value_head
 from opd.train.terms import CrossEntropyTerm
-from opd.types import RolloutBatch, TokenTerms
+from opd.types import RolloutBatch, SamplingParams, TokenTerms
 
 MIB = 1 << 20
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "MALLOC_TRIM_THRESHOLD_": str(1 << 17)}
@@ -79,6 +85,25 @@ def limit(more: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (size, resource.RLIM_INFINITY))
 
 
+@contextmanager
+def mapped_for_nothing() -> Iterator[None]:
+    """Around the opening of a folder. transformers maps its files to look at their headers, and RLIMIT_DATA
+    counts all of a private mapping, of which nothing else is read.
+    """
+    size, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    limit(None)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (size, resource.RLIM_INFINITY))
+
+
+def open_mapped(*given, **more) -> CausalLM:
+    """`open_empty`, whatever is mapped."""
+    with mapped_for_nothing():
+        return open_empty(*given, **more)
+
+
 class Peak:
     """How much more memory was resident at most than when this was made."""
 
@@ -97,13 +122,15 @@ def opened(folder: Path, task: dict, ranks: Ranks, *, whole: bool):
     def load(dtype: str | None, *, empty: bool = False) -> CausalLM:
         lora = "lora" in task
         name = task.get("dtype", "float32") if lora or dtype is None else dtype
-        model = (open_empty if empty and not whole else CausalLM.from_pretrained)(
-            folder / task["model"], dtype=name
-        )
+        with mapped_for_nothing():
+            model = (open_empty if empty and not whole else CausalLM.from_pretrained)(
+                folder / task["model"], dtype=name
+            )
         assert (model.unread is None) == (whole or task.get("converted", False))
         if "peaks" in task:
             model.filled = lambda: task["peaks"].append(task["peak"].bytes()) or CausalLM.filled(model)
-        limit(task.get("limit"))
+        if "limit" in task:
+            limit(task["limit"])
         if "values" in task:
             return with_value_head(model)
         if not lora:
@@ -137,7 +164,7 @@ def alike(folder: Path, task: dict, ranks: Ranks) -> dict:
     metrics of two steps of each.
     """
     found: list[dict[str, torch.Tensor]] = []
-    metrics, digests = [], []
+    metrics, digests, before = [], [], held()
     for whole in (True, False):
         with opened(folder, task, ranks, whole=whole) as backend:
             found.append({name: tensor.clone() for name, tensor in backend.weights()})
@@ -150,7 +177,17 @@ def alike(folder: Path, task: dict, ranks: Ranks) -> dict:
     first, second = found
     assert first.keys() == second.keys()
     differing = [name for name in first if not torch.equal(first[name], second[name])]
-    return {"differing": differing, "metrics": metrics, "digests": digests, "tensors": len(first)}
+    said = {"differing": differing, "metrics": metrics, "digests": digests, "tensors": len(first)}
+    nbytes = sum(tensor.nbytes for tensor in first.values())
+    del found, first, second, backend
+    return said | {"kept": (held() - before) / nbytes}
+
+
+def held() -> int:
+    """Bytes of the tensors that Python knows of."""
+    gc.collect()
+    tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+    return sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
 
 
 def at_once(folder: Path, task: dict, ranks: Ranks) -> dict:
@@ -167,13 +204,18 @@ def limited(folder: Path, task: dict, ranks: Ranks) -> dict:
     `task["export"]`.
     """
     task |= {"peaks": []}
-    width = task.get("train", {}).get("tensor_parallel")
     try:
-        with nullcontext() if width is None else model_parallel(width):  # whose groups' threads take memory
+        with groups(task):
             task["peak"] = Peak()
             return within_limit(folder, task, ranks)
     finally:
         limit(None)
+
+
+def groups(task: dict) -> AbstractContextManager:
+    """Around what is limited: the groups of Megatron-Core, whose threads take memory."""
+    width = task.get("train", {}).get("tensor_parallel")
+    return nullcontext() if width is None else model_parallel(width)
 
 
 def within_limit(folder: Path, task: dict, ranks: Ranks) -> dict:
@@ -186,13 +228,82 @@ def within_limit(folder: Path, task: dict, ranks: Ranks) -> dict:
             return {"metrics": metrics, "peaks": peaks}
         digest, empty = backend.digest(), open_empty(folder / task["model"])
         limit(task["export"])
-        student_module.EXPORTED_BYTES = 8 * MIB
-        tokenizer = load_tokenizer(folder / task["model"])
-        student = SimpleNamespace(
-            backend=backend, ranks=ranks, load=lambda *_, **__: empty, tokenizer=tokenizer
-        )
-        exported = Student.export(student, folder / f"{task['name']} exported", {})
+        exported = exports(backend, empty, folder, task, ranks)
         return {"metrics": metrics, "peaks": peaks, "digests": [digest, exported]}
+
+
+def exports(backend: Backend, empty: CausalLM, folder: Path, task: dict, ranks: Ranks) -> str:
+    """The digest of the model that a stage leaves, of which `empty` is the form."""
+    student_module.EXPORTED_BYTES = 8 * MIB
+    adapters_module.open_empty = open_mapped  # of the base, with which adapters are merged
+    tokenizer = load_tokenizer(folder / task["model"])
+    student = SimpleNamespace(backend=backend, ranks=ranks, load=lambda *_, **__: empty, tokenizer=tokenizer)
+    return Student.export(student, folder / f"{task['name']} exported", {})
+
+
+def life(folder: Path, task: dict, ranks: Ranks) -> dict:
+    """All that a model lives through, within `task["life"]` bytes: loaded, trained for three steps, saved;
+    loaded again, resumed, trained for two, exported. Then what was exported is asked within
+    `task["evaluate"]`. Where `task["writes"]`, the model that learns is asked after three steps, too.
+    """
+    store = CheckpointStore(folder / f"{task['name']} checkpoints")
+    said: list[list[int]] = []
+    try:
+        with groups(task):
+            limit(task["life"])
+            with opened(folder, task, ranks, whole=False) as backend:
+                metrics = learn(backend, 0, 3)
+                if task.get("writes"):
+                    said = speaks(engine_of(backend.model, backend.root, ranks), ranks)
+                save_together(store, ranks, 3, backend.state(), {"step": 3})
+                saved = backend.digest()
+            del backend
+            gc.collect()
+            with opened(folder, task, ranks, whole=False) as backend:
+                checkpoint = store.latest(partial(compare_together, ranks))
+                assert checkpoint is not None
+                backend.load_state({file: checkpoint.load(file) for file in ("model", "optimizer")})
+                resumed = backend.digest()
+                metrics += learn(backend, 3, 5)
+                exported = exports(backend, formed(folder, task), folder, task, ranks)
+            del backend
+            gc.collect()
+        ranks.barrier("the exported model")
+        limit(task["evaluate"])
+        model = open_mapped(folder / f"{task['name']} exported")
+        evaluated = speaks(engine_of(model, cut(model, ranks), ranks), ranks)
+    finally:
+        limit(None)
+    digests = [saved, resumed, exported]
+    return {"metrics": metrics, "said": said, "evaluated": evaluated, "digests": digests}
+
+
+def whole_model(folder: Path, task: dict) -> CausalLM:
+    """The model of a task as one process trains it."""
+    model = CausalLM.from_pretrained(folder / task["model"])
+    return AdaptedLM(model, backend_ranks.LORA, folder / task["model"]) if "lora" in task else model
+
+
+def formed(folder: Path, task: dict) -> CausalLM:
+    """The model of a task as it is trained, without weights."""
+    model = open_mapped(folder / task["model"])
+    return AdaptedLM(model, backend_ranks.LORA, folder / task["model"]) if "lora" in task else model
+
+
+def engine_of(model: CausalLM, root: Root | None, ranks: Ranks) -> TorchEngine:
+    """An engine around a model, which `ranks` share as `root`."""
+    sharing = None if root is None else Sharing(root, ranks)
+    return TorchEngine(model, max_running=2, max_sequence=32, sharing=sharing)
+
+
+def speaks(engine: TorchEngine, ranks: Ranks) -> list[list[int]]:
+    """The most likely answers to a few prompts: fewer than ranks, so that some only help."""
+    asked = [
+        EncodedPrompt(f"p{number}", "a", np.arange(2 + number, dtype=np.int32), None) for number in range(3)
+    ]
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=4)
+    groups = write_shared(ranks, asked, lambda mine: collect(engine, mine, 1, greedy, 0), engine=engine)
+    return [sample.response_ids.tolist() for group in groups for sample in group.samples]
 
 
 def saves(folder: Path, task: dict, ranks: Ranks) -> dict:
@@ -207,9 +318,21 @@ def saves(folder: Path, task: dict, ranks: Ranks) -> dict:
 
 
 def resumes(folder: Path, task: dict, ranks: Ranks) -> dict:
-    """Go on from the newest checkpoint in `task["from"]` with two steps."""
+    """Go on from the newest checkpoint in `task["from"]` with two steps, perhaps within `task["within"]`."""
+    try:
+        with groups(task) if "within" in task else nullcontext():
+            if "within" in task:
+                limit(task["within"])
+            return gone_on(folder, task, ranks)
+    finally:
+        limit(None)
+
+
+def gone_on(folder: Path, task: dict, ranks: Ranks) -> dict:
+    """`resumes`, within whatever limit there is."""
     with opened(folder, task, ranks, whole=False) as backend:
-        learn(backend, 0, 1)  # so that there is something to replace
+        if "within" not in task:
+            learn(backend, 0, 1)  # so that there is something to replace
         peak = Peak()
         checkpoint = CheckpointStore(folder / task["from"]).latest(partial(compare_together, ranks))
         if checkpoint is None:
@@ -240,6 +363,7 @@ DOES = {
     "alike": alike,
     "at once": at_once,
     "limited": limited,
+    "life": life,
 }
 
 
