@@ -1,6 +1,6 @@
 """Memory of each rank that shares a sequence by ring attention, by the number of ranks.
 
-    .venv/bin/python tests/bench/ring_memory.py [--ranks 1 2 4] [--tokens 4096 12288] [--json FILE]
+    .venv/bin/python tests/bench/ring_memory.py [--ranks 1 2 4] [--tokens 8192 16384] [--json FILE]
                                                 [--plot FILE]
 
 Forward and backward of a decoder of three layers that see all tokens before them, in pieces of 512 tokens a
@@ -109,7 +109,7 @@ def main() -> None:
     """Measure, print and plot."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--tokens", type=int, nargs=2, default=[4096, 12288])
+    parser.add_argument("--tokens", type=int, nargs=2, default=[8192, 16384])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
