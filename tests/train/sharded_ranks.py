@@ -42,6 +42,7 @@ from opd.storage.checkpoints import CheckpointStore
 from opd.train.backend import Backend, Training
 from opd.train.backends import open_backend
 from opd.train.critic import ValueTerm, with_value_head
+from opd.train.fsdp_backend import FSDPBackend
 from opd.train.terms import CrossEntropyTerm
 from opd.types import RolloutBatch, SamplingParams, TokenTerms
 
@@ -254,6 +255,7 @@ def life(folder: Path, task: dict, ranks: Ranks) -> dict:
             with opened(folder, task, ranks, whole=False) as backend:
                 metrics = learn(backend, 0, 3)
                 if task.get("writes"):
+                    assert isinstance(backend, FSDPBackend)
                     said = speaks(engine_of(backend.model, backend.root, ranks), ranks)
                 save_together(store, ranks, 3, backend.state(), {"step": 3})
                 saved = backend.digest()

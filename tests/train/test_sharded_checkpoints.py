@@ -27,11 +27,11 @@ SMALL = {"model": "tied"}
 KINDS = {"small": SMALL, "masters": SMALL | {"dtype": "bfloat16"}}
 
 
-def launch(root: Path, world: int, tasks: list[dict]) -> None:
+def launch(root: Path, world: int, tasks: list[dict], seconds: float = 500) -> None:
     """Let `world` ranks do `tasks`; their answers are `root / f"{name}-{rank}.json"`."""
     (root / "rendezvous").unlink(missing_ok=True)
     (root / "tasks.json").write_text(json.dumps(tasks))
-    run_ranks(sharded_ranks.__file__, world, root, seconds=500)
+    run_ranks(sharded_ranks.__file__, world, root, seconds)
 
 
 @pytest.fixture(scope="module")
