@@ -30,14 +30,14 @@ MODELS = {
 BFLOAT16 = {"dtype": "bfloat16"}
 ALIKE = {
     "several files": {"model": "files"},
-    "masters": {"model": "files"} | BFLOAT16,
     "adapters": {"model": "tied", "lora": True},
-    "values on a head of its own": {"model": "untied", "values": True},
     "sequences": {"model": "tied", "train": {"context_parallel": 4}},
-    "an adapter's folder": {"model": "adapter"},
     "experts": {"model": "experts", "converted": True},
 }
 MORE = {
+    "masters": {"model": "files"} | BFLOAT16,
+    "values on a head of its own": {"model": "untied", "values": True},
+    "an adapter's folder": {"model": "adapter"},
     "tied": {"model": "tied"},
     "untied": {"model": "untied"},
     "pure": {"model": "tied", "train": {"precision": "pure"}} | BFLOAT16,
