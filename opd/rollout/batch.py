@@ -349,12 +349,21 @@ class RunningBatch:
         source = np.flatnonzero(running[remaining:]) + remaining
         target = np.flatnonzero(~running[:remaining])
         if source.size:
-            self._integers[target] = self._integers[source]
-            self._reals[target] = self._reals[source]
-            self.tokens[target] = self.tokens[source]
-            self.noise.move(source, target)
-            for old, new in zip(source, target, strict=True):
-                self.uids[new] = self.uids[old]
+            self._move(source, target)
         del self.uids[remaining:]
         self.size = remaining
         return source, target
+
+    def arrange(self, rows: Sequence[int]) -> None:
+        """Put the requests of the slots `rows`, which are all from one on, in this order."""
+        first = self.size - len(rows)
+        self._plan = None
+        self._move(np.asarray(rows), np.arange(first, self.size))
+
+    def _move(self, source: np.ndarray, target: np.ndarray) -> None:
+        """What lies in the slots `source` goes to `target`, which may be the same in another order."""
+        for column in (self._integers, self._reals, self.tokens):
+            column[target] = column[source]
+        self.noise.move(source, target)
+        for new, uid in zip(target, [self.uids[old] for old in source], strict=True):
+            self.uids[new] = uid

@@ -128,21 +128,21 @@ class Beside:
 
     def _deal(self, chunk: Chunk) -> Chunk | None:
         """Give the others what is theirs; returns the rest, if there is any."""
-        rows: dict[Writing | None, list[int]] = {}
-        ended: dict[Writing | None, dict] = {}
-        for row, uid in enumerate(chunk.uids):
-            rows.setdefault(self._owner.get(uid), []).append(row)
-        for uid, status in chunk.finished.items():
-            ended.setdefault(self._owner.pop(uid, None), {})[uid] = status
-        whose = list(dict.fromkeys((*rows, *ended)))
-        if len(whose) == 1:
-            parts = {whose[0]: chunk}
-        else:
-            parts = {who: chunk.part(rows.get(who, []), ended.get(who, {})) for who in whose}
+        whose = list(dict.fromkeys(map(self._owner.get, (*chunk.uids, *chunk.finished))))
+        one = len(whose) == 1
+        parts = {who: chunk if one else self._part(chunk, who) for who in whose}
+        for uid in chunk.finished:
+            self._owner.pop(uid, None)
         for who, part in parts.items():
             if who is not None:
                 who.take(part)
         return parts.get(None)
+
+    def _part(self, chunk: Chunk, who: Writing | None) -> Chunk:
+        """What is `who`'s."""
+        rows = [row for row, uid in enumerate(chunk.uids) if self._owner.get(uid) is who]
+        ended = {uid: status for uid, status in chunk.finished.items() if self._owner.get(uid) is who}
+        return chunk.part(rows, ended)
 
 
 def write_alone(

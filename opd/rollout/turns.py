@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -91,18 +90,21 @@ class KeptTurns:
         self.fit(self._runner.cache.slots, self._runner.cache.capacity)
 
     def prefill(self, batch: RunningBatch, start: int, queue: RequestQueue) -> Iterator[Tensor]:
-        """[R, D] each: the slots from `start` on; where an earlier turn is kept what was added to it, and the
-        others whole. `queue`: what waits for slots.
+        """[R, D] each: the slots from `start` on, in an order of their own: first those that are computed
+        whole, then those of which an earlier turn is kept, so that each kind is one pass. `queue`: what waits
+        for slots.
         """
         upcoming = queue.tokens[queue.taken].tobytes() if queue else None
-        turns = {slot: self._earlier(batch, slot) for slot in range(start, batch.size)}
-        for kept, some in groupby(turns.items(), lambda item: item[1] is not None):
-            found = dict(some)
-            first, stop = min(found), max(found) + 1
-            if kept:
-                yield extend(self._runner, batch, first, [turn for turn in found.values() if turn])
-            else:
-                yield self._runner.prefill(batch, first, stop, upcoming if stop == batch.size else None)
+        kept = {slot: self._earlier(batch, slot) for slot in range(start, batch.size)}
+        order = sorted(kept, key=lambda slot: kept[slot] is not None)
+        if order != list(kept):
+            batch.arrange(order)
+        turns = [turn for turn in kept.values() if turn is not None]
+        first = batch.size - len(turns)
+        if first > start:
+            yield self._runner.prefill(batch, start, first, upcoming)
+        if turns:
+            yield extend(self._runner, batch, first, turns)
 
     def _earlier(self, batch: RunningBatch, slot: int) -> Turn | None:
         """The turn on whose tokens this slot's request goes on, if it is kept; it is kept no more."""

@@ -209,3 +209,29 @@ def test_what_is_mostly_new_is_computed_whole(collect: Fixture) -> None:
     collect(engine.generate([many]))
     assert engine.prefilled_tokens - before == len(many.prompt_ids)
     assert engine.kept_tokens == 0
+
+
+def test_however_they_come_those_that_go_on_are_one_pass_and_those_that_begin_another(
+    build: Fixture, collect: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = build("llama")
+    engine = TorchEngine(model)
+    first, begin = first_turns(4), first_turns(8)[4:]
+    told = collect(engine.generate(first))
+    going_on = [next_turn(request, told[request.uid].token_ids) for request in first]
+    mixed = [one for pair in zip(going_on, begin, strict=True) for one in pair]
+    passes: list[int] = []
+    run = type(model).run
+
+    def counted(self: Any, ids: Any, *given: Any, **more: Any) -> Any:
+        passes.append(len(ids))
+        return run(self, ids, *given, **more)
+
+    monkeypatch.setattr(type(model), "run", counted)
+    found = collect(engine.generate(mixed))
+    added = [
+        len(new.prompt_ids) - len(old.prompt_ids) - len(told[old.uid].token_ids) + 1
+        for old, new in zip(first, going_on, strict=True)
+    ]
+    assert passes == [sum(len(one.prompt_ids) for one in begin), sum(added)]
+    same(found, collect(TorchEngine(model).generate([replace(one, session="") for one in mixed])))
