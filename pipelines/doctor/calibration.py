@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from opd.config import Recipe
 from opd.errors import ConfigError, DataError
-from opd.pipelines.doctor.checks import Finding, answer_to, attempt
+from opd.pipelines.doctor.checks import Finding, attempt
 from opd.pipelines.doctor.examine import show
+from opd.pipelines.doctor.rewards import answer_to
 from opd.pipelines.evaluation.statistics import FEW, score_interval
 from opd.progress import doing
 from opd.rewards.kinds import check_labels, own_reward, scored_by

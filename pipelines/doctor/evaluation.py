@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
-from opd.pipelines.doctor.checks import Finding, attempt, check_rewards, check_scorer
+from opd.pipelines.doctor.checks import Finding, attempt, check_scorer
+from opd.pipelines.doctor.rewards import check_rewards
 from opd.pipelines.evaluation.sets import said_of_set
 
 if TYPE_CHECKING:

@@ -21,21 +21,19 @@ from opd.pipelines.doctor.checks import (
     check_paths,
     check_publishing,
     check_ranks,
-    check_rewards,
     check_run_dir,
     check_sampling,
-    check_sandbox,
     check_schedule,
-    check_servers,
     check_sinks,
     check_sizes,
-    check_workers,
     number_of,
 )
 from opd.pipelines.doctor.demonstrations import check_demonstrations
 from opd.pipelines.doctor.environments import check_environments
 from opd.pipelines.doctor.evaluation import check_contamination, check_set_prompts, check_sets
 from opd.pipelines.doctor.models import DEVICE, Models, check_device, check_models
+from opd.pipelines.doctor.rewards import check_rewards, check_sandbox
+from opd.pipelines.doctor.servers import check_servers, check_workers
 from opd.pipelines.records.run_folder import Accepted, default_path
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
-from opd.pipelines.doctor.checks import Finding, attempt, check_rewards, given_teachers
+from opd.pipelines.doctor.checks import Finding, attempt, given_teachers
+from opd.pipelines.doctor.rewards import check_rewards
 from opd.pipelines.stages.precision import model_dtype
 from opd.types import HiddenStates, RolloutRequest, Sample
 

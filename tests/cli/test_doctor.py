@@ -22,7 +22,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.doctor.checks import check_domains, check_ranks, check_rewards, check_sizes
+from opd.pipelines.doctor.checks import check_domains, check_ranks, check_sizes
 from opd.pipelines.doctor.estimate import (
     answers_asked,
     answers_held,
@@ -36,6 +36,7 @@ from opd.pipelines.doctor.estimate import (
 from opd.pipelines.doctor.examine import Finding, diagnose, examine
 from opd.pipelines.doctor.kl import mean_kl
 from opd.pipelines.doctor.models import Models, Shape, _shape, told_together, unreachable
+from opd.pipelines.doctor.rewards import check_rewards
 from opd.pipelines.records.run_folder import RunFolder
 from opd.rollout.torch_engine import TorchEngine
 from opd.teachers.local_teacher import LocalTeacher

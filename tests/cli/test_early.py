@@ -22,11 +22,11 @@ from opd.pipelines.doctor.checks import (
     check_held_out,
     check_paths,
     check_publishing,
-    check_rewards,
     check_sizes,
     refuse_place,
 )
 from opd.pipelines.doctor.models import check_device
+from opd.pipelines.doctor.rewards import check_rewards
 from opd.storage.trajectories.table import TrajectoryTable
 from opd.storage.trajectories.writer import record_of
 

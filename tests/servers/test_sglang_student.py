@@ -12,7 +12,7 @@ from recipes import tiny_recipe
 from safetensors.torch import load_file
 
 from opd.errors import ConfigError, RolloutError
-from opd.pipelines.doctor.checks import check_workers
+from opd.pipelines.doctor.servers import check_workers
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.context import StageContext

@@ -18,7 +18,7 @@ from recipes import tiny_recipe
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import ConfigError, LaunchError, TeacherError
-from opd.pipelines.doctor.checks import check_servers
+from opd.pipelines.doctor.servers import check_servers
 from opd.pipelines.launch import servers as module
 from opd.pipelines.launch.local import check_ranks, is_rank
 from opd.pipelines.launch.servers import Servers, StartedGroup

@@ -16,7 +16,8 @@ from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import VLLMTeacherConfig
 from opd.errors import ConfigError, TeacherError
 from opd.pipelines.commands.publish import publish_checkpoint
-from opd.pipelines.doctor.checks import check_kinds, check_servers
+from opd.pipelines.doctor.checks import check_kinds
+from opd.pipelines.doctor.servers import check_servers
 from opd.pipelines.launch.servers import command_of
 from opd.served.http_pool import UnavailableError
 from opd.served.sglang_answers import Question

@@ -1,0 +1,91 @@
+"""What the doctor can tell of servers: those that a recipe starts, and the workers of its rollout.
+
+Importable without torch, as `checks.py` is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from opd.config import Recipe
+from opd.config.servers import ServerGroupConfig
+from opd.config.teachers import SGLangEngineConfig
+from opd.errors import ConfigError, RolloutError
+from opd.pipelines.doctor.checks import Finding, attempt
+
+if TYPE_CHECKING:
+    from opd.served.http_pool import HTTPPool, Server
+
+
+WORKERS = "rollout workers"
+
+
+def check_servers(recipe: Recipe) -> list[Finding]:
+    """What the run needs to start servers itself."""
+    findings: list[Finding] = []
+    for name, group in recipe.servers.items():
+        findings += attempt(f"servers {name}", partial(_check_servers, name, group))
+    return findings
+
+
+def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
+    program = group.command[0] if group.command else sys.executable
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"servers.{name}.command begins with {program}, which is no program here; give the interpreter of"
+            f" an environment that has {group.type}."
+        )
+    if not group.command and importlib.util.find_spec(group.type) is None:
+        raise ConfigError(
+            f"servers.{name} needs {group.type}, which this environment lacks; give servers.{name}.command,"
+            f" such as [/path/to/python, -m, {group.module}]."
+        )
+    return [Finding("ok", f"servers {name}", f"{group.count} to be started by {program}")]
+
+
+def check_workers(recipe: Recipe) -> list[Finding]:
+    """The servers that the student writes on, if it does and they are there already."""
+    engine = recipe.rollout.engine
+    if not isinstance(engine, SGLangEngineConfig) or engine.servers is not None:
+        return []
+    return attempt(WORKERS, lambda: _check_workers(recipe, engine))
+
+
+def _check_workers(recipe: Recipe, config: SGLangEngineConfig) -> list[Finding]:
+    """Each worker: is it there, and does it serve a model of the student's form?"""
+    from opd.models.hf_folder import read_object
+    from opd.served.http_pool import HTTPPool, LoopThread
+    from opd.teachers.served_teacher import pool_options
+    from opd.teachers.skeleton import small_files
+
+    form: dict[str, Any] = dict(recipe.model.config or {})
+    if recipe.model.path is not None:
+        with small_files(recipe.model.path) as folder:
+            file = folder / "config.json"
+            form = read_object(file) if file.exists() else {}  # which `check_models` reports
+    pool = HTTPPool("the rollout engine", pool_options(config), RolloutError)
+    loop = LoopThread("doctor-workers")
+    try:
+        findings = []
+        for server in pool.servers:
+            findings += attempt(WORKERS, lambda s=server: [loop.run(_visit_worker(pool, s, form))])
+        return findings
+    finally:
+        loop.run(pool.close())
+        loop.close()
+
+
+async def _visit_worker(pool: HTTPPool, server: Server, form: dict[str, Any]) -> Finding:
+    from opd.rollout.sglang_proof import check_config
+    from opd.served.http_pool import RefusedError, UnavailableError
+
+    try:
+        info = await pool.ask(server, "GET", "/model_info") or {}
+    except (UnavailableError, RefusedError) as trouble:
+        raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
+    check_config(server.url, info, form.get("text_config", form))
+    return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}")
