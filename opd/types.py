@@ -107,6 +107,12 @@ class SampleGroup:
     reward and the advantage of their episode, and no estimate, filter or metric of responses counts them. Of
     tokens that several begin with, one has them in its loss mask."""
 
+    @classmethod
+    def of(cls, uid: str, domain: str, every: Sequence[Sample]) -> SampleGroup:
+        """The group of samples and branches that lie among one another."""
+        samples, branches = ([one for one in every if bool(one.branch_of) is side] for side in (False, True))
+        return cls(uid, domain, samples, branches)
+
     @property
     def everything(self) -> list[Sample]:
         """All that is learnt from: each sample, and behind it its branches."""

@@ -486,9 +486,7 @@ def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> list[Sam
     groups = []
     for uid, domain, fields in json.loads(data[_HEADER:at]):
         samples = [_sample(own, uid, prompts.get(uid)) for own in fields]
-        every = [sample for sample, _ in samples]
-        parts = [[sample for sample in every if bool(sample.branch_of) is side] for side in (False, True)]
-        groups.append((SampleGroup(uid, domain, *parts), samples))
+        groups.append((SampleGroup.of(uid, domain, [sample for sample, _ in samples]), samples))
     pairs = [pair for _, samples in groups for pair in samples]
     for name, dtype in _SHARED_ARRAYS.items():
         for sample, lengths in pairs:

@@ -224,13 +224,13 @@ class Transcript:
 
     def _count(self, step: Chunk) -> np.ndarray:
         """The number of each token's request; their next tokens are due at the positions behind these."""
-        stranger = next((uid for uid in step.uids if uid not in self._numbers), None)
-        if stranger is not None:
+        try:
+            owner = np.fromiter(map(self._numbers.__getitem__, step.uids), np.int64, len(step.uids))
+        except KeyError as error:
             raise RolloutError(
-                f"the engine gave tokens for request {stranger!r}, which nobody asked for; replace the"
+                f"the engine gave tokens for request {error.args[0]!r}, which nobody asked for; replace the"
                 " engine."
-            )
-        owner = np.fromiter(map(self._numbers.__getitem__, step.uids), np.int64, len(step.uids))
+            ) from None
         order = np.argsort(owner, kind="stable")
         sorted_owner = owner[order]
         before = np.arange(len(owner)) - np.searchsorted(sorted_owner, sorted_owner)

@@ -162,6 +162,24 @@ def episode_scales(
     return {sample.uid: whole[sample.episode] for sample in samples}
 
 
+def normalised_scales(
+    samples: Sequence[Sample],
+    counts: Sequence[int],
+    teachers: Sequence[str | None],
+    teacher_shares: Mapping[str, float],
+    turns: Sequence[int],
+    normalise: str,
+) -> dict[str, float]:
+    """As `per_teacher_scales`, by uid of the sample: within a teacher's share what weighs the same are its
+    episodes, its turns or, with any other `normalise`, its tokens.
+    """
+    if normalise == "episode":
+        return episode_scales(samples, counts, teachers, teacher_shares)
+    units = turns if normalise == "turn" else None
+    scales = per_teacher_scales(counts, teachers, teacher_shares, units)
+    return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
+
+
 def route_scales(
     recipe: Recipe,
     samples: Sequence[Sample],
@@ -177,23 +195,20 @@ def route_scales(
     normalise = recipe.distill.normalise
     if normalise == "token":
         scales = policy_scales(counts, "token")
-    else:
-        # Of an episode's branches the first stands for it.
-        first = {sample.episode: sample.uid for sample in reversed(samples)}
-        sent: dict[str, int] = {}
-        for sample in samples:
-            sent[sample.domain] = sent.get(sample.domain, 0) + (first[sample.episode] == sample.uid)
-        # A domain without a teacher is a route of its own.
-        routes = [sample.teacher or f"rewards of {sample.domain}" for sample in samples]
-        shares: dict[str, float] = {}
-        for route, sample in zip(routes, samples, strict=True):
-            if first[sample.episode] == sample.uid:
-                share = recipe.domains[sample.domain].weight / sent[sample.domain]
-                shares[route] = shares.get(route, 0.0) + share
-        if normalise == "episode":
-            return episode_scales(samples, counts, routes, shares)
-        scales = per_teacher_scales(counts, routes, shares, turns if normalise == "turn" else None)
-    return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
+        return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
+    # Of an episode's branches the first stands for it.
+    first = {sample.episode: sample.uid for sample in reversed(samples)}
+    sent: dict[str, int] = {}
+    for sample in samples:
+        sent[sample.domain] = sent.get(sample.domain, 0) + (first[sample.episode] == sample.uid)
+    # A domain without a teacher is a route of its own.
+    routes = [sample.teacher or f"rewards of {sample.domain}" for sample in samples]
+    shares: dict[str, float] = {}
+    for route, sample in zip(routes, samples, strict=True):
+        if first[sample.episode] == sample.uid:
+            share = recipe.domains[sample.domain].weight / sent[sample.domain]
+            shares[route] = shares.get(route, 0.0) + share
+    return normalised_scales(samples, counts, routes, shares, turns, normalise)
 
 
 def _share(name: str, teacher_shares: Mapping[str, float] | None) -> float:

@@ -187,8 +187,7 @@ def groups_of(
     in_turn = [group for row in zip_longest(*placed) for group in row if group is not None]
     for uid, places in in_turn:
         samples = [light_sample(union, row) for row in places]
-        parts = [[one for one in samples if bool(one.branch_of) is side] for side in (False, True)]
-        groups.append(SampleGroup(uid, samples[0].domain, *parts))
+        groups.append(SampleGroup.of(uid, samples[0].domain, samples))
         rows |= {sample.uid: row for sample, row in zip(samples, places, strict=True)}
     return groups, rows
 

@@ -34,14 +34,7 @@ from opd.rollout.collect import write, write_shared
 from opd.rollout.engine_pool import EnginePool
 from opd.teachers.schedule import Route, Router
 from opd.train.backend import learning_rate
-from opd.train.loss_weights import (
-    episode_scales,
-    per_teacher_scales,
-    policy_scales,
-    turn_shares,
-    turns_of,
-    weigh,
-)
+from opd.train.loss_weights import normalised_scales, policy_scales, turn_shares, turns_of, weigh
 from opd.train.terms import CrossEntropyTerm
 from opd.types import Sample, SampleGroup, Status, TokenTerms
 
@@ -72,15 +65,12 @@ class Supervised(Algorithm):
         samples.deal()
         own = samples.samples
         counts = [sample.trainable_tokens for sample in own]
-        scales = policy_scales(counts, "token")
-        domains = [sample.domain for sample in own]
-        if self._shares is not None:
-            turns = [turns_of(sample.loss_mask) for sample in own]
-            units = turns if self._normalise == "turn" else None
-            scales = per_teacher_scales(counts, domains, self._shares, units)
-        scale = {sample.uid: value for sample, value in zip(own, scales, strict=True)}
-        if self._shares is not None and self._normalise == "episode":
-            scale = episode_scales(own, counts, domains, self._shares)
+        if self._shares is None:
+            scales = policy_scales(counts, "token")
+            scale = {sample.uid: value for sample, value in zip(own, scales, strict=True)}
+        else:
+            domains, turns = [one.domain for one in own], [turns_of(one.loss_mask) for one in own]
+            scale = normalised_scales(own, counts, domains, self._shares, turns, self._normalise)
 
         def terms(sample: Sample) -> TokenTerms:
             found = TokenTerms.zeros(len(sample.response_ids))
