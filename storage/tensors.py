@@ -9,6 +9,7 @@ The only file of `storage/` that needs torch.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -91,7 +92,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Pi
         write(_header({name: values[name] for name in order}, _pieces_of(tensors)))
         for name in order:
             for part in values[name].detach().reshape(-1).split(_WRITTEN_BYTES):
-                write(part.cpu().contiguous().view(torch.uint8).numpy().data)
+                write(bytes_of(part.cpu().contiguous()))
     return digest.hexdigest()
 
 
@@ -295,7 +296,17 @@ def _copy_elements(path: Path, place: int, dtype: torch.dtype, into: Tensor) -> 
 
 def _read_bytes(path: Path, place: int, into: Tensor) -> None:
     with reading(path, CheckpointError), os.fdopen(open_plain(path, follow=True), "rb") as file:
-        fill_from(file.fileno(), place, into.view(torch.uint8).numpy().data)
+        fill_from(file.fileno(), place, bytes_of(into))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of `tensor`, which is on the CPU and contiguous.
+
+    Numpy would do, but torch can never again give memory back that numpy has looked at.
+    """
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.keeps = tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return memoryview(array).cast("B")
 
 
 def rows_tensor(lease: Lease) -> Tensor:

@@ -167,7 +167,7 @@ def _ranks_share_what_is_here(recipe: Recipe) -> None:
 def _the_device_is_handed_over(recipe: Recipe) -> None:
     engine = recipe.rollout.engine
     ends = engine.type == "torch" or engine.servers is not None
-    recipe.runtime.offload.check(recipe.rollout.schedule, recipe.train.backend, ends=ends)
+    recipe.runtime.offload.check(recipe.rollout.schedule, recipe.train, ends=ends)
 
 
 def _each_group_of_servers_has_one_user(recipe: Recipe) -> None:

@@ -141,6 +141,12 @@ class TrainConfig(Config):
         """Where it is chosen from the lengths, any number of ranks can be divided."""
         return 1 if self.context_parallel == "auto" else self.context_parallel
 
+    @property
+    def offloads_itself(self) -> bool:
+        """Whether DeepSpeed is told to keep something in the host's memory."""
+        own = self.deepspeed.get("zero_optimization", {})
+        return self.backend == "deepspeed" and any(str(name).startswith("offload_") for name in own or ())
+
     def misfit(self, size: int) -> str | None:
         """Why `size` ranks cannot be divided as is asked for, and what could; `None` if they can."""
         sizes = {
@@ -253,11 +259,12 @@ class OffloadConfig(Config):
     adapters the merged layers alone, since nobody pushes the base. Engines of the run's processes, on Ray,
     and SGLang servers that the run starts (`servers`), which are told `enable-memory-saver`."""
     trainer: bool = False
-    """Weights and AdamW's moments of `train.backend: torch` leave until they are learnt with: from a GPU to
-    pinned memory of the host, from a CPU to a file in the run folder, which takes 12 bytes a parameter in
-    float32 and is compared with its digest when it is read. With several ranks the moments alone."""
+    """Weights, AdamW's moments and buffers of gradients leave until they are learnt with, on every back end
+    and each rank its own: from a GPU to pinned memory of the host, from a CPU to a file in the run folder,
+    which takes 12 bytes a parameter in float32 and is compared with its digest when it is read. Weights that
+    an engine shares with the trainer (`rollout.engine.sharded`) stay."""
 
-    def check(self, schedule: str, backend: str, *, ends: bool) -> None:
+    def check(self, schedule: str, train: TrainConfig, *, ends: bool) -> None:
         """`ValueError` where there is nobody to hand the device over; `ends`: engines end with the run."""
         for name in ("engine", "trainer"):
             if getattr(self, name) and schedule != "in_turn":
@@ -271,11 +278,10 @@ class OffloadConfig(Config):
                 " rollout.engine.urls would still sleep after it; name servers that the run starts"
                 " (rollout.engine.servers), or leave it out"
             )
-        if self.trainer and backend != "torch":
-            other = "{zero_optimization: {offload_optimizer: {device: cpu}}}"
-            instead = f", and set train.deepspeed to {other}" if backend == "deepspeed" else ""
+        if self.trainer and train.offloads_itself:
             raise ValueError(
-                f"runtime.offload.trainer has no effect with train.backend {backend}; leave it out{instead}"
+                "runtime.offload.trainer puts away what train.deepspeed lets DeepSpeed keep in the host's"
+                " memory (zero_optimization.offload_*); leave one of the two out"
             )
 
 

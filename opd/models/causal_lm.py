@@ -29,6 +29,7 @@ from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAt
 from opd.models.hf_folder import check_folder, scratch_config
 from opd.models.hf_weights import load_module
 from opd.models.long_sequence import WHOLE, ChunkedLayers, LayerMemory, LayerPieces, final_norm, recomputed
+from opd.storage.tensors import bytes_of
 
 _DIVISORS = ("logits_scaling",)  # Granite, MiniCPM 3
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon H1, Muse Spark
@@ -255,7 +256,7 @@ class WeightsDigest:
         if sent is not None:
             sent._begin(name, source)
         if target.dtype == source.dtype and _in_order(target) and _in_order(source):
-            self._copied(_bytes(target), _bytes(source), sent)
+            self._copied(bytes_of(raw_bytes(target)), bytes_of(raw_bytes(source)), sent)
             return
         if sent is not None:
             sent._content(source)
@@ -279,7 +280,7 @@ class WeightsDigest:
             for part in _staged(tensor):
                 self._hash.update(part)
         else:
-            self._hash.update(_bytes(tensor))
+            self._hash.update(bytes_of(raw_bytes(tensor)))
 
     def hex(self) -> str:
         """Of what has passed so far."""
@@ -347,10 +348,6 @@ def _flat(tensor: Tensor) -> Tensor:
     flat = tensor.contiguous().reshape(-1)
     # One number is in order whatever its stride is, but seen as bytes only with a stride of 1.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return raw_bytes(tensor).numpy().data
 
 
 def _in_order(tensor: Tensor) -> bool:

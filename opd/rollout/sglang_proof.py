@@ -14,6 +14,7 @@ import torch
 from opd.errors import RolloutError
 from opd.models.causal_lm import DTYPES, raw_bytes
 from opd.storage.files import read_object
+from opd.storage.tensors import bytes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,7 +229,7 @@ def _parts(name: str, known: Mapping[str, Tensor]) -> list[str] | None:
 
 def _of_cpu(tensor: Tensor) -> str:
     """What a server on a CPU tells of a tensor, and more: the sha256 of its bytes."""
-    return hashlib.sha256(raw_bytes(tensor).numpy().data).hexdigest()
+    return hashlib.sha256(bytes_of(raw_bytes(tensor))).hexdigest()
 
 
 _TILE = 8192

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from opd.config.train import BatchConfig, OptimConfig
-from opd.errors import CheckpointError, TrainingError
+from opd.errors import TrainingError
 from opd.kernels.head import Head, gathered
 from opd.kernels.vocab_parallel import HeadShard
 from opd.models.adapters import AdaptedLM
@@ -27,10 +29,10 @@ from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
 from opd.models.sharded import Root
 from opd.ranks import Ranks
-from opd.storage.tensors import Piece, shape_of
-from opd.train.offload import Shelf
+from opd.train.offload import Shelf, apart
 from opd.train.packing import PerSample, Shares, of_packed, pack, pieces
 from opd.train.plan import CostModel
+from opd.train.saved_state import Saved, State, optimizer_fields, state_of
 from opd.train.terms import LossTerm, MetricSums, StudentRows, adding_to, linear_logprobs, shares
 from opd.types import MicroBatch, RolloutBatch, Sample
 
@@ -51,10 +53,6 @@ def learning_rate(config: OptimConfig, step: int, progress: float) -> float:
     else:
         decay = floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.lr * warmup * decay
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's running means of a gradient and of its square, by torch's names."""
 
 
 def adamw(parameters: Mapping[str, Tensor], optim: OptimConfig, *, fused: bool = True) -> torch.optim.AdamW:
@@ -90,74 +88,6 @@ def not_finite(norm: float) -> TrainingError:
     return TrainingError(f"the gradient norm is {norm}; lower the learning rate or resume from a checkpoint.")
 
 
-State = Mapping[str, Mapping[str, Tensor | Piece]]
-"""The files of a checkpoint, by name, and what this rank has of each."""
-Saved = Mapping[str, Mapping[str, Tensor]]
-"""A checkpoint, of which tensors are read when they are asked for."""
-
-
-class Fields(Mapping[str, Tensor]):
-    """The optimiser's state of one parameter in a checkpoint, read when it is asked for."""
-
-    def __init__(self, saved: Mapping[str, Tensor], name: str, fields: Sequence[str]) -> None:
-        self.saved, self._name, self._fields = saved, name, fields
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self.saved[f"{self._name}/{key}"]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
-
-
-def optimizer_fields(saved: Mapping[str, Tensor], known: Mapping[str, object]) -> dict[str, Fields]:
-    """The entries `NAME/FIELD` of a checkpoint by name of the parameter.
-
-    Raises `CheckpointError` for a name that is not `known`.
-    """
-    by_name: dict[str, list[str]] = {}
-    for key in saved:
-        name, _, field = key.rpartition("/")
-        by_name.setdefault(name, []).append(field)
-    unknown = sorted(set(by_name) - set(known))
-    if unknown:
-        raise CheckpointError(
-            f"the checkpoint holds optimiser state for {unknown[0]}, which this model does not have;"
-            " resume with the recipe the run was started with."
-        )
-    return {name: Fields(saved, name, fields) for name, fields in by_name.items()}
-
-
-def state_of(parameter: Tensor, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """AdamW's state of `parameter` from `fields` of a checkpoint, perhaps written in another precision."""
-    # The fused AdamW keeps its step count, in its own dtype, where the parameter is, too.
-    return {
-        key: value.to(parameter.device, parameter.dtype if key in MOMENTS else value.dtype)
-        for key, value in fields.items()
-    }
-
-
-def check_tensors(saved: Mapping[str, Tensor], own: Mapping[str, Sequence[int]], model: str) -> None:
-    """`CheckpointError` unless a checkpoint has `saved` exactly the tensors that `model` has, in the shapes
-    `own`.
-    """
-    shapes = {name: shape_of(saved, name) for name in saved}
-    different = sorted(name for name in saved.keys() | own.keys() if shapes.get(name) != own.get(name))
-    if different:
-        raise CheckpointError(
-            f"the checkpoint and {model} do not have the same tensors, {different[0]} among them; resume with"
-            " the recipe the run was started with."
-        )
-
-
-def moments_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """The shapes of what AdamW keeps of parameters of these `shapes`, all of which have been updated."""
-    fields = {f"{name}/{key}": shape for name, shape in shapes.items() for key in MOMENTS}
-    return fields | {f"{name}/step": () for name in shapes}
-
-
 Read = Callable[[Sequence[Sequence[int]]], Iterable[RolloutBatch]]
 """Hands out the samples at some places, with their terms, one list of places after another."""
 
@@ -178,6 +108,19 @@ class Training:
     """Where what learns is put while others use the device; `None`: it stays."""
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a back end has in memory on this rank, whichever of it is there now."""
+
+    weights: Iterable[Tensor]
+    """What layers compute with, and copies of it in the optimiser's precision."""
+    gradients: Iterable[Tensor]
+    moments: Iterable[Tensor]
+    """What the optimiser keeps beside weights, which a step alone needs."""
+    stays: Iterable[Tensor] = ()
+    """What belongs to the model and never leaves."""
+
+
 def cost_of(model: CausalLM) -> CostModel:
     """What a sample costs to train `model` on."""
     config = model.config
@@ -187,6 +130,14 @@ def cost_of(model: CausalLM) -> CostModel:
 TRIMMED = 64 << 20
 """Bytes of a model's weights from which freed memory is given back within a step: smaller ones free little,
 and steps are so short that asking for it again would be seen."""
+
+
+def resident_bytes() -> int:
+    """Of this process, where the system says so; else 0."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+    except (OSError, ValueError):
+        return 0
 
 
 def model_bytes(model: CausalLM) -> int:
@@ -207,6 +158,10 @@ class Backend(ABC):
     """
 
     lockstep = False
+    empty_buffers = False
+    """Whether the memory of gradients is there between steps, too, with nothing in it."""
+    lent = False
+    """Whether an engine writes with these very weights: they stay then."""
 
     def __init__(self, training: Training, data: Ranks | None = None, model: CausalLM | None = None) -> None:
         self.terms = list(training.terms)
@@ -216,9 +171,12 @@ class Backend(ABC):
         """All ranks that pass through the model together; by default those."""
         self.shares = Shares(self.data, None if model is None else cost_of(model))
         self._trims = model is not None and model_bytes(model) >= TRIMMED
+        self._trimmed = 0
+        """Resident bytes when freed memory was last given back."""
         self.max_tokens = training.batch.max_tokens
         """Packed tokens of a micro-batch, at most, but for one sample that has more."""
         self._batch = training.batch
+        self._shelf = training.shelf
         self._total: Tensor | None = None
         """During a step's passes, what `gathered` says."""
         self.measured: Callable[[], object] = lambda: None
@@ -289,21 +247,44 @@ class Backend(ABC):
 
     def close(self) -> None:
         """Give back what outlives the object."""
-        return
+        if self._shelf is not None:
+            self._shelf.close()
+
+    @abstractmethod
+    def held(self) -> Held:
+        """What is in memory on this rank."""
 
     def resident(self) -> dict[str, int]:
-        """Bytes that weights, gradients and moments take now, of this rank; nothing where nobody knows."""
-        return {}
+        """Bytes that weights, gradients and moments take now, of this rank."""
+        held = self.held()
+        return {
+            "trainer_weights": held_bytes((*held.weights, *held.stays)),
+            "trainer_gradients": held_bytes(held.gradients),
+            "trainer_moments": held_bytes(held.moments),
+        }
 
     def rest(self, weights: bool = True) -> None:
-        """Put moments, and `weights`, away until they are used, where that is asked for. Raises `OSError` if
-        they cannot be written; nothing is lost by that.
+        """Between two steps put moments, and `weights`, away until they are used, where that is asked for.
+        Raises `OSError` if they cannot be written; nothing is lost by that.
         """
-        return
+        if self._shelf is None:
+            return
+        held = self.held()
+        self._shelf.put("moments", held.moments)
+        if self.empty_buffers:
+            self._shelf.put("gradients", held.gradients, zero=True)
+        if weights and not self.lent:
+            self._shelf.put("weights", held.weights)
+        self._trim()
 
     def wake(self) -> None:
         """Bring the weights back. Raises `CheckpointError` if they are not what was put away."""
-        return
+        self._take("weights")
+
+    def _take(self, *names: str) -> None:
+        if self._shelf is not None:
+            for name in names:
+                self._shelf.take(name)
 
     def mine(self, samples: Sequence[Sample]) -> list[Sample]:
         """Deal out the samples of a new step; returns those this rank scores and trains."""
@@ -377,7 +358,7 @@ class Backend(ABC):
                 f"all {len(samples)} responses of this step are empty: there is nothing to learn from;"
                 " check the stop ids, the prompts and rollout.max_new_tokens."
             )
-        self.wake()
+        self._take("weights", "gradients")
         sums = MetricSums()
         parts = self.shares.in_step(samples, self.max_tokens)
         self._trim()  # what rollout and teachers have left in pieces
@@ -402,16 +383,19 @@ class Backend(ABC):
                 metrics[f"{kind}/{teacher}"] = share
         return metrics
 
-    def _trim(self) -> None:
-        """Give freed memory back to the system.
+    def _trim(self, kept: int = 0) -> None:
+        """Give freed memory back to the system, unless it is less than `kept` bytes since it last was.
 
-        On a CPU glibc keeps what lies between pieces still in use, and phases that follow each other, each
-        with pieces of its own sizes, would need the sum of their memory and not that of the largest.
+        On a CPU glibc keeps what lies between pieces still in use, and phases and micro-batches that follow
+        each other, each with pieces of its own sizes, would need the sum of their memory and not that of the
+        largest.
         """
-        if self._trims and self.device.type == "cpu":
-            give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
-            if give_back is not None:
-                give_back(0)
+        if not self._trims or self.device.type != "cpu" or resident_bytes() - self._trimmed < kept:
+            return
+        give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        if give_back is not None:
+            give_back(0)
+        self._trimmed = resident_bytes()
 
     def _everyones(self, sums: MetricSums) -> MetricSums:
         """`sums` of this rank with those of all that train with it."""
@@ -425,6 +409,7 @@ class Backend(ABC):
         """Add the gradient of all `batches`, whose places are `parts`; what they say goes to `sums`."""
         for number, batch in enumerate(batches, start=1):
             self._pass(batch, sums, last=number == len(parts))
+            self._trim(kept=TRIMMED)
 
     def _pass(self, batch: RolloutBatch, sums: MetricSums, last: bool) -> None:
         if not batch.samples:
@@ -522,32 +507,9 @@ class TorchBackend(WholeModelBackend):
     def __init__(self, model: CausalLM, training: Training, data: Ranks | None = None) -> None:
         super().__init__(model, training, data)
         self._parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+        if training.shelf is not None:
+            apart(model.module.parameters())
         self._optimizer = adamw(self._parameters, training.optim)
-        self._shelf = training.shelf
-
-    def close(self) -> None:
-        if self._shelf is not None:
-            self._shelf.close()
-
-    def rest(self, weights: bool = True) -> None:
-        if self._shelf is not None:
-            states = self._optimizer.state.values()
-            self._shelf.put("moments", (moment for state in states for moment in state.values()))
-            if weights:
-                self._shelf.put("weights", self._own_weights())
-            self._trim()
-
-    def _own_weights(self) -> Iterable[Tensor]:
-        """Those that can be put away."""
-        return self.model.module.parameters()
-
-    def wake(self) -> None:
-        if self._shelf is not None:
-            self._shelf.take("weights")
-
-    def _wake_moments(self) -> None:
-        if self._shelf is not None:
-            self._shelf.take("moments")
 
     def gathered(self) -> AbstractContextManager[Tensor | None]:
         return gathered(self.model.module)
@@ -561,21 +523,21 @@ class TorchBackend(WholeModelBackend):
         Raises `TrainingError` if the gradient is not finite; the weights are untouched then.
         """
         norm = self._clip()
-        self._wake_moments()
+        self._take("moments")
         return update(self, self._optimizer, norm, lr)
 
     def _clip(self) -> float:
         """The global norm of the gradient, which is scaled down to the limit."""
         return float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
 
-    def resident(self) -> dict[str, int]:
+    def held(self) -> Held:
         module = self.model.module
-        gradients = (p.grad for p in self._parameters.values() if p.grad is not None)
-        return {
-            "trainer_weights": held_bytes((*module.parameters(), *module.buffers())),
-            "trainer_gradients": held_bytes(gradients),
-            "trainer_moments": held_bytes(m for s in self._optimizer.state.values() for m in s.values()),
-        }
+        return Held(
+            tuple(module.parameters()),
+            [p.grad for p in self._parameters.values() if p.grad is not None],
+            [value for state in self._optimizer.state.values() for value in state.values()],
+            tuple(module.buffers()),
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the student, in a fixed order."""
@@ -601,15 +563,14 @@ class TorchBackend(WholeModelBackend):
 
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
         """What the optimiser keeps of each parameter, as `NAME/FIELD`."""
-        self._wake_moments()
+        self._take("moments")
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 yield f"{name}/{key}", value
 
     def load_state(self, state: Saved) -> None:
         by_name = optimizer_fields(state["optimizer"], self._parameters)
-        self.wake()
-        self._wake_moments()
+        self._take("weights", "moments")
         self.model.load_weights(state["model"].items())
         for name, fields in by_name.items():
             parameter = self._parameters[name]

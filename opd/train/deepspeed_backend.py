@@ -32,18 +32,8 @@ from opd.models.sharded import (
 )
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece, copied, part_of
-from opd.train.backend import (
-    MOMENTS,
-    Saved,
-    State,
-    Training,
-    WholeModelBackend,
-    adamw,
-    check_tensors,
-    moments_of,
-    not_finite,
-    optimizer_fields,
-)
+from opd.train.backend import Held, Training, WholeModelBackend, adamw, not_finite
+from opd.train.saved_state import MOMENTS, Saved, State, check_tensors, moments_of, optimizer_fields
 
 
 def deepspeed_library() -> ModuleType:
@@ -79,6 +69,7 @@ class DeepSpeedBackend(WholeModelBackend):
     """
 
     lockstep = True
+    empty_buffers = True
 
     def __init__(
         self,
@@ -203,6 +194,23 @@ class DeepSpeedBackend(WholeModelBackend):
         # DeepSpeed takes the mean over the ranks; the weights of the loss hold the normaliser of all of them.
         self._engine.backward(loss * self.data.size)
 
+    def held(self) -> Held:
+        zero, module = self._engine.optimizer, self.model.module
+        parameters: list[Any] = list(module.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if self._stage == 3:
+            # Of what is whole on every rank, and of what is cut this rank's part; then the optimiser's own.
+            weights = [*parameters, *(p.ds_tensor for p in parameters), *zero.fp32_partitioned_groups_flat]
+            gradients.append(zero.grad_partitions_flat_buffer)
+            gradients += [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None]
+        else:
+            weights = [*parameters, *zero.single_partition_of_fp32_groups]
+            summed = [*zero.averaged_gradients.values(), *zero.all_grad_tensors.values()]
+            for parts in (*summed, *(bucket.buffer for bucket in zero.ipg_buckets.values())):
+                gradients += parts or ()
+        moments = (value for state in zero.optimizer.state.values() for value in state.values())
+        return Held(weights, gradients, list(moments), tuple(module.buffers()))
+
     def zero_grad(self) -> None:
         self._engine.optimizer.zero_grad()
 
@@ -212,10 +220,12 @@ class DeepSpeedBackend(WholeModelBackend):
         Raises `TrainingError` if the gradient was not finite. DeepSpeed tells only afterwards: the weights
         are lost then, and the newest checkpoint is where the run goes on.
         """
+        self._take("moments")
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
+        self.measured()  # all there is to a step
         norm = float(self._engine.get_global_grad_norm())
         if not np.isfinite(norm):
             raise not_finite(norm)
@@ -223,6 +233,7 @@ class DeepSpeedBackend(WholeModelBackend):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the student, whole, in the dtype it computes in; all ranks walk together."""
+        self.wake()
         for name, tensor in self.model.weights():
             yield name, self._whole(name, tensor)
 
@@ -237,6 +248,7 @@ class DeepSpeedBackend(WholeModelBackend):
         """This rank's pieces of the float32 weights and of the moments; the first has what all ranks have
         whole, too.
         """
+        self._take("weights", "moments")
         model: dict[str, Tensor | Piece] = {}
         optimizer: dict[str, Tensor | Piece] = {}
         steps = [state["step"] for state in self._engine.optimizer.optimizer.state.values()]
@@ -305,6 +317,7 @@ class DeepSpeedBackend(WholeModelBackend):
     def load_state(self, state: Saved) -> None:
         saved, moments = state["model"], state["optimizer"]
         fields = optimizer_fields(moments, self._parameters)
+        self._take("weights", "moments")
         own = {name: _shape(self._parameters.get(name, tensor)) for name, tensor in self.model.weights()}
         check_tensors(saved, own, type(self.model.module).__name__)
         check_tensors(moments, moments_of({name: own[name] for name in fields}), "the optimiser of this run")
@@ -345,6 +358,7 @@ class DeepSpeedBackend(WholeModelBackend):
             zero._lazy_init_hp_params_optimizer_state()
 
     def close(self) -> None:
+        super().close()
         self._engine.destroy()
         if self._stage == 3:
             # DeepSpeed never takes a model from there, and with it all that belongs to it.

@@ -21,9 +21,10 @@ from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidd
 from opd.models.sharded import cut, local_part, whole
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece, copied, part_of, shape_of
-from opd.train.backend import Read, Saved, State, TorchBackend, Training, cost_of, optimizer_fields, state_of
+from opd.train.backend import Read, TorchBackend, Training, cost_of
 from opd.train.packing import Shares
 from opd.train.plan import context_size, divisors
+from opd.train.saved_state import Saved, State, optimizer_fields, state_of
 from opd.train.shared_sequences import SharedSequences, context_of
 from opd.train.terms import MetricSums
 from opd.types import Sample
@@ -49,9 +50,6 @@ class FSDPBackend(TorchBackend):
         self.root = cut(model, data, compute_dtype)
         super().__init__(model, training, data)
 
-    def _own_weights(self) -> Iterable[Tensor]:
-        return ()  # FSDP2 knows where its parts lie
-
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
         assert self.root is not None
         return self.root(compute)
@@ -74,6 +72,7 @@ class FSDPBackend(TorchBackend):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the student, whole, in the dtype it computes in; all ranks walk together."""
+        self.wake()
         for name, tensor in self.model.weights():
             found = whole(tensor)
             yield name, found.to(self._dtype) if found.is_floating_point() else found
@@ -84,7 +83,10 @@ class FSDPBackend(TorchBackend):
 
     def state(self) -> State:
         """This rank's pieces; the first has what all ranks have whole, too."""
-        return {"model": self._pieces(self.model.weights()), "optimizer": self._pieces(self._moments())}
+        self.wake()
+        model = self._pieces(self.model.weights())
+        self.rest()  # where they leave the device, both need not be there at once
+        return {"model": model, "optimizer": self._pieces(self._moments())}
 
     def _pieces(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | Piece]:
         found: dict[str, Tensor | Piece] = {}
@@ -98,6 +100,7 @@ class FSDPBackend(TorchBackend):
     def load_state(self, state: Saved) -> None:
         saved, own = state["model"], dict(self.model.weights())
         by_name = optimizer_fields(state["optimizer"], self._parameters)
+        self._take("weights", "moments")
         self.model.load_weights((name, _read_like(saved, name, own.get(name))) for name in saved)
         for name, fields in by_name.items():
             parameter = self._parameters[name]

@@ -46,17 +46,7 @@ from opd.models.sharded import Stored, need_room, read_together, width_of
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece as TensorPiece
 from opd.storage.tensors import copied, part_of
-from opd.train.backend import (
-    MOMENTS,
-    Backend,
-    Saved,
-    State,
-    Training,
-    check_tensors,
-    moments_of,
-    not_finite,
-    optimizer_fields,
-)
+from opd.train.backend import TRIMMED, Backend, Held, Training, not_finite
 from opd.train.megatron_optimizer import (
     WEIGHT,
     DistributedAdamW,
@@ -65,6 +55,7 @@ from opd.train.megatron_optimizer import (
     Slices,
     main_gradient,
 )
+from opd.train.saved_state import MOMENTS, Saved, State, check_tensors, moments_of, optimizer_fields
 from opd.train.shared_sequences import SharedSequences, context_of
 from opd.train.terms import MetricSums
 from opd.types import RolloutBatch
@@ -81,6 +72,8 @@ class MegatronBackend(Backend):
         train: How it is cut, and by which optimiser it learns.
         compute_dtype: What layers compute in, while the optimiser keeps weights in float32.
     """
+
+    empty_buffers = True
 
     def __init__(
         self,
@@ -136,7 +129,7 @@ class MegatronBackend(Backend):
         self._keeps_float32 = compute_dtype is not None
         self._optimizer = self._open_optimizer(training.optim, distributed)
         if model.unread is None:
-            self._take(partial(part_of, dict(model.weights())))
+            self._read_slices(partial(part_of, dict(model.weights())))
         else:
             read_together(model, ranks, self._read)
 
@@ -247,6 +240,7 @@ class MegatronBackend(Backend):
         """
         with inside_megatron(self._device), nullcontext() if last else self._buffers.no_sync():
             made.backward(gradient)
+        self._trim(kept=TRIMMED)
 
     def _passes(
         self, batches: Iterable[RolloutBatch], parts: Sequence[Sequence[int]], sums: MetricSums
@@ -266,6 +260,12 @@ class MegatronBackend(Backend):
         with inside_megatron(self._device):
             finalize_model_grads([self._buffers])
 
+    def held(self) -> Held:
+        buffers = [buffer.grad_data for buffer in self._buffers.buffers]
+        own = [p.grad for p in self._parameters.values() if p.grad is not None]
+        weights = (*self._parameters.values(), *self._optimizer.masters())
+        return Held(weights, buffers + own, self._optimizer.moments(), tuple(self._module.module.buffers()))
+
     def zero_grad(self) -> None:
         self._buffers.zero_grad_buffer()
         for parameter in self._parameters.values():
@@ -277,11 +277,13 @@ class MegatronBackend(Backend):
 
         Raises `TrainingError` if the gradient is not finite; the weights are untouched then.
         """
+        self._take("moments")
         norm = self._optimizer.norm()
         if not math.isfinite(norm):
             self.zero_grad()
             raise not_finite(norm)
         self._optimizer.step(lr, min(1.0, self._max_grad_norm / (norm + 1e-6)))
+        self.measured()  # all there is to a step
         self.zero_grad()
         return {"lr": lr, "grad_norm": norm}
 
@@ -289,6 +291,7 @@ class MegatronBackend(Backend):
         """Every tensor of the student by Hugging Face's names, whole, in the dtype it computes in; all ranks
         walk together, one tensor at a time.
         """
+        self.wake()
         own = {piece.name: piece for piece in self._pieces()}
         for name, shape in self._shapes.items():
             stage, parameter = self._places[name]
@@ -323,6 +326,7 @@ class MegatronBackend(Backend):
     @torch.no_grad()
     def state(self) -> State:
         """This rank's pieces of Hugging Face's tensors; of a stage the first has what all have whole, too."""
+        self._take("weights", "moments")
         files: dict[str, dict[str, Tensor | TensorPiece]] = {"model": {}, "optimizer": {}}
         for piece in self._pieces():
             if piece.name == self._again:
@@ -377,21 +381,22 @@ class MegatronBackend(Backend):
         fields = optimizer_fields(moments, self._shapes)
         check_tensors(saved, self._shapes, f"a {self._form.family} on Megatron-Core")
         if not fields:
-            self._take(partial(part_of, saved))
+            self._read_slices(partial(part_of, saved))
             return
         check_tensors(moments, moments_of(self._shapes), "the optimiser of this run")
         steps = int(next(iter(fields.values()))["step"])
-        self._take(partial(part_of, saved), partial(part_of, moments), steps)
+        self._read_slices(partial(part_of, saved), partial(part_of, moments), steps)
 
     def _read(self, stored: Stored) -> None:
         def elements(name: str, first: int, into: Tensor) -> None:
             stored.read([name], width_of(self._shapes[name]), first, into)
 
-        self._take(elements)
+        self._read_slices(elements)
 
     @torch.no_grad()
-    def _take(self, weights: Elements, moments: Elements | None = None, steps: int = 0) -> None:
+    def _read_slices(self, weights: Elements, moments: Elements | None = None, steps: int = 0) -> None:
         """Read this rank's slices of weights and moments, a parameter at a time."""
+        self._take("weights", "moments")
         self._optimizer.resume(steps)
         for piece in self._pieces():
             value = self._assembled(piece, weights)
@@ -410,6 +415,7 @@ class MegatronBackend(Backend):
         return assemble(piece, self._form, read_elements(self._shapes, of_field, self._device))
 
     def close(self) -> None:
+        super().close()
         self._stack.close()
 
 

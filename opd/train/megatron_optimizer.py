@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,14 @@ class MegatronOptimizer(ABC):
     @abstractmethod
     def zero_grad(self) -> None:
         """Let go of gradients of its own."""
+
+    @abstractmethod
+    def masters(self) -> Iterable[Tensor]:
+        """The weights in its own precision, where it keeps a copy of them."""
+
+    @abstractmethod
+    def moments(self) -> Iterable[Tensor]:
+        """What it keeps beside weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,12 @@ class SlicedAdamW(MegatronOptimizer):
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
+    def masters(self) -> Iterable[Tensor]:
+        return self._own.values() if self._own is not self._parameters else ()
+
+    def moments(self) -> Iterable[Tensor]:
+        return _tensors(self._optimizer)
+
 
 class DistributedAdamW(MegatronOptimizer):
     """Megatron-Core's `DistributedOptimizer`: of each slice a data-parallel rank keeps and updates its share,
@@ -217,6 +231,18 @@ class DistributedAdamW(MegatronOptimizer):
 
     def zero_grad(self) -> None:
         self._inner.zero_grad()
+
+    def masters(self) -> Iterable[Tensor]:
+        return self._inner.get_parameters()
+
+    def moments(self) -> Iterable[Tensor]:
+        return _tensors(self._inner.optimizer)
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Its state; some optimisers count steps elsewhere, in numbers."""
+    found = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in found if isinstance(value, Tensor)]
 
 
 def _optimizer_of_ranks(buffers: Any, optim: OptimConfig) -> Any:

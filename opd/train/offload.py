@@ -1,8 +1,10 @@
 """Where tensors of the trainer are while others use the device: in pinned memory of the host, or on a CPU,
 whose memory is all there is, in a file.
 
-The file has no name, so that a process which is killed leaves none behind, and what is read back is compared
-with the digest of what was written.
+Not tensors are emptied but the memory they lie in: what a library has views of (FSDP2, Megatron-Core's
+buffers, DeepSpeed's flat groups) stays what it is, and must not be looked at meanwhile. The file has no
+name, so that a process which is killed leaves none behind, and what is read back is compared with the digest
+of what was written.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from opd.errors import CheckpointError, reason_of, writing
+from opd.storage.tensors import bytes_of
 
 PART_BYTES = 1 << 20
 """Digested and written at a time, while it is in the cache."""
@@ -32,23 +35,29 @@ class Shelf:
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        self._away: dict[str, tuple[list[Tensor], list[tuple[int, ...]], _Copy]] = {}
+        self._away: dict[str, tuple[list[torch.UntypedStorage], list[int], _Copy]] = {}
 
-    def put(self, name: str, tensors: Iterable[Tensor]) -> None:
+    def put(self, name: str, tensors: Iterable[Tensor], *, zero: bool = False) -> None:
         """Take `tensors`, of one device, until `take` asks for `name`; of those cut over ranks this rank's
-        parts. Nothing where that name is away already.
+        parts. Nothing where that name is away already. `zero`: nothing but zeros is in them, and nothing is
+        kept.
 
         Raises `OSError` if they cannot be written; all of them are as they were then.
         """
         if name in self._away:
             return
-        parts = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
-        own = list({id(part): part for part in parts if part.numel() and part.is_contiguous()}.values())
+        own = _memory(tensors)
         if own:
-            copy = _OnHost(own) if own[0].device.type == "cuda" else _OnDisk(own, self._folder)
-            self._away[name] = own, [tuple(part.shape) for part in own], copy
-            for part in own:
-                part.data = part.new_empty(0)
+            copy: _Copy
+            if zero:
+                copy = _Zeros()
+            elif own[0].device.type == "cuda":
+                copy = _OnHost(_seen(own))
+            else:
+                copy = _OnDisk(_seen(own), self._folder)
+            self._away[name] = own, [storage.nbytes() for storage in own], copy
+            for storage in own:
+                storage.resize_(0)
 
     def take(self, name: str) -> None:
         """Give the tensors that were put under `name` their contents again; nothing if there are none.
@@ -56,10 +65,10 @@ class Shelf:
         Raises `CheckpointError` if these are not what was written.
         """
         if name in self._away:
-            own, shapes, copy = self._away.pop(name)
-            for part, shape in zip(own, shapes, strict=True):
-                part.data = part.new_empty(shape)
-            copy.fill(own)
+            own, sizes, copy = self._away.pop(name)
+            for storage, size in zip(own, sizes, strict=True):
+                storage.resize_(size)
+            copy.fill(_seen(own))
 
     def close(self) -> None:
         """Forget what is away: those tensors stay without memory."""
@@ -68,23 +77,58 @@ class Shelf:
         self._away.clear()
 
 
+def _memory(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """What `tensors` lie in, each once; what cannot be given back stays."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        if storage.nbytes() and storage.resizable():
+            found[storage.data_ptr()] = storage
+    return list(found.values())
+
+
+def apart(tensors: Iterable[Tensor]) -> None:
+    """Give those of `tensors` memory of their own that lie in mapped files, so that it can be given back."""
+    for tensor in tensors:
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.detach().clone()
+
+
+def _seen(own: Sequence[torch.UntypedStorage]) -> list[Tensor]:
+    """[nbytes] uint8 of each."""
+    return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in own]
+
+
 class _Copy(Protocol):
-    def fill(self, tensors: Sequence[Tensor]) -> None: ...
+    def fill(self, memory: Sequence[Tensor]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class _Zeros:
+    """Nowhere."""
+
+    def fill(self, memory: Sequence[Tensor]) -> None:
+        for part in memory:
+            part.zero_()
+
+    def close(self) -> None:
+        return
 
 
 class _OnHost:
     """In pinned memory."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        for host, tensor in zip(self._pinned, tensors, strict=True):
-            host.copy_(tensor.detach(), non_blocking=True)  # before what the device is given next
+    def __init__(self, memory: Sequence[Tensor]) -> None:
+        self._pinned = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in memory]
+        for host, part in zip(self._pinned, memory, strict=True):
+            host.copy_(part, non_blocking=True)
+        # The storage that is freed next may be given to another stream before the copy is made.
+        torch.cuda.current_stream(memory[0].device).synchronize()
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        for host, tensor in zip(self._pinned, tensors, strict=True):
-            tensor.detach().copy_(host, non_blocking=True)
+    def fill(self, memory: Sequence[Tensor]) -> None:
+        for host, part in zip(self._pinned, memory, strict=True):
+            part.copy_(host, non_blocking=True)
 
     def close(self) -> None:
         self._pinned.clear()
@@ -93,11 +137,11 @@ class _OnHost:
 class _OnDisk:
     """In a file without a name."""
 
-    def __init__(self, tensors: Sequence[Tensor], folder: Path) -> None:
+    def __init__(self, memory: Sequence[Tensor], folder: Path) -> None:
         self._folder, digest = folder, xxhash.xxh3_128()
         with ExitStack() as stack, writing(folder):
             self._file = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
-            for part in _parts(tensors):
+            for part in _parts(memory):
                 digest.update(part)
                 while part:
                     part = part[self._file.write(part) :]
@@ -107,12 +151,12 @@ class _OnDisk:
     def close(self) -> None:
         self._file.close()
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
+    def fill(self, memory: Sequence[Tensor]) -> None:
         digest, wrong = xxhash.xxh3_128(), "is not what was written"
         try:
             with self._file as file:
                 file.seek(0)
-                for part in _parts(tensors):
+                for part in _parts(memory):
                     left = part
                     while left and (count := file.readinto(left)):
                         left = left[count:]
@@ -126,9 +170,9 @@ class _OnDisk:
             )
 
 
-def _parts(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
-    """The memory of `tensors`, piece by piece."""
-    for tensor in tensors:
-        whole = tensor.detach().view(-1).view(torch.uint8).numpy().data
+def _parts(memory: Sequence[Tensor]) -> Iterator[memoryview]:
+    """Piece by piece."""
+    for tensor in memory:
+        whole = bytes_of(tensor)
         for start in range(0, len(whole), PART_BYTES):
             yield whole[start : start + PART_BYTES]

@@ -12,7 +12,7 @@ from opd.foreign import machine_memory
 from opd.pipelines.doctor.checks import Finding, existing_parent, unwritable
 from opd.pipelines.doctor.engine import engine_parts, on_cuda, token_bytes
 from opd.pipelines.doctor.models import Models, Shape
-from opd.pipelines.doctor.phases import by_phase, handed_over
+from opd.pipelines.doctor.phases import by_phase, handed_over, lends
 from opd.pipelines.stages.precision import (
     WIDTH,
     has_masters,
@@ -344,11 +344,10 @@ def _kept_weights(recipe: Recipe, teachers: Mapping[str, Shape], published: int)
 
 def _put_away(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> int:
     """Bytes of weights and moments that are elsewhere while the student writes, at most."""
-    sizes = [
-        _total(stage) - _total({name: size for name, size in stage.items() if name not in _PUT_AWAY})
+    return max(
+        sum(stage.get(name, 0) for name in _PUT_AWAY if not (name == "weights" and lends(stage)))
         for stage in _stages(recipe, student, teachers)
-    ]
-    return max(sizes)
+    )
 
 
 def _caches(recipe: Recipe) -> int:

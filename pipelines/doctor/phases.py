@@ -16,12 +16,13 @@ _BEFORE = "a teacher that writes"
 
 def by_phase(recipe: Recipe, parts: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """Bytes of the `parts` of a stage by the phases that hold them."""
-    offload, alone = recipe.runtime.offload, (recipe.train.ranks or 1) == 1
+    offload = recipe.runtime.offload
     engine = set(_ENGINE) if offload.engine else set()
     if recipe.model.lora is not None:
         engine.discard("engine copy")  # a base that nobody pushes stays
-    kept = {"weights", "critics"} if alone else set()  # FSDP2 keeps its parts
-    trainer = {"AdamW", *kept} if offload.trainer else set()
+    trainer = {"weights", "AdamW", "critics"} if offload.trainer else set()
+    if lends(parts):
+        trainer.discard("weights")
     update = {name for name in parts if name in _UPDATE or name.startswith("copies in ")}
     gone = {
         "rollout": update | trainer,
@@ -35,10 +36,15 @@ def by_phase(recipe: Recipe, parts: Mapping[str, int]) -> dict[str, dict[str, in
     }
 
 
+def lends(parts: Mapping[str, int]) -> bool:
+    """Whether the engine writes with the weights that are trained, which stay for it."""
+    return parts.get("engine copy") == 0
+
+
 def handed_over(recipe: Recipe) -> Recipe | None:
     """`recipe` with everything handed over that can be; `None` where that changes nothing."""
     embedded = recipe.rollout.engine.type == "torch" and recipe.launch.type == "local"
-    most = OffloadConfig(engine=embedded, trainer=recipe.train.backend == "torch")
+    most = OffloadConfig(engine=embedded, trainer=not recipe.train.offloads_itself)
     if recipe.rollout.schedule != "in_turn" or most == recipe.runtime.offload:
         return None
     runtime = recipe.runtime.model_copy(update={"offload": most})

@@ -278,7 +278,7 @@ class Student:
             engine, shared = _on_shares(recipe, path, backend, ranks)
             writers = EnginePool([engine])
         writers = writers or embedded(recipe, path)
-        backend.measured = context.memory.sample
+        backend.measured, backend.lent = context.memory.sample, shared
         for held in (backend, *writers.engines):
             if isinstance(held, Resident):
                 context.memory.watch(held.resident)

@@ -59,8 +59,16 @@ def test_parts_are_in_the_phases_that_use_them():
     assert {"weights", "AdamW", *ENGINE} <= set.intersection(*(set(held) for held in stays.values()))
     assert stays["train"] == memory_parts(recipe_of(), shape(), {})
     assert memory_parts(recipe_of(BOTH), shape(), {}) == phases["train"]
-    ranks = memory_by_phase(recipe_of(BOTH, train={"ranks": 2}), shape(), {})
-    assert "weights" in ranks["rollout"]  # of FSDP2 the moments alone leave
+    for backend in ("torch", "megatron", "deepspeed"):
+        ranks = memory_by_phase(recipe_of(BOTH, train={"ranks": 2, "backend": backend}), shape(), {})
+        assert not {"weights", "AdamW"} & ranks["rollout"].keys()
+    # What the engine writes with stays, where it is the trainer's.
+    shared = {
+        "train": {"ranks": 2},
+        "rollout": {"max_new_tokens": 5, "engine": {"type": "torch", "sharded": True}},
+    }
+    ranks = memory_by_phase(recipe_of(BOTH, **shared), shape(), {})
+    assert "weights" in ranks["rollout"]
     assert "AdamW" not in ranks["rollout"]
 
 

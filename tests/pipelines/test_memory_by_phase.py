@@ -206,10 +206,14 @@ def variety(sample: Any) -> float:
             r"would still sleep after it; name servers that the run starts \(rollout.engine.servers\)",
         ),
         (
-            {"train": {"backend": "deepspeed"}},
-            r"trainer has no effect with train.backend deepspeed; leave it out, and set train.deepspeed",
+            {
+                "train": {
+                    "backend": "deepspeed",
+                    "deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+                }
+            },
+            r"trainer puts away what train.deepspeed lets DeepSpeed keep in the host's memory",
         ),
-        ({"train": {"backend": "megatron"}}, "no effect with train.backend megatron; leave it out"),
     ],
 )
 def test_what_cannot_be_handed_over_is_refused(changes, said):

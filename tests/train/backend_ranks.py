@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +26,14 @@ from opd.config.rl import CISPOLoss, GSPOLoss
 from opd.config.train import LoRAConfig
 from opd.kernels.head import Head
 from opd.models.adapters import AdaptedLM
-from opd.models.causal_lm import CausalLM, torch_dtype
+from opd.models.causal_lm import CausalLM, held_bytes, torch_dtype
 from opd.ranks import Ranks
 from opd.storage.tensors import TensorParts, write_files
-from opd.train.backend import Saved, State, TorchBackend, Training
+from opd.train.backend import Backend, TorchBackend, Training
 from opd.train.backends import open_backend
 from opd.train.distill_terms import FullVocabularyTerm
+from opd.train.offload import Shelf
+from opd.train.saved_state import Saved, State
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
 from opd.types import RolloutBatch, TokenTerms
@@ -120,11 +123,14 @@ def batch_of(lengths: list[tuple[int, int]], teachers: list[str], seed: int) -> 
 
 
 def train(backend, first: int, last: int, batch=batch) -> list[dict[str, float]]:
-    """The metrics of steps `first` to `last`, of which each learns `batch(step)`."""
-    return [
-        backend.forward_backward(batch(step)) | backend.step(3e-3 * (0.9**step))
-        for step in range(first, last)
-    ]
+    """The metrics of steps `first` to `last`, of which each learns `batch(step)`; between them what learns
+    leaves the device, if it has where to.
+    """
+    found = []
+    for step in range(first, last):
+        backend.rest()
+        found.append(backend.forward_backward(batch(step)) | backend.step(3e-3 * (0.9**step)))
+    return found
 
 
 def gradients_of(backend) -> dict[str, torch.Tensor]:
@@ -159,7 +165,7 @@ def on_two_ranks(folder: Path, half: State, tasks: list[dict]) -> Path:
     (folder / "half").mkdir()
     save_state(folder / "half", half)
     (folder / "tasks.json").write_text(json.dumps(tasks))
-    run_ranks(__file__, 2, folder, seconds=400)
+    run_ranks(__file__, 2, folder, seconds=60 + 40 * len(tasks))
     return folder
 
 
@@ -178,15 +184,33 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
         assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
 
 
+def assert_away(backend: Backend) -> None:
+    """What learns is in memory, and not when it rests, though nobody has to ask for it to come back."""
+    backend.rest()
+    backend.measured = lambda: seen.append(backend.resident())
+    seen: list[dict[str, int]] = []
+    backend.forward_backward(batch(0))
+    backend.zero_grad()
+    there = backend.resident()
+    backend.rest()
+    stays = held_bytes(backend.held().stays)
+    left = backend.resident()
+    assert left == {"trainer_weights": stays, "trainer_gradients": 0, "trainer_moments": 0}, left
+    assert seen[0]["trainer_weights"] == there["trainer_weights"] > stays
+    assert seen[0]["trainer_gradients"] > 0 == seen[0]["trainer_moments"]
+
+
 def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     """Train from `task["first"]` to `task["last"]`, from a checkpoint if `task["load"]` names one, on
     `BATCHES[task["batches"]]`; write metrics, log-probabilities, weights and a
-    checkpoint, and, if asked for `gradients`, those of the first batch.
+    checkpoint, and, if asked for `gradients`, those of the first batch. If told that it is `away`, nothing is
+    in memory whenever it has nothing to do.
     """
+    own = training(**task.get("batch", {}))
     opened = open_backend(
         lambda dtype, empty=False: student(dtype=dtype, **task.get("model", {})),
         TrainConfig.model_validate(task["train"]),
-        training(**task.get("batch", {})),
+        replace(own, shelf=Shelf(folder)) if task.get("away") else own,
         ranks,
         dtype=task.get("dtype", "float32"),
     )
@@ -195,12 +219,17 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
             backend.load_state(read_state(folder / task["load"]))
         gradients = gradients_of(backend) if task.get("gradients") else {}
         metrics = train(backend, task["first"], task["last"], BATCHES[task.get("batches", "new")])
+        if task.get("away"):
+            assert_away(backend)
         logprobs = backend.logprobs(batch(0).samples)
         weights = {name: tensor.clone() for name, tensor in backend.weights()}
         plain = (
             {n: t.clone() for n, t in backend.plain_weights()} if "lora" in task.get("model", {}) else None
         )
-        digest, state = backend.digest(), backend.state()
+        backend.rest()
+        digest = backend.digest()
+        backend.rest()
+        state = backend.state()
     out = folder / task["name"]
     out.mkdir(exist_ok=True)
     save_state(out, state, ranks)

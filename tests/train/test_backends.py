@@ -78,7 +78,14 @@ def ranks(tmp_path_factory, request):
         for task in (
             {"name": name, "train": train, "first": 0, "last": STEPS},
             {"name": f"{name}-half", "train": train, "first": 0, "last": HALF},
-            {"name": f"{name}-resumed", "train": train, "load": "half", "first": HALF, "last": STEPS},
+            {
+                "name": f"{name}-resumed",
+                "train": train,
+                "load": "half",
+                "first": HALF,
+                "last": STEPS,
+                "away": True,
+            },
             {"name": f"{name}-uneven", "train": train, "first": 0, "last": 4, "batches": "uneven"},
         )
     ]
