@@ -9,7 +9,6 @@ The only file of `storage/` that needs torch.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
@@ -42,8 +41,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """By the names safetensors gives them."""
-CONVERTED_BYTES = 4 << 20
-"""Read at a time where elements become those of another dtype or device."""
+COPIED_BYTES = 4 << 20
+"""Read at a time, on the way to where elements are wanted."""
 
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int16: "I16", torch.int8: "I8"}
@@ -92,7 +91,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Pi
         write(_header({name: values[name] for name in order}, _pieces_of(tensors)))
         for name in order:
             for part in values[name].detach().reshape(-1).split(_WRITTEN_BYTES):
-                write(bytes_of(part.cpu().contiguous()))
+                write(part.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -244,6 +243,59 @@ def shape_of(saved: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     return saved.shape(name) if isinstance(saved, TensorParts) else tuple(saved[name].shape)
 
 
+State = Mapping[str, Mapping[str, Tensor | Piece]]
+"""The files of a checkpoint, by name, and what this rank has of each."""
+Saved = Mapping[str, Mapping[str, Tensor]]
+"""A checkpoint, of which tensors are read when they are asked for."""
+
+
+class Fields(Mapping[str, Tensor]):
+    """The optimiser's state of one parameter in a checkpoint, read when it is asked for."""
+
+    def __init__(self, saved: Mapping[str, Tensor], name: str, fields: Sequence[str]) -> None:
+        self.saved, self._name, self._fields = saved, name, fields
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.saved[f"{self._name}/{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+def optimizer_fields(saved: Mapping[str, Tensor], known: Mapping[str, object]) -> dict[str, Fields]:
+    """The entries `NAME/FIELD` of a checkpoint by name of the parameter.
+
+    Raises `CheckpointError` for a name that is not `known`.
+    """
+    by_name: dict[str, list[str]] = {}
+    for key in saved:
+        name, _, field = key.rpartition("/")
+        by_name.setdefault(name, []).append(field)
+    unknown = sorted(set(by_name) - set(known))
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint holds optimiser state for {unknown[0]}, which this model does not have;"
+            " resume with the recipe the run was started with."
+        )
+    return {name: Fields(saved, name, fields) for name, fields in by_name.items()}
+
+
+def check_tensors(saved: Mapping[str, Tensor], own: Mapping[str, Sequence[int]], model: str) -> None:
+    """`CheckpointError` unless a checkpoint has `saved` exactly the tensors that `model` has, in the shapes
+    `own`.
+    """
+    shapes = {name: shape_of(saved, name) for name in saved}
+    different = sorted(name for name in saved.keys() | own.keys() if shapes.get(name) != own.get(name))
+    if different:
+        raise CheckpointError(
+            f"the checkpoint and {model} do not have the same tensors, {different[0]} among them; resume with"
+            " the recipe the run was started with."
+        )
+
+
 _MAX_PIECES_BYTES = 64 << 20
 _MAX_SIDE = 1 << 48
 
@@ -282,31 +334,22 @@ def _require_all(name: str, pieces: list[_Stored]) -> None:
 
 
 def _copy_elements(path: Path, place: int, dtype: torch.dtype, into: Tensor) -> None:
-    """Fill `into` [n] with elements of `dtype` from byte `place` of a file on."""
-    straight = into.device.type == "cpu" and into.dtype == dtype
-    most = into.numel() if straight else min(into.numel(), CONVERTED_BYTES // dtype.itemsize)
-    room = into if straight else torch.empty(most, dtype=dtype)
-    for part in into.split(most):
+    """Fill `into` [n] with elements of `dtype` from byte `place` of a file on.
+
+    A few MiB at a time, also where these could be read straight into it: torch can never again give memory
+    back that numpy has looked at.
+    """
+    room = torch.empty(min(into.numel(), COPIED_BYTES // dtype.itemsize), dtype=dtype)
+    for part in into.split(max(1, len(room))):
         elements = room[: part.numel()]
         _read_bytes(path, place, elements)
         place += elements.nbytes
-        if not straight:
-            part.copy_(elements)
+        part.copy_(elements)
 
 
 def _read_bytes(path: Path, place: int, into: Tensor) -> None:
     with reading(path, CheckpointError), os.fdopen(open_plain(path, follow=True), "rb") as file:
-        fill_from(file.fileno(), place, bytes_of(into))
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of `tensor`, which is on the CPU and contiguous.
-
-    Numpy would do, but torch can never again give memory back that numpy has looked at.
-    """
-    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    array.keeps = tensor  # pyright: ignore[reportAttributeAccessIssue]
-    return memoryview(array).cast("B")
+        fill_from(file.fileno(), place, into.view(torch.uint8).numpy().data)
 
 
 def rows_tensor(lease: Lease) -> Tensor:

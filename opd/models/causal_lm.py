@@ -9,6 +9,7 @@ Shapes: `T` packed tokens, `B` sequences, `D` hidden size, `V` vocabulary.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,6 @@ from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAt
 from opd.models.hf_folder import check_folder, scratch_config
 from opd.models.hf_weights import load_module
 from opd.models.long_sequence import WHOLE, ChunkedLayers, LayerMemory, LayerPieces, final_norm, recomputed
-from opd.storage.tensors import bytes_of
 
 _DIVISORS = ("logits_scaling",)  # Granite, MiniCPM 3
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon H1, Muse Spark
@@ -256,7 +256,7 @@ class WeightsDigest:
         if sent is not None:
             sent._begin(name, source)
         if target.dtype == source.dtype and _in_order(target) and _in_order(source):
-            self._copied(bytes_of(raw_bytes(target)), bytes_of(raw_bytes(source)), sent)
+            self._copied(bytes_of(target), bytes_of(source), sent)
             return
         if sent is not None:
             sent._content(source)
@@ -280,7 +280,7 @@ class WeightsDigest:
             for part in _staged(tensor):
                 self._hash.update(part)
         else:
-            self._hash.update(bytes_of(raw_bytes(tensor)))
+            self._hash.update(bytes_of(tensor))
 
     def hex(self) -> str:
         """Of what has passed so far."""
@@ -348,6 +348,17 @@ def _flat(tensor: Tensor) -> Tensor:
     flat = tensor.contiguous().reshape(-1)
     # One number is in order whatever its stride is, but seen as bytes only with a stride of 1.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of `tensor`, where it lies if that is on the CPU and in order.
+
+    Numpy would do, but torch can never again give memory back that numpy has looked at.
+    """
+    raw = raw_bytes(tensor)
+    array = (ctypes.c_ubyte * raw.nbytes).from_address(raw.data_ptr())
+    array.keeps = raw  # pyright: ignore[reportAttributeAccessIssue]
+    return memoryview(array).cast("B")
 
 
 def _in_order(tensor: Tensor) -> bool:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opd.errors import RolloutError
-from opd.models.causal_lm import DTYPES, raw_bytes
+from opd.models.causal_lm import DTYPES, bytes_of, raw_bytes
 from opd.storage.files import read_object
-from opd.storage.tensors import bytes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,7 +228,7 @@ def _parts(name: str, known: Mapping[str, Tensor]) -> list[str] | None:
 
 def _of_cpu(tensor: Tensor) -> str:
     """What a server on a CPU tells of a tensor, and more: the sha256 of its bytes."""
-    return hashlib.sha256(bytes_of(raw_bytes(tensor))).hexdigest()
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
 _TILE = 8192

@@ -29,10 +29,10 @@ from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
 from opd.models.sharded import Root
 from opd.ranks import Ranks
+from opd.storage.tensors import Saved, State, optimizer_fields
 from opd.train.offload import Shelf, apart
 from opd.train.packing import PerSample, Shares, of_packed, pack, pieces
 from opd.train.plan import CostModel
-from opd.train.saved_state import Saved, State, optimizer_fields, state_of
 from opd.train.terms import LossTerm, MetricSums, StudentRows, adding_to, linear_logprobs, shares
 from opd.types import MicroBatch, RolloutBatch, Sample
 
@@ -86,6 +86,25 @@ def update(backend: Backend, optimizer: torch.optim.Optimizer, norm: float, lr: 
 def not_finite(norm: float) -> TrainingError:
     """The error for a gradient of this norm."""
     return TrainingError(f"the gradient norm is {norm}; lower the learning rate or resume from a checkpoint.")
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's running means of a gradient and of its square, by torch's names."""
+
+
+def state_of(parameter: Tensor, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """AdamW's state of `parameter` from `fields` of a checkpoint, perhaps written in another precision."""
+    # The fused AdamW keeps its step count, in its own dtype, where the parameter is, too.
+    return {
+        key: value.to(parameter.device, parameter.dtype if key in MOMENTS else value.dtype)
+        for key, value in fields.items()
+    }
+
+
+def moments_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """The shapes of what AdamW keeps of parameters of these `shapes`, all of which have been updated."""
+    fields = {f"{name}/{key}": shape for name, shape in shapes.items() for key in MOMENTS}
+    return fields | {f"{name}/step": () for name in shapes}
 
 
 Read = Callable[[Sequence[Sequence[int]]], Iterable[RolloutBatch]]

@@ -31,9 +31,8 @@ from opd.models.sharded import (
     width_of,
 )
 from opd.ranks import Ranks
-from opd.storage.tensors import Piece, copied, part_of
-from opd.train.backend import Held, Training, WholeModelBackend, adamw, not_finite
-from opd.train.saved_state import MOMENTS, Saved, State, check_tensors, moments_of, optimizer_fields
+from opd.storage.tensors import Piece, Saved, State, check_tensors, copied, optimizer_fields, part_of
+from opd.train.backend import MOMENTS, Held, Training, WholeModelBackend, adamw, moments_of, not_finite
 
 
 def deepspeed_library() -> ModuleType:

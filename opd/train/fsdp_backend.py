@@ -20,11 +20,10 @@ from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
 from opd.models.sharded import cut, local_part, whole
 from opd.ranks import Ranks
-from opd.storage.tensors import Piece, copied, part_of, shape_of
-from opd.train.backend import Read, TorchBackend, Training, cost_of
+from opd.storage.tensors import Piece, Saved, State, copied, optimizer_fields, part_of, shape_of
+from opd.train.backend import Read, TorchBackend, Training, cost_of, state_of
 from opd.train.packing import Shares
 from opd.train.plan import context_size, divisors
-from opd.train.saved_state import Saved, State, optimizer_fields, state_of
 from opd.train.shared_sequences import SharedSequences, context_of
 from opd.train.terms import MetricSums
 from opd.types import Sample

@@ -45,8 +45,8 @@ from opd.models.context_parallel import ContextAttention, TokenShare
 from opd.models.sharded import Stored, need_room, read_together, width_of
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece as TensorPiece
-from opd.storage.tensors import copied, part_of
-from opd.train.backend import TRIMMED, Backend, Held, Training, not_finite
+from opd.storage.tensors import Saved, State, check_tensors, copied, optimizer_fields, part_of
+from opd.train.backend import MOMENTS, TRIMMED, Backend, Held, Training, moments_of, not_finite
 from opd.train.megatron_optimizer import (
     WEIGHT,
     DistributedAdamW,
@@ -55,7 +55,6 @@ from opd.train.megatron_optimizer import (
     Slices,
     main_gradient,
 )
-from opd.train.saved_state import MOMENTS, Saved, State, check_tensors, moments_of, optimizer_fields
 from opd.train.shared_sequences import SharedSequences, context_of
 from opd.train.terms import MetricSums
 from opd.types import RolloutBatch

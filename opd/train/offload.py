@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from opd.errors import CheckpointError, reason_of, writing
-from opd.storage.tensors import bytes_of
+from opd.models.causal_lm import bytes_of
 
 PART_BYTES = 1 << 20
 """Digested and written at a time, while it is in the cache."""

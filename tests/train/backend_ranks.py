@@ -28,12 +28,11 @@ from opd.kernels.head import Head
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, held_bytes, torch_dtype
 from opd.ranks import Ranks
-from opd.storage.tensors import TensorParts, write_files
+from opd.storage.tensors import Saved, State, TensorParts, write_files
 from opd.train.backend import Backend, TorchBackend, Training
 from opd.train.backends import open_backend
 from opd.train.distill_terms import FullVocabularyTerm
 from opd.train.offload import Shelf
-from opd.train.saved_state import Saved, State
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
 from opd.types import RolloutBatch, TokenTerms

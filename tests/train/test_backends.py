@@ -16,7 +16,7 @@ from opd.ranks import Ranks
 from opd.train.backend import TorchBackend
 from opd.train.megatron_backend import MegatronBackend
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # one launch of all back ends
 
 STEPS = 20
 HALF = 10
