@@ -38,9 +38,9 @@ class Shelf:
         self._away: dict[str, tuple[list[torch.UntypedStorage], list[int], _Copy]] = {}
 
     def put(self, name: str, tensors: Iterable[Tensor], *, zero: bool = False) -> None:
-        """Take `tensors`, of one device, until `take` asks for `name`; of those cut over ranks this rank's
-        parts. Nothing where that name is away already. `zero`: nothing but zeros is in them, and nothing is
-        kept.
+        """Take `tensors` until `take` asks for `name`, or those on a GPU, where there are some; of those cut
+        over ranks this rank's parts. Nothing where that name is away already. `zero`: nothing but zeros is in
+        them, and nothing is kept.
 
         Raises `OSError` if they cannot be written; all of them are as they were then.
         """
@@ -78,13 +78,14 @@ class Shelf:
 
 
 def _memory(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """What `tensors` lie in, each once; what cannot be given back stays."""
+    """What `tensors` lie in, each once; on a GPU, if any of them are. What cannot be given back stays."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         if storage.nbytes() and storage.resizable():
             found[storage.data_ptr()] = storage
-    return list(found.values())
+    on_gpu = [storage for storage in found.values() if storage.device.type == "cuda"]
+    return on_gpu or list(found.values())
 
 
 def apart(tensors: Iterable[Tensor]) -> None:
@@ -122,9 +123,7 @@ class _OnHost:
     def __init__(self, memory: Sequence[Tensor]) -> None:
         self._pinned = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in memory]
         for host, part in zip(self._pinned, memory, strict=True):
-            host.copy_(part, non_blocking=True)
-        # The storage that is freed next may be given to another stream before the copy is made.
-        torch.cuda.current_stream(memory[0].device).synchronize()
+            host.copy_(part, non_blocking=True)  # before what the device is given next
 
     def fill(self, memory: Sequence[Tensor]) -> None:
         for host, part in zip(self._pinned, memory, strict=True):

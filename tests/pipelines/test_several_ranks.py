@@ -120,8 +120,16 @@ def test_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, loss, s
     moved = max(float((expected[name] - start[name]).abs().max()) for name in expected)
     apart = max(float((ours[name] - expected[name]).abs().max()) for name in expected)
     assert apart <= 1e-2 * moved  # four steps of AdamW: what rounding can become
+    rows = read_metrics(out / "stages/merge/metrics.jsonl")
+    if away:
+        for row in rows:
+            kinds = ("weights", "gradients", "moments")
+            there, left = ([row[f"memory/{p}/trainer_{k}"] for k in kinds] for p in ("train", "rollout"))
+            assert left[0] < there[0] / 50  # buffers of the model alone
+            assert left[1:] == [0, 0]
+            assert all(there)
+            assert not row["memory/train/engine_kv"]
     if launch == "auto":
-        rows = read_metrics(out / "stages/merge/metrics.jsonl")
         assert {row["context_parallel"] for row in rows} == {2.0}
     assert not list((out / "stages" / "merge").glob("trajectories*"))
 
