@@ -409,7 +409,9 @@ class Backend(ABC):
         each other, each with pieces of its own sizes, would need the sum of their memory and not that of the
         largest.
         """
-        if not self._trims or self.device.type != "cpu" or resident_bytes() - self._trimmed < kept:
+        if not self._trims or self.device.type != "cpu":
+            return
+        if kept and resident_bytes() - self._trimmed < kept:
             return
         give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
         if give_back is not None:

@@ -229,6 +229,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
         digest = backend.digest()
         backend.rest()
         state = backend.state()
+        backend.rest()  # it may end like that
     out = folder / task["name"]
     out.mkdir(exist_ok=True)
     save_state(out, state, ranks)
