@@ -7,6 +7,8 @@ venv="$root/.venv"
 python="$venv/bin/python"
 # Threads that wait without spinning: stages share the cores.
 export KMP_BLOCKTIME=0 OMP_WAIT_POLICY=passive
+# Containers tend to set it: each of a run's many processes would then compile `opd` and its libraries anew.
+unset PYTHONDONTWRITEBYTECODE
 
 say() { echo "opd: $*" >&2; }
 
