@@ -127,6 +127,11 @@ class TrainConfig(Config):
                     f"{name} has no effect with backend {self.backend}; set backend to megatron, or leave it"
                     " out"
                 )
+        if not isinstance(self.deepspeed.get("zero_optimization", {}), dict):
+            raise ValueError(
+                "deepspeed.zero_optimization holds settings by name, such as {overlap_comm: true}; give it"
+                " so, or leave it out"
+            )
         if self.ranks is not None and (misfit := self.misfit(self.ranks)):
             raise ValueError(misfit)
         return self
@@ -145,7 +150,7 @@ class TrainConfig(Config):
     def offloads_itself(self) -> bool:
         """Whether DeepSpeed is told to keep something in the host's memory."""
         own = self.deepspeed.get("zero_optimization", {})
-        return self.backend == "deepspeed" and any(str(name).startswith("offload_") for name in own or ())
+        return self.backend == "deepspeed" and any(str(name).startswith("offload_") for name in own)
 
     def misfit(self, size: int) -> str | None:
         """Why `size` ranks cannot be divided as is asked for, and what could; `None` if they can."""

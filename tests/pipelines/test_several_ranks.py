@@ -217,6 +217,9 @@ def test_ranks_that_cannot_be_divided_are_refused():
         TrainConfig(ranks=6, **shared)
     with pytest.raises(ValueError, match=r"context_parallel auto is for backend torch, not megatron"):
         TrainConfig(backend="megatron", context_parallel="auto")
+    for odd in ([], "stage3", 3, None):
+        with pytest.raises(ValueError, match=r"deepspeed.zero_optimization holds settings by name"):
+            TrainConfig(backend="deepspeed", deepspeed={"zero_optimization": odd})
     with pytest.raises(
         ValueError, match=r"looks at all lengths of a step, but with storage.trajectories disk"
     ):
