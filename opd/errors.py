@@ -76,6 +76,10 @@ class RanksError(OpdError, RuntimeError):
     """The processes of one run cannot go on together: one has ended, hangs, or cannot be reached."""
 
 
+class TeacherRanksError(TeacherError, RanksError):
+    """Teachers that ranks read together cannot be read, for a rank is gone."""
+
+
 class RunFolderError(OpdError, OSError):
     """A run folder exists already, belongs to another run, or does not match the recipe."""
 
@@ -112,7 +116,8 @@ _ADVICE = {
     errno.ESTALE: "the network's file system has lost it; check the mount",
     errno.EMFILE: "this process has too many files open; raise the limit (`ulimit -n`)",
     errno.ENFILE: "the machine has too many files open; end other processes",
-    errno.EAGAIN: "the system gives no more processes or threads; raise the limit (`ulimit -u`)",
+    errno.EAGAIN: "the system gives no more processes or threads; raise the limit (`ulimit -u`), and those of"
+    " memory where they are set (`ulimit -d`, `ulimit -v`): each thread takes some",
     errno.ENOMEM: "the machine has no more memory; free some, raise the limit (`ulimit -v`), or use a smaller"
     " batch",
 }

@@ -537,8 +537,10 @@ class FsspecStore(ObjectStore):
     def _make_filesystem(self) -> Any:
         import fsspec
 
+        # Stores of objects have no folders; on a disk they are made as they are needed.
+        folders = {"auto_mkdir": True} if self.url.startswith(("local://", "file://")) else {}
         try:
-            return fsspec.core.url_to_fs(self.url)[0]
+            return fsspec.core.url_to_fs(self.url, **folders)[0]
         except Exception as error:  # some are reached as they are made, each by a library of its own
             raise StorageError(
                 f"{self.url} cannot be opened ({_cause(error)}); check it and the store, or {_ELSEWHERE}."

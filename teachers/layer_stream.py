@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opd.errors import OpdError, TeacherError, reason_of
+from opd.errors import OpdError, TeacherError, TeacherRanksError, reason_of
 from opd.teachers.head_pages import HeadPages
 
 if TYPE_CHECKING:
@@ -255,13 +255,13 @@ def _not_gathered(model: PublishedModel, unit: str) -> str:
 
 @contextmanager
 def naming_lost_ranks(failure: str) -> Iterator[None]:
-    """The back end's own errors as a `TeacherError` that begins with `failure`."""
+    """The back end's own errors as a `TeacherRanksError` that begins with `failure`."""
     try:
         yield
     except OpdError:
         raise
     except RuntimeError as error:
-        raise TeacherError(
+        raise TeacherRanksError(
             f"{failure}, another rank is gone or does not answer ({reason_of(error)}); look for that"
             " rank's own error, then start all of them again."
         ) from error

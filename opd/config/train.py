@@ -121,6 +121,11 @@ class TrainConfig(Config):
                 "context_parallel has no effect with backend deepspeed; set backend to torch or megatron, or"
                 " leave context_parallel at 1"
             )
+        if self.deepspeed and self.backend != "deepspeed":
+            raise ValueError(
+                f"deepspeed has no effect with backend {self.backend}; set backend to deepspeed, or leave it"
+                " out"
+            )
         for name in ("distributed_optimizer", "overlap"):
             if getattr(self, name) is not None and self.backend != "megatron":
                 raise ValueError(
@@ -148,9 +153,11 @@ class TrainConfig(Config):
 
     @property
     def offloads_itself(self) -> bool:
-        """Whether DeepSpeed is told to keep something in the host's memory."""
+        """Whether DeepSpeed is told to keep something elsewhere than on the device."""
         own = self.deepspeed.get("zero_optimization", {})
-        return self.backend == "deepspeed" and any(str(name).startswith("offload_") for name in own)
+        parts = [own.get(name) for name in ("offload_optimizer", "offload_param")]
+        told = any(isinstance(part, dict) and part.get("device", "none") != "none" for part in parts)
+        return self.backend == "deepspeed" and (told or own.get("cpu_offload") is True)
 
     def misfit(self, size: int) -> str | None:
         """Why `size` ranks cannot be divided as is asked for, and what could; `None` if they can."""

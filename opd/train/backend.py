@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from opd.config.train import BatchConfig, OptimConfig
-from opd.errors import TrainingError
+from opd.errors import TrainingError, from_system, reason_of
 from opd.kernels.head import Head, gathered
 from opd.kernels.vocab_parallel import HeadShard
 from opd.models.adapters import AdaptedLM
@@ -284,16 +284,30 @@ class Backend(ABC):
 
     def rest(self, weights: bool = True) -> None:
         """Between two steps put moments, and `weights`, away until they are used, where that is asked for.
-        Raises `OSError` if they cannot be written; nothing is lost by that.
+        Raises `OSError` if they cannot be written, on all ranks; nothing is lost by that.
         """
         if self._shelf is None:
             return
+        if self.together.alone:
+            self._put_away(self._shelf, weights)
+            return
+        shelf = self._shelf
+
+        def work() -> None:
+            try:
+                self._put_away(shelf, weights)
+            except OSError as error:
+                raise from_system(error) or TrainingError(f"{reason_of(error)}.") from error
+
+        self.together.agreed(work, "putting away what learns")
+
+    def _put_away(self, shelf: Shelf, weights: bool) -> None:
         held = self.held()
-        self._shelf.put("moments", held.moments)
+        shelf.put("moments", held.moments)
         if self.empty_buffers:
-            self._shelf.put("gradients", held.gradients, zero=True)
+            shelf.put("gradients", held.gradients, zero=True)
         if weights and not self.lent:
-            self._shelf.put("weights", held.weights)
+            shelf.put("weights", held.weights)
         self._trim()
 
     def wake(self) -> None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from opd.config.train import TrainConfig
-from opd.errors import MissingExtraError
+from opd.errors import ConfigError, MissingExtraError, from_system, reason_of
 from opd.models.causal_lm import CausalLM
 from opd.models.sharded import (
     Root,
@@ -53,6 +55,20 @@ def deepspeed_library() -> ModuleType:
         # An optional collective over shared memory; compiling it takes a minute and a half the first time.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+@contextmanager
+def _naming_settings() -> Iterator[None]:
+    """What DeepSpeed says of settings, which it checks in ways of its own, as a `ConfigError`."""
+    try:
+        yield
+    except Exception as error:
+        if from_system(error) is not None or isinstance(error, torch.OutOfMemoryError | dist.DistError):
+            raise
+        raise ConfigError(
+            f"DeepSpeed does not start with train.deepspeed as it is ({reason_of(error)[:300]}); change it,"
+            " or leave it out."
+        ) from error
 
 
 class DeepSpeedBackend(WholeModelBackend):
@@ -115,6 +131,7 @@ class DeepSpeedBackend(WholeModelBackend):
             "gradient_clipping": self._max_grad_norm,
             "zero_optimization": bounds | more.get("zero_optimization", {}) | {"stage": self._stage},
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # by which offload_optimizer refuses any AdamW but its own
             "bf16": {"enabled": compute_dtype is torch.bfloat16},
             "fp16": {"enabled": compute_dtype is torch.float16},
             "steps_per_print": 2**31,
@@ -124,9 +141,10 @@ class DeepSpeedBackend(WholeModelBackend):
     def _start(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
         os.environ.setdefault("LOCAL_RANK", "0")
         root = Root(self.model.module)
-        engine, *_ = self._library.initialize(
-            model=root, optimizer=optimizer, config=config, dist_init_required=False
-        )
+        with _naming_settings():
+            engine, *_ = self._library.initialize(
+                model=root, optimizer=optimizer, config=config, dist_init_required=False
+            )
         if self._stage == 3:
             # Used by the loss, outside of the forward of the module that owns them.
             for parameter in self.model.module.get_output_embeddings().parameters():
@@ -150,7 +168,8 @@ class DeepSpeedBackend(WholeModelBackend):
         need_room(self.model, self.data, share, 2 * dtype.itemsize + 4)
         # On the ranks there are: DeepSpeed would look for a launcher's.
         self._library.init_distributed(dist_init_required=False)
-        init = self._library.zero.Init(config_dict_or_path=config)
+        with _naming_settings():
+            init = self._library.zero.Init(config_dict_or_path=config)
 
         def part(old: nn.Parameter) -> nn.Parameter:
             # Whole, but its memory is not touched: of the part alone it becomes resident.

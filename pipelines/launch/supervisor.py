@@ -63,7 +63,8 @@ class Message(NamedTuple):
         """Of a failure."""
         first = self.words[0]
         if self.kind == "error":
-            return {"RanksError": Cause.LOST, "PreemptedError": Cause.STOPPED}.get(first, Cause.FAULT)
+            lost = dict.fromkeys(("RanksError", "TeacherRanksError"), Cause.LOST)
+            return (lost | {"PreemptedError": Cause.STOPPED}).get(first, Cause.FAULT)
         if self.kind == "left" and first in (
             EXIT_STATUS,
             -signal.SIGTERM,

@@ -7,6 +7,7 @@ Responses go to their teachers when they end, while others are still being writt
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
     from opd.rollout.collect import EncodedPrompt, Generates
 
+_log = logging.getLogger(__name__)
 MIB = 1 << 20
 _SCORED_TOKENS = 1 << 20
 """Tokens of samples on disk that teachers are given at a time, about."""
@@ -275,6 +277,13 @@ def _weights_cache(context: StageContext, stack: ExitStack) -> ShardCache | None
     if most == 0:
         return None
     folder = context.folder.weights_cache(context.recipe)
+    if context.recipe.runtime.weights_cache is None and folder.parent.is_symlink():
+        _log.warning(
+            "%s is a link, where this run keeps copies of teachers' weights; remove it. Until then they are"
+            " read from the store at every step",
+            folder.parent,
+        )
+        return None
     cache = ShardCache(folder, None if most is None else most * MIB)
     stack.callback(cache.close)
     return cache

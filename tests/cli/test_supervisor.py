@@ -86,6 +86,7 @@ IGNORES = "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         ((LOST, LATER + SILENT), ("m1", "left", 2)),
         ((LOST, LATER + KILLED), ("m1", "left", -9)),
         ((CRASHED, LATER + KILLED), ("m1", "left", -9)),
+        ((LOST.replace("Ranks", "TeacherRanks"), LATER + KILLED), ("m1", "left", -9)),
         ((LOST, LATER + CRASHED), ("m1", "left", 1)),
         ((STOPPED, LATER + LOST), ("m1", "error", "RanksError", "m1 was lost")),
         ((STOPPED, ""), ("m0", "left", 143)),

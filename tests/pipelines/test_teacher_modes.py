@@ -68,28 +68,35 @@ def test_published_teachers_give_the_same_weights_and_are_evaluated(trained, tmp
     assert measured == {name: model["domains"] for name, model in models.items()}
 
 
-def test_teachers_in_an_object_store_are_read_once_a_run(trained, tmp_path):
+def test_teachers_in_an_object_store_are_read_once_a_run(trained, tmp_path, capsys):
     """With the node's copies of them or without, to the same weights."""
     urls = {}
     for name in ("sort", "add3"):
-        publish_checkpoint(trained / "specialists" / name, tmp_path / "store" / name)
-        urls[name] = {"path": f"local://{tmp_path}/store/{name}"}  # the same files, by fsspec
+        urls[name] = {"path": f"local://{tmp_path}/store/{name}"}  # by fsspec
+        publish_checkpoint(trained / "specialists" / name, urls[name]["path"])
     expected = json.loads((trained / "stages/merge/done.json").read_text())["digest"]
     read = {}
-    for most in (None, 0):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for most in (None, 0, "a link"):
         out, recipe = tmp_path / f"run-{most}", merging_again(trained, urls)
-        runtime = recipe.runtime.model_copy(update={"weights_cache_mb": most})
+        runtime = recipe.runtime.model_copy(update={"weights_cache_mb": 0 if most == 0 else None})
         recipe = recipe.model_copy(update={"runtime": runtime})
         with RunFolder.create(out, recipe) as folder:
+            if most == "a link":
+                (out / "weights_cache").symlink_to(elsewhere)
             run_stage(recipe, folder, "merge")
             assert folder.weights_cache(recipe).exists() == (most is None)
             done, steps = folder.stage_done("merge"), folder.read_metrics("merge")
         assert done is not None
         assert done["digest"] == expected
-        assert not (out / "weights_cache").exists()
+        assert (out / "weights_cache").exists() == (most == "a link")
+        assert not list(elsewhere.iterdir())
         rows = [row for row in steps if "bytes_read" in row][1:]  # after the first step
         read[most] = [(row["bytes_read"] > 0, row["cached_bytes"] > 0) for row in rows]
-    assert read == {None: [(False, True)] * 3, 0: [(True, False)] * 3}
+    again = [(True, False)] * 3
+    assert read == {None: [(False, True)] * 3, 0: again, "a link": again}
+    assert "weights_cache is a link, where this run keeps copies" in capsys.readouterr().err
 
 
 def measured_with_swapped_teachers(run: Path, recipe: Recipe) -> dict:

@@ -30,10 +30,11 @@ from opd.storage.object_store import (
 FAST = StoreOptions(retry=Retry(attempts=3, pause=0.001), chunk_bytes=1000)
 
 
-@pytest.fixture(params=["path", "file", "memory"])
+@pytest.fixture(params=["path", "file", "local", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path):
-    url = {"path": str(tmp_path / "s"), "file": f"file://{tmp_path}/s", "memory": f"memory://{tmp_path}/s"}
-    with ObjectStore.open(url[request.param], options=FAST) as opened:
+    folder = str(tmp_path / "s")
+    url = folder if request.param == "path" else f"{request.param}://{folder}"
+    with ObjectStore.open(url, options=FAST) as opened:
         yield opened
 
 

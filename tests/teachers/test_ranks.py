@@ -137,7 +137,7 @@ def test_a_rank_that_closes_its_stream_ends_the_others_with_a_sentence(two_ranks
 
 def test_a_rank_that_dies_ends_the_others_with_a_sentence(two_ranks):
     result = json.loads((two_ranks / "dies-0.json").read_text())
-    assert result["error"] == "TeacherError"
+    assert result["error"] == "TeacherRanksError"
     assert "was not gathered, another rank is gone" in result["message"]
     assert not (two_ranks / "dies-1.json").exists()
 

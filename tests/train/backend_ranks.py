@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tiny
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from safetensors.torch import save_file
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig, TrainConfig
 from opd.config.rl import CISPOLoss, GSPOLoss
 from opd.config.train import LoRAConfig
+from opd.errors import OpdError
 from opd.kernels.head import Head
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, held_bytes, torch_dtype
@@ -183,8 +186,21 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
         assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
 
 
-def assert_away(backend: Backend) -> None:
-    """What learns is in memory, and not when it rests, though nobody has to ask for it to come back."""
+def no_room(*_: object, **__: object) -> None:
+    """A shelf on a full disk."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def assert_away(backend: Backend, ranks: Ranks) -> None:
+    """What learns is in memory, and not when it rests, though nobody has to ask for it to come back. If one
+    rank has no room for it, all of them say so.
+    """
+    assert backend._shelf is not None
+    if not ranks.main:
+        backend._shelf.put = no_room  # type: ignore[method-assign]
+    with pytest.raises(OpdError, match="the disk is full; free some space"):
+        backend.rest()
+    vars(backend._shelf).pop("put", None)
     backend.rest()
     backend.measured = lambda: seen.append(backend.resident())
     seen: list[dict[str, int]] = []
@@ -219,7 +235,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
         gradients = gradients_of(backend) if task.get("gradients") else {}
         metrics = train(backend, task["first"], task["last"], BATCHES[task.get("batches", "new")])
         if task.get("away"):
-            assert_away(backend)
+            assert_away(backend, ranks)
         logprobs = backend.logprobs(batch(0).samples)
         weights = {name: tensor.clone() for name, tensor in backend.weights()}
         plain = (

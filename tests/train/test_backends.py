@@ -14,6 +14,7 @@ from opd.config import TrainConfig
 from opd.errors import ConfigError
 from opd.ranks import Ranks
 from opd.train.backend import TorchBackend
+from opd.train.backends import open_backend
 from opd.train.megatron_backend import MegatronBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # one launch of all back ends
@@ -38,11 +39,17 @@ TASKS = {
     f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage, "deepspeed": PARTITION}
     for stage in (1, 2, 3)
 }
-MISSING = {name for name, train in TASKS.items() if find_spec("deepspeed") is None and "zero_stage" in train}
+TASKS["zero-3-offload"] = {
+    "backend": "deepspeed",
+    "deepspeed": {
+        "zero_optimization": PARTITION["zero_optimization"] | {"offload_optimizer": {"device": "cpu"}}
+    },
+}
+MISSING = {name for name, train in TASKS.items() if find_spec("deepspeed") is None and "deepspeed" in train}
 NO_DEEPSPEED = pytest.mark.skip("needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'")
 FEW = ("megatron-context", "megatron-stages")
 """By default of three steps; test_megatron_parallel.py has more models."""
-LONG = {"megatron-data", "megatron-tensor-distributed", "zero-1", "zero-2", *FEW}
+LONG = {"megatron-data", "megatron-tensor-distributed", "zero-1", "zero-2", "zero-3-offload", *FEW}
 """The other two of Megatron's have both kinds of parallelism and of optimiser, and the third stage does what
 the others do."""
 MARKS = {
@@ -103,6 +110,18 @@ def test_a_distributed_optimiser_without_a_gpu_is_refused():
         MegatronBackend(backend_ranks.student(), backend_ranks.training(), Ranks(), train=train)
     with pytest.raises(ValueError, match="distributed_optimizer has no effect with backend torch"):
         TrainConfig(distributed_optimizer=True)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+@pytest.mark.parametrize("settings", [{"zero_optimization": {"no_such_key": 3}}, {"train_batch_size": 7}])
+def test_settings_that_deepspeed_refuses_are_one_sentence(settings):
+    train = TrainConfig(backend="deepspeed", deepspeed=settings)
+    opened = open_backend(lambda *_, **__: backend_ranks.student(), train, backend_ranks.training(), Ranks())
+    with (
+        pytest.raises(ConfigError, match=r"DeepSpeed does not start with train.deepspeed as it is \("),
+        opened,
+    ):
+        pass
 
 
 @pytest.mark.parametrize("name", NAMES)
