@@ -182,6 +182,11 @@ def way_out(error: OSError, otherwise: str) -> str:
     return _ADVICE[error.errno].partition("; ")[2] if error.errno in _OF_PROCESS else otherwise
 
 
+def mend_of(error: OSError, otherwise: str) -> str:
+    """What to do about what the machine refused; `otherwise` where nobody knows."""
+    return _ADVICE[error.errno].partition("; ")[2] if error.errno in _ADVICE else otherwise
+
+
 def is_of_library(error: BaseException) -> bool:
     """Whether `error` says that a library could not do what it was asked: any `Exception`, and the panic of a
     compiled library, which is none; but not what the machine refused it.

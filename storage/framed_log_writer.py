@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple
 
-from opd.errors import StorageError
+from opd.errors import StorageError, mend_of
 from opd.storage.framed_log import (
     END,
     FRAME_BYTES,
@@ -131,8 +131,9 @@ class WriteGuard:
 
     def _fail(self, error: OSError) -> str:
         self._failure = (
-            f"{self._what} could not be written ({error.strerror or error}) and takes nothing more; mend that"
-            " and open it again (a run with --resume): what was acknowledged is kept"
+            f"{self._what} could not be written ({error.strerror or error}) and takes nothing more;"
+            f" {mend_of(error, 'mend that')}, and open it again (a run with --resume): what was acknowledged"
+            " is kept"
         )
         return self._failure
 

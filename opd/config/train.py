@@ -110,27 +110,24 @@ class TrainConfig(Config):
             raise ValueError(
                 f"context_parallel auto is for backend torch, not {self.backend}; give it as a number"
             )
-        for name in ("tensor_parallel", "pipeline_parallel"):
-            if self.backend != "megatron" and getattr(self, name) > 1:
-                raise ValueError(
-                    f"{name} has no effect with backend {self.backend}; set backend to megatron, or leave"
-                    f" {name} at 1"
-                )
         if self.backend == "deepspeed" and self.context_size > 1:
             raise ValueError(
                 "context_parallel has no effect with backend deepspeed; set backend to torch or megatron, or"
                 " leave context_parallel at 1"
             )
-        if self.deepspeed and self.backend != "deepspeed":
-            raise ValueError(
-                f"deepspeed has no effect with backend {self.backend}; set backend to deepspeed, or leave it"
-                " out"
-            )
-        for name in ("distributed_optimizer", "overlap"):
-            if getattr(self, name) is not None and self.backend != "megatron":
+        of_one = {
+            "tensor_parallel": ("megatron", self.tensor_parallel > 1),
+            "pipeline_parallel": ("megatron", self.pipeline_parallel > 1),
+            "distributed_optimizer": ("megatron", self.distributed_optimizer is not None),
+            "overlap": ("megatron", self.overlap is not None),
+            "deepspeed": ("deepspeed", bool(self.deepspeed)),
+            "zero_stage": ("deepspeed", self.zero_stage != 3),
+        }
+        for name, (backend, given) in of_one.items():
+            if given and self.backend != backend:
                 raise ValueError(
-                    f"{name} has no effect with backend {self.backend}; set backend to megatron, or leave it"
-                    " out"
+                    f"{name} has no effect with backend {self.backend}; set backend to {backend}, or leave"
+                    f" {name} out"
                 )
         if not isinstance(self.deepspeed.get("zero_optimization", {}), dict):
             raise ValueError(

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from opd.errors import mend_of
 from opd.foreign import read_document
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
@@ -73,7 +74,8 @@ class LastSamples:
             write_atomic(self._path, json_bytes(document), durable=False)
         except OSError as error:
             if not self._failed:
-                _log.warning("samples of the last step are not kept: %s", error)
+                told = f"{error.strerror or error}; {mend_of(error, 'look at the disk')}"
+                _log.warning("samples of the last step are not kept in %s: %s", self._path, told)
             self._failed = True
 
     def rewind(self, step: int) -> None:

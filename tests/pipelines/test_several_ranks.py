@@ -217,6 +217,9 @@ def test_ranks_that_cannot_be_divided_are_refused():
         TrainConfig(ranks=6, **shared)
     with pytest.raises(ValueError, match=r"context_parallel auto is for backend torch, not megatron"):
         TrainConfig(backend="megatron", context_parallel="auto")
+    for given in ({"deepspeed": {"zero_optimization": {}}}, {"zero_stage": 2}):
+        with pytest.raises(ValueError, match=r"(deepspeed|zero_stage) has no effect with backend torch; set"):
+            TrainConfig(**given)
     for odd in ([], "stage3", 3, None):
         with pytest.raises(ValueError, match=r"deepspeed.zero_optimization holds settings by name"):
             TrainConfig(backend="deepspeed", deepspeed={"zero_optimization": odd})

@@ -242,7 +242,7 @@ with TrajectoryWriter(folder, fields=fields, segment_bytes=1 << 20) as writer:
     try:
         writer.put(TrajectoryRecord("x" * 5000, 0, 0))
     except StorageError as error:
-        assert "takes nothing more; mend that and open it again" in str(error), error
+        assert "takes nothing more; free some space, and open it again" in str(error), error
     else:
         raise AssertionError("no error")
     try:
