@@ -105,7 +105,7 @@ def write_inputs(case: Case, folder: Path, seeds: tuple[int, int] = (0, 1), prom
     for name, seed in zip(("student", "teacher"), seeds, strict=True):
         torch.manual_seed(seed)
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-        form: dict[str, Any] = {**case.config, **ids, "max_position_embeddings": 256}
+        form: dict[str, Any] = {"max_position_embeddings": 256, **case.config, **ids}
         model = LlamaForCausalLM(LlamaConfig(**form, tie_word_embeddings=True))
         # The logit of the token that ends a response is about 25 below the others': all are of one length.
         weight: torch.Tensor = model.model.embed_tokens.weight.data

@@ -38,7 +38,7 @@ MODELS = {
 
 def write_inputs(folder: Path, options: argparse.Namespace) -> None:
     """A student and as many other models of its form as are asked for, with prompts."""
-    shape = MODELS[options.model]
+    shape = MODELS[options.model] | {"max_position_embeddings": max(256, PROMPT + options.new)}
     case = against_trl.Case("distill", shape, PROMPTS, 1, PROMPT, options.new, (1, 2))
     for number in range(max(options.teachers)):
         against_trl.write_inputs(case, folder / f"t{number}", (0, number + 1), 400)
