@@ -179,7 +179,7 @@ def way_out(error: OSError, otherwise: str) -> str:
     """What to do about `error`: raise the limit of the process that it has met, if it did; `otherwise` it is
     about the file.
     """
-    return _ADVICE[error.errno].partition("; ")[2] if error.errno in _OF_PROCESS else otherwise
+    return mend_of(error, otherwise) if error.errno in _OF_PROCESS else otherwise
 
 
 def mend_of(error: OSError, otherwise: str) -> str:

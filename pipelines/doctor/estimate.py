@@ -12,7 +12,7 @@ from opd.foreign import machine_memory
 from opd.pipelines.doctor.checks import Finding, existing_parent, unwritable
 from opd.pipelines.doctor.engine import engine_parts, on_cuda, token_bytes
 from opd.pipelines.doctor.models import Models, Shape
-from opd.pipelines.doctor.phases import by_phase, handed_over, lends
+from opd.pipelines.doctor.phases import by_phase, handed_over, put_away
 from opd.pipelines.stages.precision import (
     WIDTH,
     has_masters,
@@ -42,7 +42,6 @@ _PLACES = {
 _SMALLER = {_WEIGHTS: "lower runtime.weights_cache_mb", "hidden states": "lower storage.cache_mb"}
 """What makes room where one of these parts alone is too much."""
 
-_PUT_AWAY = ("weights", "AdamW", "critics")
 Parts = dict[str, int]
 """Bytes by what they are for."""
 
@@ -345,8 +344,7 @@ def _kept_weights(recipe: Recipe, teachers: Mapping[str, Shape], published: int)
 def _put_away(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> int:
     """Bytes of weights and moments that are elsewhere while the student writes, at most."""
     return max(
-        sum(stage.get(name, 0) for name in _PUT_AWAY if not (name == "weights" and lends(stage)))
-        for stage in _stages(recipe, student, teachers)
+        sum(stage.get(name, 0) for name in put_away(stage)) for stage in _stages(recipe, student, teachers)
     )
 
 

@@ -20,9 +20,7 @@ def by_phase(recipe: Recipe, parts: Mapping[str, int]) -> dict[str, dict[str, in
     engine = set(_ENGINE) if offload.engine else set()
     if recipe.model.lora is not None:
         engine.discard("engine copy")  # a base that nobody pushes stays
-    trainer = {"weights", "AdamW", "critics"} if offload.trainer else set()
-    if lends(parts):
-        trainer.discard("weights")
+    trainer = put_away(parts) if offload.trainer else set()
     update = {name for name in parts if name in _UPDATE or name.startswith("copies in ")}
     gone = {
         "rollout": update | trainer,
@@ -36,9 +34,10 @@ def by_phase(recipe: Recipe, parts: Mapping[str, int]) -> dict[str, dict[str, in
     }
 
 
-def lends(parts: Mapping[str, int]) -> bool:
-    """Whether the engine writes with the weights that are trained, which stay for it."""
-    return parts.get("engine copy") == 0
+def put_away(parts: Mapping[str, int]) -> set[str]:
+    """What of `parts` leaves with the trainer: not the weights where the engine writes with these."""
+    lent = {"weights"} if parts.get("engine copy") == 0 else set()
+    return {"weights", "AdamW", "critics"} - lent
 
 
 def handed_over(recipe: Recipe) -> Recipe | None:

@@ -63,8 +63,12 @@ class Message(NamedTuple):
         """Of a failure."""
         first = self.words[0]
         if self.kind == "error":
-            lost = dict.fromkeys(("RanksError", "TeacherRanksError"), Cause.LOST)
-            return (lost | {"PreemptedError": Cause.STOPPED}).get(first, Cause.FAULT)
+            causes = {
+                "RanksError": Cause.LOST,
+                "TeacherRanksError": Cause.LOST,
+                "PreemptedError": Cause.STOPPED,
+            }
+            return causes.get(first, Cause.FAULT)
         if self.kind == "left" and first in (
             EXIT_STATUS,
             -signal.SIGTERM,
