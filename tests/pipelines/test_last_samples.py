@@ -84,7 +84,7 @@ def test_a_file_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     for step in (1, 2):
         last.write(step, StepSamples([written("sort", 0, [1.0])], None))  # type: ignore[arg-type]
     assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "samples of the last step are not kept"
+        f"samples of the last step are not kept in {path}"
     ]
 
 

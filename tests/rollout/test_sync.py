@@ -82,7 +82,7 @@ class BadMemory:
 def test_one_bit_that_a_copy_has_flipped_is_found_in_any_tensor(monkeypatch, nbytes):
     """Wherever it is, in whichever part of a tensor; the weights that were sent are not touched."""
     monkeypatch.setattr(causal_lm, "PART_BYTES", nbytes)
-    trained, engine, real = tiny.model(seed=3), TorchEngine(tiny.model(seed=9)), causal_lm._bytes
+    trained, engine, real = tiny.model(seed=3), TorchEngine(tiny.model(seed=9)), causal_lm.bytes_of
     before, rng = trained.digest(), np.random.default_rng(0)
     for version, (name, tensor) in enumerate(engine.model.weights(), start=1):
         bad, place = tensor.data_ptr(), int(rng.integers(tensor.nbytes))
@@ -91,10 +91,10 @@ def test_one_bit_that_a_copy_has_flipped_is_found_in_any_tensor(monkeypatch, nby
             found = real(tensor)
             return BadMemory(found, place) if tensor.data_ptr() == bad else found
 
-        monkeypatch.setattr(causal_lm, "_bytes", memory)
+        monkeypatch.setattr(causal_lm, "bytes_of", memory)
         with pytest.raises(RolloutError, match=f"after the push of version {version} the engine holds other"):
             sync_weights(engine, trained.weights(), version)
-        monkeypatch.setattr(causal_lm, "_bytes", real)
+        monkeypatch.setattr(causal_lm, "bytes_of", real)
         own = dict(engine.model.weights())
         unlike = [n for n, sent in trained.weights() if not torch.equal(own[n], sent)]
         assert unlike == [name]
