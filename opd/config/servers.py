@@ -13,9 +13,10 @@ SET_BY_US = ("model-path", "model", "host", "port", "tp", "tp-size", "tensor-par
 
 
 class ServerGroupConfig(Config):
-    """Servers of one model on this machine. A teacher or `rollout.engine` names the group with
-    `servers: NAME` in place of `urls`: its model is what they serve. They are started when it is first
-    needed, started again where one ends, and are gone when the run is, however it ends."""
+    """Servers of one model, on this machine, or with `launch: ray` on the nodes of the cluster. A teacher or
+    `rollout.engine` names the group with `servers: NAME` in place of `urls`: its model is what they serve.
+    They are started when it is first needed, started again where one ends, and are gone when the run is,
+    however it ends."""
 
     type: Literal["sglang", "vllm"] = "sglang"
     """What they run: the `type` of the teacher or engine that names the group."""
@@ -27,7 +28,7 @@ class ServerGroupConfig(Config):
     """CUDA devices of the group, numbered as this process sees them, `tensor_parallel` of them a server, in
     turn; `null` leaves each server all of them, which is right for one server, or on a CPU. Groups may share
     one if their arguments `mem-fraction-static` (vLLM: `gpu-memory-utilization`) are together at most 1:
-    none sleeps while another works."""
+    none sleeps while another works. On Ray `launch.server.gpus` says how many a server gets."""
     command: list[str] = Field(default=[], max_length=1000)
     """What starts a server, before the arguments; `[]` is this interpreter with `-m sglang.launch_server`, or
     with `-m vllm.entrypoints.openai.api_server`. For an SGLang in an environment of its own:
@@ -42,7 +43,7 @@ class ServerGroupConfig(Config):
     """After which a server is ended and started again that answers nothing at all, or whose scheduler does
     not: longer than it takes to load new weights, or one chunk of a prompt."""
     restarts: int = Field(default=5, ge=0)
-    """How often servers of the group may be started again before the run stops."""
+    """How often servers of the group, on Ray each of them, may be started again before the run stops."""
 
     @field_validator("arguments")
     @classmethod

@@ -83,8 +83,9 @@ class SGLangEngineConfig(ServerConfig):
     folder: str | None = None
     """Where `disk` writes them: on a file system that this process and every worker see under the same path;
     `null` is the stage's own folder."""
-    host: str = "127.0.0.1"
-    """Address of this machine, as the workers reach it, for `tensors`."""
+    host: str | None = None
+    """Address of this machine, as the workers reach it, for `tensors`; `null` is the one by which it reaches
+    them."""
 
     def urls_of(self, rank: int, ranks: int) -> list[str]:
         """Its own workers for each rank that writes. Raises `ConfigError` if there are fewer than ranks."""

@@ -198,10 +198,10 @@ def _each_group_of_servers_has_one_user(recipe: Recipe) -> None:
                 f"with runtime.workers {recipe.runtime.workers} stages side by side, which follow {user},"
                 f" would each start the servers {name}; set runtime.workers to 1"
             )
-        if recipe.launch.type == "ray":
+        if recipe.launch.type == "ray" and group.devices is not None:
             raise ValueError(
-                f"servers.{name} would be started on the machine of `opd run`, which with launch ray may"
-                " have no GPU; start the servers yourself and give their urls, or set launch to local"
+                f"servers.{name}.devices numbers the GPUs of one machine, but with launch ray the cluster"
+                " hands them out; leave it out, and set launch.server.gpus"
             )
         needed = group.count * group.tensor_parallel
         if group.devices is not None and len(set(group.devices)) != needed:

@@ -223,6 +223,9 @@ class RayLaunch(Config):
     trainer: ActorResources = ActorResources()
     engine: ActorResources = ActorResources()
     teacher: ActorResources = ActorResources()
+    server: ActorResources = ActorResources()
+    """Of each server under `servers`; `gpus` for each of its `tensor_parallel`. Every server has a bundle of
+    its own, on any node."""
     placement_timeout: float = Field(default=120.0, gt=0)
     """Seconds to wait for the resources."""
     start_timeout: float = Field(default=300.0, gt=0)

@@ -6,6 +6,7 @@ New weights reach a worker through a folder that it reads, or broadcast in a pro
 from __future__ import annotations
 
 import asyncio
+import socket
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -140,11 +142,11 @@ class TensorPush:
     """Broadcast, in buckets, in a process group with each worker: one worker's end is not the others'.
 
     Args:
-        host: This machine's address, as workers reach it.
+        host: This machine's address, as workers reach it; `None` is the one by which it reaches each of them.
         bucket_bytes: Weights go in pieces of about this size, at least one tensor each.
     """
 
-    def __init__(self, host: str = "127.0.0.1", bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, host: str | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._host, self._size = host, bucket_bytes
         self._device = torch.device("cpu")
         """The trainer's, by its number: the threads that send work on the first one."""
@@ -213,9 +215,10 @@ class TensorPush:
         cuda = settings.get("device") == "cuda" and torch.cuda.is_available()
         ranks = int(settings.get("tp_size") or 1)
         member = GroupMember(f"opd-{uuid.uuid4().hex[:8]}", 0, 1 + ranks, "nccl" if cuda else "gloo")
-        store, port = host_store(self._host, TIMEOUT)
+        host = self._host or await asyncio.to_thread(_own_address, server.url)
+        store, port = host_store(host, TIMEOUT)
         body = {
-            "master_address": self._host,
+            "master_address": host,
             "master_port": port,
             "rank_offset": 1,
             "world_size": member.world,
@@ -223,12 +226,21 @@ class TensorPush:
             "backend": member.backend,
         }
         answer = asyncio.ensure_future(ask(server, "POST", "/init_weights_update_group", body))
-        met = asyncio.ensure_future(asyncio.to_thread(weight_group, store, member, TIMEOUT, self._host))
+        met = asyncio.ensure_future(asyncio.to_thread(weight_group, store, member, TIMEOUT, host))
         await asyncio.wait([answer, met], return_when=asyncio.FIRST_EXCEPTION)
         if answer.done() and answer.exception() is not None:
             met.cancel()
         _check(server, member.name, await answer)
         return member.name, await met, self._device if cuda else torch.device("cpu")
+
+
+def _own_address(url: str) -> str:
+    """That of this machine by which it reaches the server at `url`. Nothing is sent."""
+    at = urlsplit(url)
+    family, kind, _, _, address = socket.getaddrinfo(at.hostname, at.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as towards:
+        towards.connect(address)
+        return towards.getsockname()[0]
 
 
 def _copies(weights: Weights) -> list[tuple[str, Tensor]]:

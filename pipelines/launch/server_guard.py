@@ -1,10 +1,14 @@
 """Stands between a run and one server it has started: when the run is gone, so is the server, and all of it.
 
-`python -I server_guard.py FD SECONDS COMMAND...`, in a session of its own. FD is one end of a pipe of which
-the run has the other, and on which nothing is ever written: its end is the run's end, also after kill -9.
-SIGTERM asks for the same; SECONDS later force is used. What the server has started itself counts as the
+`python -I server_guard.py FD GONE SECONDS COMMAND...`, in a session of its own. FD is one end of a pipe of
+which the run has the other, and on which nothing is ever written: its end is the run's end, also after
+kill -9. SIGTERM asks for the same; SECONDS later force is used. GONE is an end of another pipe: when the last
+process has closed it, the server is gone, and all it had. What the server has started itself counts as the
 server, whichever group or session it is in, and so does the shared memory that it leaves behind, with the
 folder of hidden states that nobody has fetched.
+
+It is two processes: what starts it may end its own children by force, as Ray's workers do when they end, and
+the one that has the server is none of these. It ends the server when the other is gone.
 
 Knows the standard library alone: it is run by its path, and must cost a server neither seconds nor memory.
 """
@@ -99,10 +103,30 @@ def _end_all(server, grace, left):
 
 
 def main():
-    pipe, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    """Stand before the process that guards: pass on what it is asked, and its status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    door, asked = os.getpid(), []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    child = os.fork()
+    pipe, gone = int(sys.argv[1]), int(sys.argv[2])
+    if child == 0:
+        sys.exit(guard(door, pipe, float(sys.argv[3]), sys.argv[4:]))
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+    if asked:
+        os.kill(child, signal.SIGTERM)
+    os.close(pipe)
+    os.close(gone)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status if status >= 0 else 128 - status
+
+
+def guard(door, pipe, grace, command):
+    """Start the server of `command` and end it: once SIGTERM comes, or `pipe` ends, or the process `door`."""
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != door:
+        return 0  # it has ended before it could be followed
     _prctl(_SUBREAPER, 1)
     try:
         # Should this guard itself be killed, its server does not live on.

@@ -21,10 +21,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from opd.config import Recipe
 from opd.config.servers import ServerGroupConfig
@@ -40,6 +40,7 @@ from opd.served.plugin.opd_hidden_states import SHARED, VARIABLE
 _log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+"""Where servers listen that are asked from their own machine alone."""
 PLUGIN = Path(opd_hidden_states.__file__).parent
 GUARD = Path(__file__).with_name("server_guard.py")
 _OF_RANKS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
@@ -62,11 +63,11 @@ ENDING = 15.0
 """Seconds beyond these until its guard is ended by force."""
 
 
-def command_of(group: ServerGroupConfig, model: Path, port: int) -> list[str]:
+def command_of(group: ServerGroupConfig, model: Path, port: int, host: str = HOST) -> list[str]:
     """The command line of one server of `group`."""
     path, ranks = _FLAGS[group.type]
     own = [*(group.command or [sys.executable, "-m", group.module])]
-    own += [path, str(model), "--host", HOST, "--port", str(port)]
+    own += [path, str(model), "--host", host, "--port", str(port)]
     if group.tensor_parallel > 1:
         own += [ranks, str(group.tensor_parallel)]
     return own + group.words
@@ -103,6 +104,11 @@ def _seen(device: int) -> str:
     return names[device]
 
 
+def same_model(held: Path, model: Path, any_weights: bool) -> bool:
+    """Whether a server of the folder `held` serves `model`, or with `any_weights` one of its form."""
+    return held == model or (any_weights and _described(held) == _described(model))
+
+
 def _described(model: Path) -> bytes | None:
     """The configuration of the model in a folder; `None` if it is not there any more."""
     with contextlib.suppress(OSError):
@@ -119,8 +125,8 @@ def _readable(connection: http.client.HTTPConnection) -> bool:
     return bool(poll.poll(0))
 
 
-def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as taken:
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as taken:
         return taken.getsockname()[1]
 
 
@@ -133,6 +139,7 @@ class StartedServer:
     number: int
     model: Path
     log: Path
+    host: str = HOST
     port: int = 0
     answered: float = 0.0
     """When it last answered anything, or was started."""
@@ -144,38 +151,44 @@ class StartedServer:
     """On which that is asked: one at a time, however long it takes, since it may be at work."""
     _guard: subprocess.Popen[bytes] | None = None
     _pipe: int | None = None
+    _gone: int | None = None
+    """What can be read of it once the server is gone, and all it had."""
     _hidden: str = ""
     """Where it leaves hidden states."""
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def start(self) -> None:
         """Start it, at the port that it has if it was started before. Raises `OSError` if that cannot be."""
-        self.port = self.port or _free_port()
+        self.port = self.port or _free_port(self.host)
         self.served, self.answered = False, time.monotonic()
-        self._forget_question()
+        self._close()
+        self._forget_the_end()
         environment = _environment(self.group, self.number)
         self._hidden = environment[VARIABLE]
         read, self._pipe = os.pipe()
-        command = command_of(self.group, self.model, self.port)
+        self._gone, gone = os.pipe()
+        command = command_of(self.group, self.model, self.port, self.host)
         try:
             with self.log.open("ab") as log:
                 self._guard = subprocess.Popen(
-                    [sys.executable, "-I", str(GUARD), str(read), str(GRACE), *command],
+                    [sys.executable, "-I", str(GUARD), str(read), str(gone), str(GRACE), *command],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    pass_fds=[read],
+                    pass_fds=[read, gone],
                     start_new_session=True,
                 )
         except BaseException:
             self._close()
+            self._forget_the_end()
             raise
         finally:
             os.close(read)
+            os.close(gone)
 
     def status(self) -> int | None:
         """Its exit status; `None` while it runs. One that could not even be started has a shell's."""
@@ -184,7 +197,7 @@ class StartedServer:
     def look(self) -> bool:
         """Ask whether it is ready, which it says within `ANSWER` seconds, or not at all."""
         with contextlib.suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER)
+            connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
             with contextlib.closing(connection):
                 connection.request("GET", "/health")
                 status = connection.getresponse().status
@@ -200,7 +213,8 @@ class StartedServer:
         now, question = time.monotonic(), self._question
         with contextlib.suppress(OSError, http.client.HTTPException):
             if question is None and now - self.worked >= self.group.silence_seconds / ASKED:
-                question = self._question = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER)
+                question = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
+                self._question = question
                 question.request("GET", "/server_info")
             elif question is not None and _readable(question):
                 self._question = None
@@ -219,18 +233,24 @@ class StartedServer:
         """Until it is gone; by force after `seconds`."""
         if self._guard is None:
             return
+        until = time.monotonic() + seconds
         try:
             self._guard.wait(seconds)
         except subprocess.TimeoutExpired:
             self._guard.kill()
             self._guard.wait()
         self._guard = None
+        if self._gone is not None:  # a guard that was killed itself has left the rest to another process
+            poll = select.poll()
+            poll.register(self._gone, select.POLLIN)
+            poll.poll(max(0.0, until - time.monotonic()) * 1000)
+        self._forget_the_end()
         if Path(self._hidden).name.startswith("opd-hidden-"):
             shutil.rmtree(self._hidden, ignore_errors=True)  # its guard has, unless it was killed itself
 
     def lost_its_port(self) -> bool:
         """Whether another process was faster to take the port that was free when it was started."""
-        with contextlib.suppress(OSError), socket.create_connection((HOST, self.port), timeout=LOOK):
+        with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), timeout=LOOK):
             self.port = 0
         return not self.port
 
@@ -243,6 +263,11 @@ class StartedServer:
             return printable((raised or said or ["nothing"])[-1])[:300]
         return "nothing"
 
+    def _forget_the_end(self) -> None:
+        gone, self._gone = self._gone, None
+        if gone is not None:
+            os.close(gone)
+
     def _forget_question(self) -> None:
         question, self._question = self._question, None
         if question is not None:
@@ -253,6 +278,18 @@ class StartedServer:
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
             os.close(pipe)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of one server of a group that is alone on its machine."""
+
+    number: int
+    """Which of the group it is."""
+    host: str
+    """Address of that machine, on which it listens."""
+    port: int = 0
+    """0 takes a free one."""
 
 
 @dataclass
@@ -270,12 +307,17 @@ class StartedGroup:
     _watcher: threading.Thread | None = None
 
     @classmethod
-    def begin(cls, name: str, config: ServerGroupConfig, model: Path, logs: Path) -> StartedGroup:
-        """Begin to start all servers of the group; see `wait`. Raises `LaunchError` if that cannot be."""
+    def begin(
+        cls, name: str, config: ServerGroupConfig, model: Path, logs: Path, place: Place | None = None
+    ) -> StartedGroup:
+        """Begin to start all servers of the group, or the one of `place`; see `wait`. Raises `LaunchError` if
+        that cannot be.
+        """
         logs.mkdir(parents=True, exist_ok=True)
+        places = [Place(number, HOST) for number in range(config.count)] if place is None else [place]
         servers = [
-            StartedServer(f"{name}-{number}", config, number, model, logs / f"{name}-{number}.log")
-            for number in range(config.count)
+            StartedServer(own, config, at.number, model, logs / f"{own}.log", at.host, at.port)
+            for own, at in ((f"{name}-{at.number}", at) for at in places)
         ]
         group = cls(name, config, servers, model)
         try:
@@ -305,9 +347,7 @@ class StartedGroup:
 
     def serves(self, model: Path, any_weights: bool) -> bool:
         """Whether it need not be started anew for `model`; see `Servers.at`."""
-        if self.trouble is not None:
-            return False
-        return self.model == model or (any_weights and _described(self.model) == _described(model))
+        return self.trouble is None and same_model(self.model, model, any_weights)
 
     def close(self) -> None:
         """End all servers. Returns once they are gone."""
@@ -399,20 +439,41 @@ class StartedGroup:
             _log.warning("server %s cannot be started again (%s)", server.name, reason_of(error))
 
 
+class Group(Protocol):
+    """Servers of one model: on this machine (`StartedGroup`), or on a cluster's nodes."""
+
+    name: str
+    model: Path
+    trouble: LaunchError | None
+
+    @property
+    def urls(self) -> list[str]: ...
+
+    def wait(self) -> None: ...
+
+    def serves(self, model: Path, any_weights: bool) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+Begin = Callable[[str, ServerGroupConfig, Path, bool], Group]
+"""Begins to start a group of this name for a model, of which any weights will do where it is told so."""
+
+
 class Servers:
     """The groups of a recipe's `servers` that have been started, until it is closed.
 
     Args:
         groups: The recipe's.
-        logs: Folder for what they print.
+        begin: Starts one.
         ranks: The processes of the run, of which the first starts them for all.
     """
 
     def __init__(
-        self, groups: Mapping[str, ServerGroupConfig], logs: Path, ranks: Ranks | None = None
+        self, groups: Mapping[str, ServerGroupConfig], begin: Begin, ranks: Ranks | None = None
     ) -> None:
-        self._groups, self._logs, self._ranks = groups, logs, ranks or Ranks()
-        self._started: dict[str, StartedGroup] = {}
+        self._groups, self._start, self._ranks = groups, begin, ranks or Ranks()
+        self._started: dict[str, Group] = {}
 
     def at(
         self,
@@ -461,7 +522,7 @@ class Servers:
         asked = self._groups[name]
         told = {**config.server_arguments, **arguments, **asked.arguments}
         asked = asked.model_copy(update={"arguments": told})
-        self._started[name] = StartedGroup.begin(name, asked, model, self._logs)
+        self._started[name] = self._start(name, asked, model, any_weights)
 
     def close(self) -> None:
         """End them all."""
@@ -471,8 +532,12 @@ class Servers:
 
 @contextlib.contextmanager
 def started_by(recipe: Recipe, logs: Path, ranks: Ranks | None = None) -> Iterator[Servers]:
-    """The servers of `recipe`, none of which lives longer than the block."""
-    servers = Servers(recipe.servers, logs, ranks)
+    """The servers of `recipe` on this machine, none of which lives longer than the block."""
+
+    def begin(name: str, group: ServerGroupConfig, model: Path, _: bool) -> StartedGroup:
+        return StartedGroup.begin(name, group, model, logs)
+
+    servers = Servers(recipe.servers, begin, ranks)
     try:
         yield servers
     finally:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from recipes import tiny_recipe
 
 from opd.config import RayLaunch
+from opd.config.servers import ServerGroupConfig
 from opd.kernels.head import Head
 from opd.pipelines.launch.ray.actors import Packed, PackedHead
 from opd.pipelines.launch.ray.cluster import (
@@ -25,6 +26,7 @@ from opd.pipelines.launch.ray.cluster import (
     options_of,
     resources_of,
     role_of,
+    server_names,
 )
 from opd.rollout.weight_sync import buckets
 
@@ -54,6 +56,22 @@ def test_bundles_hold_what_their_actors_ask_for(engines, teachers, ranks, layout
             assert place == number_of(name) % ranks
     assert [dict(sums) for sums in asked] == found.bundles
     assert len(found.bundles) == (ranks if layout == "colocated" else ranks + engines + teachers)
+
+
+@pytest.mark.parametrize("layout", ["colocated", "disaggregated"])
+def test_each_server_has_a_bundle_with_gpus_for_all_its_ranks(layout):
+    groups = {
+        "math": ServerGroupConfig(count=2, tensor_parallel=4),
+        "student": ServerGroupConfig(tensor_parallel=1),
+    }
+    launch = RayLaunch.model_validate({"layout": layout, **RESOURCES, "server": {"cpus": 3, "gpus": 1}})
+    assert server_names(groups) == {"math": ["server-0", "server-1"], "student": ["server-2"]}
+    found = Layout.of(launch, groups=groups)
+    own = [found.places[f"server-{number}"] for number in range(3)]
+    assert own == list(range(len(found.bundles)))[-3:]
+    assert [found.bundles[place] for place in own] == [{"CPU": 3.0, "GPU": g} for g in (4.0, 4.0, 1.0)]
+    assert [options_of(found.needs[f"server-{n}"])["num_gpus"] for n in range(3)] == [4.0, 4.0, 1.0]
+    assert found.strategy == ("PACK" if layout == "colocated" else "SPREAD")
 
 
 def test_nothing_is_reserved_for_what_is_served():

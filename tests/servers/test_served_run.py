@@ -76,8 +76,11 @@ def wait(condition, process: subprocess.Popen[str] | None = None) -> None:
 
 
 @pytest.fixture
-def run(served_models, tmp_path) -> Iterator[Run]:
-    """A merge: the student writes on one server, the teacher is on another."""
+def run(request, served_models, tmp_path) -> Iterator[Run]:
+    """A merge: the student writes on one server, the teacher is on another. Its parameter is the launch."""
+    launch = getattr(request, "param", "local")
+    if launch == "ray":
+        pytest.importorskip("ray")
     pytest.importorskip("orjson", reason="needs the extra sglang")
     if (reason := installing().result()) is not None:
         pytest.skip(f"no SGLang server: {reason}")
@@ -93,6 +96,7 @@ def run(served_models, tmp_path) -> Iterator[Run]:
         base=None,
         domains={"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 50}},
         servers={"student": group, "teacher": group},
+        launch={"type": launch},
         teachers={"sort": {"type": "sglang", "servers": "teacher", "path": str(served_models["b"])}},
         rollout={
             "engine": {"type": "sglang", "servers": "student"},
@@ -128,6 +132,7 @@ def reached(run: Run, process: subprocess.Popen[str], file: Path) -> set[int]:
     return ports
 
 
+@pytest.mark.parametrize("run", ["local", "ray"], indirect=True)
 def test_a_run_that_ends_well_or_fails_leaves_nothing(run):
     """It fails at its second batch and is gone with all it has; then it goes on to its end."""
     failing = run.start("fail")
@@ -159,6 +164,7 @@ def test_an_interrupted_run_leaves_nothing(run, tmp_path):
     assert_nothing_is_left(run, ports)
 
 
+@pytest.mark.parametrize("run", ["local", "ray"], indirect=True)
 def test_a_killed_run_leaves_nothing_and_goes_on(run, tmp_path):
     process = run.start(str(tmp_path / "here"))
     ports = reached(run, process, tmp_path / "here")

@@ -56,6 +56,10 @@ def begun(config, logs):
     return group
 
 
+def begins(logs):
+    return lambda name, group, model, any_weights: StartedGroup.begin(name, group, model, logs)
+
+
 def parts(folder, server):
     """Processes and shared memory of a server: itself, its child, the file."""
     own, child, shared = (folder / str(server.port)).read_text().split()
@@ -169,7 +173,7 @@ def test_a_port_that_another_took_first_is_left_to_it(tmp_path, monkeypatch):
     free = module._free_port
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = iter([taken.getsockname()[1]])
-        monkeypatch.setattr(module, "_free_port", lambda: next(ports, None) or free())
+        monkeypatch.setattr(module, "_free_port", lambda host: next(ports, None) or free(host))
         group = start(tmp_path)
         try:
             assert group.servers[0].port != taken.getsockname()[1]
@@ -230,7 +234,7 @@ def test_servers_are_kept_for_a_model_of_the_same_form_if_it_is_given_its_weight
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
     config = SGLangTeacherConfig(servers="own", path="x")
-    servers = Servers({"own": little(tmp_path)}, tmp_path / "logs")
+    servers = Servers({"own": little(tmp_path)}, begins(tmp_path / "logs"))
 
     def at(model, **way):
         return servers.at({"teacher": (config, tmp_path / model)}, **way)["teacher"]
@@ -297,7 +301,7 @@ def test_a_request_ends_with_what_its_servers_were_given_up_for(tmp_path):
     """At once: not when its own patience is over, and not in words of its own."""
     pytest.importorskip("orjson", reason="needs the extra sglang")
     config = SGLangTeacherConfig(servers="own", path="x", patience=10_000.0)
-    servers = Servers({"own": little(tmp_path, restarts=0)}, tmp_path / "logs")
+    servers = Servers({"own": little(tmp_path, restarts=0)}, begins(tmp_path / "logs"))
     loop = LoopThread("test")
     try:
         config = servers.at({"teacher": (config, Path("model"))})["teacher"]
@@ -328,12 +332,14 @@ ctypes.CDLL(None).pthread_exit(None)
 def test_what_a_dying_server_has_started_is_ended_though_it_looks_dead_already():
     """Its first thread has ended, others have not: a server under load ends like that."""
     read, write = os.pipe()
+    gone = os.dup(read)
     guard = subprocess.Popen(
-        [sys.executable, "-I", str(module.GUARD), str(read), "0.5", sys.executable, "-c", ENDS_SLOWLY],
+        [sys.executable, "-I", module.GUARD, str(read), str(gone), "0.5", sys.executable, "-c", ENDS_SLOWLY],
         stdout=subprocess.PIPE,
-        pass_fds=[read],
+        pass_fds=[read, gone],
     )
     os.close(read)
+    os.close(gone)
     assert guard.stdout is not None
     with guard.stdout:
         child = int(guard.stdout.readline())
@@ -378,8 +384,8 @@ SERVED = {"type": "sglang", "servers": "group"}
         ({"teachers": {"sort": {"type": "sglang", "path": "x"}}}, "give either urls, or servers"),
         ({"teachers": {"sort": {"type": "sglang", "urls": ["http://a:1"]}}}, "give path, the model"),
         (
-            {"servers": {"group": {}}, "teachers": {"sort": SERVED}, "launch": "ray"},
-            "give their urls, or set launch to local",
+            {"servers": {"group": {"devices": [0]}}, "teachers": {"sort": SERVED}, "launch": "ray"},
+            "the cluster hands them out; leave it out, and set launch.server.gpus",
         ),
         (
             {"servers": {"group": {"count": 2, "devices": [0]}}, "teachers": {"sort": SERVED}},

@@ -188,16 +188,16 @@ def start_actors(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from opd.pipelines.launch.ray.engine import EngineActor
+    from opd.pipelines.launch.ray.server import ServerActor
     from opd.pipelines.launch.ray.teacher import TeacherActor
     from opd.pipelines.launch.ray.trainer import TrainerActor
 
-    classes = {"trainer": TrainerActor, "engine": EngineActor, "teacher": TeacherActor}
+    classes = {"trainer": TrainerActor, "engine": EngineActor, "teacher": TeacherActor, "server": ServerActor}
     made: dict[str, Remote] = {}
     for name, bundle in layout.places.items():
-        role = role_of(name)
         where = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=bundle)
-        remote = ray.remote(concurrency_groups={CONTROL: 2})(classes[role])
-        options = options_of(getattr(launch, role))
+        remote = ray.remote(concurrency_groups={CONTROL: 2})(classes[role_of(name)])
+        options = options_of(layout.needs[name])
         handle = remote.options(
             scheduling_strategy=where, max_restarts=launch.max_restarts, max_task_retries=0, **options
         ).remote(spec[name])

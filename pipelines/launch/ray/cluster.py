@@ -5,6 +5,7 @@ Of one of its own no process and no file is left when the run ends, however it e
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import ActorResources, RayLaunch, Recipe
+from opd.config.servers import ServerGroupConfig
 from opd.errors import LaunchError, MissingExtraError, PreemptedError, RunFolderError, reason_of
 from opd.redact import redact
 from opd.rollout.preemption import Preemption
@@ -437,21 +439,35 @@ class Layout:
     """How Ray spreads the bundles over nodes."""
     places: dict[str, int]
     """Actor name -> index of its bundle."""
+    needs: dict[str, ActorResources]
+    """Actor name -> what it asks for."""
 
     @classmethod
-    def of(cls, launch: RayLaunch, ranks: int = 1) -> Layout:
+    def of(
+        cls, launch: RayLaunch, ranks: int = 1, groups: Mapping[str, ServerGroupConfig] | None = None
+    ) -> Layout:
         """One bundle for each trainer with its share of the others, or one for each actor, on other nodes
-        where there are some.
+        where there are some. Each server of `groups` has one of its own either way: it fills its GPUs.
         """
-        names = actor_names(launch, ranks)
-        roles = {name: resources_of(getattr(launch, role_of(name))) for name in names}
+        needs = {name: getattr(launch, role_of(name)) for name in actor_names(launch, ranks)}
+        apart = {
+            name: _of_server(launch.server, (groups or {})[group].tensor_parallel)
+            for group, names in server_names(groups or {}).items()
+            for name in names
+        }
         if launch.layout == "colocated":
-            places = {name: number_of(name) % ranks for name in names}
+            places = {name: number_of(name) % ranks for name in needs}
             together: list[Counter[str]] = [Counter() for _ in range(ranks)]
-            for name, needs in roles.items():
-                together[places[name]].update(needs)
-            return cls([dict(sums) for sums in together], "PACK" if ranks > 1 else "STRICT_PACK", places)
-        return cls(list(roles.values()), "SPREAD", {name: place for place, name in enumerate(roles)})
+            for name, wanted in needs.items():
+                together[places[name]].update(resources_of(wanted))
+            bundles = [dict(sums) for sums in together]
+        else:
+            places = {name: place for place, name in enumerate(needs)}
+            bundles = [resources_of(wanted) for wanted in needs.values()]
+        places |= {name: place for place, name in enumerate(apart, start=len(bundles))}
+        bundles += [resources_of(wanted) for wanted in apart.values()]
+        packed = "PACK" if len(bundles) > 1 else "STRICT_PACK"
+        return cls(bundles, packed if launch.layout == "colocated" else "SPREAD", places, needs | apart)
 
     @property
     def total(self) -> dict[str, float]:
@@ -467,6 +483,16 @@ def actor_names(launch: RayLaunch, ranks: int = 1) -> list[str]:
     trainers = ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
     engines = [f"engine-{index}" for index in range(launch.engines)]
     return [*trainers, *engines, *(f"teacher-{index}" for index in range(launch.teachers))]
+
+
+def server_names(groups: Mapping[str, ServerGroupConfig]) -> dict[str, list[str]]:
+    """The actors of each group's servers: `server-0` ..., one after the other in the order of the groups."""
+    number = itertools.count()
+    return {name: [f"server-{next(number)}" for _ in range(group.count)] for name, group in groups.items()}
+
+
+def _of_server(each: ActorResources, ranks: int) -> ActorResources:
+    return each.model_copy(update={"gpus": each.gpus * ranks})
 
 
 def needed(recipe: Recipe) -> RayLaunch:

@@ -36,6 +36,7 @@ from opd.pipelines.launch.ray.cluster import (
     reserve,
     role_of,
 )
+from opd.pipelines.launch.ray.server import end_servers, servers_of
 from opd.pipelines.launch.supervisor import Cause, MemberFailedError, Message, Supervisor, last_words
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.order import Stage, summary
@@ -48,6 +49,15 @@ _log = logging.getLogger(__name__)
 
 PATIENCE = 60.0
 """Seconds an earlier trainer of the run may take to be gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Helping:
+    """The actors that compute for a trainer."""
+
+    engines: Sequence[Remote]
+    teachers: Sequence[Remote]
+    servers: Sequence[Remote]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +108,14 @@ class TrainerActor:
             tried.bind((address, 0))
             return address, tried.getsockname()[1]
 
-    def run(
-        self, stage: str, engines: Sequence[Remote], teachers: Sequence[Remote], place: Mapping[str, str]
-    ) -> Message:
+    def run(self, stage: str, actors: Helping, place: Mapping[str, str]) -> Message:
         """Run `stage` from its newest checkpoint, alone or as the rank that the variables of `place` make it;
         returns its last words, of which `done` holds the result.
         """
-        helpers = RayHelpers(self._recipe, stage, engines, teachers)
 
         def work() -> dict[str, Any]:
             with self._alone() if place.get("RANK", "0") == "0" else nullcontext():
-                return self._execute(stage, helpers, place)
+                return self._execute(stage, actors, place)
 
         return last_words(work, self._understood)
 
@@ -118,7 +125,7 @@ class TrainerActor:
         reason = None if isinstance(error, OpdError) else out_of_memory(error)
         return from_system(error) if reason is None else TrainingError(no_memory(self._spec.name, reason))
 
-    def _execute(self, stage: str, helpers: RayHelpers, place: Mapping[str, str]) -> dict[str, Any]:
+    def _execute(self, stage: str, actors: Helping, place: Mapping[str, str]) -> dict[str, Any]:
         from opd.pipelines.records.run_folder import RunFolder
         from opd.pipelines.run import execute
         from opd.pipelines.stages.order import plan
@@ -138,8 +145,9 @@ class TrainerActor:
                 plan(recipe)[stage],
                 lambda *words: self._say("progress", *words),
                 self._preemption,
-                helpers,
+                RayHelpers(recipe, stage, actors.engines, actors.teachers),
                 ranks,
+                stack.enter_context(servers_of(recipe, actors.servers, ranks)),
             )
 
     def _say(self, kind: Any, *words: Any) -> None:
@@ -204,7 +212,7 @@ def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> I
             f"launch.engines is {launch.engines}, but each of the {ranks} ranks of train.ranks needs an"
             " engine; raise it."
         )
-    layout = Layout.of(launch, ranks)
+    layout = Layout.of(launch, ranks, recipe.servers)
     specs = {
         name: ActorSpec(name, recipe.model_dump_json(), str(folder.path.resolve()), os.getcwd())
         for name in layout.places
@@ -321,13 +329,17 @@ class WorkerGroup:
 
     def _begin(self, stage: str, remotes: Sequence[Remote]) -> list[Trainer]:
         """Ask every rank for `stage`, each with its share of the engines."""
-        engines, teachers, size = self.role("engine"), self.role("teacher"), len(remotes)
+        engines, teachers, servers = (self.role(role) for role in ("engine", "teacher", "server"))
+        size = len(remotes)
         places: list[dict[str, str]] = [{}]
         if size > 1:
             address, port = remotes[0].call("free_port", seconds=PING_SECONDS)
             # Ray shows each actor its own devices alone.
             places = [rank_environment(r, size, address, port) | {"LOCAL_RANK": "0"} for r in range(size)]
-        shares = [(stage, engines[rank::size], teachers, place) for rank, place in enumerate(places)]
+        shares = [
+            (stage, Helping(engines[rank::size], teachers, servers), place)
+            for rank, place in enumerate(places)
+        ]
         return [
             Trainer(remote, remote.send("run", *share), self.cluster, first=remote is remotes[0])
             for remote, share in zip(remotes, shares, strict=True)
@@ -340,6 +352,7 @@ class WorkerGroup:
         ray = self.cluster.ray
         from ray.util.placement_group import remove_placement_group
 
+        end_servers(self.role("server"))
         for actor in self.actors.values():
             with suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(actor.handle, no_restart=True)

@@ -1,0 +1,217 @@
+"""Servers of a recipe's `servers` that are actors: the process beside one, on its node, and what a stage sees
+of a group.
+
+An actor starts its server, watches it, starts it again and ends it, as a run on one machine does; the server
+goes on while trainers come and go, and is gone with the actor.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from opd.config import Recipe
+from opd.config.servers import ServerGroupConfig
+from opd.errors import LaunchError
+from opd.pipelines.launch.ray.actors import PING_SECONDS, ActorLostError, ActorSpec, Remote
+from opd.pipelines.launch.ray.cluster import import_ray, one_line, server_names
+from opd.pipelines.launch.servers import ENDING, GRACE, Place, Servers, StartedGroup, same_model
+from opd.pipelines.records.run_folder import RunFolder
+from opd.progress import doing
+from opd.ranks import Ranks
+
+LOOK = 2.0
+"""Seconds between two looks at the actors of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One server that an actor is to have."""
+
+    group: str
+    number: int
+    config: ServerGroupConfig
+    model: str
+    any_weights: bool = False
+    """Whether it may go on with other weights of the same form, which it is given."""
+    port: int = 0
+    """Where it was before; 0 takes a free one."""
+
+
+class ServerActor:
+    """What `ActorGroup` talks to. `serve` holds it until its server is ready; `state` answers meanwhile."""
+
+    def __init__(self, spec: ActorSpec) -> None:
+        spec.begin("opd.pipelines.launch.servers")
+        self._logs = RunFolder.attach(spec.folder).server_logs
+        self._group: StartedGroup | None = None
+        self._starting = False
+
+    def ping(self) -> int:
+        """The process."""
+        return os.getpid()
+
+    def serve(self, wanted: Wanted) -> str:
+        """URL of the server, once it is ready. One that serves what is wanted goes on as it is.
+
+        Raises `LaunchError` if it cannot be started.
+        """
+        model, group = Path(wanted.model), self._group
+        if group is not None and group.serves(model, wanted.any_weights):
+            return group.urls[0]
+        self._starting = True
+        try:
+            self.end()
+            place = Place(wanted.number, import_ray().util.get_node_ip_address(), wanted.port)
+            group = StartedGroup.begin(wanted.group, wanted.config, model, self._logs, place)
+            self._group = group  # `end` may be asked for meanwhile
+            group.wait()
+            return group.urls[0]
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            self._starting = False
+
+    def state(self) -> tuple[bool, str | None]:
+        """Control: whether it has a server, or is starting one, and why that is given up."""
+        group = self._group
+        trouble = None if group is None else group.trouble
+        return group is not None or self._starting, None if trouble is None else str(trouble)
+
+    def end(self) -> None:
+        """Control: end its server. Returns once that is gone."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+@dataclass
+class ActorGroup:
+    """Implements `opd.pipelines.launch.servers.Group`. What it has started lives until the run ends, or it is
+    asked for another model: closing a group says only that nobody looks at it any more.
+    """
+
+    name: str
+    config: ServerGroupConfig
+    model: Path
+    any_weights: bool
+    remotes: Sequence[Remote]
+    trouble: LaunchError | None = None
+    urls: list[str] = field(default_factory=list)
+    _asked: list[Any] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _watcher: threading.Thread | None = None
+
+    @classmethod
+    def begin(
+        cls,
+        name: str,
+        config: ServerGroupConfig,
+        model: Path,
+        any_weights: bool,
+        remotes: Mapping[str, Sequence[Remote]],
+    ) -> ActorGroup:
+        """Ask the actors of group `name` for their servers; see `wait`. Those that have them, from an earlier
+        stage or for a trainer that died, go on.
+        """
+        group = cls(name, config, model.resolve(), any_weights, remotes[name])
+        group._asked = [
+            remote.send("serve", group._wanted(number)) for number, remote in enumerate(group.remotes)
+        ]
+        return group
+
+    def wait(self) -> None:
+        """Return once all servers are ready, and look after their actors from then on. Raises `LaunchError`
+        if one cannot start.
+        """
+        if self._watcher is not None:
+            return
+        with doing(f"starting servers {self.name} on the cluster"):
+            self.urls = [
+                self._answer(remote, asked) for remote, asked in zip(self.remotes, self._asked, strict=True)
+            ]
+        self._watcher = threading.Thread(target=self._watch, name=f"servers-{self.name}", daemon=True)
+        self._watcher.start()
+
+    def serves(self, model: Path, any_weights: bool) -> bool:
+        """See `StartedGroup.serves`."""
+        return self.trouble is None and same_model(self.model, model.resolve(), any_weights)
+
+    def close(self) -> None:
+        """Look after them no more."""
+        self._over.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _wanted(self, number: int) -> Wanted:
+        port = int(self.urls[number].rpartition(":")[2]) if self.urls else 0
+        return Wanted(self.name, number, self.config, str(self.model), self.any_weights, port)
+
+    def _answer(self, remote: Remote, asked: Any) -> str:
+        seconds = self.config.start_seconds + remote.limits.start_timeout
+        try:
+            return remote.get(asked, seconds)
+        except ActorLostError as error:
+            raise LaunchError(
+                f"{error} while it started a server of servers.{self.name}; see logs/{remote.name}.log and"
+                " logs/servers/ in the run folder, then continue with --resume."
+            ) from None
+
+    def _watch(self) -> None:
+        while self.trouble is None and not self._over.wait(LOOK):
+            for number, remote in enumerate(self.remotes):
+                with suppress(ActorLostError):
+                    self._look(number, remote)
+
+    def _look(self, number: int, remote: Remote) -> None:
+        try:
+            there, trouble = remote.get(remote.send("state", control=True), PING_SECONDS, kill=False)
+        except ActorLostError:
+            there, trouble = False, None
+        if trouble is not None:
+            self.trouble = LaunchError(trouble)
+        if there or self._over.is_set():
+            return
+        try:  # Ray starts the actor anew, and it is asked for its server again
+            remote.await_return(self._over.is_set)
+            url = self._answer(remote, remote.send("serve", self._wanted(number)))
+        except (ActorLostError, LaunchError) as error:
+            if not self._over.is_set():
+                self.trouble = LaunchError(f"server {self.name}-{number} is lost: {one_line(error)}")
+            return
+        if url != self.urls[number]:
+            self.trouble = LaunchError(
+                f"server {self.name}-{number} was at {self.urls[number]} and is at {url} now; continue with"
+                " --resume."
+            )
+
+
+@contextmanager
+def servers_of(recipe: Recipe, remotes: Sequence[Remote], ranks: Ranks) -> Iterator[Servers]:
+    """The servers of `recipe`, which `remotes` have, while a stage runs."""
+    by_name = {remote.name: remote for remote in remotes}
+    groups = {
+        group: [by_name[name] for name in names] for group, names in server_names(recipe.servers).items()
+    }
+    servers = Servers(recipe.servers, partial(ActorGroup.begin, remotes=groups), ranks)
+    try:
+        yield servers
+    finally:
+        servers.close()
+
+
+def end_servers(remotes: Sequence[Remote]) -> None:
+    """Let the servers end, with all they have; an actor that is ended first leaves that to their guards."""
+    if not remotes:
+        return
+    ray = import_ray()
+    with suppress(ray.exceptions.RayError, ValueError):
+        asked = [remote.send("end", control=True) for remote in remotes]
+        ray.wait(asked, num_returns=len(asked), timeout=GRACE + ENDING)
