@@ -457,10 +457,11 @@ class Layout:
         }
         if launch.layout == "colocated":
             places = {name: number_of(name) % ranks for name in needs}
-            together: list[Counter[str]] = [Counter() for _ in range(ranks)]
+            bundles: list[dict[str, float]] = [{} for _ in range(ranks)]
             for name, wanted in needs.items():
-                together[places[name]].update(resources_of(wanted))
-            bundles = [dict(sums) for sums in together]
+                sums = Counter(bundles[places[name]])
+                sums.update(resources_of(wanted))
+                bundles[places[name]] = dict(sums)
         else:
             places = {name: place for place, name in enumerate(needs)}
             bundles = [resources_of(wanted) for wanted in needs.values()]
