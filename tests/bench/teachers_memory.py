@@ -1,13 +1,15 @@
 """Peak memory and processor time of a merge by its number of teachers, streamed or all of them loaded.
 
     .venv/bin/python tests/bench/teachers_memory.py [--teachers 1 3 10] [--ranks 1] [--model large] [--new 48]
-                                                    [--steps 2 8] [--placements streamed local] [--json FILE]
+                                                    [--steps 2 8] [--placements streamed local] [--rounds 1]
+                                                    [--json FILE]
 
 Random Llamas: `large` of 42 M parameters with a vocabulary of 32,000, `small` of 5 M with one of 8,000. A
 step has the same number of responses, all of one length, and as many micro-batches (a tenth of it each)
 however many teachers they are dealt out to. Each case is `opd distill` with its defaults and one thread a
 rank; a step's time is the difference of two runs of different length, over their steps: all processor seconds
-of the command and its children.
+of the command and its children. The same processor gives other seconds from one minute to the next, so
+`--rounds` repeats all cases in turn, and the ratio of the placements is said for each round.
 
 With `--ranks 2` streamed teachers are published on a store of objects that fsspec reads, behind the node's
 copies, and `opd` starts the ranks: the peak is the largest of any rank, and `bytes_read` what the first rank
@@ -17,6 +19,7 @@ read from the store in each step of the longer run.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -144,6 +147,18 @@ def measured(folder: Path, options: argparse.Namespace, teachers: int, placement
     return case | {"peak_mib": max(each, default=peak), "peak_mib_of_ranks": each} | read
 
 
+def say_ratio(results: list[dict[str, Any]]) -> None:
+    """After the last placement of a round: its step's time, in those of the first."""
+    last = results[-1]
+    same = [one for one in results if all(one[key] == last[key] for key in ("round", "teachers"))]
+    if len(same) == 2 and all(one["seconds_a_step"] for one in same):
+        ratio = same[0]["seconds_a_step"] / same[1]["seconds_a_step"]
+        print(
+            f"{last['teachers']} teachers: {same[0]['placement']} / {same[1]['placement']} {ratio:.3f}",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--teachers", type=int, nargs="+", default=[1, 3, 10])
@@ -154,19 +169,21 @@ def main() -> None:
         "--steps", type=int, nargs="+", default=[2, 8], help="of both runs; one alone gives no time"
     )
     parser.add_argument("--placements", nargs="+", default=["streamed", "local"])
+    parser.add_argument("--rounds", type=int, default=1, help="how often each case runs, in turn")
     parser.add_argument("--json", type=Path, help="where to keep the numbers")
     options = parser.parse_args()
     results = []
     print("| teachers | | peak MiB | processor s a step |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         write_inputs(Path(scratch), options)
-        for placement in options.placements:
-            for teachers in options.teachers:
-                found = measured(Path(scratch), options, teachers, placement)
+        for turn in range(options.rounds):
+            for teachers, placement in itertools.product(options.teachers, options.placements):
+                found = measured(Path(scratch), options, teachers, placement) | {"round": turn}
                 row = f"{found['peak_mib']:.0f} | {found['seconds_a_step']}"
                 print(f"| {teachers} | {placement} | {row} | {found}", flush=True)
                 tokens = PROMPTS // teachers * options.new
                 results.append(found | {"model": options.model, "tokens_a_teacher": tokens})
+                say_ratio(results)
                 if options.json:  # after each: one that is cut short costs no other
                     kept = {"processor": against_trl.processor(), "steps": options.steps, "results": results}
                     options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
