@@ -286,20 +286,22 @@ class Ranks:
             self._set(event)
 
     def agreed(self, work: Callable[[], object], what: str) -> None:
-        """`work()` on every rank. The `OpdError` of the first that meets one is raised on all of them, and
-        nobody waits in vain for a rank that has ended.
+        """`work()` on every rank. The `OpdError` of the first that meets one is raised on all of them, with
+        its number on the others, and nobody waits in vain for a rank that has ended.
         """
         mine: OpdError | None = None
         try:
             work()
         except OpdError as error:
             mine = error
-        said = self.gather_json(None if mine is None else [type(mine).__name__, *map(str, mine.args)], what)
+        words = None if mine is None else [type(mine).__name__, *map(str, mine.args or ("",))]
+        said = self.gather_json(words, what)
         if mine is not None:
             raise mine
-        if (first := next((words for words in said if words is not None), None)) is not None:
-            kind, *words = first
-            raise getattr(errors, kind, OpdError)(*words)
+        for rank, theirs in enumerate(said):
+            if theirs is not None:
+                kind, sentence, *others = theirs
+                raise getattr(errors, kind, OpdError)(f"on rank {rank}: {sentence}", *others)
 
     @contextlib.contextmanager
     def collective(self, what: str) -> Iterator[None]:

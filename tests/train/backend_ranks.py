@@ -198,7 +198,8 @@ def assert_away(backend: Backend, ranks: Ranks) -> None:
     assert backend._shelf is not None
     if not ranks.main:
         backend._shelf.put = no_room  # type: ignore[method-assign]
-    with pytest.raises(OpdError, match="the disk is full; free some space"):
+    where = "on rank 1: " if ranks.main else ""
+    with pytest.raises(OpdError, match=f"^{where}.*the disk is full; free some space"):
         backend.rest()
     vars(backend._shelf).pop("put", None)
     backend.rest()
