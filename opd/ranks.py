@@ -91,22 +91,28 @@ def gloo_towards(host: str) -> Iterator[None]:
         os.environ.pop(_GLOO_INTERFACE, None)
 
 
+def own_address(host: str) -> str:
+    """This machine's, by which it reaches `host`; nothing is sent. Raises `OSError` if there is no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect((host, 9))
+        return asking.getsockname()[0]
+
+
 def interface_towards(host: str) -> str | None:
     """Name of the network interface through which `host` is reached; `None` if it cannot be told."""
     if not sys.platform.startswith("linux"):
         return None
     import fcntl
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            if address_of(host) == EVERY:
-                return None
-            asking.connect((host, 9))  # nothing is sent
-            own = asking.getsockname()[0]
-        except OSError:
+    try:
+        if address_of(host) == EVERY:
             return None
-        if ipaddress.ip_address(own).is_loopback:
-            return "lo"
+        own = own_address(host)
+    except OSError:
+        return None
+    if ipaddress.ip_address(own).is_loopback:
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))

@@ -6,7 +6,6 @@ New weights reach a worker through a folder that it reads, or broadcast in a pro
 from __future__ import annotations
 
 import asyncio
-import socket
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from opd.errors import RolloutError, reason_of
 from opd.foreign import decoding
 from opd.models.causal_lm import raw_bytes, torch_device, weights_digest
-from opd.ranks import gloo_device, host_store
+from opd.ranks import gloo_device, host_store, own_address
 from opd.rollout.sglang_proof import Proof, check_config, check_form
 from opd.rollout.weight_sync import WeightFolder, Weights, buckets
 from opd.served.http_pool import (
@@ -215,7 +214,7 @@ class TensorPush:
         cuda = settings.get("device") == "cuda" and torch.cuda.is_available()
         ranks = int(settings.get("tp_size") or 1)
         member = GroupMember(f"opd-{uuid.uuid4().hex[:8]}", 0, 1 + ranks, "nccl" if cuda else "gloo")
-        host = self._host or await asyncio.to_thread(_own_address, server.url)
+        host = self._host or await asyncio.to_thread(own_address, urlsplit(server.url).hostname or "")
         store, port = host_store(host, TIMEOUT)
         body = {
             "master_address": host,
@@ -232,15 +231,6 @@ class TensorPush:
             met.cancel()
         _check(server, member.name, await answer)
         return member.name, await met, self._device if cuda else torch.device("cpu")
-
-
-def _own_address(url: str) -> str:
-    """That of this machine by which it reaches the server at `url`. Nothing is sent."""
-    at = urlsplit(url)
-    family, kind, _, _, address = socket.getaddrinfo(at.hostname, at.port or 80, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as towards:
-        towards.connect(address)
-        return towards.getsockname()[0]
 
 
 def _copies(weights: Weights) -> list[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -118,14 +118,18 @@ def _described(model: Path) -> bytes | None:
 
 def _readable(connection: http.client.HTTPConnection) -> bool:
     """Whether an answer has come, or the connection has ended."""
-    if connection.sock is None:
-        return True
+    return connection.sock is None or _speaks(connection.sock.fileno(), 0.0)
+
+
+def _speaks(descriptor: int, seconds: float) -> bool:
+    """Whether something can be read of it, or it ends, within `seconds`."""
     poll = select.poll()  # `select.select` refuses descriptors from 1024 on
-    poll.register(connection.sock, select.POLLIN)
-    return bool(poll.poll(0))
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """One that is free there now."""
     with socket.create_server((host, 0)) as taken:
         return taken.getsockname()[1]
 
@@ -162,7 +166,7 @@ class StartedServer:
 
     def start(self) -> None:
         """Start it, at the port that it has if it was started before. Raises `OSError` if that cannot be."""
-        self.port = self.port or _free_port(self.host)
+        self.port = self.port or free_port(self.host)
         self.served, self.answered = False, time.monotonic()
         self._close()
         self._forget_the_end()
@@ -241,9 +245,7 @@ class StartedServer:
             self._guard.wait()
         self._guard = None
         if self._gone is not None:  # a guard that was killed itself has left the rest to another process
-            poll = select.poll()
-            poll.register(self._gone, select.POLLIN)
-            poll.poll(max(0.0, until - time.monotonic()) * 1000)
+            _speaks(self._gone, max(0.0, until - time.monotonic()))
         self._forget_the_end()
         if Path(self._hidden).name.startswith("opd-hidden-"):
             shutil.rmtree(self._hidden, ignore_errors=True)  # its guard has, unless it was killed itself
@@ -530,15 +532,12 @@ class Servers:
             self._started.popitem()[1].close()
 
 
-@contextlib.contextmanager
-def started_by(recipe: Recipe, logs: Path, ranks: Ranks | None = None) -> Iterator[Servers]:
+def started_by(
+    recipe: Recipe, logs: Path, ranks: Ranks | None = None
+) -> contextlib.AbstractContextManager[Servers]:
     """The servers of `recipe` on this machine, none of which lives longer than the block."""
 
     def begin(name: str, group: ServerGroupConfig, model: Path, _: bool) -> StartedGroup:
         return StartedGroup.begin(name, group, model, logs)
 
-    servers = Servers(recipe.servers, begin, ranks)
-    try:
-        yield servers
-    finally:
-        servers.close()
+    return contextlib.closing(Servers(recipe.servers, begin, ranks))

@@ -78,10 +78,9 @@ class Run:
         return {int(port) for port in re.findall(r"launch_server .*--port (\d+)", said)}
 
 
-def wait(condition, process: subprocess.Popen[bytes] | None = None) -> None:
+def wait(condition) -> None:
     end = time.monotonic() + SECONDS
     while not condition():
-        assert process is None or process.poll() is None
         assert time.monotonic() < end
         time.sleep(0.2)
 
@@ -136,7 +135,8 @@ def assert_nothing_is_left(run: Run, ports: set[int]) -> None:
 
 def reached(run: Run, process: subprocess.Popen[bytes], file: Path) -> set[int]:
     """Wait until the run is in the middle of its merge; returns its servers' ports."""
-    wait(file.exists, process)
+    wait(lambda: file.exists() or process.poll() is not None)
+    assert process.poll() is None, run.said()
     ports = run.ports()
     assert len(ports) == 2
     assert run.hidden

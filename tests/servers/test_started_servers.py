@@ -170,10 +170,10 @@ def _commands():
 def test_a_port_that_another_took_first_is_left_to_it(tmp_path, monkeypatch):
     import socket
 
-    free = module._free_port
+    free = module.free_port
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = iter([taken.getsockname()[1]])
-        monkeypatch.setattr(module, "_free_port", lambda host: next(ports, None) or free(host))
+        monkeypatch.setattr(module, "free_port", lambda host: next(ports, None) or free(host))
         group = start(tmp_path)
         try:
             assert group.servers[0].port != taken.getsockname()[1]

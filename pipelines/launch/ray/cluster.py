@@ -15,8 +15,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -449,19 +448,19 @@ class Layout:
         """One bundle for each trainer with its share of the others, or one for each actor, on other nodes
         where there are some. Each server of `groups` has one of its own either way: it fills its GPUs.
         """
+        groups = groups or {}
         needs = {name: getattr(launch, role_of(name)) for name in actor_names(launch, ranks)}
         apart = {
-            name: _of_server(launch.server, (groups or {})[group].tensor_parallel)
-            for group, names in server_names(groups or {}).items()
+            name: _of_server(launch.server, groups[group].tensor_parallel)
+            for group, names in server_names(groups).items()
             for name in names
         }
         if launch.layout == "colocated":
             places = {name: number_of(name) % ranks for name in needs}
-            bundles: list[dict[str, float]] = [{} for _ in range(ranks)]
-            for name, wanted in needs.items():
-                sums = Counter(bundles[places[name]])
-                sums.update(resources_of(wanted))
-                bundles[places[name]] = dict(sums)
+            bundles = [
+                _together(resources_of(wanted) for name, wanted in needs.items() if places[name] == rank)
+                for rank in range(ranks)
+            ]
         else:
             places = {name: place for place, name in enumerate(needs)}
             bundles = [resources_of(wanted) for wanted in needs.values()]
@@ -473,10 +472,15 @@ class Layout:
     @property
     def total(self) -> dict[str, float]:
         """Resources of all bundles together."""
-        sums: Counter[str] = Counter()
-        for bundle in self.bundles:
-            sums.update(bundle)
-        return dict(sums)
+        return _together(self.bundles)
+
+
+def _together(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for bundle in bundles:
+        for name, value in bundle.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
 
 
 def actor_names(launch: RayLaunch, ranks: int = 1) -> list[str]:

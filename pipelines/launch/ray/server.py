@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,14 @@ from opd.config.servers import ServerGroupConfig
 from opd.errors import LaunchError
 from opd.pipelines.launch.ray.actors import PING_SECONDS, ActorLostError, ActorSpec, Remote
 from opd.pipelines.launch.ray.cluster import import_ray, one_line, server_names
-from opd.pipelines.launch.servers import ENDING, GRACE, Place, Servers, StartedGroup, same_model
+from opd.pipelines.launch.servers import (
+    ENDING,
+    GRACE,
+    Place,
+    Servers,
+    StartedGroup,
+    same_model,
+)
 from opd.pipelines.records.run_folder import RunFolder
 from opd.progress import doing
 from opd.ranks import Ranks
@@ -167,8 +174,7 @@ class ActorGroup:
     def _watch(self) -> None:
         while self.trouble is None and not self._over.wait(LOOK):
             for number, remote in enumerate(self.remotes):
-                with suppress(ActorLostError):
-                    self._look(number, remote)
+                self._look(number, remote)
 
     def _look(self, number: int, remote: Remote) -> None:
         try:
@@ -193,18 +199,13 @@ class ActorGroup:
             )
 
 
-@contextmanager
-def servers_of(recipe: Recipe, remotes: Sequence[Remote], ranks: Ranks) -> Iterator[Servers]:
+def servers_of(recipe: Recipe, remotes: Sequence[Remote], ranks: Ranks) -> AbstractContextManager[Servers]:
     """The servers of `recipe`, which `remotes` have, while a stage runs."""
     by_name = {remote.name: remote for remote in remotes}
     groups = {
         group: [by_name[name] for name in names] for group, names in server_names(recipe.servers).items()
     }
-    servers = Servers(recipe.servers, partial(ActorGroup.begin, remotes=groups), ranks)
-    try:
-        yield servers
-    finally:
-        servers.close()
+    return closing(Servers(recipe.servers, partial(ActorGroup.begin, remotes=groups), ranks))
 
 
 def end_servers(remotes: Sequence[Remote]) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from opd.pipelines.launch.ray.cluster import (
     role_of,
 )
 from opd.pipelines.launch.ray.server import end_servers, servers_of
+from opd.pipelines.launch.servers import free_port
 from opd.pipelines.launch.supervisor import Cause, MemberFailedError, Message, Supervisor, last_words
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.order import Stage, summary
@@ -104,9 +104,7 @@ class TrainerActor:
     def free_port(self) -> tuple[str, int]:
         """Address of its node, and a port that is free there."""
         address = import_ray().util.get_node_ip_address()
-        with socket.socket() as tried:
-            tried.bind((address, 0))
-            return address, tried.getsockname()[1]
+        return address, free_port(address)
 
     def run(self, stage: str, actors: Helping, place: Mapping[str, str]) -> Message:
         """Run `stage` from its newest checkpoint, alone or as the rank that the variables of `place` make it;
