@@ -128,6 +128,15 @@ def _speaks(descriptor: int, seconds: float) -> bool:
     return bool(poll.poll(1000 * seconds))
 
 
+def until_free(host: str, port: int, seconds: float) -> None:
+    """Wait until nobody listens on `port` any more, but no longer than `seconds`."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            return
+        time.sleep(LOOK)
+
+
 def free_port(host: str) -> int:
     """One that is free there now."""
     with socket.create_server((host, 0)) as taken:

@@ -28,6 +28,7 @@ from opd.pipelines.launch.servers import (
     Servers,
     StartedGroup,
     same_model,
+    until_free,
 )
 from opd.pipelines.records.run_folder import RunFolder
 from opd.progress import doing
@@ -76,6 +77,8 @@ class ServerActor:
         try:
             self.end()
             place = Place(wanted.number, import_ray().util.get_node_ip_address(), wanted.port)
+            if wanted.port:  # an actor that was killed leaves its server to the guard, which takes a while
+                until_free(place.host, wanted.port, GRACE + ENDING)
             group = StartedGroup.begin(wanted.group, wanted.config, model, self._logs, place)
             self._group = group  # `end` may be asked for meanwhile
             group.wait()
