@@ -24,20 +24,23 @@ from torch import Tensor
 # Per thread. 2^17 float32 are 512 KiB: the few passes of a row kernel over one block stay in a core's
 # second-level cache.
 BLOCK_ELEMENTS = 1 << 17
+# On another device: 256 MiB, which keeps the passes' temporaries small beside a chunk and each launch long
+# beside what starting it costs.
+BLOCK_ELEMENTS_DEVICE = 1 << 26
 # Beyond this log-ratio one of the two probabilities is below e^-80 and adds nothing to float32 or float64
 # sums of the Jensen-Shannon divergence; the bound keeps exp of the ratio finite.
 MAX_LOG_RATIO = 80.0
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Cut the rows of `logits` `[R, V]` into blocks that fit a CPU's cache; one block on other devices.
+    """Cut the rows of `logits` `[R, V]` into blocks that fit a CPU's cache, or of 256 MiB on other devices.
 
     With several threads no block has one row unless all are one row: threads share the sum of a lone row,
     with other rounding than that of a row among others.
     """
     rows, vocabulary = logits.shape
     threads = torch.get_num_threads()
-    elements = BLOCK_ELEMENTS * threads if logits.device.type == "cpu" else logits.numel()
+    elements = BLOCK_ELEMENTS * threads if logits.device.type == "cpu" else BLOCK_ELEMENTS_DEVICE
     step = max(min(threads, 2), elements // vocabulary)
     start = 0
     while start < rows:

@@ -28,6 +28,8 @@ LARGE = 1 << 16
 """Numbers in a weight from which its products go to oneDNN where that is faster: a call costs 10 us more."""
 LARGER = 1 << 18
 """The same where only its own layout makes it faster, for some rows at a time."""
+CHUNK, CHUNK_DEVICE = 1024, 4096
+"""Tokens whose logits exist at a time, on a CPU and at most on a GPU, where nothing else is asked for."""
 
 
 def _is_amd() -> bool:
@@ -67,6 +69,19 @@ def widens(dtype: torch.dtype) -> bool:
     else:
         return False
     return not fast
+
+
+def tokens_per_chunk(asked: int | None, device: torch.device, vocabulary: int) -> int:
+    """Tokens whose logits over `vocabulary` exist at a time on `device`: `asked`, or what suits it.
+
+    On a GPU a chunk reads and writes the head's whole gradient beside products that take little longer, so it
+    is large: as long as two chunks of float32 logits take no more than a sixteenth of the memory.
+    """
+    if asked is not None or device.type != "cuda":
+        return asked or CHUNK
+    memory = torch.cuda.get_device_properties(device).total_memory
+    fits = memory // 16 // (2 * 4 * vocabulary)
+    return max(CHUNK, min(CHUNK_DEVICE, 1 << max(0, fits.bit_length() - 1)))
 
 
 def takes_onednn(inputs: Tensor) -> bool:
@@ -271,8 +286,12 @@ def write_logits(hidden: Tensor, head: Head, temperature: float, out: Tensor) ->
     bias = None if head.bias is None else head.bias.detach()[: head.vocabulary].to(out.dtype)
     if out.dtype == torch.float32 and wide_product(hidden, head.weight):
         weight = head.weight.detach()[: head.vocabulary]
-        torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
-        _scale_and_shift_(out, factor, bias)
+        if bias is None and factor != 1.0:  # the product scales by itself: no pass over `out`
+            options = {"beta": 0, "alpha": factor, "out_dtype": torch.float32, "out": out}
+            torch.addmm(out, hidden, weight.t(), **options)
+        else:
+            torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+            _scale_and_shift_(out, factor, bias)
     elif head.allow_bf16_logits and out.dtype == torch.float32 and narrow_matmul(hidden, head.weight):
         for start in range(0, head.vocabulary, TILE_ROWS):
             columns = slice(start, min(start + TILE_ROWS, head.vocabulary))

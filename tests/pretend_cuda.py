@@ -670,7 +670,8 @@ class RealGpu:
                 yield made
         finally:
             torch.cuda.set_sync_debug_mode(before)
-        made.waits += [str(one.message) for one in said if "synchroniz" in str(one.message)]
+        waits = [one for one in said if "synchroniz" in str(one.message)]
+        made.waits += [f"{one.message} at {one.filename}:{one.lineno}" for one in waits]
 
     def put(self, value: Tensor) -> Tensor:
         """A copy of `value` on the device."""

@@ -52,8 +52,9 @@ class BatchConfig(Config):
 
     max_tokens: int = Field(default=4096, gt=0)
     """Packed tokens per micro-batch (a longer single sample gets a micro-batch of its own)."""
-    kl_chunk: int = Field(default=1024, gt=0)
-    """Tokens whose logits exist at the same time in the full-vocabulary KL."""
+    kl_chunk: int | None = Field(default=None, gt=0)
+    """Tokens whose logits exist at the same time in the full-vocabulary KL. `null` is 1024 on a CPU; on a GPU
+    4096, or fewer where two such chunks of logits would take more than a sixteenth of its memory."""
     recompute_layers: bool = False
     """Activation checkpointing: of each decoder layer only the input is kept for the backward pass, which
     computes the rest again. Less memory, a third more time."""

@@ -15,12 +15,15 @@ Shapes: `T` packed tokens, `H` query heads, `Hkv` key-value heads, `d` head size
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +34,14 @@ from torch.nn.attention.varlen import varlen_attn
 from opd.kernels import proof, triton_rows
 from opd.models.attention import AttentionCall, PackedAttention
 
+log = logging.getLogger(__name__)
+
 BLOCK = 128
 """Tokens of a block, of which flex attention skips those that nobody sees. Fewer tokens are not its."""
 HALVES = (torch.bfloat16, torch.float16)
 Kernel = Callable[[PackedAttention, AttentionCall], Tensor]
+_ASKS_FOR_SHARED = "enable_gqa" in signature(varlen_attn).parameters
+"""PyTorch up to 2.11 takes fewer heads of keys than of queries without being asked to."""
 
 
 def fused(packed: PackedAttention, call: AttentionCall) -> Tensor | None:
@@ -70,7 +77,9 @@ def flash(packed: PackedAttention, call: AttentionCall) -> Tensor:
     window = call.sliding_window
     # (-1, 0) alone is what it knows as causal; a window counts the keys before the query's own.
     seen = (-1, 0) if window is None or window >= longest else (window - 1, 0)
-    options = {"scale": call.scaling, "window_size": seen, "enable_gqa": query.shape[1] != key.shape[1]}
+    options: dict[str, Any] = {"scale": call.scaling, "window_size": seen}
+    if _ASKS_FOR_SHARED:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
     output = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
     assert isinstance(output, Tensor)
     return output.unsqueeze(0)
@@ -199,6 +208,8 @@ def trusted(form: Form) -> bool:
     """
     subject = f"{form.kernel} attention of {form.dtype} with heads of {form.sizes[0]}"
     where = f"on {torch.cuda.get_device_name(form.device)}"
+    if form.kernel == "flex":
+        log.info("%s is compiled and proven %s: half a minute, the first time on a machine", subject, where)
     return proof.accepted(subject, fault(form), where, "padded sequences and PyTorch's own attention are")
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import TrainingError, from_system, reason_of
 from opd.kernels.head import Head, gathered
+from opd.kernels.projection import tokens_per_chunk
 from opd.kernels.vocab_parallel import HeadShard
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, held_bytes, weights_digest
@@ -359,14 +360,13 @@ class Backend(ABC):
     def _packed_logprobs(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
     ) -> Tensor:
-        hidden = self.hidden(input_ids, position_ids, cu_seqlens)[rows]
-        return linear_logprobs(
-            hidden,
-            self.head(),
-            input_ids[rows + 1],
-            temperature=self.temperature,
-            chunk=self._batch.kl_chunk,
-        )
+        hidden, head = self.hidden(input_ids, position_ids, cu_seqlens)[rows], self.head()
+        scale = {"temperature": self.temperature, "chunk": self.chunk(head)}
+        return linear_logprobs(hidden, head, input_ids[rows + 1], **scale)
+
+    def chunk(self, head: Head | HeadShard) -> int:
+        """Tokens whose logits exist at a time."""
+        return tokens_per_chunk(self._batch.kl_chunk, self.device, head.vocabulary)
 
     def forward_backward(self, batch: RolloutBatch) -> dict[str, float]:
         """`accumulate` of a batch that is in memory."""
@@ -483,10 +483,9 @@ class Backend(ABC):
             hidden.register_hook(
                 lambda grad: sums.add(f"grad_share/{teacher}", grad.float().norm(dim=-1).sum())
             )
-        scale = (self.temperature, self._batch.kl_chunk)
-        student = StudentRows(
-            hidden, adding_to(self.head(), self._total), micro.targets, *scale, self.sum_shared
-        )
+        head = adding_to(self.head(), self._total)
+        scale = (self.temperature, self.chunk(head))
+        student = StudentRows(hidden, head, micro.targets, *scale, self.sum_shared)
         return torch.stack([term(micro, student, sums) for term in self.terms]).sum()
 
     def sum_shared(self, values: Tensor) -> Tensor:
@@ -631,7 +630,8 @@ def response_logprobs(
 
     def one_pass(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
         hidden = model.hidden(input_ids, position_ids, cu_seqlens, layer_memory(batch))[rows]
-        targets = input_ids[rows + 1]
-        return linear_logprobs(hidden, model.head(), targets, temperature=temperature, chunk=batch.kl_chunk)
+        head, targets = model.head(), input_ids[rows + 1]
+        chunk = tokens_per_chunk(batch.kl_chunk, model.device, head.vocabulary)
+        return linear_logprobs(hidden, head, targets, temperature=temperature, chunk=chunk)
 
     return of_packed(samples, batch.max_tokens, model.device, lambda *packed: run(lambda: one_pass(*packed)))

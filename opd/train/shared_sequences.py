@@ -57,13 +57,9 @@ class SharedSequences(Backend):
         if own is None or self._context is None:
             return super()._packed_logprobs(input_ids, position_ids, cu_seqlens, rows)
         local, kept = own_places(rows, own)
-        mine = linear_logprobs(
-            self._hidden(own)[local],
-            self.head(),
-            input_ids[rows[kept] + 1],
-            temperature=self.temperature,
-            chunk=self._batch.kl_chunk,
-        )
+        head, targets = self.head(), input_ids[rows[kept] + 1]
+        scale = {"temperature": self.temperature, "chunk": self.chunk(head)}
+        mine = linear_logprobs(self._hidden(own)[local], head, targets, **scale)
         whole = torch.zeros(len(rows), dtype=mine.dtype, device=mine.device)
         whole[kept] = mine
         return self._context.sum(whole)

@@ -262,8 +262,15 @@ def _led(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) -> Parts
     """What following its teachers takes beside training, in a stage with this recipe."""
     return {
         "teachers": _teachers(recipe, student, teachers, WIDTH[model_dtype(recipe)]),
-        "logits of a chunk": 3 * recipe.distill.batch.kl_chunk * student.vocabulary * 4,
+        "logits of a chunk": 3 * _chunk(recipe) * student.vocabulary * 4,
     }
+
+
+def _chunk(recipe: Recipe) -> int:
+    """Tokens whose logits exist at a time, at most."""
+    from opd.kernels.projection import CHUNK, CHUNK_DEVICE
+
+    return recipe.distill.batch.kl_chunk or (CHUNK_DEVICE if on_cuda(recipe.model.device) else CHUNK)
 
 
 def _teachers(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], width: int) -> int:

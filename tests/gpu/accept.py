@@ -47,13 +47,13 @@ class Section:
 
 
 ONE = {
-    "ceilings": Section("clock", "ceilings", 25),
+    "ceilings": Section("clock", "ceilings", 15),
     "tests": Section("runs", "tests", 115),
-    "kernels": Section("kernels", "divergences", 125),
-    "training": Section("training", "steps", 65),
-    "engine": Section("engine", "decoding", 105),
-    "streamed": Section("runs", "streamed_teacher", 75),
-    "quickstart": Section("runs", "quick_start", 75),
+    "kernels": Section("kernels", "divergences", 100),
+    "training": Section("training", "steps", 90),
+    "engine": Section("engine", "decoding", 85),
+    "streamed": Section("runs", "streamed_teacher", 95),
+    "quickstart": Section("runs", "quick_start", 85),
 }
 SEVERAL = {
     "distill": Section("ranks", "distill", 150),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,12 @@ from tests.gpu.rows import Bound, Sheet
 ROOT = Path(__file__).resolve().parents[2]
 RAM = Path("/dev/shm")
 RECIPE = ROOT / "examples/quickstart/recipe.yaml"
-SHORT = ["--specialist.steps", "15", "--distill.steps", "30", "--baselines.methods", "[average]"]
+SHORT = [
+    *("--base.steps", "120", "--specialist.steps", "6", "--distill.steps", "12"),
+    *("--base.min_accuracy", "0", "--baselines.methods", "[average]"),
+    *("--evaluation.prompts_per_domain", "100"),
+]
+"""A step of so small a model is all launches, some 0.1 s: few of them, and every stage once."""
 COMPILING = (
     "tests/gpu/test_attention.py::test_flex_attention_is_trusted_here",
     "tests/gpu/test_attention.py::test_flex_attention_gives_the_same_bits_again",
@@ -55,16 +62,18 @@ evaluation: {prompts_per_domain: 20, every: 4, curve_prompts: 10}
 
 
 def run(*command: str) -> tuple[int, str]:
-    """Exit status of a Python process and the end of what it printed. The section's time is its limit."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-    )
-    return done.returncode, done.stdout[-6000:]
+    """Exit status of a Python process and the end of what it printed, which is printed here as it comes: a
+    section over its time has said how far it got. That time is the only limit.
+    """
+    lines = []
+    with subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    ) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    return child.returncode, "".join(lines)[-6000:]
 
 
 def tests(sheet: Sheet, place: Place) -> None:
@@ -77,8 +86,9 @@ def tests(sheet: Sheet, place: Place) -> None:
     if place.dry:
         marked = ["-m", "not gpu", "-k", "copied_and_proven", "tests/models/test_on_cuda.py"]
     flags = ["-q", "--maxfail=12", "--tb=short", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+    if not place.dry and find_spec("xdist") is not None:  # what compiles takes a core each
+        flags += ["-n", str(min(6, max(1, (os.cpu_count() or 1) // 2)))]
     status, said = run("-m", "pytest", *flags, "--no-header", *marked)
-    print(said)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?)", said)}
     numbers = {"status": status, "passed": counts.get("passed", 0), "failed": counts.get("failed", 0)}
     all_right = Bound("status", most=0, timed=False), Bound("passed", least=1, timed=False)
@@ -184,7 +194,7 @@ def quick_start(sheet: Sheet, place: Place) -> None:
             recipe.write_text(TINY)
         options = [] if place.dry else SHORT
         begin = time.perf_counter()
-        status, said = run(
+        status, _ = run(
             "-m",
             "opd.pipelines.cli",
             "run",
@@ -196,7 +206,6 @@ def quick_start(sheet: Sheet, place: Place) -> None:
             *options,
         )
         took = time.perf_counter() - begin
-        print(said[-3000:])
         sheet.row("opd run", {"status": status, "seconds": took}, Bound("status", most=0, timed=False))
         if status == 0:
             for model in json.loads((out / "results.json").read_text())["models"]:

@@ -187,7 +187,7 @@ def raised(student, teacher, kind, beta, coef):
         (wrong_value, "gives other values than float64"),
         (wrong_gradient, "gives another gradient than float64"),
         (swallowed_nan, "gives other values than float64"),
-        (other_bits, "gives other values the second time"),
+        (other_bits, "gives other bits the second time"),
         (raised, "cannot be compiled or launched .*no such instruction"),
     ],
 )

