@@ -147,8 +147,8 @@ def _start(
         # What torchrun sets for ranks that are clients of its own store, as these are of this process's.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        # glibc keeps freed memory for threads that once had some, in up to eight arenas a core: with those that
-        # read ten teachers, 100 MiB of nobody's. Only the environment is early enough to say otherwise.
+        # glibc keeps freed memory for threads that once had some, in up to eight arenas a core: with those
+        # that read ten teachers, 100 MiB of nobody's. Only the environment is early enough to say otherwise.
         "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "2"),
     }
     command = [sys.executable, "-m", "opd.pipelines.cli", *argv]
