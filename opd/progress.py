@@ -37,7 +37,16 @@ def doing(what: str | Callable[[], str]) -> Iterator[None]:
 def busy_with() -> str:
     """The latest of what `doing` was told; empty if there is nothing."""
     latest = _doing[-1:]
-    return latest[0]() if latest else ""
+    return latest[0]() if latest else _elsewhere
+
+
+_elsewhere = ""
+
+
+def is_busy_elsewhere(words: str) -> None:
+    """What a process is busy with that this one speaks for; empty if it is with nothing, or gone."""
+    global _elsewhere
+    _elsewhere = words
 
 
 _open: list[Heartbeat] = []

@@ -43,6 +43,9 @@ _SEGMENT_BYTES = 1 << 30
 _MAP_BYTES = 1 << 30
 """Most bytes of the index; 200 or so a blob."""
 _LARGE = 64 << 20
+_READERS = 1024
+_LOCK_BYTES = 128 + 64 * (_READERS + 64)
+"""What LMDB maps to know its readers, 64 bytes each, and somewhat more."""
 _SPARE = 256 * 1024
 """Of the index, taken when it is made: an eviction is written where the disk is full."""
 _SCANS = 16
@@ -178,12 +181,13 @@ class SegmentIndex:
         for name in ("data.mdb", "lock.mdb"):
             _refuse_odd(folder / name)
         with _as_os_errors():
+            _reserve(folder / "lock.mdb", _LOCK_BYTES)
             self.env = lmdb.open(
                 str(folder),
                 map_size=_MAP_BYTES,
                 sync=False,
                 metasync=False,
-                max_readers=1024,
+                max_readers=_READERS,
                 readahead=False,
             )
             self.env.reader_check()
@@ -366,6 +370,18 @@ def _refuse_odd(path: Path) -> None:
     """Raises `OSError` if something else than a file is at `path`: LMDB would follow it or wait for it."""
     with contextlib.suppress(FileNotFoundError):
         os.close(open_plain(path))
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Let the file have so many bytes of disk, and make it where it is not there: LMDB maps one with holes,
+    and a disk without room for them would end the process at the first touch. Raises `OSError`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    finally:
+        os.close(descriptor)
 
 
 def _allocate(path: Path, size: int) -> None:

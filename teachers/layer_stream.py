@@ -10,6 +10,7 @@ One unit of a published model into memory: 1/N read by each of N ranks, then gat
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -209,7 +210,7 @@ class UnitGather:
         if error is not None:
             raise error
         if ranks := _ranks(said, _FAILED):
-            raise TeacherError(
+            raise TeacherRanksError(  # of which a launcher knows that another rank has the cause
                 f"rank {ranks} could not read its part of {unit} of teacher weights"
                 f" {model.manifest.digest[:12]}; its own error says why."
             )
@@ -221,7 +222,7 @@ class UnitGather:
         with self._lasting(), naming_lost_ranks(failure):
             dist.all_reduce(said, group=self.group)
             if (ranks := _ranks(said.tolist(), _LEAVES)) and state != _LEAVES:
-                raise TeacherError(
+                raise TeacherRanksError(
                     f"{failure}, rank {ranks} has stopped to read teachers; look for that rank's own error."
                 )
         return said.tolist()
@@ -386,8 +387,9 @@ class ByteRing:
         return 0 if oldest >= size else None
 
 
-_CLOSE_TIMEOUT = 60.0
-"""Seconds a rank that closes its stream waits for the others."""
+_CLOSE_TIMEOUT, _FAILED_TIMEOUT = 60.0, 2.0
+"""Seconds a rank that closes its stream waits for the others; the second where an error closes it, which the
+others hear only once this rank is gone."""
 
 
 @dataclass(eq=False)
@@ -502,7 +504,8 @@ class LayerStream:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(_CLOSE_TIMEOUT if self.collective else None)
+            patience = _CLOSE_TIMEOUT if sys.exception() is None else _FAILED_TIMEOUT
+            self._thread.join(patience if self.collective else None)
             if self._thread.is_alive():
                 return  # it waits for a rank that may never come, and needs its buffer if it does
         self._queue.clear()

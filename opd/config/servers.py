@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from opd.config.base import Config
 
+_SHARE = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}
+"""What a server's share of a device's memory is called."""
 SET_BY_US = ("model-path", "model", "host", "port", "tp", "tp-size", "tensor-parallel-size", "api-key")
+
+
+def _is_share(value: bool | int | float | str) -> bool:
+    try:
+        return not isinstance(value, bool) and 0 < float(value) <= 1
+    except ValueError:
+        return False
 
 
 class ServerGroupConfig(Config):
@@ -45,14 +54,37 @@ class ServerGroupConfig(Config):
     restarts: int = Field(default=5, ge=0)
     """How often servers of the group, on Ray each of them, may be started again before the run stops."""
 
-    @field_validator("arguments")
+    @field_validator("arguments", mode="before")
     @classmethod
-    def _not_ours(cls, given: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
-        for name in given:
-            if name.startswith("-") or not name.replace("-", "").isalnum():
-                raise ValueError(f"write the argument {name!r} without its dashes in front, such as dtype")
+    def _arguments(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        for name, value in ((str(name), value) for name, value in given.items()):
+            plain = name.lstrip("-").replace("_", "-")
+            if name != plain or not name.replace("-", "").isalnum():
+                wanted = plain if plain.replace("-", "").isalnum() else "dtype"
+                raise ValueError(f"{name!r} is no argument here; write it without dashes in front: {wanted}")
             if name in SET_BY_US:
                 raise ValueError(f"{name} is set by opd; leave it out")
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(f"{name} is {value!r}; give true, false, a number or a text")
+            if name in _SHARE.values() and not _is_share(value):
+                raise ValueError(f"{name} is {value!r}; give a number above 0, at most 1")
+        return given
+
+    @field_validator("environment")
+    @classmethod
+    def _variables(cls, given: dict[str, str]) -> dict[str, str]:
+        for name in given:
+            if not name or "=" in name:
+                raise ValueError(f"{name!r} is no name of a variable; give one without =, such as HF_HOME")
+        return given
+
+    @field_validator("command")
+    @classmethod
+    def _program(cls, given: list[str]) -> list[str]:
+        if given and not given[0].strip():
+            raise ValueError("it begins with an empty text; give the program first, or [] for the default")
         return given
 
     @property
@@ -68,10 +100,6 @@ class ServerGroupConfig(Config):
             if value is not False:
                 found += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         return found
-
-
-_SHARE = {"sglang": "mem-fraction-static", "vllm": "gpu-memory-utilization"}
-"""What a server's share of a device's memory is called."""
 
 
 def shared_devices(groups: Mapping[str, ServerGroupConfig]) -> tuple[str, str, int] | None:

@@ -133,4 +133,9 @@ class Preemption:
         while not over.wait(POLL):
             remaining = self.remaining()
             if remaining is not None and remaining <= 0:
+                said = (
+                    f"not done {self.grace:g} s after it was asked to stop (runtime.grace_seconds), and ended"
+                )
+                with contextlib.suppress(OSError):
+                    os.write(2, f"opd: {said}; continue with --resume.\n".encode())
                 os._exit(EXIT_STATUS)

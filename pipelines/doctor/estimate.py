@@ -30,6 +30,7 @@ _ACTIVATIONS = 17
 _TIGHT = 0.8
 _MIB = 1 << 20
 _WEIGHTS = "copies of teachers in object stores"
+_WRITTEN = "a checkpoint being written"
 _PLACES = {
     "published teachers": "published",
     "fetched teachers": "downloaded",
@@ -303,6 +304,8 @@ def disk_parts(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape]) ->
     parts = {
         "model folders": folders * weights + (folders - 2 - len(methods)) * lora * learns * own,
         "checkpoints": recipe.runtime.keep_checkpoints * checkpoints,
+        # Before the oldest one goes, of the stage that is at work.
+        _WRITTEN: checkpoints // max(1, trained + recipe.trains_base),
     }
     used = {*recipe.used_teachers(), *teachers}
     streamed = {name for name in used if recipe.teacher(name).streams}
@@ -373,9 +376,8 @@ def disk_left(recipe: Recipe, student: Shape, teachers: Mapping[str, Shape], run
     each = parts["checkpoints"] // max(1, sum(stages.values()))
     parts["model folders"] = parts["model folders"] * len(undone) // max(1, len(stages))
     there = sum(_size(run_dir / "stages" / stage / "checkpoints") for stage in trained)
-    # A new checkpoint is written before the oldest one goes.
-    one_more = each // max(1, recipe.runtime.keep_checkpoints)
-    parts["checkpoints"] = max(len(trained) * each - there, one_more) if trained else 0
+    parts["checkpoints"] = max(0, len(trained) * each - there)
+    parts[_WRITTEN] *= bool(trained)
     followers = (f"specialist-{domain}" if domain else "baseline-mixed_grpo" for domain in recipe.following())
     led = ["merge", *followers]
     needed_by = {part: ["merge"] for part in _PLACES} | {"fetched teachers": [*stages]}

@@ -7,6 +7,7 @@ needed but `is_rank`.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -157,11 +158,17 @@ def _start(
     return supervisor.start_command(name, command, environment, log, by_status=False)
 
 
+_OF_A_RANK = re.compile(r"(on )?rank \d+: ")
+"""What begins so has another rank's error, which it names."""
+
+
 def _said(rank: supervisor.ProcessMember, message: supervisor.Message) -> int:
     """The exit status of a rank that has said why itself. Raises what any other has said, or how it ended."""
     if message.kind == "error":
         kind, sentence = message.words
-        raise RanksError(sentence) if kind == "RanksError" else OpdError(f"{rank.name}: {sentence}")
+        if kind == "RanksError":
+            raise RanksError(sentence)
+        raise OpdError(sentence if _OF_A_RANK.match(sentence) else f"{rank.name}: {sentence}")
     status = message.words[0]
     if status == 0:
         raise RanksError(

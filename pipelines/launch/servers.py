@@ -46,6 +46,7 @@ GUARD = Path(__file__).with_name("server_guard.py")
 _OF_RANKS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _FLAGS = {"sglang": ("--model-path", "--tp-size"), "vllm": ("--model", "--tensor-parallel-size")}
 """What a kind of server calls its model, and its GPUs."""
+_LAST_BYTES = 20_000
 _RAISED = re.compile(r"[\w.]+(Error|Exception): ")
 AGAIN = Retry(pause=1.0, longest=30.0)
 """Between the end of a server and its next start."""
@@ -268,7 +269,9 @@ class StartedServer:
     def last_words(self) -> str:
         """The last exception in its log, or else the last line, for an error."""
         with contextlib.suppress(OSError):
-            lines = self.log.read_bytes()[-20_000:].decode("utf-8", "replace").split("\n")
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))  # the rest may be gigabytes
+                lines = file.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
             said = [line for line in lines if line.strip()]
             raised = [line for line in said if _RAISED.match(line)]
             return printable((raised or said or ["nothing"])[-1])[:300]

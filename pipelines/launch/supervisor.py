@@ -32,7 +32,7 @@ from opd.errors import OpdError, PreemptedError
 from opd.output import log_again
 from opd.own_code import named
 from opd.pipelines.launch.machine import understood as by_machine
-from opd.progress import Progress
+from opd.progress import Progress, is_busy_elsewhere
 from opd.rollout.preemption import EXIT_STATUS, Preemption
 
 LOOK = 0.1
@@ -49,10 +49,15 @@ Cause = IntEnum("Cause", "FAULT DIED CRASHED LOST STOPPED")
 """Why a member did not do its work. Of several failures the first kind here explains the others."""
 
 
+ON_THE_WAY = ("progress", "log", "busy")
+"""Kinds of messages that are not a member's last words."""
+
+
 class Message(NamedTuple):
-    """What a member says: `progress` (done, total, headline), `log` (a record); as its last words `done` (the
-    result), `error` (class and arguments of an `OpdError`), `crash` (what else was raised). Of one that
-    said nothing: `left` (its exit status), `gone` (how that is known).
+    """What a member says: `progress` (done, total, headline), `log` (a record), `busy` (with what, of one for
+    which this process speaks); as its last words `done` (the result), `error` (class and arguments of an
+    `OpdError`), `crash` (what else was raised). Of one that said nothing: `left` (its exit status), `gone`
+    (how that is known).
     """
 
     kind: str
@@ -84,6 +89,8 @@ class Message(NamedTuple):
             progress.update(stage, *self.words)
         elif self.kind == "log":
             log_again(*self.words, stage=stage)
+        elif self.kind == "busy":
+            is_busy_elsewhere(*self.words)
 
 
 class Member(Protocol):
@@ -179,11 +186,11 @@ class Supervisor:
                 member.ask(wanted)
         for member in list(self.running):
             for message in member.poll():
-                if message.kind not in ("progress", "log"):
+                if message.kind not in ON_THE_WAY:
                     self.running.remove(member)
                 if message.kind == "done":
                     self.results[member.name] = message.words[0]
-                if message.kind in ("progress", "log", "done"):
+                if message.kind in (*ON_THE_WAY, "done"):
                     self._hear(member, message)
                 else:
                     self._failures.append(MemberFailedError(member, message))
@@ -244,7 +251,7 @@ class ProcessMember:
             while self.connection.poll():
                 kind, *words = json.loads(self.connection.recv_bytes())
                 message = Message(kind, tuple(words))
-                if message.kind in ("progress", "log"):
+                if message.kind in ON_THE_WAY:
                     yield message
                 else:
                     self._last = message

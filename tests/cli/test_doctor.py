@@ -340,7 +340,7 @@ def test_the_estimate_adds_up():
     assert parts["teachers"] == 4000 + 10 * 4 * 4  # a buffer of one teacher's size, and its head
     assert parts["AdamW"] == 8000
     assert parts["KV cache"] == 2 * 10 * 2 * 4 * 2 * 4
-    models, answers = 10 * 4000 + 4 * 2 * 12000, answers_held(recipe)[1]  # those that off_policy logs
+    models, answers = 10 * 4000 + (4 * 2 + 1) * 12000, answers_held(recipe)[1]  # those that off_policy logs
     assert sum(disk_parts(recipe, shape, {}).values()) == models + answers + 3 * 2**20
     assert [readable(size) for size in (3, 1536, 5 * 2**30)] == ["3 B", "1.5 KiB", "5.0 GiB"]
 

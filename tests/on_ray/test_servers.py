@@ -18,7 +18,7 @@ pytest.importorskip("ray")
 
 LITTLE = Path(__file__).parents[1] / "servers" / "little_server.py"
 DRIVER = """
-import sys
+import logging, sys
 from pathlib import Path
 from opd.config import Recipe
 from opd.config.teachers import SGLangTeacherConfig
@@ -28,6 +28,7 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.ranks import Ranks
 from opd.rollout.preemption import Preemption
 
+logging.basicConfig(filename=sys.argv[2] + ".log")
 recipe = Recipe.model_validate_json(sys.argv[1])
 wanted = {"sort": (recipe.teachers["sort"], Path(sys.argv[3]))}
 with RunFolder.create(Path(sys.argv[2]), recipe) as folder:
@@ -139,6 +140,9 @@ def test_servers_on_nodes_are_started_again_where_they_were_and_end_with_the_run
     assert not set(now) & set(before)
     assert driver.trouble() == "None"
     assert (driver.out / "logs" / "servers" / "own-1.log").exists()
+    said = Path(f"{driver.out}.log").read_text()
+    assert "server own-0 ended with exit status 137; it is started again" in said
+    assert "server own-1: its actor is gone; Ray starts it again, and it its server" in said
     actors = [pid for name in ("server-0", "server-1", "trainer") for pid in driver.actor(name)]
     assert driver.process.stdin is not None
     driver.process.stdin.close()

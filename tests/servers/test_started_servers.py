@@ -1,5 +1,6 @@
 """Servers that a run starts: ready, watched, started again, and gone with it, however it ends."""
 
+import math
 import os
 import signal
 import subprocess
@@ -408,7 +409,23 @@ SERVED = {"type": "sglang", "servers": "group"}
             },
             "servers.group and servers.other share device 1, which both would fill",
         ),
-        ({"servers": {"group": {"arguments": {"--dtype": "x"}}}}, "without its dashes"),
+        ({"servers": {"group": {"arguments": {"--dtype": "x"}}}}, "without dashes in front: dtype"),
+        ({"servers": {"group": {"arguments": {"mem_fraction_static": 0.3}}}}, ": mem-fraction-static"),
+        (
+            {"servers": {"group": {"arguments": {"mem-fraction-static": "much"}}}},
+            "'much'; give a number above 0",
+        ),
+        (
+            {"servers": {"group": {"arguments": {"mem-fraction-static": math.nan}}}},
+            "a number above 0, at most 1",
+        ),
+        (
+            {"servers": {"group": {"arguments": {"lora-paths": ["a"]}}}},
+            "give true, false, a number or a text",
+        ),
+        ({"servers": {"group": {"environment": {"A=B": "x"}}}}, "'A=B' is no name of a variable"),
+        ({"servers": {"group": {"environment": {"": "x"}}}}, "'' is no name of a variable"),
+        ({"servers": {"group": {"command": [""]}}}, "begins with an empty text"),
         ({"servers": {"../x": {}}}, "name"),
     ],
 )

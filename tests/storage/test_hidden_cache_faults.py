@@ -173,6 +173,26 @@ with HiddenStateCache(folder, quota_bytes=10 * 100_000) as cache:  # evicting ma
 print("ok")
 """
 
+_NO_ROOM = """
+import os, sys
+from pathlib import Path
+from hidden_rows import *
+from opd.errors import StorageError
+folder, opened = Path(sys.argv[1]), []
+for left in (0, 4, 16, 60, 68, 72, 76, 84, 92, 400):  # KiB
+    with (folder / "fill").open("wb") as fill:
+        stat = os.statvfs(folder)
+        fill.write(bytes(stat.f_bavail * stat.f_frsize - left * 1024))
+    try:
+        HiddenStateCache(folder / f"cache-{left}", quota_bytes=1 << 22, durable=False).close()
+        opened.append(left)
+    except StorageError as error:
+        assert "No space left on device" in str(error), error
+    os.unlink(folder / "fill")
+assert opened[-1:] == [400] and 0 not in opened, opened
+print("ok")
+"""
+
 _READ_ONLY = """
 import os, sys
 from hidden_rows import *
@@ -196,9 +216,9 @@ def test_a_file_size_limit_rejects_one_item_and_keeps_the_others(tmp_path: Path)
     assert (result.stdout, result.stderr) == ("ok\n", "")
 
 
-@pytest.mark.parametrize("script", [_FULL_DISK, _READ_ONLY], ids=["full", "read-only"])
+@pytest.mark.parametrize("script", [_FULL_DISK, _NO_ROOM, _READ_ONLY], ids=["full", "no room", "read-only"])
 def test_a_disk_that_takes_no_more(tmp_path: Path, script: str) -> None:
-    """Full: puts are rejected and nothing half-written stays. Read-only: opening says so."""
+    """Full: puts are rejected and nothing half-written stays. No room, read-only: opening says so."""
     mount = 'mount -t tmpfs -o size=1500k tmpfs "$0" && exec "$@"'
     own_mounts = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount, str(tmp_path)]
     if (

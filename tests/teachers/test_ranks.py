@@ -123,7 +123,7 @@ def sizes(url: str) -> tuple[int, int]:
 
 def test_every_rank_stops_where_one_cannot_read(two_ranks):
     first, second = results(two_ranks, "broken", 2)
-    assert (first["error"], second["error"]) == ("TeacherError", "StorageError")
+    assert (first["error"], second["error"]) == ("TeacherRanksError", "StorageError")
     assert "rank 1 could not read its part of layer." in first["message"]
     assert "shard-00001-of-00002" in second["message"]
 
@@ -131,7 +131,7 @@ def test_every_rank_stops_where_one_cannot_read(two_ranks):
 def test_a_rank_that_closes_its_stream_ends_the_others_with_a_sentence(two_ranks):
     first, second = results(two_ranks, "leaves", 2)
     assert second == {"units": 1}
-    assert first["error"] == "TeacherError"
+    assert first["error"] == "TeacherRanksError"
     assert "was not gathered, rank 1 has stopped to read teachers" in first["message"]
 
 

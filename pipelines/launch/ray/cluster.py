@@ -352,7 +352,8 @@ def reserve(cluster: Cluster, launch: RayLaunch, layout: Layout, asked: Preempti
             f"the Ray cluster at {cluster.address} did not give {words(layout.total)}"
             f" ({len(layout.bundles)} bundles, the largest of {words(largest)}, {layout.strategy}) within"
             f" {launch.placement_timeout:g} s; it has {words(there)}, free: {free}. Lower launch.engines,"
-            " launch.teachers or what each actor asks for, or add nodes."
+            " launch.teachers, servers.NAME.count or what each actor asks for (launch.ROLE.gpus ...), or"
+            " add nodes."
         )
     return group
 

@@ -7,8 +7,12 @@ goes on while trainers come and go, and is gone with the actor.
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
@@ -19,6 +23,7 @@ from typing import Any
 from opd.config import Recipe
 from opd.config.servers import ServerGroupConfig
 from opd.errors import LaunchError
+from opd.output import Logged, as_words
 from opd.pipelines.launch.ray.actors import PING_SECONDS, ActorLostError, ActorSpec, Remote
 from opd.pipelines.launch.ray.cluster import import_ray, one_line, server_names
 from opd.pipelines.launch.servers import (
@@ -33,6 +38,8 @@ from opd.pipelines.launch.servers import (
 from opd.pipelines.records.run_folder import RunFolder
 from opd.progress import doing
 from opd.ranks import Ranks
+
+_log = logging.getLogger(__name__)
 
 LOOK = 2.0
 """Seconds between two looks at the actors of a group."""
@@ -57,6 +64,8 @@ class ServerActor:
 
     def __init__(self, spec: ActorSpec) -> None:
         spec.begin("opd.pipelines.launch.servers")
+        self._said: deque[tuple[str, int, str]] = deque(maxlen=100)
+        Logged(self._hear).__enter__()  # for as long as there is the actor
         self._logs = RunFolder.attach(spec.folder).server_logs
         self._group: StartedGroup | None = None
         self._starting = False
@@ -89,11 +98,18 @@ class ServerActor:
         finally:
             self._starting = False
 
-    def state(self) -> tuple[bool, str | None]:
-        """Control: whether it has a server, or is starting one, and why that is given up."""
+    def state(self) -> tuple[bool, str | None, list[tuple[str, int, str]]]:
+        """Control: whether it has a server, or is starting one; why that is given up; and what was logged
+        since the last call, as `as_words` has it.
+        """
         group = self._group
         trouble = None if group is None else group.trouble
-        return group is not None or self._starting, None if trouble is None else str(trouble)
+        said = [self._said.popleft() for _ in range(len(self._said))]
+        return group is not None or self._starting, None if trouble is None else str(trouble), said
+
+    def _hear(self, record: logging.LogRecord) -> None:
+        self._said.append(as_words(record))
+        print(time.strftime("%H:%M:%S"), record.getMessage(), file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Control: end its server. Returns once that is gone."""
@@ -181,14 +197,19 @@ class ActorGroup:
 
     def _look(self, number: int, remote: Remote) -> None:
         try:
-            there, trouble = remote.get(remote.send("state", control=True), PING_SECONDS, kill=False)
+            there, trouble, said = remote.get(remote.send("state", control=True), PING_SECONDS, kill=False)
         except ActorLostError:
-            there, trouble = False, None
+            there, trouble, said = False, None, []
+        for logger, level, text in said:
+            logging.getLogger(logger).log(level, "%s", text)
         if trouble is not None:
             self.trouble = LaunchError(trouble)
         if there or self._over.is_set():
             return
-        try:  # Ray starts the actor anew, and it is asked for its server again
+        _log.warning(
+            "server %s-%d: its actor is gone; Ray starts it again, and it its server", self.name, number
+        )
+        try:
             remote.await_return(self._over.is_set)
             url = self._answer(remote, remote.send("serve", self._wanted(number)))
         except (ActorLostError, LaunchError) as error:

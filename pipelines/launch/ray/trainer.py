@@ -40,7 +40,7 @@ from opd.pipelines.launch.servers import free_port
 from opd.pipelines.launch.supervisor import Cause, MemberFailedError, Message, Supervisor, last_words
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.order import Stage, summary
-from opd.progress import Progress
+from opd.progress import Progress, busy_with, doing, is_busy_elsewhere
 from opd.protocols import Teacher
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.preemption import Preemption
@@ -95,6 +95,8 @@ class TrainerActor:
         self._recipe = spec.begin("opd.pipelines.run")
         self._spec = spec
         self._news: deque[Message] = deque(maxlen=1000)  # nobody asks a rank but the first
+        self._busy = ""
+        """What `news` has said last that it is busy with."""
         self._preemption = Preemption(self._recipe.runtime.grace_seconds)
 
     def ping(self) -> int:
@@ -152,8 +154,12 @@ class TrainerActor:
         self._news.append(Message(kind, words))
 
     def news(self) -> list[Message]:
-        """Control: progress and what was logged since the last call."""
-        return [self._news.popleft() for _ in range(len(self._news))]
+        """Control: progress and what was logged since the last call, and what it is busy with if new."""
+        news = [self._news.popleft() for _ in range(len(self._news))]
+        if (busy := busy_with()) != self._busy:
+            self._busy = busy
+            news.append(Message("busy", (busy,)))
+        return news
 
     def ask(self, what: str) -> None:
         """Control: `stop`, `suspend` or `wake`."""
@@ -215,9 +221,12 @@ def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> I
         name: ActorSpec(name, recipe.model_dump_json(), str(folder.path.resolve()), os.getcwd())
         for name in layout.places
     }
-    with open_cluster(launch, layout, asked) as cluster:
-        placement = reserve(cluster, launch, layout, asked)
-        group = WorkerGroup(cluster, launch, start_actors(launch, layout, placement, specs, asked))
+    with ExitStack() as stack:
+        with doing("starting Ray, or joining it"):
+            cluster = stack.enter_context(open_cluster(launch, layout, asked))
+        with doing("waiting for what the run needs of the cluster, and its actors"):
+            placement = reserve(cluster, launch, layout, asked)
+            group = WorkerGroup(cluster, launch, start_actors(launch, layout, placement, specs, asked))
         cluster.look()
         try:
             yield group
@@ -243,7 +252,7 @@ class Trainer:
             if self._first:
                 news = remote.get(remote.send("news", control=True), PING_SECONDS, kill=False)
                 yield from news
-                if news or self._suspended:
+                if self._suspended or any(message.kind != "busy" for message in news):
                     self._heard = time.monotonic()
             if done:
                 yield remote.get(self._last, PING_SECONDS, kill=False)
@@ -304,7 +313,10 @@ class WorkerGroup:
         self, stage: str, remotes: Sequence[Remote], progress: Progress, asked: Preemption
     ) -> dict[str, Any]:
         """The result of the stage. Raises `ActorLostError` when a rank is lost, after all have been ended."""
-        with Supervisor(asked, lambda _, message: message.show(stage, progress)) as group:
+        with ExitStack() as stack:
+            stack.callback(is_busy_elsewhere, "")
+            watched = Supervisor(asked, lambda _, message: message.show(stage, progress))
+            group = stack.enter_context(watched)
             trainers = self._begin(stage, remotes)
             for trainer in trainers:
                 group.add(trainer)
