@@ -269,6 +269,7 @@ def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> in
             launcher.say("done", status)  # status 0 alone is no proof: C code may end the process with it
         return status
     if wants_ranks(recipe):
+        _refuse_folder(recipe, options)  # before there are ranks, which take a while to start
         return launch(recipe, argv, hub)
     with uncollected():
         opened = _open(recipe, options, hub)
@@ -293,16 +294,27 @@ def _path(recipe: Recipe, options: argparse.Namespace) -> Path:
     return (options.out or default_path(recipe)).absolute()
 
 
+def _resumed(recipe: Recipe, options: argparse.Namespace) -> bool:
+    """Whether there is a run to go on with."""
+    return options.resume and (options.command == "evaluate" or _path(recipe, options).exists())
+
+
+def _refuse_folder(recipe: Recipe, options: argparse.Namespace) -> None:
+    """Raise what the run folder gives a run to refuse; nothing is said or written."""
+    from opd.pipelines.records.run_folder import Accepted, RunFolder
+
+    accepted = Accepted(options.accept_changed_code, options.accept_changed_settings)
+    RunFolder.check(_path(recipe, options), recipe, resume=_resumed(recipe, options), accepted=accepted)
+
+
 def _open(recipe: Recipe, options: argparse.Namespace, hub: HubRecord) -> RunFolder | None:
     """The run folder; `None` if the checks before a run have said why it cannot start."""
     from opd.pipelines.records.run_folder import Accepted, RunFolder
 
-    path = _path(recipe, options)
-    resumed = options.resume
-    if resumed and options.command != "evaluate" and not path.exists():
+    path, resumed = _path(recipe, options), _resumed(recipe, options)
+    if resumed != options.resume:
         # Killed before it had a folder: a scheduler that always says --resume is not refused for ever.
         print(f"opd: there is no run in {path} yet; starting one", file=sys.stderr)
-        resumed = False
     accepted = Accepted(options.accept_changed_code, options.accept_changed_settings, _say_changed)
     RunFolder.check(path, recipe, resume=resumed, accepted=accepted)
     made_here = (recipe.trains_base or recipe.model.config is not None) and not recipe.given_teachers()

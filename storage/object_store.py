@@ -521,6 +521,8 @@ class FsspecStore(ObjectStore):
                 raise StorageError(
                     f"{where}: access was refused ({error}); check the credentials."
                 ) from error
+            except (IsADirectoryError, NotADirectoryError) as error:
+                raise StorageError(f"{self.name(path)} is no file; publish the model again.") from error
             except (OSError, *self._transient()) as error:
                 raise TransientError(_cause(error)) from error
             except NotImplementedError as error:

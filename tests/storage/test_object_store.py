@@ -76,6 +76,13 @@ def test_what_comes_into_the_place_of_a_file_is_not_waited_for(tmp_path, make):
                 reading()
 
 
+def test_a_folder_in_the_place_of_an_object_is_not_asked_for_again(tmp_path):
+    with ObjectStore.open(f"local://{tmp_path}", options=FAST) as opened:
+        (tmp_path / "shard").mkdir()
+        with pytest.raises(StorageError, match=r"shard is no file; publish the model again"):
+            opened.read_into("shard", 0, memoryview(bytearray(8)))
+
+
 @pytest.mark.parametrize("store", ["path"], indirect=True)
 def test_an_interrupted_put_leaves_the_old_object(store):
     store.put("a", b"old")

@@ -121,6 +121,6 @@ def test_a_rank_that_cannot_read_stops_both_and_the_next_teacher_is_read(two_ran
     healthy, failed = reports(two_ranks, "broken")
     assert failed["error"] == "StorageError"
     assert "corrupt" in failed["message"]
-    assert healthy["error"] == "TeacherError"
+    assert healthy["error"] == "TeacherRanksError"
     assert "rank 1 could not read" in healthy["message"]
     assert all("error" not in report for report in reports(two_ranks, "after"))
