@@ -54,12 +54,13 @@ def fault(
     coef = torch.rand(ROWS, **options)
     wide = student.double(), teacher.double()
     values = divergences.divergence_(*wide, kind, 0.3, coef.double())
-    first, second, room = student.clone(), student.clone(), student.clone()
-    narrow = divergences.first_halves(room) if rounds else None
+    first, second = student.clone(), student.clone()
+    room = student.clone() if rounds else None
+    narrow = None if room is None else divergences.first_halves(room)
     try:
         got = launch(first, teacher.clone(), kind, 0.3, coef, None)
         again = launch(second, teacher.clone(), kind, 0.3, coef, None)
-        rounded = launch(room, teacher.clone(), kind, 0.3, coef, narrow)
+        rounded = got if room is None else launch(room, teacher.clone(), kind, 0.3, coef, narrow)
         alone = launch(student.clone(), teacher.clone(), kind, 0.3, None, None)
     except Exception as error:  # a compiler's faults have no common class
         return f"cannot be compiled or launched ({error!r})"
@@ -73,8 +74,8 @@ def fault(
     near = 1e-5 * exact[finite].abs().max()
     if not _within(first[finite], exact[finite], near):
         return "gives another gradient than float64"
-    written, unit = (room, 0.0) if narrow is None else (narrow, ROUNDING)
-    if not _within(written[finite], exact[finite], near + unit * exact[finite].abs()):
+    limit = near + ROUNDING * exact[finite].abs()
+    if narrow is not None and not _within(narrow[finite], exact[finite], limit):
         return "rounds its gradient wrongly"
     return None if bool(first[1].isnan().all()) else "does not pass NaN on to its gradient"
 

@@ -192,7 +192,8 @@ class SegmentIndex:
             )
             self.env.reader_check()
             if not whole:
-                _allocate(folder / "data.mdb", _SPARE)
+                with contextlib.suppress(OSError):
+                    _reserve(folder / "data.mdb", _SPARE)
                 self._rebuild()
 
     def _is_whole(self, folder: Path) -> bool:
@@ -382,12 +383,6 @@ def _reserve(path: Path, size: int) -> None:
         os.posix_fallocate(descriptor, 0, size)
     finally:
         os.close(descriptor)
-
-
-def _allocate(path: Path, size: int) -> None:
-    """Let the file have so many bytes of disk, if there are any."""
-    with contextlib.suppress(OSError), path.open("r+b") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
 
 
 def _sum(folder: Path) -> bytes:

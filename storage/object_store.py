@@ -317,6 +317,9 @@ class ObjectStore(ABC):
         with self._lock:
             self._bytes_read += received
 
+    def _no_file(self, path: str) -> StorageError:
+        return StorageError(f"{self.name(path)} is no file; publish the model again.")
+
     def _missing(self, path: str) -> StorageError:
         return StorageError(f"{self.name(path)} does not exist; check the URL, or publish the model again.")
 
@@ -413,9 +416,6 @@ class LocalStore(ObjectStore):
                 " link."
             )
         return target
-
-    def _no_file(self, path: str) -> StorageError:
-        return StorageError(f"{self.name(path)} is no file; publish the model again.")
 
     def _refusal(self, path: str, error: OSError) -> StorageError:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -522,7 +522,7 @@ class FsspecStore(ObjectStore):
                     f"{where}: access was refused ({error}); check the credentials."
                 ) from error
             except (IsADirectoryError, NotADirectoryError) as error:
-                raise StorageError(f"{self.name(path)} is no file; publish the model again.") from error
+                raise self._no_file(path) from error
             except (OSError, *self._transient()) as error:
                 raise TransientError(_cause(error)) from error
             except NotImplementedError as error:

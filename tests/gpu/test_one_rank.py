@@ -59,7 +59,7 @@ def test_it_moves_as_float32_does(device):
         backend_name = dist.get_backend(
             backend.root.module.model.layers[0].mlp.up_proj.weight.device_mesh.get_group()
         )
-        assert ("nccl" if device == "cuda" else "gloo") in backend_name
+        assert backend_name == ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
         assert {p.dtype for p in backend.model.module.parameters()} == {torch.float32}
         found, far = moved(backend, weights(backend))
     assert found == pytest.approx(norms, rel=0.1)
