@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +50,18 @@ of the file which says the same of a folder."""
 _PART = re.compile(r"\.(lora_[AB])\.default\.weight$")
 
 
+def weight_name(parameter: str) -> str:
+    """What `weights` call a parameter of an adapted module; that of any other keeps its name."""
+    return _PART.sub(r".\1.weight", parameter).replace(".base_layer.", ".")
+
+
 class AdaptedLM(CausalLM):
     """A base whose weights are frozen, with adapters that are trained. Its `weights` are the adapters."""
+
+    whole: Callable[[str, Tensor], Tensor]
+    """All of a tensor of this name, of which a rank may have a part; the ranks call it together. Whoever cuts
+    the module in a way of its own sets it.
+    """
 
     def __init__(self, base: CausalLM, config: LoRAConfig, base_path: str | Path, seed: int = 0) -> None:
         """Take over `base`, read from the folder `base_path`; `A` is drawn from `seed`, `B` is zero.
@@ -60,6 +70,7 @@ class AdaptedLM(CausalLM):
         the extra `lora`.
         """
         self.lora, self.base_path = config, Path(base_path)
+        self.whole = lambda name, tensor: whole(tensor)
         self._scaling = config.alpha / config.rank
         self._base_dtype, self._base_device = str(base.dtype).removeprefix("torch."), base.device
         if base.unread is None:
@@ -70,13 +81,14 @@ class AdaptedLM(CausalLM):
 
     def filled(self) -> None:
         super().filled()
-        self._base_digest = digest_tensor((name, whole(tensor)) for name, tensor in self._base_weights())
+        base = self._base_weights()
+        self._base_digest = digest_tensor((name, self.whole(name, tensor)) for name, tensor in base)
 
     def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What `weights` of the base were."""
         for name, tensor in super().weights():
             if not _PART.search(name):
-                yield name.replace(".base_layer.", "."), tensor
+                yield weight_name(name), tensor
 
     def keep_adapters_in(self, dtype: torch.dtype) -> None:
         """Cast the adapters, which are trained, and leave the base as it is."""
@@ -88,7 +100,7 @@ class AdaptedLM(CausalLM):
         """`A` and `B` of every adapted layer, detached, in the module's order."""
         for name, parameter in self.module.named_parameters():
             if _PART.search(name):
-                yield _PART.sub(r".\1.weight", name), parameter.detach()
+                yield weight_name(name), parameter.detach()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The digest of the base and the adapters: all that training changes, and what it belongs to."""
@@ -109,9 +121,11 @@ class AdaptedLM(CausalLM):
         """
         pairs = adapter_pairs(self.adapters())
         for name, tensor in self._base_weights():
-            found = whole(tensor)
+            found = self.whole(name, tensor)
             if name in pairs:
-                a, b = (whole(part).to(dtype or part.dtype) for part in pairs[name])
+                layer = name.removesuffix(".weight")
+                parts = zip((LORA_A, LORA_B), pairs[name], strict=True)
+                a, b = (self.whole(layer + part, own).to(dtype or own.dtype) for part, own in parts)
                 found = merged(found, a, b, self._scaling)
             yield name, found
 
@@ -198,14 +212,20 @@ def digest_tensor(weights: Iterable[tuple[str, Tensor]]) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(weights_digest(weights)), dtype=torch.uint8)
 
 
+def require_base(digest: Tensor, own: Tensor) -> None:
+    """`ModelError` if adapters that belong to a base of this digest are not for the one of digest `own`."""
+    if not torch.equal(digest.cpu(), own):
+        raise ModelError(
+            f"the adapters belong to a base of digest {bytes(digest.tolist()).hex()[:12]}, but this one"
+            f" has {bytes(own.tolist()).hex()[:12]}; give every process the same base."
+        )
+
+
 def _of_base(weights: Iterable[tuple[str, Tensor]], digest: Tensor) -> Iterator[tuple[str, Tensor]]:
     """`weights` as they are; `ModelError` if they belong to another base."""
     for name, tensor in weights:
-        if name == BASE_DIGEST and not torch.equal(tensor.cpu(), digest):
-            raise ModelError(
-                f"the adapters belong to a base of digest {bytes(tensor.tolist()).hex()[:12]}, but this one"
-                f" has {bytes(digest.tolist()).hex()[:12]}; give every process the same base."
-            )
+        if name == BASE_DIGEST:
+            require_base(tensor, digest)
         yield name, tensor
 
 

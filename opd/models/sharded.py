@@ -187,7 +187,7 @@ def stored_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
 
 def read_together(model: CausalLM, ranks: Ranks, read: Callable[[Stored], None]) -> None:
     """`read` this rank's share of the weights of `model`, which `open_empty` gave, after its folder's files
-    were compared with their digests; all `ranks` call it together.
+    were compared with their digests; all `ranks` call it together, and say `filled` when layers have them.
 
     Raises on every rank what one has met: `CheckpointError` for a file that is not what its folder says, or
     that changes meanwhile.
@@ -209,7 +209,6 @@ def read_together(model: CausalLM, ranks: Ranks, read: Callable[[Stored], None])
             )
 
     ranks.agreed(unchanged, "the weights of a model")
-    model.filled()
 
 
 @torch.no_grad()
@@ -231,6 +230,7 @@ def fill(model: CausalLM, ranks: Ranks) -> None:
                 stored.read(names, width_of(tensor.shape), start, local)
 
     read_together(model, ranks, read)
+    model.filled()
 
 
 def width_of(shape: Sequence[int]) -> int:

@@ -197,6 +197,7 @@ class DeepSpeedBackend(WholeModelBackend):
 
         read_together(self.model, self.data, read)
         self._hand_over()
+        self.model.filled()
         with self.data.naming_the_lost("the first pass of a model"):
             self._engine(self.model.check)
 

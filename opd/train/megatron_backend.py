@@ -131,6 +131,7 @@ class MegatronBackend(Backend):
             self._read_slices(partial(part_of, dict(model.weights())))
         else:
             read_together(model, ranks, self._read)
+            model.filled()
 
     def _numbers(self) -> int:
         """Elements of this rank's parameters; padding is not counted."""
