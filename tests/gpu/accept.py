@@ -39,7 +39,9 @@ DRY_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class Section:
-    """A function `module.function(sheet, place)` and the seconds it may take on a GPU."""
+    """A function `module.function(sheet, place)` and the seconds it may take on a GPU, beside those that the
+    sections before it have left.
+    """
 
     module: str
     function: str
@@ -47,13 +49,13 @@ class Section:
 
 
 ONE = {
-    "ceilings": Section("clock", "ceilings", 15),
-    "tests": Section("runs", "tests", 115),
+    "ceilings": Section("clock", "ceilings", 10),
     "kernels": Section("kernels", "divergences", 100),
-    "training": Section("training", "steps", 90),
-    "engine": Section("engine", "decoding", 85),
-    "streamed": Section("runs", "streamed_teacher", 95),
-    "quickstart": Section("runs", "quick_start", 85),
+    "training": Section("training", "steps", 85),
+    "engine": Section("engine", "decoding", 80),
+    "streamed": Section("runs", "streamed_teacher", 85),
+    "tests": Section("runs", "tests", 115),
+    "quickstart": Section("runs", "quick_start", 110),
 }
 SEVERAL = {
     "distill": Section("ranks", "distill", 150),
@@ -94,10 +96,13 @@ def ended(command: list[str], log: Path, seconds: float) -> str:
             child.wait()
 
 
-def section_report(name: str, options: argparse.Namespace, left: float) -> dict[str, Any]:
-    """Start one section, wait, and say how it ended, with its rows."""
-    limit = options.limit.get(name, DRY_SECONDS if options.dry else (ONE | SEVERAL)[name].seconds)
-    limit = limit if options.dry else min(limit, left)
+def limit_of(name: str, options: argparse.Namespace) -> float:
+    """The seconds of a section by itself."""
+    return options.limit.get(name, DRY_SECONDS if options.dry else (ONE | SEVERAL)[name].seconds)
+
+
+def section_report(name: str, options: argparse.Namespace, limit: float) -> dict[str, Any]:
+    """Start one section, wait `limit` seconds at most, and say how it ended, with its rows."""
     with tempfile.TemporaryDirectory() as folder:
         rows, log = Path(folder) / "rows.jsonl", Path(folder) / "log"
         command = [sys.executable, "-m", "tests.gpu.accept", "--section", name, "--rows", str(rows)]
@@ -128,9 +133,11 @@ def printed(name: str, found: dict[str, Any]) -> str:
 def accept(options: argparse.Namespace, place: Place) -> bool:
     """Run the sections, print their tables, write the report; whether all is accepted."""
     report: dict[str, Any] = {"machine": machine(place), "sections": {}}
-    begin = time.perf_counter()
+    begin, due = time.perf_counter(), 0.0
     for name in options.only or list(SEVERAL if options.ranks else ONE):
-        found = section_report(name, options, TOTAL - (time.perf_counter() - begin))
+        now, due = time.perf_counter() - begin, due + limit_of(name, options)
+        limit = options.limit.get(name, due - now)  # what others have left is added to no limit that is given
+        found = section_report(name, options, limit if options.dry else min(limit, TOTAL - now))
         report["sections"][name] = found
         print(printed(name, found), flush=True)
         report["refused"] = [n for n, one in report["sections"].items() if refused(one)]
