@@ -68,6 +68,9 @@ def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOpt
         hedge_after=config.hedge_after,
     )
     options = PoolOptions(config.urls, config.api_key_env, config.max_in_flight_tokens, patience)
+    if config.started is not None:
+        look_at = f"servers.{config.started}, and what the server says in logs/servers"
+        options = replace(options, look_at=look_at)
     if config.urls_file is None:
         return options
     return replace(options, more=UrlsFile(config.urls_file, config.urls, rank, ranks).fresh)

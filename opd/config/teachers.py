@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from opd.config.base import Config, Name
 from opd.errors import ConfigError
@@ -41,6 +41,7 @@ class ServerConfig(Config):
     """Seconds after which a copy of a silent request goes to another server; `null` sends no copies."""
     max_in_flight_tokens: int = Field(default=65_536, gt=0)
     """Tokens of requests given to one server at once; the others wait here."""
+    _started: str | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _somewhere(self) -> Self:
@@ -57,7 +58,14 @@ class ServerConfig(Config):
 
     def at(self, urls: list[str]) -> Self:
         """The same, once its servers have these URLs."""
-        return self.model_copy(update={"urls": urls, "servers": None})
+        found = self.model_copy(update={"urls": urls, "servers": None})
+        found._started = self.servers
+        return found
+
+    @property
+    def started(self) -> str | None:
+        """The group that its servers are of, where the run has started them."""
+        return self._started
 
 
 class TorchEngineConfig(Config):

@@ -116,6 +116,8 @@ class PoolOptions:
     """URLs of servers that have come since it was asked last; asked whenever a server is chosen."""
     given_up: Callable[[], OpdError | None] = lambda: None
     """Why whoever has started the servers will not start them again; asked when one fails."""
+    look_at: str = "its URL and key"
+    """Where the cause is when a server is not the one that is meant."""
 
 
 @dataclass(slots=True)
@@ -551,7 +553,7 @@ class HTTPPool(HTTPClient):
                     if self._admit is not None:
                         await self._admit(server)
                 except RefusedError as refusal:
-                    raise self._error(f"{self.owner}: {refusal}; check its URL and key.") from None
+                    raise self._error(f"{self.owner}: {refusal}; check {self.options.look_at}.") from None
             server.admitted = True
 
     async def _require_other(self, server: Server) -> None:

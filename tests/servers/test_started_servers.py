@@ -24,7 +24,7 @@ from opd.pipelines.launch import servers as module
 from opd.pipelines.launch.local import check_ranks, is_rank
 from opd.pipelines.launch.servers import Servers, StartedGroup
 from opd.pipelines.records.settings import Change
-from opd.served.http_pool import HTTPPool, LoopThread
+from opd.served.http_pool import HTTPPool, LoopThread, RefusedError
 from opd.teachers.served_teacher import pool_options
 
 LITTLE = [sys.executable, str(Path(__file__).with_name("little_server.py"))]
@@ -316,6 +316,29 @@ def test_a_request_ends_with_what_its_servers_were_given_up_for(tmp_path):
         assert servers.given_up(["http://127.0.0.1:1"]) is None
     finally:
         loop.run(pool.close())
+        loop.close()
+        servers.close()
+
+
+def test_a_refusal_of_a_server_that_the_run_has_started_says_where_its_settings_and_log_are(tmp_path):
+    pytest.importorskip("orjson", reason="needs the extra sglang")
+
+    async def refuses(server) -> None:
+        raise RefusedError("it serves another model", 400)
+
+    config = SGLangTeacherConfig(servers="own", path="x")
+    given = SGLangTeacherConfig(urls=["http://127.0.0.1:1"], path="x")
+    servers = Servers({"own": little(tmp_path, restarts=0)}, begins(tmp_path / "logs"))
+    loop = LoopThread("test")
+    try:
+        started = servers.at({"teacher": (config, Path("model"))})["teacher"]
+        wheres = (started, r"servers\.own, and .* logs/servers"), (given, "its URL and key")
+        for one, where in wheres:
+            pool = HTTPPool("teacher x", pool_options(one), TeacherError, refuses)
+            with pytest.raises(TeacherError, match=f"teacher x: it serves another model; check {where}"):
+                loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
+            loop.run(pool.close())
+    finally:
         loop.close()
         servers.close()
 
