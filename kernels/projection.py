@@ -94,7 +94,7 @@ def onednn_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
 
 
-def _other_way(inputs: Tensor, weight: Tensor) -> bool:
+def other_way(inputs: Tensor, weight: Tensor) -> bool:
     """Whether a product has another way here than PyTorch's own."""
     if inputs.numel() == 0 or inputs.dtype != weight.dtype:
         return False
@@ -114,7 +114,7 @@ def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`functional.linear`: `[..., K]` by `weight` `[N, K]`, plus `bias` `[N]`. Differentiable once."""
-    if not _other_way(inputs, weight) or torch.is_autocast_enabled("cpu"):
+    if not other_way(inputs, weight) or torch.is_autocast_enabled("cpu"):
         return functional.linear(inputs, weight, bias)
     return _Linear.apply(inputs, weight, bias)
 

@@ -40,7 +40,7 @@ from opd.models.hf_folder import (
     read_object,
     weight_files,
 )
-from opd.models.hf_weights import LORA_A, LORA_B, PREFIX, adapter_pairs, merged, read_peft
+from opd.models.hf_weights import LORA_A, LORA_B, PREFIX, merged, read_peft
 from opd.models.sharded import open_empty, put_in_file, whole
 from opd.storage.files import file_digest
 
@@ -119,13 +119,12 @@ class AdaptedLM(CausalLM):
         ranks that share it walk together. `dtype`: what adapters are rounded to before, as `weights` are that
         are sent to be merged elsewhere.
         """
-        pairs = adapter_pairs(self.adapters())
+        adapters = dict(self.adapters())
         for name, tensor in self._base_weights():
-            found = self.whole(name, tensor)
-            if name in pairs:
-                layer = name.removesuffix(".weight")
-                parts = zip((LORA_A, LORA_B), pairs[name], strict=True)
-                a, b = (self.whole(layer + part, own).to(dtype or own.dtype) for part, own in parts)
+            found, layer = self.whole(name, tensor), name.removesuffix(".weight")
+            pair = {part: adapters[part] for part in (layer + LORA_A, layer + LORA_B) if part in adapters}
+            if pair:
+                a, b = (self.whole(part, own).to(dtype or own.dtype) for part, own in pair.items())
                 found = merged(found, a, b, self._scaling)
             yield name, found
 

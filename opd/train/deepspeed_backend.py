@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from opd.config.train import TrainConfig
 from opd.errors import ConfigError, MissingExtraError, from_system, reason_of
+from opd.kernels.projection import Linear, linear, other_way
+from opd.models.adapters import BASE_DIGEST, AdaptedLM, require_base, weight_name
 from opd.models.causal_lm import CausalLM
 from opd.models.sharded import (
     Root,
@@ -103,9 +105,13 @@ class DeepSpeedBackend(WholeModelBackend):
         empty = {names[0] for names, tensor in own_tensors(model.module) if tensor.is_meta}
         if empty:
             self._cut(config, compute_dtype)
-        self._parameters = dict(model.module.named_parameters())
-        # DeepSpeed rounds them to the layers' dtype before it makes its own copies in float32.
-        begin = {} if empty or compute_dtype is None else {n: p.detach() for n, p in self._parameters.items()}
+        named: dict[str, Any] = dict(model.module.named_parameters())
+        self._parameters = {name: own for name, own in named.items() if own.requires_grad}
+        self._named = {weight_name(name): own for name, own in named.items()}
+        """All of them, as `weights` call them."""
+        if isinstance(model, AdaptedLM):
+            model.whole = self._whole
+        begin = {} if compute_dtype is None else self._round(compute_dtype)
         self._engine = self._start(adamw(self._parameters, training.optim, fused=False), config)
         for name in begin:
             self._put(self._parameters[name], None, partial(part_of, begin, name))
@@ -129,7 +135,10 @@ class DeepSpeedBackend(WholeModelBackend):
             "train_micro_batch_size_per_gpu": 1,  # passes are counted here, not there
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self._max_grad_norm,
-            "zero_optimization": bounds | more.get("zero_optimization", {}) | {"stage": self._stage},
+            "zero_optimization": bounds
+            | more.get("zero_optimization", {})
+            # By which it replaces a function of torch's for the whole process; see `_save_no_weights`.
+            | {"stage": self._stage, "memory_efficient_linear": False},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,  # by which offload_optimizer refuses any AdamW but its own
             "bf16": {"enabled": compute_dtype is torch.bfloat16},
@@ -137,6 +146,16 @@ class DeepSpeedBackend(WholeModelBackend):
             "steps_per_print": 2**31,
         }
         return more | own
+
+    def _round(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Put what learns and is not cut yet in the layers' `dtype`, as DeepSpeed would before it makes its
+        own copies in float32; what it was.
+        """
+        whole = {n: p for n, p in self._parameters.items() if not hasattr(p, "ds_id")}
+        begin = {name: parameter.detach() for name, parameter in whole.items()}
+        for parameter in whole.values():
+            parameter.data = parameter.data.to(dtype)
+        return begin
 
     def _start(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
         os.environ.setdefault("LOCAL_RANK", "0")
@@ -146,6 +165,7 @@ class DeepSpeedBackend(WholeModelBackend):
                 model=root, optimizer=optimizer, config=config, dist_init_required=False
             )
         if self._stage == 3:
+            self._save_no_weights()
             # Used by the loss, outside of the forward of the module that owns them.
             for parameter in self.model.module.get_output_embeddings().parameters():
                 self._library.zero.register_external_parameter(root, parameter)
@@ -157,15 +177,31 @@ class DeepSpeedBackend(WholeModelBackend):
                     own.data = layers.data
         return engine
 
+    def _save_no_weights(self) -> None:
+        """Let linear layers keep the parameter for the way back, and not what was gathered of it: torch's own
+        product saves a view of the weight, and the whole model would be there between forward and backward.
+        """
+        of_parameter = self._library.runtime.zero.linear.LinearFunctionForZeroStage3.apply
+
+        def forward(part: nn.Linear, inputs: Tensor) -> Tensor:
+            product = linear if other_way(inputs, part.weight) else of_parameter
+            return product(inputs, part.weight, part.bias)
+
+        for part in self.model.module.modules():
+            if type(part) in (nn.Linear, Linear):
+                setattr(part, "forward", partial(forward, part))  # noqa: B010
+
     def _cut(self, config: dict[str, Any], compute_dtype: torch.dtype | None) -> None:
         """Give every parameter that is on the meta device this rank's part of it, as `zero.Init` does when a
         module is built; what is in the parts is not set yet.
         """
         os.environ.setdefault("LOCAL_RANK", "0")
         dtype = compute_dtype or self.model.dtype
-        share = sum(-(-p.numel() // self.data.size) for p in self.model.module.parameters())
-        # What layers read, DeepSpeed's own copy in float32, the gradient.
-        need_room(self.model, self.data, share, 2 * dtype.itemsize + 4)
+        empty = [p for p in self.model.module.parameters() if p.is_meta]
+        share = sum(-(-p.numel() // self.data.size) for p in empty)
+        # What layers read; DeepSpeed's own copy in float32, the gradient.
+        learns = any(p.requires_grad for p in empty)
+        need_room(self.model, self.data, share, dtype.itemsize + learns * (dtype.itemsize + 4))
         # On the ranks there are: DeepSpeed would look for a launcher's.
         self._library.init_distributed(dist_init_required=False)
         with _naming_settings():
@@ -256,8 +292,14 @@ class DeepSpeedBackend(WholeModelBackend):
         for name, tensor in self.model.weights():
             yield name, self._whole(name, tensor)
 
+    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if not isinstance(self.model, AdaptedLM):
+            return self.weights()
+        self.wake()
+        return self.model.merged_weights()
+
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        parameter = self._parameters.get(name)
+        parameter = self._named.get(name)
         if self._stage < 3 or parameter is None:
             return tensor
         with self._library.zero.GatheredParameters([parameter]):
@@ -272,15 +314,14 @@ class DeepSpeedBackend(WholeModelBackend):
         optimizer: dict[str, Tensor | Piece] = {}
         steps = [state["step"] for state in self._engine.optimizer.optimizer.state.values()]
         for name, tensor in self.model.weights():
-            parameter = self._parameters.get(name)
-            if parameter is None:
-                if self.data.main:
-                    model[name] = tensor.to("cpu", copy=True)
-                continue
-            self._keep(model, name, parameter, None)
-            for key in MOMENTS if steps else ():
+            if name in self._named:
+                self._keep(model, name, self._named[name], None)
+            elif self.data.main:
+                model[name] = tensor.to("cpu", copy=True)
+        for name, parameter in self._parameters.items() if steps else ():
+            for key in MOMENTS:
                 self._keep(optimizer, f"{name}/{key}", parameter, key)
-            if steps and self.data.main:
+            if self.data.main:
                 optimizer[f"{name}/step"] = torch.as_tensor(steps[0], dtype=torch.float32).clone()
         return {"model": model, "optimizer": optimizer}
 
@@ -324,6 +365,9 @@ class DeepSpeedBackend(WholeModelBackend):
         if self._stage < 3:
             read(first, self._own(parameter, key))
             return
+        if not parameter.requires_grad:  # of which there is no copy but the layers'
+            read(first, parameter.ds_tensor[:count])
+            return
         utils = self._library.utils
         values = torch.zeros(parameter.ds_tensor.ds_numel, dtype=torch.float32, device=self._device)
         read(first, values[:count])
@@ -337,11 +381,15 @@ class DeepSpeedBackend(WholeModelBackend):
         saved, moments = state["model"], state["optimizer"]
         fields = optimizer_fields(moments, self._parameters)
         self._take("weights", "moments")
-        own = {name: _shape(self._parameters.get(name, tensor)) for name, tensor in self.model.weights()}
+        own = {name: _shape(self._named.get(name, tensor)) for name, tensor in self.model.weights()}
+        learns = {name: _shape(self._parameters[name]) for name in fields}
         check_tensors(saved, own, type(self.model.module).__name__)
-        check_tensors(moments, moments_of({name: own[name] for name in fields}), "the optimiser of this run")
+        check_tensors(moments, moments_of(learns), "the optimiser of this run")
         for name, tensor in self.model.weights():
-            parameter = self._parameters.get(name)
+            parameter = self._named.get(name)
+            if name == BASE_DIGEST:
+                require_base(saved[name], tensor)
+                continue
             if parameter is None:
                 tensor.copy_(saved[name])
                 continue

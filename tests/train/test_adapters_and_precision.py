@@ -31,13 +31,16 @@ MIXED = {
     "mixed, megatron": {"train": {"backend": "megatron", "tensor_parallel": 2}},
     "mixed, megatron distributed": {"train": {"backend": "megatron", "distributed_optimizer": True}},
 }
-ZERO = {
-    f"mixed, zero-{stage}": {"train": {"backend": "deepspeed", "zero_stage": stage}} for stage in (1, 2, 3)
+STAGES = {stage: {"train": {"backend": "deepspeed", "zero_stage": stage}} for stage in (1, 2, 3)}
+ZERO_ADAPTERS = {f"adapters, zero-{stage}": settings for stage, settings in STAGES.items()}
+ZERO = {f"mixed, zero-{stage}": settings for stage, settings in STAGES.items()} | {
+    f"mixed, adapters, zero-{stage}": STAGES[stage] | {"model": {"lora": True}} for stage in (2, 3)
 }
 NO_DEEPSPEED = pytest.mark.skipif(
     find_spec("deepspeed") is None,
     reason="needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'",
 )
+LEARNING = [*ADAPTERS, *(pytest.param(name, marks=NO_DEEPSPEED) for name in ZERO_ADAPTERS)]
 PRECISE = [*MIXED, *(pytest.param(name, marks=NO_DEEPSPEED) for name in ZERO)]
 LOSSES = ("kl/mean", "loss/ce")
 
@@ -62,7 +65,7 @@ def ranks(tmp_path_factory):
     later = {"load": "half", "first": HALF, "last": STEPS}
     tasks = [
         {"name": name + more, "model": {"lora": True}} | settings | steps
-        for name, settings in ADAPTERS.items()
+        for name, settings in (ADAPTERS | (ZERO_ADAPTERS if find_spec("deepspeed") else {})).items()
         for more, steps in {"": whole, "-half": first, "-resumed": later}.items()
     ]
     mixed = {"dtype": "bfloat16", "batches": "again"}
@@ -78,7 +81,7 @@ def adapters_alone():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", LEARNING)
 def test_adapters_learn_on_two_ranks_what_they_learn_on_one(ranks, adapters_alone, name):
     backend, metrics = adapters_alone
     result = json.loads((ranks / name / "result.json").read_text())
@@ -104,7 +107,7 @@ def assert_merged(engine: MergingLM, plain: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", LEARNING)
 def test_adapters_go_on_with_another_number_of_ranks(ranks, adapters_alone, name):
     _, metrics = adapters_alone
     _, alone = one_process(HALF, STEPS, read_state(ranks / f"{name}-half"))
