@@ -240,10 +240,10 @@ def _what_adapters_and_critics_need(recipe: Recipe) -> None:
         "launch": (recipe.launch.type, "local"),
         "train.context_parallel": (recipe.train.context_parallel, 1),
     }
-    if recipe.model.lora is not None and recipe.train.backend != "torch":
+    if recipe.model.lora is not None and recipe.train.backend == "deepspeed":
         raise ValueError(
-            f"model.lora needs train.backend torch, not {recipe.train.backend}; change it or leave"
-            " model.lora out"
+            "model.lora needs train.backend torch or megatron, not deepspeed; change it or leave model.lora"
+            " out"
         )
     for key, (given, wanted) in needed.items():
         if given != wanted and critic:

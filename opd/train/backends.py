@@ -10,6 +10,7 @@ import torch
 
 from opd.config.train import BatchConfig, TrainConfig
 from opd.errors import ConfigError
+from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks, process_group
 from opd.train.backend import Backend, TorchBackend, Training
@@ -63,7 +64,9 @@ def open_backend(
 def _on_ranks(
     model: CausalLM, train: TrainConfig, training: Training, ranks: Ranks, compute: torch.dtype | None
 ) -> Backend:
-    if train.backend != "torch" and not all(p.requires_grad for p in model.module.parameters()):
+    adapted = train.backend == "megatron" and isinstance(model, AdaptedLM)
+    every = train.backend == "torch" or adapted
+    if not every and not all(p.requires_grad for p in model.module.parameters()):
         raise ConfigError(
             f"train.backend {train.backend} trains every weight, but some of this model's are frozen; set"
             " train.backend to torch."

@@ -298,10 +298,10 @@ def test_adapters_are_refused_where_they_cannot_be_trained(write):
     recipe = load_recipe([write(text)])
     assert recipe.model.lora is not None
     assert (recipe.model.lora.rank, recipe.model.lora.alpha) == (4, 32.0)
-    complaint = "model.lora needs train.backend torch, not deepspeed"
+    complaint = "model.lora needs train.backend torch or megatron, not deepspeed"
     assert complaint in refusal([write(text + "train: {backend: deepspeed}")])
     served = "rollout: {engine: {type: sglang, urls: ['http://127.0.0.1:1']}}"
-    for elsewhere in ("launch: ray", served, "train: {context_parallel: 2}"):
+    for elsewhere in ("launch: ray", served, "train: {context_parallel: 2}", "train: {backend: megatron}"):
         assert load_recipe([write(text + elsewhere)]).model.lora == recipe.model.lora
 
 
