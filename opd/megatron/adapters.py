@@ -90,7 +90,7 @@ class LinearAdapters(nn.Module):
         for place, mine, weight in zip(self._places, lows, self.lora_B.values(), strict=True):
             added = nn.functional.linear(mine, weight)
             parts[place] = parts[place] + added.unflatten(-1, (self._runs, -1))
-        return torch.cat(parts, dim=-1).flatten(-2)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).flatten(-2)
 
     def _among_ranks(self, low: Tensor) -> Tensor:
         """`low` [T, 1, n r], of all ranks' columns, or so that its gradient is of all their rows."""

@@ -164,7 +164,7 @@ class MegatronBackend(Backend):
         else:
             read_together(model, self._ranks, partial(self._read, given))
             if adapted is not None:
-                adapted.whole = lambda name, _: self._whole(name)  # of its base, to which it has the digest
+                adapted.whole = lambda name, _: self._whole(name)  # of its base, whose digest it takes
             model.filled()
         return None if adapted is None else dict(adapted.weights())[BASE_DIGEST]
 

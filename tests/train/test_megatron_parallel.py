@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from opd.train.backend import TorchBackend
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 STEPS = 3
 UNTIED = {"tie_word_embeddings": False}
@@ -65,6 +65,11 @@ TASKS = {
             "model": ADAPTERS | UNTIED,
             "batch": {"recompute_layers": True},
         },
+        "tensor and data, adapters, distributed": {
+            "train": {"tensor_parallel": 2, "distributed_optimizer": True},
+            "model": ADAPTERS,
+            "gradients": False,
+        },
         "stages and data, adapters, distributed": {
             "train": {"pipeline_parallel": 2, "overlap": True, "distributed_optimizer": True},
             "model": ADAPTERS,
@@ -101,7 +106,7 @@ def ranks(tmp_path_factory):
         ]
         tasks += AFTER if world == 2 else []
         (folder / "tasks.json").write_text(json.dumps(tasks))
-        run_ranks(backend_ranks.__file__, world, folder)
+        run_ranks(backend_ranks.__file__, world, folder, seconds=60 + 40 * len(tasks))
         return folder
 
     return folder_of
