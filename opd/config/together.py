@@ -231,7 +231,7 @@ def _groups_run_what_their_users_ask(recipe: Recipe) -> None:
             )
 
 
-def _what_adapters_and_critics_need(recipe: Recipe) -> None:
+def _what_critics_need(recipe: Recipe) -> None:
     specialists = [recipe.specialist, *(recipe.for_domain(name).specialist for name in recipe.domains)]
     critic = any(specialist.advantage.type == "gae" for specialist in specialists)
     needed = {
@@ -240,11 +240,6 @@ def _what_adapters_and_critics_need(recipe: Recipe) -> None:
         "launch": (recipe.launch.type, "local"),
         "train.context_parallel": (recipe.train.context_parallel, 1),
     }
-    if recipe.model.lora is not None and recipe.train.backend == "megatron":
-        raise ValueError(
-            "model.lora needs train.backend torch or deepspeed, not megatron; change it or leave"
-            " model.lora out"
-        )
     for key, (given, wanted) in needed.items():
         if given != wanted and critic:
             raise ValueError(
@@ -312,7 +307,7 @@ RULES = (
     _each_group_of_servers_has_one_user,
     _groups_of_servers_leave_each_other_room,
     _groups_run_what_their_users_ask,
-    _what_adapters_and_critics_need,
+    _what_critics_need,
     _a_step_is_seen_before_it_is_dealt_out,
     _teachers_exist,
     _stages_beside_teachers,

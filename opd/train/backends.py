@@ -63,11 +63,6 @@ def open_backend(
 def _on_ranks(
     model: CausalLM, train: TrainConfig, training: Training, ranks: Ranks, compute: torch.dtype | None
 ) -> Backend:
-    if train.backend == "megatron" and not all(p.requires_grad for p in model.module.parameters()):
-        raise ConfigError(
-            "train.backend megatron trains every weight, but some of this model's are frozen; set"
-            " train.backend to torch or deepspeed."
-        )
     if train.backend == "megatron":
         return _on_megatron(train)(model, training, ranks, train=train, compute_dtype=compute)
     if train.context_parallel != 1:

@@ -4,14 +4,15 @@ Shoeybi et al. 2019, "Megatron-LM". Gradients go through Megatron-Core's own dat
 `finalize_model_grads`, in float32; `megatron_optimizer.py` has the optimisers.
 
 `MegatronContextBackend` shares each sequence among ranks, and the samples among groups of such ranks;
-`megatron_pipeline.py` has the schedule of stages.
+`megatron_pipeline.py` has the schedule of stages. Of a model with adapters (`opd/megatron/adapters.py`) these
+alone learn, and the base has neither gradients nor an optimiser's state.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from opd.config.train import OptimConfig, TrainConfig
 from opd.errors import ConfigError, ModelError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
+from opd.megatron.adapters import adapt, adapter_pieces
 from opd.megatron.form import (
     EMBEDDING,
     HEAD,
@@ -31,6 +33,7 @@ from opd.megatron.form import (
     Elements,
     MegatronForm,
     Piece,
+    Stage,
     assemble,
     head_shard,
     parts_of,
@@ -39,9 +42,11 @@ from opd.megatron.form import (
 )
 from opd.megatron.layout import Layout
 from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, model_parallel
+from opd.models.adapters import BASE_DIGEST, AdaptedLM, require_base, weight_name
 from opd.models.attention import Attend
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextAttention, TokenShare
+from opd.models.hf_weights import LORA_A, LORA_B, merged
 from opd.models.sharded import Stored, need_room, read_together, width_of
 from opd.ranks import Ranks
 from opd.storage.tensors import Piece as TensorPiece
@@ -91,10 +96,14 @@ class MegatronBackend(Backend):
         self._form = _form(model, tensor_parallel)
         self._layout = Layout(ranks.rank, ranks.size, tensor_parallel, train.context_size, stages)
         self._stage = self._form.stage(self._layout.stage, stages)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.weights()}
+        dtype = compute_dtype or model.dtype
+        given = {weight_name(name): tensor for name, tensor in CausalLM.weights(model)}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
+        learn = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+        self._learnt = {weight_name(name): name for name in learn}
         if model.unread is not None:
-            each = (compute_dtype or model.dtype).itemsize + (4 if compute_dtype is None else 8)
-            need_room(model, ranks, self._numbers(), each)  # gradients are float32, and perhaps masters
+            more = 4 if compute_dtype is None else 8  # gradients are float32, and perhaps masters
+            need_room(model, ranks, self._nbytes(dtype.itemsize, more), 1)
         self._ranks, self._stack = ranks, ExitStack()
         self._group = self._stack.enter_context(model_parallel(tensor_parallel, stages))
         data = ranks.one_of(self._layout.groups("data"), "data")
@@ -107,70 +116,103 @@ class MegatronBackend(Backend):
         self.together = ranks
         self._vocabulary = model.vocabulary
         self._device = model.device
-        dtype = compute_dtype or model.dtype
-        self._module = MegatronModule(
-            self._form, self._group, dtype, model.device, trained=True, stage=self._stage
-        )
+        self._scaling = model.lora.alpha / model.lora.rank if isinstance(model, AdaptedLM) else None
+        self._module = self._opened(model, dtype)
         self._module.recompute = training.batch.recompute_layers
-        padding = model.module.get_input_embeddings().padding_idx
-        if padding is not None and self._stage.first:
-            words = self._module.module.embedding.word_embeddings
-            words.register_forward_hook(partial(_constant_padding, padding))
-        self._parameters = dict(self._module.parameters())
-        if self._stage.last and not (self._form.tied and self._stage.first):
-            rows = self._form.padded_vocabulary(tensor_parallel) // tensor_parallel
-            shape = (rows, self._form.hidden_size)
-            self._parameters[HEAD] = nn.Parameter(torch.empty(shape, dtype=dtype, device=model.device))
+        self._parameters = self._all_parameters()
+        found = self._pieces_of(self._group.rank(), self._stage)
+        self._pieces = {piece.name: piece for piece in found if piece.name in self._parameters}
         self._places = self._sources()
         self._max_grad_norm = training.optim.max_grad_norm
         self._overlaps = model.device.type == "cuda" if train.overlap is None else train.overlap
         self._buffers = self._data_parallel(distributed)
         self._keeps_float32 = compute_dtype is not None
         self._optimizer = self._open_optimizer(training.optim, distributed)
-        if model.unread is None:
-            self._read_slices(partial(part_of, dict(model.weights())))
-        else:
-            read_together(model, ranks, self._read)
-            model.filled()
+        self._base_digest = self._filled(model, given)
 
-    def _numbers(self) -> int:
-        """Elements of this rank's parameters; padding is not counted."""
+    def _opened(self, model: CausalLM, dtype: torch.dtype) -> MegatronModule:
+        """This rank's layers, with adapters where `model` has them, and nothing read yet."""
+        learns = self._scaling is None
+        found = MegatronModule(self._form, self._group, dtype, model.device, learns, self._stage)
+        if self._scaling is not None:
+            bases = pieces(self._form, self._group.rank(), self._group.size(), self._stage)
+            adapt(found.module, bases, self._shapes, self._scaling, self._group)
+        padding = model.module.get_input_embeddings().padding_idx
+        if padding is not None and self._stage.first:
+            words = found.module.embedding.word_embeddings
+            words.register_forward_hook(partial(_constant_padding, padding))
+        return found
+
+    def _all_parameters(self) -> dict[str, nn.Parameter]:
+        """Those of this rank's layers, and its rows of a head that is not the embedding here."""
+        found = dict(self._module.parameters())
+        if self._stage.last and not (self._form.tied and self._stage.first):
+            rows = self._form.padded_vocabulary(self._group.size()) // self._group.size()
+            head = torch.empty(
+                rows, self._form.hidden_size, dtype=self._module.dtype, device=self._module.device
+            )
+            found[HEAD] = nn.Parameter(head, requires_grad=self._scaling is None)
+        return found
+
+    def _filled(self, model: CausalLM, given: Mapping[str, Tensor]) -> Tensor | None:
+        """Read this rank's slices of `model`, whose tensors are `given`; returns the digest of its base, if
+        adapters are what learns.
+        """
+        adapted = model if isinstance(model, AdaptedLM) else None
+        if model.unread is None:
+            self._read_slices(self._pieces.values(), partial(part_of, given))
+        else:
+            read_together(model, self._ranks, partial(self._read, given))
+            if adapted is not None:
+                adapted.whole = lambda name, _: self._whole(name)  # of its base, whose digest it takes
+            model.filled()
+        return None if adapted is None else dict(adapted.weights())[BASE_DIGEST]
+
+    def _nbytes(self, width: int, learning: int) -> int:
+        """Bytes of this rank's parameters, of `width` a number, and `learning` more of those that learn;
+        padding is not counted.
+        """
         tensor = self._layout.tensor
-        found = pieces(self._form, 0, tensor, self._stage)
-        if self._stage.first and self._stage.last and self._form.tied:
-            found.pop()
+        twice = self._stage.first and self._stage.last and self._form.tied
         return sum(
-            math.prod(self._shapes[source]) // (tensor if piece.split else 1)
-            for piece in found
+            math.prod(self._shapes[source])
+            // (tensor if piece.split else 1)
+            * (width + learning * (source in self._learnt))
+            for piece in self._pieces_of(0, self._stage)
+            if not (twice and piece.name == HEAD)
             for source in {cut.source for cut in piece.cuts}
         )
+
+    def _pieces_of(self, rank: int, stage: Stage) -> list[Piece]:
+        """Every parameter of a tensor-parallel rank in a stage, and the head."""
+        found = pieces(self._form, rank, self._layout.tensor, stage)
+        return found + adapter_pieces(found, self._shapes)
 
     def _sources(self) -> dict[str, tuple[int, str]]:
         """By Hugging Face's name: the first stage that has a tensor, and the parameter it is in there."""
         found: dict[str, tuple[int, str]] = {}
         for number in range(self._layout.stages):
-            stage = self._form.stage(number, self._layout.stages)
-            for piece in pieces(self._form, 0, self._layout.tensor, stage):
+            for piece in self._pieces_of(0, self._form.stage(number, self._layout.stages)):
                 for cut in piece.cuts:
                     found.setdefault(cut.source, (number, piece.name))
         return found
 
     @property
     def _again(self) -> str | None:
-        """The parameter whose rows another stage has, and writes, too."""
-        tied = self._form.tied and self._stage.last and not self._stage.first
-        return HEAD if tied else None
+        """The parameter whose rows another stage has, learns and writes, too."""
+        return HEAD if self._shared_rows() is not None and self._stage.last else None
 
     def _open_optimizer(self, optim: OptimConfig, distributed: bool) -> MegatronOptimizer:
-        cut = {piece.name: piece.split for piece in self._pieces()}
+        cut = {piece.name: piece.split for piece in self._pieces_that_learn()}
         stages = self._stages.group if self._layout.stages > 1 else None
-        slices = Slices(self._parameters, cut, self._group, stages, self._again)
+        learn = {name: parameter for name, parameter in self._parameters.items() if name in cut}
+        slices = Slices(learn, cut, self._group, stages, self._again)
         if distributed:
             return DistributedAdamW(self._buffers, slices, optim)
         return SlicedAdamW(slices, optim, float32=self._keeps_float32)
 
     def _data_parallel(self, distributed: bool) -> Any:
-        """Megatron-Core's gradient buffers of all parameters, the head's among them."""
+        """Megatron-Core's gradient buffers of all parameters that learn, the head's among them."""
         megatron_core()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -186,15 +228,13 @@ class MegatronBackend(Backend):
             return DistributedDataParallel(self._module.module.config, settings, whole)
 
     def _shared_rows(self) -> nn.Parameter | None:
-        """The embedding, or of the last stage the head, where both have the same rows."""
-        if not self._form.tied or self._layout.stages == 1:
+        """The embedding, or of the last stage the head, where both have the same rows, which learn."""
+        if not self._form.tied or self._layout.stages == 1 or self._scaling is not None:
             return None
         return self._parameters.get(EMBEDDING if self._stage.first else HEAD)
 
-    def _pieces(self) -> list[Piece]:
-        """Of this rank's parameters."""
-        found = pieces(self._form, self._group.rank(), self._group.size(), self._stage)
-        return [piece for piece in found if piece.name in self._parameters]
+    def _pieces_that_learn(self) -> list[Piece]:
+        return [piece for name, piece in self._pieces.items() if self._parameters[name].requires_grad]
 
     @property
     def device(self) -> torch.device:
@@ -222,9 +262,9 @@ class MegatronBackend(Backend):
 
     def gathered(self) -> AbstractContextManager[Tensor | None]:
         """Megatron-Core's own float32 buffer, over which the ranks sum at the end. None where it sums while
-        they go backward: it waits for each gradient to come from autograd.
+        they go backward: it waits for each gradient to come from autograd; and where the head does not learn.
         """
-        if self._overlaps or not self._stage.last:
+        if self._overlaps or not self._stage.last or self._scaling is not None:
             return nullcontext(None)
         own = self.head()
         rows = len(own.head.weight if isinstance(own, HeadShard) else own.weight)  # without padding
@@ -288,18 +328,34 @@ class MegatronBackend(Backend):
         return {"lr": lr, "grad_norm": norm}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the student by Hugging Face's names, whole, in the dtype it computes in; all ranks
-        walk together, one tensor at a time.
+        """Every tensor of the student that learns by Hugging Face's names, whole, in the dtype it computes
+        in; all ranks walk together, one tensor at a time. Before adapters stands the digest of their base.
         """
         self.wake()
-        own = {piece.name: piece for piece in self._pieces()}
-        for name, shape in self._shapes.items():
-            stage, parameter = self._places[name]
-            if stage == self._layout.stage:
-                tensor = self._gathered(name, own[parameter])[: shape[0]]
-            else:
-                tensor = torch.empty(shape, dtype=self._module.dtype, device=self._device)
-            yield name, self._told(tensor, stage)
+        if self._base_digest is not None:
+            yield BASE_DIGEST, self._base_digest
+        for name in self._learnt:
+            yield name, self._whole(name)
+
+    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.wake()
+        for name in self._shapes:
+            if name.endswith((LORA_A, LORA_B)):
+                continue
+            found, layer = self._whole(name), name.removesuffix(".weight")
+            if layer + LORA_A in self._shapes:
+                assert self._scaling is not None
+                found = merged(found, self._whole(layer + LORA_A), self._whole(layer + LORA_B), self._scaling)
+            yield name, found
+
+    def _whole(self, name: str) -> Tensor:
+        """A tensor by Hugging Face's name, whole; all ranks call it together."""
+        shape, (stage, parameter) = self._shapes[name], self._places[name]
+        if stage == self._layout.stage:
+            tensor = self._gathered(name, self._pieces[parameter])[: shape[0]]
+        else:
+            tensor = torch.empty(shape, dtype=self._module.dtype, device=self._device)
+        return self._told(tensor, stage)
 
     def _told(self, tensor: Tensor, stage: int) -> Tensor:
         """`tensor` of a stage, on all of them."""
@@ -328,7 +384,9 @@ class MegatronBackend(Backend):
         """This rank's pieces of Hugging Face's tensors; of a stage the first has what all have whole, too."""
         self._take("weights", "moments")
         files: dict[str, dict[str, Tensor | TensorPiece]] = {"model": {}, "optimizer": {}}
-        for piece in self._pieces():
+        if self._base_digest is not None and self._ranks.main:
+            files["model"][BASE_DIGEST] = self._base_digest.clone()
+        for piece in self._pieces_that_learn():
             if piece.name == self._again:
                 continue
             for key in (WEIGHT, *MOMENTS) if self._optimizer.steps else (WEIGHT,):
@@ -339,10 +397,11 @@ class MegatronBackend(Backend):
                     if key == WEIGHT:
                         self._keep(files["model"], source, piece, cut, part)
                     else:
-                        self._keep(files["optimizer"], f"{source}/{key}", piece, cut, part)
+                        name = f"{self._learnt[source]}/{key}"
+                        self._keep(files["optimizer"], name, piece, cut, part)
         if self._optimizer.steps and self._ranks.main:
             step = torch.tensor(float(self._optimizer.steps))
-            files["optimizer"] |= {f"{name}/step": step.clone() for name in self._shapes}
+            files["optimizer"] |= {f"{name}/step": step.clone() for name in self._learnt.values()}
         return files
 
     def _keep(
@@ -378,39 +437,54 @@ class MegatronBackend(Backend):
 
     def load_state(self, state: Saved) -> None:
         saved, moments = state["model"], state["optimizer"]
-        fields = optimizer_fields(moments, self._shapes)
-        check_tensors(saved, self._shapes, f"a {self._form.family} on Megatron-Core")
+        learnt = {self._learnt[name]: self._shapes[name] for name in self._learnt}
+        fields = optimizer_fields(moments, learnt)
+        own = {name: self._shapes[name] for name in self._learnt}
+        if self._base_digest is not None:
+            own[BASE_DIGEST] = tuple(self._base_digest.shape)
+        check_tensors(saved, own, f"a {self._form.family} on Megatron-Core")
+        if self._base_digest is not None:
+            require_base(saved[BASE_DIGEST], self._base_digest)
+        found = self._pieces_that_learn()
         if not fields:
-            self._read_slices(partial(part_of, saved))
+            self._read_slices(found, partial(part_of, saved))
             return
-        check_tensors(moments, moments_of(self._shapes), "the optimiser of this run")
+        check_tensors(moments, moments_of(learnt), "the optimiser of this run")
         steps = int(next(iter(fields.values()))["step"])
-        self._read_slices(partial(part_of, saved), partial(part_of, moments), steps)
+        self._read_slices(found, partial(part_of, saved), partial(part_of, moments), steps)
 
-    def _read(self, stored: Stored) -> None:
+    def _read(self, given: Mapping[str, Tensor], stored: Stored) -> None:
+        """Read what the `given` tensors of a model lack, and take the others as they are: its adapters."""
+
         def elements(name: str, first: int, into: Tensor) -> None:
-            stored.read([name], width_of(self._shapes[name]), first, into)
+            if given[name].is_meta:
+                stored.read([name], width_of(self._shapes[name]), first, into)
+            else:
+                part_of(given, name, first, into)
 
-        self._read_slices(elements)
+        self._read_slices(self._pieces.values(), elements)
 
     @torch.no_grad()
-    def _read_slices(self, weights: Elements, moments: Elements | None = None, steps: int = 0) -> None:
-        """Read this rank's slices of weights and moments, a parameter at a time."""
+    def _read_slices(
+        self, found: Iterable[Piece], weights: Elements, moments: Elements | None = None, steps: int = 0
+    ) -> None:
+        """Read these slices of weights, and of moments, a parameter at a time."""
         self._take("weights", "moments")
         self._optimizer.resume(steps)
-        for piece in self._pieces():
-            value = self._assembled(piece, weights)
-            self._parameters[piece.name].copy_(value)
-            self._optimizer.put(piece.name, WEIGHT, value)
+        for piece in found:
+            value, parameter = self._assembled(piece, weights), self._parameters[piece.name]
+            parameter.copy_(value)
+            if parameter.requires_grad:
+                self._optimizer.put(piece.name, WEIGHT, value)
             if moments is not None:
                 for key in MOMENTS:
-                    self._optimizer.put(piece.name, key, self._assembled(piece, moments, f"/{key}"))
+                    self._optimizer.put(piece.name, key, self._assembled(piece, moments, key))
 
-    def _assembled(self, piece: Piece, elements: Elements, field: str = "") -> Tensor:
+    def _assembled(self, piece: Piece, elements: Elements, field: str | None = None) -> Tensor:
         """[..] float32: a parameter from elements of Hugging Face's tensors, or from a `field` of them."""
 
         def of_field(name: str, first: int, into: Tensor) -> None:
-            elements(name + field, first, into)
+            elements(name if field is None else f"{self._learnt[name]}/{field}", first, into)
 
         return assemble(piece, self._form, read_elements(self._shapes, of_field, self._device))
 

@@ -273,10 +273,11 @@ class Student:
         backend = context.closing.enter_context(opened)
         writing = ranks.new_group(f"{context.stage}/rollouts")
         adapters = recipe.model.lora is not None
-        shared, writers = False, None if helpers is None else helpers.writers(path, adapters)
+        plain, shared = recipe.rollout.engine.type == "sglang", False
+        writers = None if helpers is None else helpers.writers(path, adapters)
         if writers is None and cuts_engines(recipe, path, ranks):
             engine, shared = _on_shares(recipe, path, backend, ranks)
-            writers = EnginePool([engine])
+            writers, plain = EnginePool([engine]), not shared
         writers = writers or embedded(recipe, path)
         backend.measured, backend.lent = context.memory.sample, shared
         for held in (backend, *writers.engines):
@@ -297,7 +298,7 @@ class Student:
             WriterBarrier(writing),
             stops,
             sleeps=recipe.runtime.offload.engine,
-            plain=recipe.rollout.engine.type == "sglang",
+            plain=plain,
             shared=shared,
         )
 

@@ -293,15 +293,14 @@ def test_launch_by_name_takes_settings_from_other_places(write):
     assert "belongs to type 'ray'" in refusal([write(MINIMAL), settings])
 
 
-def test_adapters_are_refused_where_they_cannot_be_trained(write):
+def test_adapters_go_with_every_back_end_engine_and_launcher(write):
     text = MINIMAL.replace("domains:", "  lora: {rank: 4}\ndomains:")
     recipe = load_recipe([write(text)])
     assert recipe.model.lora is not None
     assert (recipe.model.lora.rank, recipe.model.lora.alpha) == (4, 32.0)
-    complaint = "model.lora needs train.backend torch, not deepspeed"
-    assert complaint in refusal([write(text + "train: {backend: deepspeed}")])
     served = "rollout: {engine: {type: sglang, urls: ['http://127.0.0.1:1']}}"
-    for elsewhere in ("launch: ray", served, "train: {context_parallel: 2}"):
+    backends = [f"train: {{backend: {name}}}" for name in ("deepspeed", "megatron")]
+    for elsewhere in ("launch: ray", served, "train: {context_parallel: 2}", *backends):
         assert load_recipe([write(text + elsewhere)]).model.lora == recipe.model.lora
 
 

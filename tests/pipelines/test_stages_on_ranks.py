@@ -40,6 +40,8 @@ PPO = {
 }
 MERGE = {"steps": 3, "prompts_per_domain": 4, "checkpoint_every": 2}
 MIXED = {"dtype": "bfloat16"}
+ADAPTERS = {"distill": MERGE | {"optim": {"lr": 0.01}}, "lora": {"rank": 4, "alpha": 8}}
+MEGATRON = {"train": {"backend": "megatron", "tensor_parallel": 2}}
 RULES = {
     "slower": {"metric": "step", "above": 0, "steps": 1, "action": "lower_rate", "factor": 0.9},
     "enough": {"metric": "step", "above": 1, "steps": 1, "action": "stop", "lever": "go home"},
@@ -76,10 +78,9 @@ TASKS = {
         "merge",
         {"distill": MERGE | {"steps": 4}, "rollout": {"schedule": "async", "max_ahead": 2}},
     ),
-    "adapters": (
-        "merge",
-        {"distill": MERGE | {"optim": {"lr": 0.01}}, "lora": {"rank": 4, "alpha": 8}, "rollout": SHARDED},
-    ),
+    "adapters": ("merge", ADAPTERS | {"rollout": SHARDED}),
+    "adapters, megatron": ("merge", ADAPTERS | MEGATRON),
+    "adapters, megatron, cut engine": ("merge", ADAPTERS | MEGATRON | {"rollout": SHARDED}),
     "stopped": ("specialist-add3", WATCHED),
     "goes_on": ("specialist-add3", WATCHED | {"watch": {"slower": RULES["slower"]}}),
     "measured": ("evaluate", {"evaluation": {"prompts_per_domain": 20, "samples_per_prompt": 3, **SETS}}),
@@ -95,8 +96,11 @@ STEPS = {
     "ahead": 3,
     "async": 4,
     "adapters": 3,
+    "adapters, megatron": 3,
+    "adapters, megatron, cut engine": 3,
     "mixed": 2,
 }
+ON_ADAPTERS = [name for name in STEPS if name.startswith("adapters")]
 RESUMED = {"goes_on": "stopped"}
 """Tasks that go on with the run of another."""
 MODELS = {"specialist-add3": "specialists/add3", "merge": "merged", "baseline-ties": "baselines/ties"}
@@ -177,7 +181,7 @@ def weights(run: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(run / MODELS[TASKS[name][0]] / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["specialist", "kit", "critic", "taught", "ahead", "adapters", "goes_on"])
+@pytest.mark.parametrize("name", ["specialist", "kit", "critic", "taught", "ahead", *ON_ADAPTERS, "goes_on"])
 def test_a_stage_of_two_ranks_ends_with_the_weights_of_one(base, ranks, alone, name):
     ours, expected = weights(ranks / name, name), weights(alone(name), name)
     start = load_file(base / "model.safetensors")
@@ -265,9 +269,10 @@ def test_no_token_is_older_than_the_schedule_allows(ranks, name):
         assert ages == [0.0, 1.0, 1.0]
 
 
-def test_adapters_are_kept_beside_the_merged_model(base, ranks):
-    merged = weights(ranks / "adapters", "adapters")
-    start, adapter = load_file(base / "model.safetensors"), read_adapter(ranks / "adapters" / "merged")
+@pytest.mark.parametrize("name", ON_ADAPTERS)
+def test_adapters_are_kept_beside_the_merged_model(base, ranks, name):
+    merged = weights(ranks / name, name)
+    start, adapter = load_file(base / "model.safetensors"), read_adapter(ranks / name / "merged")
     changed = {key for key, tensor in merged.items() if not torch.equal(tensor, start[key])}
     assert changed == set(adapter.pairs)
 

@@ -28,8 +28,9 @@ from opd.config.rl import CISPOLoss, GSPOLoss
 from opd.config.train import LoRAConfig
 from opd.errors import OpdError
 from opd.kernels.head import Head
-from opd.models.adapters import AdaptedLM
+from opd.models.adapters import BASE_DIGEST, AdaptedLM, weight_name
 from opd.models.causal_lm import CausalLM, held_bytes, torch_dtype
+from opd.models.hf_weights import LORA_B
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorParts, write_files
 from opd.train.backend import Backend, TorchBackend, Training
@@ -47,12 +48,19 @@ TEMPERATURE = 0.7
 WIDTH = 32
 
 
-def student(seed: int = 0, lora: bool = False, dtype: str | None = None, **changes) -> CausalLM:
-    """The model to train; with `lora` its adapters alone, kept in `dtype`."""
+def student(seed: int = 0, lora: bool | list[str] = False, dtype: str | None = None, **changes) -> CausalLM:
+    """The model to train; with `lora` its adapters alone, kept in `dtype`. If `lora` names the layers that
+    have some, their `B` is not zero but drawn.
+    """
     model = tiny.model(seed, num_attention_heads=4, num_key_value_heads=2, **changes)
     if not lora:
         return model
-    adapted = AdaptedLM(model, LORA, "base")
+    drawn = isinstance(lora, list)
+    adapted = AdaptedLM(model, LORA.model_copy(update={"targets": lora}) if drawn else LORA, "base")
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in adapted.adapters() if drawn else ():
+        if name.endswith(LORA_B):
+            tensor.normal_(std=0.1, generator=generator)
     if dtype is not None:
         adapted.keep_adapters_in(torch_dtype(dtype))
     return adapted
@@ -136,15 +144,17 @@ def train(backend, first: int, last: int, batch=batch) -> list[dict[str, float]]
 
 
 def gradients_of(backend) -> dict[str, torch.Tensor]:
-    """Of the loss of `batch(0)`, by Hugging Face's names; nothing is learnt from it."""
+    """Of the loss of `batch(0)`, by Hugging Face's names, of all that learns; nothing is learnt from it."""
     backend.forward_backward(batch(0))
     if isinstance(backend, TorchBackend):
-        found = {name: p.grad.clone() for name, p in backend.model.module.named_parameters()}
+        learn = {name: p for name, p in backend.model.module.named_parameters() if p.requires_grad}
+        found = {weight_name(name): p.grad.clone() for name, p in learn.items()}
     else:  # gathered as weights are
-        held = {name: (p, p.detach().clone()) for name, p in backend._parameters.items()}
+        learn = {name: p for name, p in backend._parameters.items() if p.requires_grad}
+        held = {name: (p, p.detach().clone()) for name, p in learn.items()}
         for parameter, _ in held.values():
             parameter.data.copy_(parameter.main_grad)
-        found = {name: tensor.clone() for name, tensor in backend.weights()}
+        found = {name: tensor.clone() for name, tensor in backend.weights() if name != BASE_DIGEST}
         for parameter, weight in held.values():
             parameter.data.copy_(weight)
     backend.zero_grad()

@@ -23,13 +23,22 @@ pytestmark = pytest.mark.slow
 
 STEPS, HALF = 6, 3
 SHARED = {"train": {"context_parallel": 2}, "batch": {"sequence_chunk": 8}}
-ADAPTERS = {"adapters": {"train": {}}, "adapters, shared sequences": SHARED}
+TENSOR = {"train": {"backend": "megatron", "tensor_parallel": 2}}
+ADAPTERS = {
+    "adapters": {"train": {}},
+    "adapters, shared sequences": SHARED,
+    "adapters, megatron": TENSOR,
+    "adapters, megatron stages": {"train": {"backend": "megatron", "pipeline_parallel": 2}},
+}
+DISTRIBUTED = {"train": {"backend": "megatron", "distributed_optimizer": True}}
 MIXED = {
     "mixed": {"train": {}},
     "mixed, adapters": {"train": {}, "model": {"lora": True}},
     "mixed, shared sequences": {"train": {"context_parallel": 2}},
-    "mixed, megatron": {"train": {"backend": "megatron", "tensor_parallel": 2}},
-    "mixed, megatron distributed": {"train": {"backend": "megatron", "distributed_optimizer": True}},
+    "mixed, megatron": TENSOR,
+    "mixed, adapters, megatron": TENSOR | {"model": {"lora": True}},
+    "mixed, megatron distributed": DISTRIBUTED,
+    "mixed, adapters, megatron distributed": DISTRIBUTED | {"model": {"lora": True}},
 }
 STAGES = {stage: {"train": {"backend": "deepspeed", "zero_stage": stage}} for stage in (1, 2, 3)}
 ZERO_ADAPTERS = {f"adapters, zero-{stage}": settings for stage, settings in STAGES.items()}
@@ -163,6 +172,7 @@ ALONE = {
     "torch": {},
     "torch, adapters": {"lora": True},
     "megatron": {"backend": "megatron"},
+    "megatron, adapters": {"backend": "megatron", "lora": True},
 }
 ALONE_PRECISE = [*ALONE, pytest.param("deepspeed", marks=NO_DEEPSPEED)]
 

@@ -41,11 +41,18 @@ MODELS = {
     "adapters": {"model": "tied", "lora": True},
     "adapters on bfloat16": {"model": "files", "lora": True, "dtype": "bfloat16"},
 }
+STAGES = {
+    "adapters on stages": {
+        "model": "tied",
+        "lora": True,
+        "train": {"backend": "megatron", "pipeline_parallel": 2},
+    }
+}
 READ = [
     pytest.param(kind, model, marks=[NO_DEEPSPEED] if kind == "zero-3" else [])
     for kind in KINDS
     for model in MODELS
-    if kind == "zero-3" or (kind == "megatron" and "lora" not in MODELS[model])
+    if kind != "fsdp"
 ]
 BIG = {"model": "big", "batch": {"max_tokens": 4096}}
 LIMITS = {"zero-3": 122 * MIB, "megatron": 100 * MIB}
@@ -71,8 +78,7 @@ def place(tmp_path_factory) -> Path:
         if kind != "fsdp":
             tasks += [
                 {"name": f"alike {kind} {model}", "does": "alike"} | settings | asked
-                for model, asked in MODELS.items()
-                if kind == "zero-3" or "lora" not in asked
+                for model, asked in (MODELS | (STAGES if kind == "megatron" else {})).items()
             ]
         saving = {"name": f"of {kind}", "does": "saves", "into": f"of {kind}"}
         tasks += [saving | settings | MODELS["tied"]]
@@ -89,7 +95,7 @@ def place(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(("kind", "model"), READ)
+@pytest.mark.parametrize(("kind", "model"), [*READ, ("megatron", "adapters on stages")])
 def test_a_model_that_is_read_in_parts_is_the_one_that_is_read_whole(place, kind, model):
     for result in said(place, f"alike {kind} {model}", 2):
         assert result.get("error") is None, result

@@ -1,0 +1,147 @@
+"""LoRA on Megatron-Core's layers, which are several of Hugging Face's in one: an adapter for each of these.
+
+`W x + scaling * B (A x)` of every adapted layer, as peft computes it. Where Megatron-Core cuts `W` by rows
+over the tensor-parallel ranks, `B` is cut by the same rows and every rank has `A`; where it cuts `W` by
+columns, `A` is cut by them and every rank has `B`. Between `A` and `B` lies a sum over the ranks, of `r`
+numbers a token or of their gradients, so that what every rank has gets its whole gradient on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opd.megatron.form import Cut, Piece
+from opd.models.hf_weights import LORA_A, LORA_B
+
+
+def adapter_pieces(bases: Iterable[Piece], adapted: Collection[str]) -> list[Piece]:
+    """The parameters of a rank that has the parameters `bases` of the base: `A` and `B` of each Hugging Face
+    layer there whose tensors are among the names `adapted`.
+    """
+    return [piece for base in bases for pair in _pairs(base, adapted).values() for piece in pair]
+
+
+def adapt(
+    module: Any,
+    bases: Iterable[Piece],
+    shapes: Mapping[str, Sequence[int]],
+    scaling: float,
+    group: dist.ProcessGroup,
+) -> None:
+    """Give the linear layers of a `GPTModel`, whose parameters are `bases`, their adapters, which learn.
+
+    `shapes` are those of Hugging Face's tensors, adapters among them; `group` are the tensor-parallel ranks.
+    Values are whatever memory held until they are loaded.
+    """
+    for base in bases:
+        if _pairs(base, shapes):
+            linear = module.get_submodule(base.name.removesuffix(".weight"))
+            linear.adapters = LinearAdapters(base, shapes, scaling, group, linear.weight)
+            linear.register_forward_hook(_add)
+
+
+class LinearAdapters(nn.Module):
+    """The adapters of one linear layer of Megatron-Core's.
+
+    Args:
+        base: Its weight, of which tensors it is made.
+        shapes: Those of Hugging Face's tensors.
+        scaling: What `B A` is multiplied by.
+        group: The tensor-parallel ranks.
+        like: Has their dtype and device.
+    """
+
+    def __init__(
+        self,
+        base: Piece,
+        shapes: Mapping[str, Sequence[int]],
+        scaling: float,
+        group: dist.ProcessGroup,
+        like: Tensor,
+    ) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        pairs = _pairs(base, shapes)
+        for source, pair in pairs.items():
+            for piece, into in zip(pair, (self.lora_A, self.lora_B), strict=True):
+                into[_layer(source)] = nn.Parameter(like.new_empty(_shape(piece, shapes)))
+        self._rows = base.cuts[0].axis == 0
+        self._scaling, self._group = scaling, group
+        sources = [cut.source for cut in base.cuts]
+        self._runs = sources.count(sources[0])
+        """In how many runs the rows of each tensor lie: as many of all, in turn."""
+        in_turn = base.cuts[: len(sources) // self._runs]
+        self._widths = [(cut.stop or 0) - cut.start if cut.axis == 0 else like.shape[0] for cut in in_turn]
+        """Rows of a run of each tensor."""
+        self._places = [place for place, cut in enumerate(in_turn) if cut.source in pairs]
+        """Which of those have an adapter."""
+
+    def forward(self, given: Tensor, output: Tensor) -> Tensor:
+        """`output` [T, 1, R], which the layer has made of `given` [T, 1, C], and what the adapters add."""
+        low = nn.functional.linear(given, torch.cat(tuple(self.lora_A.values())))
+        lows = (self._scaling * self._among_ranks(low)).chunk(len(self.lora_A), dim=-1)
+        parts = list(output.unflatten(-1, (self._runs, -1)).split(self._widths, dim=-1))
+        for place, mine, weight in zip(self._places, lows, self.lora_B.values(), strict=True):
+            added = nn.functional.linear(mine, weight)
+            parts[place] = parts[place] + added.unflatten(-1, (self._runs, -1))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).flatten(-2)
+
+    def _among_ranks(self, low: Tensor) -> Tensor:
+        """`low` [T, 1, n r], of all ranks' columns, or so that its gradient is of all their rows."""
+        from megatron.core.tensor_parallel import mappings
+
+        if self._rows:
+            return mappings.copy_to_tensor_model_parallel_region(low, self._group)
+        return mappings.reduce_from_tensor_model_parallel_region(low, self._group)
+
+
+def _add(linear: Any, given: tuple[Tensor, ...], made: tuple[Tensor, Tensor | None]) -> Any:
+    """After the forward of an adapted layer, which gives its output and a bias that others add."""
+    output, bias = made
+    return linear.adapters(given[0], output), bias
+
+
+def _pairs(base: Piece, adapted: Collection[str]) -> dict[str, tuple[Piece, Piece]]:
+    """`A` and `B` of each adapted tensor that is in the parameter `base`."""
+    found = {}
+    for cut in _sources(base):
+        layer = cut.source.removesuffix(".weight")
+        if layer + LORA_A in adapted:
+            a, b = Cut(layer + LORA_A), Cut(layer + LORA_B)
+            if cut.axis == 0:
+                b = replace(cut, source=b.source)
+            else:
+                a = replace(cut, source=a.source)
+            ours = f"{base.name.removesuffix('.weight')}.adapters"
+            found[cut.source] = (
+                Piece(f"{ours}.lora_A.{_layer(cut.source)}", (a,), split=cut.axis == 1),
+                Piece(f"{ours}.lora_B.{_layer(cut.source)}", (b,), split=cut.axis == 0),
+            )
+    return found
+
+
+def _sources(base: Piece) -> Iterator[Cut]:
+    """What `base` has of each tensor; cuts of one follow one another there, and are given as one."""
+    found: dict[str, Cut] = {}
+    for cut in base.cuts:
+        found[cut.source] = replace(found.get(cut.source, cut), stop=cut.stop)
+    yield from found.values()
+
+
+def _layer(source: str) -> str:
+    """`q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    return source.removesuffix(".weight").rpartition(".")[2]
+
+
+def _shape(piece: Piece, shapes: Mapping[str, Sequence[int]]) -> list[int]:
+    [cut] = piece.cuts
+    shape = list(shapes[cut.source])
+    if cut.stop is not None:
+        shape[cut.axis] = cut.stop - cut.start
+    return shape
